@@ -1,0 +1,58 @@
+"""headprune: which attention heads matter, and what happens when the others go.
+
+>>> import headprune as hp
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from headprune.attention import AttentionLayer as AttentionLayer
+    from headprune.checkpoint import load as load
+    from headprune.checkpoint import save as save
+    from headprune.errors import HeadPruneError as HeadPruneError
+    from headprune.errors import PruneError as PruneError
+    from headprune.gates import mask as mask
+    from headprune.planning import PruningPlan as PruningPlan
+    from headprune.planning import plan as plan
+    from headprune.scoring import HeadScores as HeadScores
+    from headprune.scoring import agreement as agreement
+    from headprune.scoring import score as score
+    from headprune.surgery import Proof as Proof
+    from headprune.surgery import prune as prune
+    from headprune.trace import find_attention as find_attention
+
+# Loaded on first use, so that `headprune --help` does not wait for torch.
+_HOME = {
+    "AttentionLayer": "attention",
+    "load": "checkpoint",
+    "save": "checkpoint",
+    "HeadPruneError": "errors",
+    "PruneError": "errors",
+    "mask": "gates",
+    "PruningPlan": "planning",
+    "plan": "planning",
+    "HeadScores": "scoring",
+    "agreement": "scoring",
+    "score": "scoring",
+    "Proof": "surgery",
+    "prune": "surgery",
+    "find_attention": "trace",
+}
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'headprune' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"headprune.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,164 @@
+"""What headprune knows of one attention layer, and how a head is addressed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headprune.errors import HeadPruneError
+
+Heads = dict[str, list[int]]
+"""Heads by layer: ``{layer_name: [head, ...]}``."""
+
+
+@dataclass(frozen=True)
+class HeadFeatures:
+    """The features of one projection that belong to each head.
+
+    Attributes:
+        module: Qualified name of the linear module (``nn.Linear`` or transformers' ``Conv1D``).
+        features: ``features[h]`` are the indices that head ``h`` uses. For W_O they index its
+            input, for every other projection its output. A feature may serve several heads
+            (key/value groups); it can go only when all of them go.
+    """
+
+    module: str
+    features: tuple[tuple[int, ...], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"module": self.module, "features": [_to_ranges(f) for f in self.features]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> HeadFeatures:
+        heads = (tuple(i for start, stop in ranges for i in range(start, stop)) for ranges in data["features"])
+        return cls(data["module"], tuple(heads))
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention layer of a model, as `headprune.find_attention` found it.
+
+    Attributes:
+        name: Qualified name of the attention module.
+        index: Position in the order of execution; people see head 7 of index 3 as ``L3.H7``.
+        kind: ``"encoder"`` (self-attention in both directions), ``"decoder"`` (causal
+            self-attention) or ``"cross"``.
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads (equal to ``num_heads`` without grouping).
+        head_dim: Width of one head's output, in features.
+        prunable: Whether heads can be removed exactly, as far as the trace can tell. The last
+            word is `headprune.prune`'s proof.
+        reason: Why not, if not.
+        output_projection: W_O; its ``features`` are the input columns of each head.
+        projections: Every other projection that holds features of single heads (query, key,
+            value, a per-head gate, fused or separate).
+        inner_modules: Modules that may hold head counts as integers: the attention module and
+            those below it that were running when attention was computed.
+        bypass: How the layer is taken out when all of its heads go. ``"stub"``: the attention
+            module is replaced; ``"slice"``: it works without any head; ``"ghost"``: one head (or
+            group) stays with zero output, because a cache or a later layer needs what the module computes.
+        output_arity: Length of the tuple the attention module returns, 0 for a bare tensor.
+        output_inside: Whether W_O is called inside the attention module.
+    """
+
+    name: str
+    index: int
+    kind: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    prunable: bool = True
+    reason: str = ""
+    output_projection: HeadFeatures | None = None
+    projections: tuple[HeadFeatures, ...] = ()
+    inner_modules: tuple[str, ...] = ()
+    bypass: str = "ghost"
+    output_arity: int = 0
+    output_inside: bool = True
+
+    @property
+    def maskable(self) -> bool:
+        """Whether single heads can be switched off at the input of W_O."""
+        return self.output_projection is not None
+
+    @property
+    def units(self) -> tuple[tuple[int, ...], ...]:
+        """The smallest sets of heads that can always be removed: heads, or key/value groups.
+
+        >>> AttentionLayer("a", 0, "decoder", 4, 2, 8).units
+        ((0, 1), (2, 3))
+        """
+        if self.num_kv_heads in (1, self.num_heads):  # one shared key/value head: queries go freely
+            return tuple((h,) for h in range(self.num_heads))
+        size = self.num_heads // self.num_kv_heads
+        return tuple(tuple(range(g * size, (g + 1) * size)) for g in range(self.num_kv_heads))
+
+    def label(self, head: int) -> str:
+        """The short address that people see, ``L3.H7``."""
+        return f"L{self.index}.H{head}"
+
+    def to_json(self) -> dict[str, Any]:
+        fields = asdict(self)
+        fields["output_projection"] = self.output_projection.to_json() if self.output_projection else None
+        fields["projections"] = [p.to_json() for p in self.projections]
+        return fields
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> AttentionLayer:
+        fields = dict(data)
+        output = data["output_projection"]
+        fields["output_projection"] = HeadFeatures.from_json(output) if output else None
+        fields["projections"] = tuple(HeadFeatures.from_json(p) for p in data["projections"])
+        fields["inner_modules"] = tuple(data["inner_modules"])
+        return cls(**fields)
+
+
+def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLayer]) -> Heads:
+    """Validate ``{layer_name: [heads]}`` against the layers of a model.
+
+    Returns:
+        A plain copy with sorted heads and without empty layers.
+
+    Raises:
+        HeadPruneError: An unknown layer, a head that does not exist, or a head listed twice.
+    """
+    by_name = {layer.name: layer for layer in layers}
+    checked: Heads = {}
+    for name, indices in heads.items():
+        if name not in by_name:
+            known = ", ".join(list(by_name)[:3])
+            raise HeadPruneError(
+                f"There is no attention layer named {name!r} in this model.",
+                f"Its layers are {known}{', …' if len(by_name) > 3 else ''} (see `headprune inspect`)."
+                if by_name
+                else "It has none.",
+            )
+        layer = by_name[name]
+        listed = [int(h) for h in indices]
+        for h in listed:
+            if not 0 <= h < layer.num_heads:
+                raise HeadPruneError(
+                    f"Layer {name} has no head {h}.", f"It has {layer.num_heads}: 0 to {layer.num_heads - 1}."
+                )
+        twice = sorted({h for h in listed if listed.count(h) > 1})
+        if twice:
+            raise HeadPruneError(f"Layer {name}: head {twice[0]} is listed twice.")
+        if listed:
+            checked[name] = sorted(listed)
+    return checked
+
+
+def _to_ranges(indices: Sequence[int]) -> list[list[int]]:
+    """Sorted indices as ``[start, stop]`` pairs: a head's features are mostly one run.
+
+    >>> _to_ranges((0, 1, 2, 7))
+    [[0, 3], [7, 8]]
+    """
+    ranges: list[list[int]] = []
+    for i in indices:
+        if ranges and ranges[-1][1] == i:
+            ranges[-1][1] = i + 1
+        else:
+            ranges.append([i, i + 1])
+    return ranges

@@ -1,0 +1,127 @@
+"""The masking hook: a real factor on every head's output, at the input of W_O.
+
+A gate of 1 changes nothing, a gate of 0 removes the head exactly (W_O's bias stays), and the
+derivative of a loss with respect to a gate is what gradient scores are made of. Gates live in
+hooks, so fused attention kernels stay in use and the model's weights are never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.attention import AttentionLayer, check_heads
+from headprune.errors import HeadPruneError
+from headprune.inputs import Example
+from headprune.modules import exact_attention
+from headprune.trace import find_attention
+
+
+@contextmanager
+def gated(model: nn.Module, layers: Sequence[AttentionLayer], gates: Mapping[str, Tensor]) -> Iterator[None]:
+    """Multiply heads' outputs by gates while the context lasts. No hook is left behind.
+
+    Args:
+        model: The model that ``layers`` describe.
+        layers: From `headprune.find_attention`.
+        gates: ``{layer_name: gates}``, each ``[num_heads]``, or ``[batch, num_heads]`` for one
+            gate per example. Layers that are not named pass unchanged.
+
+    Raises:
+        HeadPruneError: A layer whose heads cannot be told apart at W_O's input.
+    """
+    by_name = {layer.name: layer for layer in layers}
+    with ExitStack() as stack:
+        stack.enter_context(exact_attention(model))
+        for name, gate in gates.items():
+            layer = by_name[name]
+            if layer.output_projection is None:
+                raise HeadPruneError(f"Layer {name} cannot be masked: {layer.reason}.")
+            module = model.get_submodule(layer.output_projection.module)
+            stack.callback(module.register_forward_pre_hook(_Gate(layer, gate)).remove)
+        yield
+
+
+@contextmanager
+def mask(
+    model: nn.Module,
+    heads: Mapping[str, Sequence[int]],
+    example: Example | None = None,
+    *,
+    layers: Sequence[AttentionLayer] | None = None,
+) -> Iterator[None]:
+    """Heads that give nothing while the context lasts.
+
+    Args:
+        model: Any model with attention.
+        heads: ``{layer_name: [head, ...]}`` to switch off.
+        example: A batch to trace the model with; not needed if ``layers`` are given.
+        layers: From `headprune.find_attention`, to save the trace.
+
+    Raises:
+        HeadPruneError: An unknown layer or head, or a layer that cannot be masked.
+    """
+    layers = _known(model, example, layers)
+    with gated(model, layers, zero_gates(check_heads(heads, layers), layers)):
+        yield
+
+
+def zero_gates(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLayer]) -> dict[str, Tensor]:
+    """Gates ``[num_heads]`` that are 0 at the listed heads and 1 elsewhere."""
+    by_name = {layer.name: layer for layer in layers}
+    gates = {}
+    for name, indices in heads.items():
+        gate = torch.ones(by_name[name].num_heads)
+        gate[list(indices)] = 0.0
+        gates[name] = gate
+    return gates
+
+
+def _known(
+    model: nn.Module, example: Example | None, layers: Sequence[AttentionLayer] | None
+) -> Sequence[AttentionLayer]:
+    if layers is not None:
+        return layers
+    if example is None:
+        raise HeadPruneError("An example batch is needed to find the heads.", "Pass example= or layers=.")
+    return find_attention(model, example)
+
+
+class _Gate:
+    """Forward pre-hook on W_O."""
+
+    def __init__(self, layer: AttentionLayer, gate: Tensor) -> None:
+        assert layer.output_projection is not None
+        self.name = layer.name
+        self.gate = gate
+        self.features = layer.output_projection.features
+        self.owner: Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *rest = args
+        gate = self.gate.to(hidden.device, hidden.dtype)
+        gate = torch.cat([gate, gate.new_ones(*gate.shape[:-1], 1)], dim=-1)
+        factor = gate[..., self._owner_of(hidden)]  # [features] or [batch, features]
+        if gate.ndim == 1:
+            return (hidden * factor, *rest)
+        if hidden.shape[0] != gate.shape[0]:
+            # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
+            if hidden.shape[0] % gate.shape[0]:
+                raise HeadPruneError(
+                    f"Layer {self.name}: {hidden.shape[0]} rows cannot be told apart as {gate.shape[0]} examples."
+                )
+            factor = factor.repeat_interleave(hidden.shape[0] // gate.shape[0], dim=0)
+        return (hidden * factor.view(-1, *[1] * (hidden.ndim - 2), hidden.shape[-1]), *rest)
+
+    def _owner_of(self, hidden: Tensor) -> Tensor:
+        """The head of each input feature of W_O; features of no head get the constant 1 behind the gates."""
+        if self.owner is None or self.owner.device != hidden.device:
+            owner = torch.full((hidden.shape[-1],), len(self.features), dtype=torch.long)
+            for head, columns in enumerate(self.features):
+                owner[list(columns)] = head
+            self.owner = owner.to(hidden.device)
+        return self.owner

@@ -1,0 +1,85 @@
+"""Example inputs: how a batch is passed to a model, moved, and varied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Example = Mapping[str, Any] | Tensor | tuple[Any, ...] | list[Any]
+
+
+def call(model: nn.Module, example: Example, **extra: Any) -> Any:
+    """Call ``model`` on a dict (keyword arguments), a tensor, or a tuple (positional arguments)."""
+    if isinstance(example, Mapping):
+        return model(**example, **extra)
+    if isinstance(example, Tensor):
+        return model(example, **extra)
+    return model(*example, **extra)
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """The device of the model's first parameter (CPU for a model without any)."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def move(value: Any, device: torch.device | str) -> Any:
+    """``value`` with every tensor in it on ``device``; structure is kept."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {k: move(v, device) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(move(v, device) for v in value)
+    return value
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Every tensor in a nested structure, depth first. Caches and other objects are left out."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [t for v in value.values() for t in tensors(v)]
+    if isinstance(value, tuple | list):
+        return [t for v in value for t in tensors(v)]
+    return []
+
+
+def variants(example: Example) -> list[Example]:
+    """Differently shaped versions of an example, most different first.
+
+    The first has fewer tokens and one padded position (where there is an ``attention_mask``), the
+    second one row less. A model that fixes its input's shape may refuse some: the caller tries them in turn.
+    """
+    found: list[Example] = []
+    batch = {t.shape[0] for t in tensors(example) if t.ndim}
+    if isinstance(example, Mapping) and isinstance(ids := example.get("input_ids"), Tensor) and ids.ndim == 2:
+        length = ids.shape[1]
+        shorter = max(2, (length * 3) // 5)
+        if shorter < length:
+            cut: dict[str, Any] = {}
+            for key, value in example.items():
+                own = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == ids.shape
+                cut[key] = value[:, :shorter].clone() if own and not key.startswith("decoder_") else value
+            mask = cut.get("attention_mask")
+            if isinstance(mask, Tensor) and mask.ndim == 2:
+                mask[0, -1] = 0
+            if isinstance(labels := cut.get("labels"), Tensor) and labels.shape[:2] == (ids.shape[0], length):
+                cut["labels"] = labels[:, :shorter]
+            found.append(cut)
+    if len(batch) == 1 and (rows := batch.pop()) > 1:
+        found.append(first_rows(example, rows - 1))
+    return found
+
+
+def first_rows(value: Any, rows: int) -> Any:
+    """The first ``rows`` rows of every tensor in a nested structure."""
+    if isinstance(value, Tensor):
+        return value[:rows] if value.ndim else value
+    if isinstance(value, Mapping):
+        return {k: first_rows(v, rows) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(first_rows(v, rows) for v in value)
+    return value

@@ -1,0 +1,169 @@
+"""Exact stand-ins for attention modules that cannot hold an arbitrary number of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class MultiheadAttention(nn.Module):
+    """`torch.nn.MultiheadAttention` with separate projections, so that it can have any number of heads.
+
+    PyTorch's own class requires ``num_heads * head_dim == embed_dim``, calls W_O without calling the
+    module (so hooks on it never run) and has a fused path that skips Python. This one shares the
+    original's weights (no copy), takes the same arguments and returns the same values.
+    """
+
+    # nn.TransformerEncoderLayer reads these; the value sends it past its fused kernel, which would
+    # read in_proj_weight and so bypass this module.
+    _qkv_same_embed_dim = False
+    in_proj_weight = None
+    in_proj_bias = None
+
+    def __init__(self, source: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.embed_dim = source.embed_dim
+        self.num_heads = source.num_heads
+        self.head_dim = source.head_dim
+        self.batch_first = source.batch_first
+        self.dropout = source.dropout
+        self.add_zero_attn = source.add_zero_attn
+        self.training = source.training
+        if source._qkv_same_embed_dim:
+            weights = source.in_proj_weight.detach().chunk(3)
+        else:
+            weights = tuple(w.detach() for w in (source.q_proj_weight, source.k_proj_weight, source.v_proj_weight))
+        biases = source.in_proj_bias.detach().chunk(3) if source.in_proj_bias is not None else (None,) * 3
+        trainable = source.out_proj.weight.requires_grad
+        self.q_proj, self.k_proj, self.v_proj = (
+            _linear(w, b, trainable) for w, b in zip(weights, biases, strict=True)
+        )
+        self.out_proj = _linear(source.out_proj.weight.detach(), source.out_proj.bias, trainable)
+        self.bias_k, self.bias_v = (
+            None if bias is None else nn.Parameter(bias.detach(), requires_grad=trainable)
+            for bias in (source.bias_k, source.bias_v)
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `torch.nn.MultiheadAttention.forward`."""
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            if key_padding_mask is not None:
+                key_padding_mask = key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        rows, length = query.shape[:2]
+        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.expand(rows, 1, -1)], dim=1)
+            v = torch.cat([v, self.bias_v.expand(rows, 1, -1)], dim=1)
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        extra = k.shape[1] - key.shape[1]
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+
+        mask = _additive(attn_mask, q.dtype)
+        if mask is not None and mask.dim() == 3:  # (batch * heads, T, S), as PyTorch takes it
+            mask = mask.view(rows, -1, *mask.shape[1:])
+        padding = _additive(key_padding_mask, q.dtype)
+        if padding is not None:
+            padding = padding[:, None, None, :]
+            mask = padding if mask is None else mask + padding
+        if mask is not None and extra:
+            mask = F.pad(mask, (0, extra))
+
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if self.num_heads == 0:  # every head was pruned: W_O adds its bias to nothing
+            attended = q
+        elif need_weights:
+            scores = q @ k.transpose(-2, -1) * self.head_dim**-0.5
+            weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
+            attended = F.dropout(weights, dropout, self.training) @ v
+        else:
+            causal = is_causal and mask is None
+            attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+        out = self.out_proj(attended.transpose(1, 2).reshape(rows, length, self.num_heads * self.head_dim))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        if not batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+
+class EmptyAttention(nn.Module):
+    """What is left of an attention layer without heads: the bias of W_O, for every token.
+
+    Args:
+        width: Features of the output (0 where W_O comes after the attention module and adds its own bias).
+        bias: W_O's bias, ``[width]``, or None.
+        arity: Length of the returned tuple; 0 returns the tensor alone.
+    """
+
+    def __init__(self, width: int, bias: Tensor | None, arity: int) -> None:
+        super().__init__()
+        self.width = width
+        self.arity = arity
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+        shape = (*hidden.shape[:-1], self.width)
+        out = hidden.new_zeros(shape) if self.bias is None else self.bias.to(hidden.dtype).expand(shape)
+        return (out, *(None,) * (self.arity - 1)) if self.arity else out
+
+
+def convert(module: nn.Module) -> nn.Module | None:
+    """An exact stand-in for ``module`` if its class needs one, else None."""
+    return MultiheadAttention(module) if type(module) is nn.MultiheadAttention else None
+
+
+@contextmanager
+def exact_attention(model: nn.Module) -> Iterator[None]:
+    """Swap every module that needs a stand-in for it, and swap back, also on an exception."""
+    stand_ins: dict[int, nn.Module] = {}
+    swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    try:
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if id(child) not in stand_ins:
+                    stand_in = convert(child)
+                    if stand_in is None:
+                        continue
+                    stand_ins[id(child)] = stand_in
+                swapped.append((parent, name, child))
+                parent._modules[name] = stand_ins[id(child)]
+        yield
+    finally:
+        for parent, name, child in reversed(swapped):
+            parent._modules[name] = child
+
+
+def _linear(weight: Tensor, bias: Tensor | None, trainable: bool) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=trainable)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=trainable)
+    return linear
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

@@ -1,0 +1,193 @@
+"""`HeadScores`, the value that scoring gives and planning takes, and the register of methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.attention import AttentionLayer
+from headprune.errors import HeadPruneError
+from headprune.jsonio import read_json, write_json
+
+Progress = Callable[[int, int], None]
+"""Called with (steps done, steps in all)."""
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """The importance of every maskable head; higher is more important.
+
+    Attributes:
+        method: Such as ``"gradient"``.
+        unit: What a score of 1 means.
+        values: ``{layer_name: [num_heads]}``, float64.
+        stderr: The standard error of each value over examples; NaN where the method has none.
+        examples: How many examples were used.
+        layers: The layers that were scored.
+        model: Fingerprint of the model's weights.
+        details: What else the method tells (such as the mean loss).
+    """
+
+    method: str
+    unit: str
+    values: dict[str, Tensor]
+    stderr: dict[str, Tensor]
+    examples: int
+    layers: tuple[AttentionLayer, ...]
+    model: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def flat(self) -> Tensor:
+        """All values in the order of ``layers``, ``[heads]``."""
+        return torch.cat([self.values[layer.name] for layer in self.layers])
+
+    def to_json(self) -> dict[str, Any]:
+        def numbers(tensors: Mapping[str, Tensor]) -> dict[str, list[float | None]]:
+            return {k: [None if v != v else v for v in t.tolist()] for k, t in tensors.items()}
+
+        return {
+            "method": self.method,
+            "unit": self.unit,
+            "examples": self.examples,
+            "model": self.model,
+            "values": numbers(self.values),
+            "stderr": numbers(self.stderr),
+            "details": self.details,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], layers: Sequence[AttentionLayer]) -> HeadScores:
+        def tensors(numbers: Mapping[str, Sequence[float | None]]) -> dict[str, Tensor]:
+            return {
+                k: torch.tensor([float("nan") if x is None else x for x in v], dtype=torch.float64)
+                for k, v in numbers.items()
+            }
+
+        scores = cls(
+            data["method"], data["unit"], tensors(data["values"]), tensors(data["stderr"]), data["examples"],
+            tuple(layers), data["model"], dict(data["details"]),
+        )  # fmt: skip
+        for layer in scores.layers:
+            if len(scores.values[layer.name]) != layer.num_heads or len(scores.stderr[layer.name]) != layer.num_heads:
+                raise ValueError(f"layer {layer.name} has {layer.num_heads} heads, but not as many scores")
+        return scores
+
+    def save(self, path: str | Path) -> None:
+        """Write to a JSON file."""
+        save_scores(path, [self])
+
+    @staticmethod
+    def load(path: str | Path) -> HeadScores:
+        """Read the first scores in a JSON file.
+
+        Raises:
+            HeadPruneError: The file is missing, corrupt, or does not hold scores.
+        """
+        return load_scores(path)[0]
+
+
+def save_scores(path: str | Path, scores: Sequence[HeadScores]) -> None:
+    """Write scores of one model by several methods to one file."""
+    document = {
+        "layers": [layer.to_json() for layer in scores[0].layers],
+        "scores": [s.to_json() for s in scores],
+    }
+    write_json(Path(path), "scores", document)
+
+
+def load_scores(path: str | Path) -> list[HeadScores]:
+    """Read every method's scores from a file.
+
+    Raises:
+        HeadPruneError: The file is missing, corrupt, or does not hold scores.
+    """
+    data = read_json(Path(path), "scores")
+    try:
+        layers = [AttentionLayer.from_json(d) for d in data["layers"]]
+        scores = [HeadScores.from_json(d, layers) for d in data["scores"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise HeadPruneError(f"{path} is a damaged scores file ({what}).", "Score the model again.") from None
+    if not scores:
+        raise HeadPruneError(f"{path} holds no scores.", "Score the model again.")
+    return scores
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What every method gets: a model, its layers, and where the loss comes from.
+
+    Attributes:
+        model: In evaluation mode, on its device.
+        layers: The maskable layers.
+        batches: Pairs (batch, examples in it), on the model's device.
+        losses: Per-example losses ``[batch]`` of the model on a batch; differentiable under grad mode.
+        seed: For methods that draw.
+        progress: Called as work goes on.
+    """
+
+    model: nn.Module
+    layers: Sequence[AttentionLayer]
+    batches: Sequence[tuple[Any, int]]
+    losses: Callable[[Any], Tensor]
+    seed: int
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Per-example effects of every head: what most methods estimate a mean of.
+
+    Attributes:
+        effects: ``[examples, heads]``, float64, heads in the order of the problem's layers.
+        losses: The dense model's loss per example, ``[examples]``.
+    """
+
+    effects: Tensor
+    losses: Tensor
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A method's result: ``[heads]`` values and standard errors, over so many examples."""
+
+    values: Tensor
+    stderr: Tensor
+    examples: int
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def mean_of(cls, samples: Samples, **details: Any) -> Estimate:
+        """Mean over examples, with its standard error (NaN for a single example)."""
+        effects = samples.effects
+        n = len(effects)
+        stderr = effects.std(dim=0) / n**0.5 if n > 1 else torch.full_like(effects[0], float("nan"))
+        return cls(effects.mean(dim=0), stderr, n, {"mean_loss": samples.losses.mean().item(), **details})
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to score heads."""
+
+    name: str
+    unit: str
+    run: Callable[[Problem], Estimate]
+    about: str
+
+
+METHODS: dict[str, Method] = {}
+
+
+def method(name: str, unit: str) -> Callable[[Callable[[Problem], Estimate]], Callable[[Problem], Estimate]]:
+    """Register a scoring method under a name; the first line of its docstring describes it."""
+
+    def register(run: Callable[[Problem], Estimate]) -> Callable[[Problem], Estimate]:
+        METHODS[name] = Method(name, unit, run, (run.__doc__ or "").strip().splitlines()[0])
+        return run
+
+    return register

@@ -1,0 +1,20 @@
+"""The control that every comparison needs: a method that knows nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from headprune.scoring.base import Estimate, Problem, method
+
+
+@method("random", unit="none (a uniform draw)")
+def random(problem: Problem) -> Estimate:
+    """Uniform draws from the seed. A method is worth its time only where it beats this.
+
+    Budhraja et al. (2020, arXiv:2004.15011) found random pruning often nearly as good after fine-tuning.
+    """
+    heads = sum(layer.num_heads for layer in problem.layers)
+    generator = torch.Generator().manual_seed(problem.seed)
+    values = torch.rand(heads, generator=generator, dtype=torch.float64)
+    problem.progress(1, 1)
+    return Estimate(values, torch.full_like(values, float("nan")), examples=0)

@@ -1,0 +1,468 @@
+"""Remove heads for real, and prove it: the pruned model must answer as the masked one did.
+
+Every change goes through a journal, so a prune that cannot be proved is undone and the model is bit
+for bit what it was. The journal keeps the replaced tensors, so no whole-model copy is made.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.attention import AttentionLayer, HeadFeatures, Heads, check_heads
+from headprune.errors import HeadPruneError, PruneError, first_line
+from headprune.gates import mask
+from headprune.inputs import Example, call, model_device, move, tensors, variants
+from headprune.modules import EmptyAttention, MultiheadAttention, convert
+from headprune.planning import PruningPlan
+from headprune.trace import evaluating, find_attention
+
+_RECORD = "_headprune_record"
+
+# Relative tolerances of the proof: what summing the same products in another order may change.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What `prune` checked.
+
+    Attributes:
+        difference: Largest difference between the masked and the pruned model's outputs, as a share of
+            that output's largest value.
+        tolerance: What ``difference`` had to stay under.
+        inputs: How many differently shaped inputs were compared.
+        ghosts: Layers without heads that still hold one head with zero output (for their cache).
+    """
+
+    difference: float
+    tolerance: float
+    inputs: int
+    ghosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One successful prune, enough to repeat it on a fresh copy of the model (`headprune.load` does)."""
+
+    layers: tuple[AttentionLayer, ...]
+    drop: Heads
+    widths: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"layers": [layer.to_json() for layer in self.layers], "drop": self.drop, "widths": self.widths}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Removal:
+        layers = tuple(AttentionLayer.from_json(d) for d in data["layers"])
+        return cls(layers, {k: list(v) for k, v in data["drop"].items()}, data["widths"])
+
+
+def prune(
+    model: nn.Module,
+    plan: PruningPlan | Mapping[str, Sequence[int]],
+    example: Example,
+    *,
+    layers: Sequence[AttentionLayer] | None = None,
+) -> Proof:
+    """Remove heads in place, and prove that the model answers as if they were masked.
+
+    Args:
+        model: Any model with attention. May have been pruned before.
+        plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` to remove.
+        example: A batch for the trace and for the proof; a second, differently shaped one is derived from it.
+        layers: From `headprune.find_attention`, to save the trace.
+
+    Returns:
+        The `Proof`.
+
+    Raises:
+        HeadPruneError: An unknown layer or head, heads that cannot go alone, a plan for another model.
+        PruneError: The pruned model would not have been the masked one; the model is unchanged.
+    """
+    if isinstance(plan, PruningPlan):
+        plan.check_model(model)
+    layers = find_attention(model, example) if layers is None else layers
+    drop = check_heads(plan.drop if isinstance(plan, PruningPlan) else plan, layers)
+    touched = [layer for layer in layers if layer.name in drop]
+    for layer in touched:
+        _check_possible(layer, drop[layer.name])
+
+    tolerance = max((_TOLERANCE.get(p.dtype, 0.0) for p in model.parameters()), default=_TOLERANCE[torch.float32])
+    with evaluating(model), torch.no_grad():
+        reference = _masked_answers(model, move(example, model_device(model)), drop, layers)
+        failures = []
+        for widths in _WIDTHS:
+            journal = _Journal()
+            difference, why = _attempt(model, journal, Removal(tuple(touched), drop, widths), reference, tolerance)
+            if not why:
+                record(model).append(Removal(tuple(touched), drop, widths))
+                return Proof(difference, tolerance, len(reference), _ghosts(touched, drop))
+            journal.undo()
+            failures.append(why)
+        culprits = _culprits(model, touched, drop, [batch for batch, _ in reference], layers, tolerance)
+    names = ", ".join(c.name for c in culprits[:3]) or "these layers together"
+    raise PruneError(
+        f"The heads of {names} cannot be removed exactly: {failures[0]}. The model is unchanged.",
+        "Mask them instead (headprune.mask), or leave that layer out of the plan.",
+    )
+
+
+def remove(model: nn.Module, removal: Removal) -> None:
+    """Repeat a removal without a proof: for a skeleton whose weights are loaded afterwards."""
+    _Journal().remove(model, removal)
+    record(model).append(removal)
+
+
+def record(model: nn.Module) -> list[Removal]:
+    """The removals that ``model`` has been through, oldest first."""
+    if _RECORD not in model.__dict__:
+        model.__dict__[_RECORD] = []
+    removals: list[Removal] = model.__dict__[_RECORD]
+    return removals
+
+
+# -- the proof --------------------------------------------------------------------------------
+
+
+def _masked_answers(
+    model: nn.Module, example: Example, drop: Heads, layers: Sequence[AttentionLayer]
+) -> list[tuple[Example, list[Tensor]]]:
+    """Inputs of two shapes (one, if the model takes no other), each with the masked model's answers."""
+    reference: list[tuple[Example, list[Tensor]]] = []
+    with mask(model, drop, layers=layers):
+        for candidate in (example, *variants(example)):
+            try:
+                reference.append((candidate, answers(call(model, candidate))))
+            except Exception:
+                if candidate is example:
+                    raise
+                continue  # a model may refuse a shape that was only derived
+            if len(reference) == 2:
+                break
+    if not any(torch.isfinite(t).any() for t in reference[0][1]):
+        raise HeadPruneError("The masked model's outputs are not finite, so a prune cannot be proved on them.")
+    return reference
+
+
+def _attempt(
+    model: nn.Module,
+    journal: _Journal,
+    removal: Removal,
+    reference: Sequence[tuple[Example, list[Tensor]]],
+    tolerance: float,
+) -> tuple[float, str]:
+    """Remove and compare. Returns the largest relative difference, and why it failed ("" if it did not)."""
+    worst = 0.0
+    try:
+        journal.remove(model, removal)
+        for batch, expected in reference:
+            got = answers(call(model, batch))
+            if [g.shape for g in got] != [e.shape for e in expected]:
+                return worst, "the pruned model's outputs have another shape"
+            for g, e in zip(got, expected, strict=True):
+                finite = torch.isfinite(e)
+                if not torch.equal(finite, torch.isfinite(g)):
+                    return worst, "the pruned model's outputs are not finite where the masked one's are"
+                if finite.any():
+                    scale = e[finite].abs().max().clamp(min=1e-30)
+                    worst = max(worst, ((g[finite] - e[finite]).abs().max() / scale).item())
+    except Exception as error:
+        return worst, f"the pruned model does not run ({type(error).__name__}: {first_line(error)})"
+    if worst > tolerance:
+        return worst, f"its outputs differ from the masked model's by {worst:.2g} of their largest value"
+    return worst, ""
+
+
+def _culprits(
+    model: nn.Module,
+    touched: Sequence[AttentionLayer],
+    drop: Heads,
+    inputs: Sequence[Example],
+    layers: Sequence[AttentionLayer],
+    tolerance: float,
+) -> list[AttentionLayer]:
+    """The layers that fail when pruned alone."""
+    culprits = []
+    for layer in touched:
+        alone = {layer.name: drop[layer.name]}
+        with mask(model, alone, layers=layers):
+            reference = [(batch, answers(call(model, batch))) for batch in inputs]
+        for widths in _WIDTHS:
+            journal = _Journal()
+            why = _attempt(model, journal, Removal((layer,), alone, widths), reference, tolerance)[-1]
+            journal.undo()
+            if not why:
+                break
+        else:
+            culprits.append(layer)
+    return culprits
+
+
+def answers(output: Any) -> list[Tensor]:
+    """The outputs that a prune must preserve, in float32 or wider: all of a dict, the first of a tuple.
+
+    Attention weights are left out: they have a head dimension, or are a mean over heads.
+    """
+    if isinstance(output, Mapping):
+        output = {k: v for k, v in output.items() if "attentions" not in k and k != "past_key_values"}
+    elif isinstance(output, tuple | list) and output:
+        output = output[0]
+    elif hasattr(output, "__dict__") and not isinstance(output, Tensor):
+        output = vars(output)
+    found = [t.detach() for t in tensors(output) if t.is_floating_point()]
+    if not found:
+        raise HeadPruneError("The model returns no floating-point tensor that a prune could be proved on.")
+    return [t if t.dtype == torch.float64 else t.float() for t in found]
+
+
+# -- the cut ----------------------------------------------------------------------------------
+
+# Which integers that equal heads * head_dim are to shrink with the heads: some models reshape by an
+# attribute that elsewhere means the model's width. Tried in this order; the proof picks.
+_WIDTHS: dict[str, Callable[[str], bool]] = {
+    "all": lambda name: True,
+    "inner": lambda name: name not in {"embed_dim", "d_model", "hidden_size", "dim", "hidden_dim", "n_embd", "width"},
+    "none": lambda name: False,
+}
+
+
+def _check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:
+    """Refuse what cannot be exact, with the way out."""
+    if not layer.prunable:
+        raise HeadPruneError(f"Layer {layer.name} cannot be pruned: {layer.reason}.")
+    if layer.num_kv_heads in (1, layer.num_heads):
+        return
+    left = [len(set(unit) - set(dropped)) for unit in layer.units]
+    if len({n for n in left if n}) > 1:
+        counts = ", ".join(map(str, left))
+        raise HeadPruneError(
+            f"Layer {layer.name}: its key/value groups would keep {counts} query heads, but groups must stay equal.",
+            f"Drop whole groups (such as heads {', '.join(map(str, layer.units[0]))}) "
+            "or the same number of heads from each.",
+        )
+
+
+def _ghosts(layers: Sequence[AttentionLayer], drop: Heads) -> tuple[str, ...]:
+    return tuple(a.name for a in layers if a.bypass == "ghost" and len(drop[a.name]) == a.num_heads)
+
+
+class _Journal:
+    """Changes to a model, each with its way back."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def undo(self) -> None:
+        """Take every change back, the last one first."""
+        while self._undo:
+            self._undo.pop()()
+
+    def remove(self, model: nn.Module, removal: Removal) -> None:
+        """Remove the heads of one `Removal`."""
+        for layer in removal.layers:
+            self._remove_from(model, layer, removal.drop[layer.name], _WIDTHS[removal.widths])
+
+    def _remove_from(
+        self, model: nn.Module, layer: AttentionLayer, dropped: Sequence[int], is_width: Callable[[str], bool]
+    ) -> None:
+        attention = model.get_submodule(layer.name)
+        stand_in = convert(attention)
+        if stand_in is not None:
+            self._replace_module(model, layer.name, stand_in)
+            attention = stand_in
+        kept = [h for h in range(layer.num_heads) if h not in set(dropped)]
+        ghost = not kept and layer.bypass == "ghost"
+        if not kept and layer.bypass == "stub":
+            self._stub(model, layer)
+            return
+        if ghost:
+            kept = list(layer.units[0])
+        assert layer.output_projection is not None
+        for part in layer.projections:
+            self._slice(model.get_submodule(part.module), _surviving(part, kept), output=True)
+        output = model.get_submodule(layer.output_projection.module)
+        self._slice(output, _surviving(layer.output_projection, kept), output=False)
+        if ghost:
+            assert isinstance(output.weight, Tensor)
+            with torch.no_grad():
+                output.weight.zero_()  # a fresh copy: _slice has just made it
+        if isinstance(attention, MultiheadAttention):
+            key = next(p for p in layer.projections if p.module.endswith("k_proj"))
+            for name in ("bias_k", "bias_v"):
+                self._slice_parameter(attention, name, _surviving(key, kept), dim=2)
+        for name in layer.inner_modules:
+            self._set_counts(model.get_submodule(name), layer, len(kept), _groups_left(layer, kept), is_width)
+        if _shares_position_bias(attention):
+            self._index_position_bias(attention, layer.num_heads, kept)
+
+    def _slice(self, module: nn.Module, features: _Features, *, output: bool) -> None:
+        """Keep some input or output features of a linear module."""
+        linear = isinstance(module, nn.Linear)
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        dim = 0 if output == linear else 1  # nn.Linear stores [out, in], Conv1D [in, out]
+        size = self._slice_parameter(module, "weight", features, dim)
+        if output:
+            self._slice_parameter(module, "bias", features, 0)
+        name = ("out_features" if output else "in_features") if linear else ("nf" if output else "nx")
+        if hasattr(module, name):
+            self._set(module, name, size)
+
+    def _slice_parameter(self, module: nn.Module, name: str, features: _Features, dim: int) -> int:
+        old = module._parameters.get(name)
+        if old is None:
+            return 0
+        index = features.index(old.shape[dim], old.device)
+        new = nn.Parameter(old.detach().index_select(dim, index), requires_grad=old.requires_grad)
+        module._parameters[name] = new
+        self._undo.append(lambda: module._parameters.__setitem__(name, old))
+        return new.shape[dim]
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set a plain attribute."""
+        had, old = name in module.__dict__, module.__dict__.get(name)
+        module.__dict__[name] = value
+        self._undo.append(lambda: module.__dict__.update({name: old}) if had else module.__dict__.pop(name, None))
+
+    def _set_counts(
+        self, module: nn.Module, layer: AttentionLayer, heads: int, groups: int, is_width: Callable[[str], bool]
+    ) -> None:
+        """Change the integers by which a module counts its heads."""
+        kv = layer.num_kv_heads
+        ratio = heads // groups if groups else 1
+        for name, value in list(module.__dict__.items()):
+            if type(value) is not int or name.startswith("_"):
+                continue
+            if _GROUPS.search(name) and value == layer.num_heads // kv:
+                new = ratio
+            elif _KV_HEADS.search(name) and value == kv:
+                new = groups
+            elif _HEADS.search(name) and value == layer.num_heads:
+                new = heads
+            elif _HEAD_WIDTH.search(name):
+                continue
+            elif is_width(name) and value == layer.num_heads * layer.head_dim:
+                new = heads * layer.head_dim
+            elif is_width(name) and _KV_HEADS.search(name) and value == kv * layer.head_dim:
+                new = groups * layer.head_dim
+            else:
+                continue
+            self._set(module, name, new)
+
+    def _replace_module(self, model: nn.Module, name: str, new: nn.Module) -> None:
+        parent_name, _, child = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        old = parent._modules[child]
+        parent._modules[child] = new
+        self._undo.append(lambda: parent._modules.__setitem__(child, old))
+
+    def _stub(self, model: nn.Module, layer: AttentionLayer) -> None:
+        """Take the whole attention module out; what stays is W_O's bias."""
+        assert layer.output_projection is not None
+        output = model.get_submodule(layer.output_projection.module)
+        if layer.output_inside:
+            weight = output.weight
+            assert isinstance(weight, Tensor)
+            width = weight.shape[0] if isinstance(output, nn.Linear) else weight.shape[1]
+            bias = output.bias if isinstance(getattr(output, "bias", None), Tensor) else None
+            assert bias is None or isinstance(bias, Tensor)
+            stub = EmptyAttention(width, bias, layer.output_arity)
+        else:
+            stub = EmptyAttention(0, None, layer.output_arity)
+            self._slice(output, _Features(frozenset(), _all_features(layer.output_projection)), output=False)
+        self._replace_module(model, layer.name, stub)
+
+    def _index_position_bias(self, attention: nn.Module, num_heads: int, kept: Sequence[int]) -> None:
+        earlier: _SharedPositionBias | None = attention.__dict__.get("_headprune_bias")
+        if earlier is None:
+            bias = _SharedPositionBias(attention.compute_bias, num_heads, list(kept))
+            handles = [
+                attention.register_forward_pre_hook(_take_own_bias, with_kwargs=True),
+                attention.register_forward_hook(_restore_whole_bias, with_kwargs=True),
+            ]
+            self._undo.extend(handle.remove for handle in handles)
+        else:  # heads of a second prune count within what the first one kept
+            bias = _SharedPositionBias(earlier.original, earlier.num_heads, [earlier.kept[h] for h in kept])
+        self._set(attention, "_headprune_bias", bias)
+        self._set(attention, "compute_bias", bias.compute)
+
+
+@dataclass(frozen=True)
+class _Features:
+    """Features of a projection that stay: all but those that belong to removed heads alone."""
+
+    kept: frozenset[int]
+    owned: frozenset[int]  # features that belong to some head; the others always stay
+
+    def index(self, size: int, device: torch.device) -> Tensor:
+        stay = [i for i in range(size) if i in self.kept or i not in self.owned]
+        return torch.tensor(stay, dtype=torch.long, device=device)
+
+
+def _surviving(part: HeadFeatures, kept: Sequence[int]) -> _Features:
+    return _Features(frozenset(i for h in kept for i in part.features[h]), _all_features(part))
+
+
+def _all_features(part: HeadFeatures) -> frozenset[int]:
+    return frozenset(i for features in part.features for i in features)
+
+
+def _groups_left(layer: AttentionLayer, kept: Sequence[int]) -> int:
+    if layer.num_kv_heads == 1:
+        return 1
+    return sum(1 for unit in layer.units if set(unit) & set(kept))
+
+
+_HEADS = re.compile(r"heads$|^(n|num|nb)_?head$|^h$")
+_KV_HEADS = re.compile(r"(kv|key_value).*heads?$|heads?_?kv$|^n_?kv")
+_GROUPS = re.compile(r"(kv|key_value).*groups$|^n_rep$")
+_HEAD_WIDTH = re.compile(r"head_(dim|size)$|^(dim|size)_(per_)?head$|^(d_kv|d_k|d_v|d_head|key_value_proj_dim)$")
+
+
+# -- T5's position bias: the one thing a trace cannot see --------------------------------------
+# The first layer computes a bias for all heads and every later layer of the stack receives it. A
+# pruned layer must take its own heads out of it, and pass the whole on.
+
+
+def _shares_position_bias(attention: nn.Module) -> bool:
+    return hasattr(attention, "compute_bias") and "position_bias" in inspect.signature(attention.forward).parameters
+
+
+class _SharedPositionBias:
+    """Hands a pruned T5-style layer its heads of the shared bias, and restores the whole for the next layer."""
+
+    def __init__(self, original: Callable[..., Tensor], num_heads: int, kept: list[int]) -> None:
+        self.original = original  # the module's own compute_bias
+        self.num_heads = num_heads
+        self.kept = kept
+        self.whole: Tensor | None = None
+
+    def compute(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.take(self.original(*args, **kwargs))
+
+    def take(self, whole: Tensor) -> Tensor:
+        self.whole = whole
+        return whole[:, self.kept]
+
+
+def _take_own_bias(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    bias: _SharedPositionBias = attention.__dict__["_headprune_bias"]
+    if (whole := kwargs.get("position_bias")) is not None:
+        kwargs = {**kwargs, "position_bias": bias.take(whole)}
+    return args, kwargs
+
+
+def _restore_whole_bias(attention: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    bias: _SharedPositionBias = attention.__dict__["_headprune_bias"]
+    hidden, own, *rest = output
+    whole, bias.whole = bias.whole, None
+    if whole is None:  # cross-attention's first layer: zeros, alike for every head
+        whole = own[:, :1].expand(-1, bias.num_heads, -1, -1)
+    return (hidden, whole, *rest)

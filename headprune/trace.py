@@ -1,0 +1,450 @@
+"""Find the attention layers of any model from one traced forward; no table of architectures.
+
+How it works. While the model runs on an example, every linear layer's output and every attention's
+result is replaced by an equal tensor that starts a new autograd graph. So the graph between two
+linear layers is small, and derivatives in it say which features belong to which head:
+
+* differentiate head ``h`` of the query, key and value (or of the eager scores) with respect to each
+  linear's output: the non-zero columns are that head's rows of that projection. Fused and interleaved
+  QKV, rotary embeddings and repeated key/value heads all read alike;
+* the first linear whose input depends on the attention's result is W_O, and the forward derivative
+  (by differentiating twice) of its input with respect to head ``h`` gives that head's columns.
+
+Nothing here is trusted blindly: `headprune.prune` proves every removal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from headprune.attention import AttentionLayer, HeadFeatures
+from headprune.errors import HeadPruneError, first_line
+from headprune.inputs import Example, call, model_device, move, tensors
+from headprune.modules import EmptyAttention, MultiheadAttention, exact_attention
+
+_SDPA = F.scaled_dot_product_attention
+_SOFTMAX: set[Callable[..., Any]] = {F.softmax, torch.softmax, Tensor.softmax}
+_LINEAR: set[Callable[..., Any]] = {F.linear, torch.addmm, torch.matmul, Tensor.matmul, Tensor.__matmul__}
+
+
+def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
+    """Every attention layer that runs when ``model`` sees ``example``, in order of execution.
+
+    Args:
+        model: Any module, in any mode; it is left as it was.
+        example: A dict of tensors (keyword arguments), a tensor, or a tuple (positional arguments);
+            two rows and at least two tokens tell the most. It is moved to the model's device.
+
+    Returns:
+        One `AttentionLayer` per attention module (a module that runs several times, as in ALBERT,
+        is one layer). Layers whose heads cannot be separated have ``prunable=False`` and a ``reason``.
+
+    Raises:
+        HeadPruneError: The model refuses the example, or it has no softmax attention.
+    """
+    tracer = _Tracer(model)
+    with evaluating(model), exact_attention(model), torch.enable_grad():
+        tracer.index_parameters()
+        with tracer.watching():
+            try:
+                with tracer:
+                    call(model, move(example, model_device(model)))
+            except Exception as error:
+                raise HeadPruneError(
+                    f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
+                    "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
+                ) from error
+        layers = tracer.layers()
+    if not layers and not any(isinstance(m, EmptyAttention) for m in model.modules()):
+        raise HeadPruneError(
+            f"{type(model).__name__} has no softmax attention that headprune can see.",
+            "If attention only runs on longer or other inputs, pass such an example.",
+        )
+    return layers
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for every module, then each module's own mode again."""
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@dataclass
+class _LinearCall:
+    """One call of a linear layer."""
+
+    module: str
+    as_module: bool  # called through nn.Module.__call__, so that a hook on it runs
+    source: Tensor  # its input
+    leaf: Tensor  # its output, as the start of a new graph
+
+
+@dataclass
+class _Attention:
+    """One computation of softmax attention."""
+
+    module: str
+    running: tuple[str, ...]  # modules running at the call, outermost first
+    result: Tensor  # leaf: the attended values (SDPA) or the probabilities (softmax), heads in dimension 1
+    num_heads: int
+    causal: bool
+    fused: bool  # scaled_dot_product_attention, not softmax
+    rows: dict[str, list[set[int]]] = field(default_factory=dict)  # projection -> head -> features
+    query_rows: dict[str, list[set[int]]] = field(default_factory=dict)
+    cross: bool = False
+    num_kv_heads: int = 0
+    output: str = ""
+    columns: list[set[int]] = field(default_factory=list)
+    reason: str = ""
+
+
+class _Tracer(TorchFunctionMode):
+    """Watches one forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.modules: dict[str, nn.Module] = {}
+        self.running: list[str] = []
+        self.arguments: dict[str, set[int]] = {}
+        self.results: dict[str, Any] = {}
+        self.owner: dict[int, str] = {}
+        self.calls: dict[int, _LinearCall] = {}  # by id of the leaf
+        self.found: list[_Attention] = []
+        self.generator = torch.Generator().manual_seed(0)
+
+    def index_parameters(self) -> None:
+        """Remember which module owns which weight matrix (after stand-ins are in place)."""
+        self.modules = dict(self.model.named_modules())
+        for name, module in self.modules.items():
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim == 2:
+                    self.owner.setdefault(id(parameter), name)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep the stack of running modules up to date."""
+        with ExitStack() as stack:
+            for name, module in self.modules.items():
+
+                def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                    self.running.append(name)
+                    given = {id(t) for t in tensors((args, kwargs))}
+                    self.arguments[name] = given
+
+                def leave(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
+                    if self.running and self.running[-1] == name:
+                        self.running.pop()
+                    self.results[name] = _shape_of(output)
+
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _SDPA:
+            return self._on_sdpa(func, args, kwargs)
+        if func in _SOFTMAX:
+            return self._on_softmax(func, args, kwargs)
+        if func in _LINEAR:
+            owner = next((self.owner[id(a)] for a in args if id(a) in self.owner), None)
+            if owner is not None:
+                return self._on_linear(owner, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    # -- the three events -------------------------------------------------------------------
+
+    def _on_linear(self, owner: str, func: Any, args: Any, kwargs: Any) -> Tensor:
+        source = next((a for a in args if isinstance(a, Tensor) and not isinstance(a, nn.Parameter)), None)
+        out = func(*args, **kwargs)
+        if source is None or not out.is_floating_point():
+            return out
+        as_module = bool(self.running) and self.running[-1] == owner
+        self._match_output(owner, as_module, source)
+        leaf = out.detach().requires_grad_()
+        self.calls[id(leaf)] = _LinearCall(owner, as_module, source, leaf)
+        return leaf.clone()  # a copy, since models may write into it
+
+    def _on_sdpa(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        query, key, value, mask, _, is_causal = _sdpa_arguments(*args, **kwargs)
+        result = func(*args, **kwargs).detach().requires_grad_()
+        attention = _Attention(
+            self._attention_module(), tuple(self.running), result, query.shape[1] if query.ndim == 4 else 0,
+            causal=is_causal or _is_causal_mask(mask), fused=True,
+        )  # fmt: skip
+        self.found.append(attention)
+        if query.ndim != 4:
+            attention.reason = f"its query has {query.ndim} dimensions, not (batch, heads, tokens, head_dim)"
+            return result.clone()
+        heads = attention.num_heads
+        attention.query_rows = self._rows(query, heads)
+        _merge(attention.rows, attention.query_rows)
+        for tensor in (key, value):
+            repeat = max(1, heads // tensor.shape[1])
+            _merge(attention.rows, self._rows(tensor, heads, repeat))
+        self._note_sources(attention, query, key)
+        return result.clone()
+
+    def _on_softmax(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        out = func(*args, **kwargs)
+        scores = args[0] if args else kwargs["input"]
+        if not out.is_floating_point() or out.ndim != 4 or not scores.requires_grad or out.shape[1] < 1:
+            return out
+        result = out.detach().requires_grad_()
+        attention = _Attention(
+            self._attention_module(), tuple(self.running), result, out.shape[1],
+            causal=_is_upper_zero(out), fused=False,
+        )  # fmt: skip
+        self.found.append(attention)
+        attention.query_rows = self._rows(scores, attention.num_heads)
+        _merge(attention.rows, attention.query_rows)
+        self._note_sources(attention, scores, scores)
+        return result.clone()
+
+    # -- reading the small graphs -----------------------------------------------------------
+
+    def _rows(self, tensor: Tensor, heads: int, repeat: int = 1) -> dict[str, list[set[int]]]:
+        """Which features of which projection each head (dimension 1 of ``tensor``) depends on."""
+        leaves = [leaf for leaf in _leaves(tensor) if id(leaf) in self.calls]
+        rows: dict[str, list[set[int]]] = {}
+        if not leaves:
+            return rows
+        for h in range(heads):
+            part = tensor[:, h // repeat]
+            gradients = torch.autograd.grad(part, leaves, self._noise(part), retain_graph=True, allow_unused=True)
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                if gradient is not None:
+                    rows.setdefault(self.calls[id(leaf)].module, [set() for _ in range(heads)])[h] |= _used(gradient)
+        return rows
+
+    def _match_output(self, owner: str, as_module: bool, source: Tensor) -> None:
+        """If ``source``, a linear's input, depends on an attention's result, that linear is its W_O."""
+        pending = [a for a in self.found if not a.output and not a.reason]
+        if not pending or not source.requires_grad:
+            return
+        reached = {id(leaf): leaf for leaf in _leaves(source)}
+        for attention in pending:
+            if id(attention.result) not in reached:
+                continue
+            attention.output = owner
+            if not as_module:
+                attention.reason = f"its output projection ({owner}) is not called as a module"
+                continue
+            cotangent = torch.zeros_like(source, requires_grad=True)
+            (back,) = torch.autograd.grad(source, attention.result, cotangent, create_graph=True)
+            for h in range(attention.num_heads):
+                tangent = torch.zeros_like(attention.result)
+                tangent[:, h] = self._noise(tangent[:, h])
+                (forward,) = torch.autograd.grad(back, cotangent, tangent, retain_graph=True)
+                attention.columns.append(_used(forward))
+            # What else enters W_O per head: the values of eager attention, gates on the output.
+            others = [leaf for i, leaf in reached.items() if i in self.calls]
+            for h, columns in enumerate(attention.columns):
+                if not others or not columns:
+                    continue
+                seed = torch.zeros_like(source)
+                index = sorted(columns)
+                seed[..., index] = self._noise(seed[..., index])
+                gradients = torch.autograd.grad(source, others, seed, retain_graph=True, allow_unused=True)
+                for leaf, gradient in zip(others, gradients, strict=True):
+                    if gradient is None:
+                        continue
+                    module = self.calls[id(leaf)].module
+                    empty = [set[int]() for _ in range(attention.num_heads)]
+                    attention.rows.setdefault(module, empty)[h] |= _used(gradient)
+
+    def _note_sources(self, attention: _Attention, query: Tensor, key: Tensor) -> None:
+        """Cross-attention: keys are projected from another argument of the module than queries."""
+        given = self.arguments.get(attention.module, set())
+        modules = dict.fromkeys(self.calls[id(x)].module for t in (query, key) for x in _leaves(t) if id(x) in self.calls)
+        sources = {
+            name: {id(c.source) for c in self.calls.values() if c.module == name} & given for name in modules
+        }  # fmt: skip
+        distinct = {frozenset(s) for s in sources.values() if s}
+        attention.cross = len(distinct) > 1 or (
+            len(modules) > 1 and len(given) > 1 and any(not s for s in sources.values()) and bool(distinct)
+        )
+
+    def _attention_module(self) -> str:
+        """The innermost running module that is more than a softmax or dropout: one with parameters."""
+        for name in reversed(self.running):
+            if any(p.ndim == 2 for p in self.modules[name].parameters()):
+                return name
+        return self.running[-1] if self.running else ""
+
+    def _noise(self, like: Tensor) -> Tensor:
+        # Random, since a constant would vanish in a layer norm; away from zero, since zero means "unused".
+        noise = torch.rand(like.shape, generator=self.generator) + 0.5
+        return noise.to(like.device, like.dtype)
+
+    # -- the result -------------------------------------------------------------------------
+
+    def layers(self) -> list[AttentionLayer]:
+        unique: dict[str, _Attention] = {}
+        for attention in self.found:
+            if not attention.fused and not attention.output and not attention.rows:
+                continue  # a softmax that is no attention, such as a router's
+            unique.setdefault(attention.module, attention)
+        return [self._layer(i, a) for i, a in enumerate(unique.values())]
+
+    def _layer(self, index: int, attention: _Attention) -> AttentionLayer:
+        heads = attention.num_heads
+        kind = "cross" if attention.cross else "decoder" if attention.causal else "encoder"
+        reason = attention.reason or _separable(attention)
+        output = None
+        if attention.output and attention.columns and not _overlap(attention.columns):
+            output = HeadFeatures(attention.output, tuple(tuple(sorted(c)) for c in attention.columns))
+        projections, kv_heads = [], heads
+        for module, rows in attention.rows.items():
+            shared = set.intersection(*rows) if heads > 1 else set()
+            own = [r - shared for r in rows]  # features that all heads use stay (MQA, latent attention)
+            if any(own):
+                projections.append(HeadFeatures(module, tuple(tuple(sorted(r)) for r in own)))
+                kv_heads = min(kv_heads, len({frozenset(r) for r in own}))
+            elif shared:
+                kv_heads = 1
+        inner = tuple(n for n in attention.running if n == attention.module or n.startswith(attention.module + "."))
+        shape = self.results.get(attention.module)
+        inside = attention.output.startswith(attention.module + ".") if attention.module else True
+        bypass = "ghost"
+        if isinstance(self.modules[attention.module], MultiheadAttention):
+            bypass = "slice"
+        elif kind == "encoder" and shape is not None and not _has_other_weights(self.modules, attention):
+            bypass = "stub"
+        if not reason:
+            reason = self._unsliceable(output, projections)
+        return AttentionLayer(
+            name=attention.module, index=index, kind=kind, num_heads=heads, num_kv_heads=kv_heads,
+            head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
+            output_projection=output, projections=tuple(projections), inner_modules=inner,
+            bypass=bypass, output_arity=shape or 0, output_inside=inside,
+        )  # fmt: skip
+
+    def _unsliceable(self, output: HeadFeatures | None, projections: list[HeadFeatures]) -> str:
+        for part in (output, *projections):
+            if part is None:
+                continue
+            module = self.modules[part.module]
+            weight = getattr(module, "weight", None)
+            if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or not weight.is_floating_point():
+                return f"{part.module} ({type(module).__name__}) has no plain weight matrix to slice (quantised?)"
+            uses = [n for n, m in self.modules.items() if getattr(m, "weight", None) is weight]
+            if len(uses) > 1:
+                return f"the weight of {part.module} is shared with {uses[1] if uses[0] == part.module else uses[0]}"
+        return ""
+
+
+def _separable(attention: _Attention) -> str:
+    """Why the heads of this layer cannot be told apart, or ""."""
+    if not attention.output:
+        return "no output projection follows the attention"
+    if not attention.columns or not all(attention.columns):
+        return f"a head does not reach the output projection {attention.output}"
+    if _overlap(attention.columns):
+        return f"the heads are mixed before the output projection {attention.output}"
+    if attention.num_heads > 1:
+        for h in range(attention.num_heads):
+            own = False
+            for rows in attention.query_rows.values():
+                others = set.union(*(r for i, r in enumerate(rows) if i != h))
+                own = own or bool(rows[h] - others)
+            if not own:
+                return (
+                    "its heads are computed from the same query features (a norm over all heads, or no query projection)"
+                )
+        for module, rows in attention.rows.items():
+            shared = set.intersection(*rows)
+            distinct = {frozenset(r - shared) for r in rows}
+            if sum(map(len, distinct)) != len(set().union(*distinct)):
+                return f"the heads overlap in {module} in a way that is no grouping"
+    return ""
+
+
+def _overlap(columns: list[set[int]]) -> bool:
+    return sum(map(len, columns)) != len(set().union(*columns))
+
+
+def _merge(into: dict[str, list[set[int]]], rows: dict[str, list[set[int]]]) -> None:
+    for module, heads in rows.items():
+        mine = into.setdefault(module, [set() for _ in heads])
+        for h, features in enumerate(heads):
+            mine[h] = mine[h] | features
+
+
+def _used(gradient: Tensor) -> set[int]:
+    """Indices of the last dimension that are not zero everywhere."""
+    flat = gradient.detach().nan_to_num().reshape(-1, gradient.shape[-1])
+    return set((flat != 0).any(dim=0).nonzero().flatten().tolist())
+
+
+def _leaves(tensor: Tensor) -> list[Tensor]:
+    """The tensors where ``tensor``'s autograd graph starts."""
+    if tensor.is_leaf:
+        return [tensor] if tensor.requires_grad else []
+    seen, stack, leaves = set(), [tensor.grad_fn], []
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        stack.extend(n for n, _ in node.next_functions)
+    return leaves
+
+
+def _sdpa_arguments(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool]:  # fmt: skip
+    return query, key, value, attn_mask, dropout_p, is_causal
+
+
+def _is_causal_mask(mask: Tensor | None) -> bool:
+    if mask is None or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] < 2:
+        return False
+    blocked = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+    ones = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
+    return bool(blocked[..., ones].all()) and not bool(blocked[..., ones.T].all())
+
+
+def _is_upper_zero(probabilities: Tensor) -> bool:
+    t, s = probabilities.shape[-2:]
+    if t != s or t < 2:
+        return False
+    ones = torch.ones(t, s, dtype=torch.bool, device=probabilities.device).triu(1)
+    return not bool(probabilities[..., ones].any()) and bool(probabilities[..., ones.T].any())
+
+
+def _shape_of(output: Any) -> int | None:
+    """Arity of a module's output if a stub can return the same: a tensor, or one tensor and Nones."""
+    if isinstance(output, Tensor):
+        return 0
+    if type(output) is tuple and output and isinstance(output[0], Tensor) and all(o is None for o in output[1:]):
+        return len(output)
+    return None
+
+
+def _has_other_weights(modules: dict[str, nn.Module], attention: _Attention) -> bool:
+    """Whether a stub would remove more than attention: parameters besides the projections."""
+    below = {n for n in attention.rows} | {attention.output}
+    root = modules[attention.module]
+    for name, module in root.named_modules(prefix=attention.module):
+        if name not in below and any(True for _ in module.parameters(recurse=False)):
+            return True
+    return False
