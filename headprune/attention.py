@@ -31,8 +31,7 @@ class HeadFeatures:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeadFeatures:
-        heads = (tuple(i for start, stop in ranges for i in range(start, stop)) for ranges in data["features"])
-        return cls(data["module"], tuple(heads))
+        return cls(data["module"], tuple(_from_ranges(text) for text in data["features"]))
 
 
 @dataclass(frozen=True)
@@ -149,11 +148,11 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
     return checked
 
 
-def _to_ranges(indices: Sequence[int]) -> list[list[int]]:
-    """Sorted indices as ``[start, stop]`` pairs: a head's features are mostly one run.
+def _to_ranges(indices: Sequence[int]) -> str:
+    """Sorted indices as runs, since a head's features are mostly one run.
 
     >>> _to_ranges((0, 1, 2, 7))
-    [[0, 3], [7, 8]]
+    '0:3,7:8'
     """
     ranges: list[list[int]] = []
     for i in indices:
@@ -161,4 +160,9 @@ def _to_ranges(indices: Sequence[int]) -> list[list[int]]:
             ranges[-1][1] = i + 1
         else:
             ranges.append([i, i + 1])
-    return ranges
+    return ",".join(f"{start}:{stop}" for start, stop in ranges)
+
+
+def _from_ranges(text: str) -> tuple[int, ...]:
+    pairs = (run.split(":") for run in text.split(",") if run)
+    return tuple(i for start, stop in pairs for i in range(int(start), int(stop)))

@@ -7,6 +7,7 @@ builds the dense architecture without weights, repeats the removal, and fills in
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import shutil
@@ -24,11 +25,18 @@ from headprune.jsonio import read_json, write_json
 from headprune.surgery import Removal, record, remove
 
 WEIGHTS = "model.safetensors"
+# A name that from_pretrained does not look for: a stock class would fill what is missing with random weights.
+PRUNED_WEIGHTS = "pruned.safetensors"
 SIDECAR = "headprune.json"
 
 
 def save(
-    model: nn.Module, path: str | Path, *, processor: Any = None, overwrite: bool = False, about: dict[str, Any] | None = None
+    model: nn.Module,
+    path: str | Path,
+    *,
+    processor: Any = None,
+    overwrite: bool = False,
+    about: dict[str, Any] | None = None,
 ) -> Path:
     """Save a model, pruned or not, to a folder that `load` reads.
 
@@ -51,11 +59,13 @@ def save(
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         os.chmod(temporary, 0o755)
-        save_model(model, str(temporary / WEIGHTS), metadata={"format": "pt"})
-        config = getattr(model, "config", None)
+        weights = PRUNED_WEIGHTS if record(model) else WEIGHTS
+        save_model(model, str(temporary / weights), metadata={"format": "pt"})
+        dtype = next((p.dtype for p in model.parameters()), torch.float32)
+        config = copy.deepcopy(getattr(model, "config", None))
         if config is not None and hasattr(config, "save_pretrained"):
-            if not config.architectures:
-                config.architectures = [type(model).__name__]
+            config.architectures = [type(model).__name__]
+            config.dtype = dtype
             config.save_pretrained(temporary)
             if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
                 model.generation_config.save_pretrained(temporary)  # type: ignore[union-attr,operator]
@@ -64,12 +74,15 @@ def save(
         sidecar = {
             "version": __version__,
             "class": f"{type(model).__module__}.{type(model).__qualname__}",
-            "dtype": str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."),
+            "weights": weights,
             "fingerprint": fingerprint(model),
             "removals": [removal.to_json() for removal in record(model)],
             "about": about or {},
         }
         write_json(temporary / SIDECAR, "checkpoint", sidecar)
+        for file in temporary.iterdir():
+            file.chmod(0o644)
         _swap_in(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -99,7 +112,7 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
     try:
         for data in sidecar["removals"]:
             remove(skeleton, Removal.from_json(data))
-        load_model(skeleton, str(path / WEIGHTS), device=str(device))
+        load_model(skeleton, str(path / sidecar["weights"]), device=str(device))
     except (RuntimeError, AttributeError, OSError, KeyError, ValueError) as error:
         raise HeadPruneError(
             f"The weights in {path} do not fit {type(skeleton).__name__}: {first_line(error)}.",
@@ -139,7 +152,8 @@ def _skeleton(path: Path, qualified: str, dtype: torch.dtype) -> nn.Module:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         raise HeadPruneError(
-            f"This transformers ({transformers.__version__}) has no {qualified}.", "Use the version that saved the model."
+            f"This transformers ({transformers.__version__}) has no {qualified}.",
+            "Use the version that saved the model.",
         ) from None
     config = transformers.AutoConfig.from_pretrained(path)
     build = getattr(cls, "_from_config", None) or cls

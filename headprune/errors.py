@@ -23,6 +23,7 @@ class HeadPruneError(Exception):
 class PruneError(HeadPruneError):
     """A prune that could not be proved; the model is as it was before."""
 
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text."""
     return (str(error).splitlines() or [""])[0]

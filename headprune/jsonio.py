@@ -43,11 +43,14 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise HeadPruneError(f"There is no file {path}.", f"headprune writes {kind} as {path.name}.") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise HeadPruneError(f"{path} is not readable as JSON ({error}).", "Make it again, or pass another file.") from None
+        raise HeadPruneError(
+            f"{path} is not readable as JSON ({error}).", "Make it again, or pass another file."
+        ) from None
     if not isinstance(data, dict) or data.get("headprune") != kind:
         raise HeadPruneError(f"{path} does not hold headprune's {kind}.", "Pass a file that headprune wrote.")
     if data.get("schema") != SCHEMA:
         raise HeadPruneError(
-            f"{path} has format {data.get('schema')!r}; this headprune reads {SCHEMA}.", "Make it again with this version."
+            f"{path} has format {data.get('schema')!r}; this headprune reads {SCHEMA}.",
+            "Make it again with this version.",
         )
     return data

@@ -40,9 +40,7 @@ class MultiheadAttention(nn.Module):
             weights = tuple(w.detach() for w in (source.q_proj_weight, source.k_proj_weight, source.v_proj_weight))
         biases = source.in_proj_bias.detach().chunk(3) if source.in_proj_bias is not None else (None,) * 3
         trainable = source.out_proj.weight.requires_grad
-        self.q_proj, self.k_proj, self.v_proj = (
-            _linear(w, b, trainable) for w, b in zip(weights, biases, strict=True)
-        )
+        self.q_proj, self.k_proj, self.v_proj = (_linear(w, b, trainable) for w, b in zip(weights, biases, strict=True))
         self.out_proj = _linear(source.out_proj.weight.detach(), source.out_proj.bias, trainable)
         self.bias_k, self.bias_v = (
             None if bias is None else nn.Parameter(bias.detach(), requires_grad=trainable)

@@ -89,7 +89,9 @@ def heads_to_keep(keep: Budget, total: int) -> int:
     Raises:
         HeadPruneError: Not a number, 0 or less, or more than there are.
     """
-    wrong = HeadPruneError(f"--keep {keep} is not a number of heads.", "Give a count (36), a percentage (50%) or a share (0.5).")
+    wrong = HeadPruneError(
+        f"--keep {keep} is not a number of heads.", "Give a count (36), a percentage (50%) or a share (0.5)."
+    )
     try:
         if isinstance(keep, str):
             text = keep.strip()

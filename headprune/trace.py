@@ -271,7 +271,9 @@ class _Tracer(TorchFunctionMode):
     def _note_sources(self, attention: _Attention, query: Tensor, key: Tensor) -> None:
         """Cross-attention: keys are projected from another argument of the module than queries."""
         given = self.arguments.get(attention.module, set())
-        modules = dict.fromkeys(self.calls[id(x)].module for t in (query, key) for x in _leaves(t) if id(x) in self.calls)
+        modules = dict.fromkeys(
+            self.calls[id(x)].module for t in (query, key) for x in _leaves(t) if id(x) in self.calls
+        )
         sources = {
             name: {id(c.source) for c in self.calls.values() if c.module == name} & given for name in modules
         }  # fmt: skip
@@ -364,9 +366,7 @@ def _separable(attention: _Attention) -> str:
                 others = set.union(*(r for i, r in enumerate(rows) if i != h))
                 own = own or bool(rows[h] - others)
             if not own:
-                return (
-                    "its heads are computed from the same query features (a norm over all heads, or no query projection)"
-                )
+                return "its heads are computed from the same query features (a norm over all heads, or no query projection)"
         for module, rows in attention.rows.items():
             shared = set.intersection(*rows)
             distinct = {frozenset(r - shared) for r in rows}

@@ -1,0 +1,539 @@
+"""The command line: parsing and printing only. torch is imported when a command runs, not for --help."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headprune.errors import HeadPruneError, first_line
+
+if TYPE_CHECKING:
+    from headprune.console import Console
+    from headprune.runs import RunFolder
+    from headprune.scoring import HeadScores
+    from headprune.workflow import Options, Scene
+
+app = typer.Typer(
+    name="headprune",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Which attention heads matter, and what happens when the others go.\n\n"
+    "    headprune demo                                                  # no model, no network needed\n\n"
+    "    headprune score MODEL -d DATASET                                # importance of every head\n\n"
+    "    headprune prune --keep 50%                                      # prune what was scored, measure, save",
+)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder, or a folder headprune saved.")]
+DatasetOption = Annotated[
+    str | None,
+    typer.Option("--dataset", "-d", help="Hub id, folder, or .jsonl, .csv or .parquet file.", rich_help_panel="Data"),
+]
+Subset = Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.", rich_help_panel="Data")]
+Split = Annotated[str | None, typer.Option(help="Split to score on [train, if there is one].", rich_help_panel="Data")]
+ChooseSplit = Annotated[str | None, typer.Option(help="Split to choose plans on [validation].", rich_help_panel="Data")]
+ReportSplit = Annotated[str | None, typer.Option(help="Split to report on [test].", rich_help_panel="Data")]
+TextColumn = Annotated[
+    str | None,
+    typer.Option(help="Column of the text, image or sound; two for pairs: a,b [guessed].", rich_help_panel="Data"),
+]
+LabelColumn = Annotated[
+    str | None, typer.Option(help="Column of the label or target [guessed].", rich_help_panel="Data")
+]
+Limit = Annotated[
+    int | None,
+    typer.Option("--limit", "-L", min=2, help="Examples to score, and to choose, on [512].", rich_help_panel="Data"),
+]
+ReportLimit = Annotated[
+    int | None, typer.Option(min=2, help="Examples to report on, at most [2000].", rich_help_panel="Data")
+]
+MaxLength = Annotated[
+    int | None, typer.Option(min=2, help="Tokens per example, at most [512].", rich_help_panel="Data")
+]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch-size", "-b", min=1, help="Examples per batch [32].", rich_help_panel="Data")
+]
+Task = Annotated[str | None, typer.Option(help="What the model is for [read from its config].")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps [auto].")]
+Dtype = Annotated[
+    str | None, typer.Option(help="auto, float32, bfloat16 or float16 [auto: as stored; float32 on a CPU].")
+]
+Seed = Annotated[int | None, typer.Option(help="For every draw [0].")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Run folder [reports/<model>-<n>].")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="The libraries' messages too, and tracebacks.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Load and check everything, then stop; write nothing.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the run folder.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")]
+Methods = Annotated[list[str] | None, typer.Option("--method", "-m", help="ablation, gradient or random; repeatable.")]
+
+_DEFAULT_METHODS = ["ablation", "gradient"]
+
+
+@app.command(
+    epilog="Example: `headprune score distilbert/distilbert-base-uncased-finetuned-sst-2-english -d nyu-mll/glue --subset sst2`"
+)
+def score(
+    model: Model,
+    dataset: DatasetOption = None,
+    subset: Subset = None,
+    split: Split = None,
+    choose_split: ChooseSplit = None,
+    report_split: ReportSplit = None,
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
+    limit: Limit = None,
+    report_limit: ReportLimit = None,
+    max_length: MaxLength = None,
+    batch_size: BatchSize = None,
+    method: Methods = None,
+    task: Task = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    seed: Seed = None,
+    output: Output = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
+) -> None:
+    """Score the importance of every head, by ablation and by gradient."""
+    with _session(quiet, verbose, json) as console:
+        from headprune import runs, workflow
+
+        options = _options(None, dict(locals()))
+        methods = method or _DEFAULT_METHODS
+        folder = runs.choose_folder(output, Path(options.model.rstrip("/")).name, overwrite)
+        if dry_run:
+            scene = workflow.open_scene(options, console)
+            _print_layers(console, scene)
+            console.result(f"Would score by {', '.join(methods)} and write {folder.path}. Nothing was written.")
+            return
+        scene, scores = workflow.score_run(options, methods, folder, console)
+        _print_scores(console, scores)
+        console.result(f"\nReport: {folder.report_path}\nNext:   headprune prune --keep 50% -o {folder.path}")
+        console.document({"folder": str(folder.path), "scores": [s.to_json() for s in scores]})
+
+
+@app.command(epilog="Example: `headprune prune --keep 36`, after `headprune score`")
+def prune(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Without it, the model of the newest scores.")
+    ] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option("--keep", "-k", help="Heads to keep: 36, 50% or 0.5; repeatable.")
+    ] = None,
+    scores: Annotated[Path | None, typer.Option(help="Scores to use: a run folder or its scores.json.")] = None,
+    dataset: DatasetOption = None,
+    subset: Subset = None,
+    split: Split = None,
+    choose_split: ChooseSplit = None,
+    report_split: ReportSplit = None,
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
+    limit: Limit = None,
+    report_limit: ReportLimit = None,
+    max_length: MaxLength = None,
+    batch_size: BatchSize = None,
+    method: Methods = None,
+    task: Task = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    seed: Seed = None,
+    output: Output = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
+) -> None:
+    """Remove the least important heads, measure accuracy and latency again, save the model and the report."""
+    with _session(quiet, verbose, json) as console:
+        from headprune import planning, runs, workflow
+
+        if not keep:
+            raise HeadPruneError("How many heads to keep?", "Say it with --keep, for instance --keep 50%.")
+        source = _source(model, scores, output, console)
+        options = _options(source, dict(locals()))
+        folder = _prune_folder(source, output, options.model, overwrite)
+        if dry_run:
+            found = source.read_scores() if source else []
+            for s in found:
+                for k in keep:
+                    p = planning.plan(s, k)
+                    _print_heat(console, s, p.drop)
+                    console.result(f"{s.method}: keeps {p.kept} of {p.total}. {' '.join(p.notes)}")
+            first = "" if found else "score, then "
+            console.result(f"Would {first}prune and write {folder.path}. Nothing was written.")
+            return
+        results = workflow.prune_run(
+            options, keep, method or ([] if source else _DEFAULT_METHODS), source, folder, console
+        )
+        metrics = folder.read_metrics()
+        assert metrics is not None
+        _print_results(console, metrics)
+        console.result(f"\nReport: {folder.report_path}")
+        for r in results:
+            console.result(f"Model:  {folder.checkpoint_path(r.plan.asked)}  (headprune.load reads it)")
+        console.document({"folder": str(folder.path), **metrics})
+
+
+@app.command(epilog="Example: `headprune report reports/digits`")
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write a run's markdown and figures again, from its JSON documents."""
+    with _session(quiet, verbose, False) as console:
+        from headprune import report as room
+        from headprune.runs import RunFolder
+
+        folder = RunFolder(run)
+        room.write(folder)
+        console.result(str(folder.report_path))
+
+
+@app.command(epilog="Example: `headprune inspect openai-community/gpt2`")
+def inspect(
+    model: Model,
+    task: Task = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
+) -> None:
+    """List a model's attention layers, heads and groups, and what can be pruned."""
+    with _session(quiet, verbose, json) as console:
+        from headprune.models import dummy_input, load_model
+        from headprune.trace import find_attention
+
+        loaded = load_model(
+            model, task=task, device=device or "auto", dtype=dtype or "auto", revision=revision,
+            trust_remote_code=trust_remote_code, with_processor=False,
+        )  # fmt: skip
+        layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
+        _print_attention(console, type(loaded.model).__name__, layers)
+        console.document({"model": model, "layers": [layer.to_json() for layer in layers]})
+
+
+@app.command(epilog="Example: `headprune bench MODEL reports/digits/pruned-12 --batch-sizes 1,64`")
+def bench(
+    dense: Annotated[str, typer.Argument(metavar="DENSE", help="The model to compare with.")],
+    pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="The other model.")],
+    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,8,32",
+    lengths: Annotated[str, typer.Option(help="Tokens; comma-separated, for texts.")] = "32,128",
+    task: Task = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    seed: Seed = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Time two models against each other, in turn, on the same inputs."""
+    with _session(quiet, verbose, json) as console:
+        from headprune import latency
+        from headprune.models import dummy_input, load_model
+
+        sizes, tokens = _numbers("--batch-sizes", batch_sizes), _numbers("--lengths", lengths)
+        first, second = (
+            load_model(
+                m, task=task, device=device or "auto", dtype=dtype or "auto", trust_remote_code=trust_remote_code,
+                with_processor=False,
+            )
+            for m in (dense, pruned)
+        )  # fmt: skip
+        if first.task != second.task:
+            raise HeadPruneError(
+                f"{dense} is for {first.task.name}, {pruned} for {second.task.name}.", "Compare alike."
+            )
+        used = tokens if first.task.modality == "text" else [0]
+        inputs = [(b, t, dummy_input(first, b, t or 1)) for t in used for b in sizes]
+        with console.track("timing") as progress:
+            rows = latency.bench(
+                {"dense": first.model, "pruned": second.model}, inputs, seed=seed or 0, progress=progress
+            )
+        count = latency.parameters(second.model) / latency.parameters(first.model) - 1
+        _print_latency(console, [row.to_json() for row in rows])
+        console.result(
+            f"Parameters: {latency.parameters(first.model):,} and {latency.parameters(second.model):,} ({count:+.1%})"
+        )
+        console.document({"rows": [row.to_json() for row in rows]})
+
+
+@app.command(epilog="Example: `headprune demo`")
+def demo(
+    output: Output = None,
+    device: Device = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/digits/."""
+    with _session(quiet, verbose, json) as console:
+        from headprune import demo as room
+        from headprune import workflow
+        from headprune.data import DataOptions
+        from headprune.runs import RunFolder, choose_folder
+
+        folder = RunFolder(output or room.REPORT)
+        if folder.pruned and not overwrite and not any(p.suffix == ".tmp" for p in folder.path.glob("*")):
+            console.result(f"The demo has been run: {folder.report_path}\nAgain: headprune demo --overwrite")
+            console.document({"folder": str(folder.path), **(folder.read_metrics() or {})})
+            return
+        folder = choose_folder(folder.path, "digits", overwrite)
+        with console.track("training a ViT on digits") as progress:
+            model, data, accuracy = room.prepare(room.HOME, progress)
+        console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
+        options = workflow.Options(str(model), DataOptions(str(data), limit=1000), device=device or "auto")
+        _, scores = workflow.score_run(options, _DEFAULT_METHODS, folder, console)
+        _print_scores(console, scores)
+        workflow.prune_run(options, room.KEEP, [], folder, folder, console)
+        metrics = folder.read_metrics()
+        assert metrics is not None
+        _print_results(console, metrics)
+        console.result(f"\nReport: {folder.report_path}")
+        console.document({"folder": str(folder.path), **metrics})
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False,
+) -> None:
+    if version:
+        from headprune import __version__
+
+        typer.echo(f"headprune {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """The entry point of the ``headprune`` command."""
+    app()
+
+
+# -- options ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _session(quiet: bool, verbose: bool, as_json: bool) -> Iterator[Console]:
+    """A command's surroundings: quiet libraries, and errors as one line with the right exit code."""
+    from headprune.console import Console
+
+    console = Console(quiet, as_json)
+    try:
+        _quieten(verbose)
+        yield console
+    except HeadPruneError as error:
+        if verbose:
+            raise
+        typer.echo(f"headprune: {error}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("headprune: interrupted; nothing was half-written.", err=True)
+        raise typer.Exit(130) from None
+    except (typer.Exit, SystemExit):
+        raise
+    except Exception as error:
+        if verbose or os.environ.get("HEADPRUNE_DEBUG"):
+            raise
+        name = type(error).__name__
+        typer.echo(f"headprune: {name}: {first_line(error)} (unexpected; add -v for the traceback)", err=True)
+        raise typer.Exit(1) from None
+
+
+def _quieten(verbose: bool) -> None:
+    """Keep the libraries' bars and warnings off the screen."""
+    if verbose:
+        return
+    import warnings
+
+    import datasets
+    import transformers
+
+    warnings.filterwarnings("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+
+
+def _options(source: RunFolder | None, given: dict[str, Any]) -> Options:
+    """What was typed, over what the scores' run was made with, over the defaults."""
+    from dataclasses import fields, replace
+
+    from headprune.data import DataOptions
+    from headprune.workflow import Options
+
+    data_names = {f.name for f in fields(DataOptions)}
+    typed_data = {k: v for k, v in given.items() if k in data_names and v is not None}
+    names = {f.name for f in fields(Options)} - {"data"}
+    typed = {k: v for k, v in given.items() if k in names and v is not None and v is not False}
+    if source is not None:
+        base = Options.from_json(source.read_run()["options"])
+        typed.pop("model", None)
+        return replace(base, **typed, data=replace(base.data, **typed_data))
+    if "dataset" not in typed_data:
+        raise HeadPruneError(
+            "No dataset was given.", "Name one with -d, for instance: -d stanfordnlp/imdb, or -d data/train.jsonl."
+        )
+    return Options(**typed, data=DataOptions(**typed_data))
+
+
+def _source(model: str | None, scores: Path | None, output: Path | None, console: Console) -> RunFolder | None:
+    """The run whose scores `prune` uses, if any."""
+    from headprune.runs import REPORTS, RunFolder, newest_scores
+
+    if scores is not None:
+        folder = RunFolder(scores if scores.is_dir() else scores.parent)
+        folder.read_scores()
+        if scores.is_file() and scores.name != folder.scores_path.name:
+            raise HeadPruneError(f"{scores} is not a run's scores.json.", "Pass a run folder, or its scores.json.")
+        return folder
+    found = newest_scores(output, model)
+    if found is None and model is None:
+        raise HeadPruneError(
+            f"There are no scores in {output or REPORTS}.",
+            "Run `headprune score MODEL -d DATASET` first, or name a MODEL.",
+        )
+    if found is not None:
+        console.say(f"Using the scores in {found.path}")
+    return found
+
+
+def _prune_folder(source: RunFolder | None, output: Path | None, model: str, overwrite: bool) -> RunFolder:
+    """Where `prune` writes: the scores' own run, unless that was pruned before."""
+    from headprune.runs import choose_folder
+
+    if source is not None and output in (None, source.path, source.path.parent):
+        if not source.pruned or overwrite:
+            return source
+        if output == source.path:
+            raise HeadPruneError(
+                f"{source.path} was pruned before.", "Choose another folder with -o, or add --overwrite."
+            )
+        output = None
+    return choose_folder(output, Path(model.rstrip("/")).name, overwrite)
+
+
+def _numbers(flag: str, text: str) -> list[int]:
+    try:
+        numbers = [int(n) for n in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise HeadPruneError(f"{flag} {text!r} is no list of numbers.", f"Write it as {flag} 1,8,32.")
+    return numbers
+
+
+# -- printing ---------------------------------------------------------------------------------
+
+
+def _print_scores(console: Console, scores: list[HeadScores]) -> None:
+    from itertools import combinations
+
+    from headprune.scoring import agreement
+
+    for s in scores:
+        _print_heat(console, s, {})
+    for a, b in combinations(scores, 2):
+        both = agreement(a, b)
+        console.result(
+            f"\nRank agreement of {a.method} and {b.method}: Spearman {both.spearman:.2f}, Kendall {both.kendall:.2f}, "
+            f"{both.top_half:.0%} of the better half in common (50% by chance)."
+        )
+
+
+def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> None:
+    from headprune.console import heat_map
+
+    rows = [(f"L{a.index}", s.values[a.name].tolist(), drop.get(a.name, [])) for a in s.layers]
+    console.result("")
+    console.table(heat_map(f"{s.method}: {s.unit}; {s.examples:,} examples", rows))
+
+
+def _print_layers(console: Console, scene: Scene) -> None:
+    _print_attention(console, type(scene.model).__name__, scene.layers)
+
+
+def _print_attention(console: Console, name: str, layers: list[Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{name}: {sum(a.num_heads for a in layers)} heads", title_justify="left", box=None)
+    for column in ("", "attention layer", "kind", "heads", "key/value", "width", "prunable"):
+        table.add_column(column, overflow="fold")
+    for a in layers:
+        alone = "heads" if len(a.units[0]) == 1 else f"groups of {len(a.units[0])}"
+        table.add_row(
+            f"L{a.index}", a.name, a.kind, str(a.num_heads), str(a.num_kv_heads), str(a.head_dim),
+            alone if a.prunable else f"no: {a.reason}",
+        )  # fmt: skip
+    console.table(table)
+
+
+def _print_results(console: Console, metrics: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    metric = metrics["metric"]
+    table = Table(box=None, title="Dense and pruned, on the reporting part", title_justify="left")
+    for column in ("heads", metric, "change (95 %)", "verdict", "random", "parameters", "by"):
+        table.add_column(column)
+    show: Callable[[float], str] = (lambda v: f"{100 * v:.1f} %") if metric == "accuracy" else (lambda v: f"{v:,.4g}")
+    sign: Callable[[float], str] = (lambda v: f"{100 * v:+.1f}") if metric == "accuracy" else (lambda v: f"{v:+.1%}")
+    dense = metrics["dense"]
+    total = metrics["budgets"][0]["total"]
+    table.add_row(f"{total} (dense)", show(dense["metrics"][metric]), "", "", "", f"{dense['parameters']:,}", "")
+    for b in metrics["budgets"]:
+        c = b["change"]
+        table.add_row(
+            str(b["kept"]), show(b["pruned"]["metrics"][metric]), f"{sign(c['value'])} ({sign(c['low'])} to {sign(c['high'])})",
+            c["verdict"], show(sum(b["random"]) / len(b["random"])),
+            f"{b['parameters']:,} ({b['parameters'] / dense['parameters'] - 1:+.1%})", b["method"],
+        )  # fmt: skip
+    console.result("")
+    console.table(table)
+    _print_latency(console, metrics["latency"]["rows"])
+
+
+def _print_latency(console: Console, rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    names = list(rows[0]["timings"])
+    table = Table(
+        box=None, title="Latency: median ms (95th percentile); speed-up with its 95 % interval", title_justify="left"
+    )
+    for column in ("input", *names, *(f"dense / {n}" for n in names[1:])):
+        table.add_column(column)
+    for row in rows:
+        shape = f"{row['batch']} x {row['length']}" if row["length"] else f"batch {row['batch']}"
+        times = [f"{row['timings'][n]['median']:.2f} ({row['timings'][n]['p95']:.2f})" for n in names]
+        ratios = [
+            f"{s['ratio']:.2f}x ({s['low']:.2f} to {s['high']:.2f})" for s in (row["speedups"][n] for n in names[1:])
+        ]
+        table.add_row(shape, *times, *ratios)
+    console.result("")
+    console.table(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""What a person sees: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+_WIDE = 16  # heads per layer up to which the heat map shows numbers
+
+
+class Console:
+    """stdout for results, stderr for the rest; ``quiet`` keeps stderr for errors."""
+
+    def __init__(self, quiet: bool = False, as_json: bool = False) -> None:
+        self.quiet = quiet
+        self.as_json = as_json
+        self.out = RichConsole(highlight=False)
+        self.err = RichConsole(stderr=True, highlight=False)
+
+    def say(self, text: str) -> None:
+        """A line about what happens."""
+        if not self.quiet:
+            self.err.print(Text(text), style="dim")
+
+    def result(self, text: str) -> None:
+        """A line of the result."""
+        if not self.as_json:
+            self.out.print(Text(text), soft_wrap=True)
+
+    def table(self, table: Table) -> None:
+        """A table of the result."""
+        if not self.as_json:
+            self.out.print(table)
+
+    def document(self, data: Any) -> None:
+        """The result as one JSON document, if that was asked for."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+    @contextmanager
+    def track(self, label: str) -> Iterator[Any]:
+        """A progress bar with time left; yields ``progress(done, total)``."""
+        if self.quiet:
+            yield lambda done, total: None
+            return
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(),
+        )  # fmt: skip
+        with Progress(*columns, console=self.err, transient=not self.err.is_terminal) as bars:
+            task = bars.add_task(label, total=None)
+            yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int]]]) -> Table:
+    """Layers by heads, coloured by rank over the whole model: dark blue matters, red is harmful.
+
+    Args:
+        rows: (layer's label, its heads' scores, heads to cross out).
+    """
+    flat = sorted(v for _, values, _ in rows for v in values)
+    exponent = _exponent(max(map(abs, flat), default=1.0))
+    widest = max((len(values) for _, values, _ in rows), default=0)
+    numbers = widest <= _WIDE
+    unit = f", in 1e{exponent}" if numbers and exponent else ""
+    table = Table(title=f"{title}{unit}", title_justify="left", box=None, padding=0, pad_edge=False)
+    table.add_column("")
+    for h in range(widest):
+        table.add_column(f"H{h}" if numbers else str(h % 10), justify="right")
+    for label, values, crossed in rows:
+        cells = []
+        for h, value in enumerate(values):
+            share = flat.index(value) / max(len(flat) - 1, 1)
+            shade = int(235 - 150 * share)
+            colour = f"rgb({shade},{shade},255)" if value >= 0 else "rgb(255,170,150)"
+            text = f"{value / 10**exponent:.1f}" if numbers else " "
+            if h in crossed:
+                text = "x" if not numbers else f"x{text}"
+            cells.append(Text(f" {text} ", style=f"black on {colour}"))
+        table.add_row(f"{label} ", *cells)
+    return table
+
+
+def _exponent(largest: float) -> int:
+    exponent = 0
+    while 0 < largest < 1 and exponent > -12:
+        largest *= 1000
+        exponent -= 3
+    return exponent

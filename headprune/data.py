@@ -1,0 +1,622 @@
+"""From a dataset's id or path to three disjoint parts of encoded examples: score, choose, report.
+
+The examples that score heads never choose between plans, and neither are ever reported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headprune.errors import HeadPruneError, first_line
+from headprune.loss import IGNORED
+from headprune.models import LoadedModel
+
+_BUILDERS = {
+    ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text",
+}  # fmt: skip
+_CHOOSE_SPLITS = ("validation", "valid", "val", "dev", "eval", "validation_matched")
+_REPORT_SPLITS = ("test", *_CHOOSE_SPLITS)
+
+# Usual names, most telling first; a tuple is a pair of texts.
+_TEXT: tuple[str | tuple[str, str], ...] = (
+    ("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("text_a", "text_b"),
+    ("question", "sentence"), ("question", "passage"), "text", "sentence", "content", "review", "tweet", "document",
+    "tokens", "words", "article",
+)  # fmt: skip
+_LABEL = (
+    "label",
+    "labels",
+    "class",
+    "target",
+    "sentiment",
+    "category",
+    "intent",
+    "ner_tags",
+    "pos_tags",
+    "tags",
+    "fine_label",
+)
+_SOURCE = ("article", "document", "dialogue", "source", "input", "question", "text")
+_TARGET = ("highlights", "summary", "target", "output", "answer", "label", "labels")
+_IMAGE = ("image", "img", "pixel_values", "picture")
+_AUDIO = ("audio", "speech", "sound")
+_TRANSCRIPT = ("text", "sentence", "transcription", "transcript", "normalized_text")
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where the data is and how to read it."""
+
+    dataset: str
+    subset: str | None = None
+    split: str | None = None
+    choose_split: str | None = None
+    report_split: str | None = None
+    text_column: str | None = None
+    label_column: str | None = None
+    limit: int = 512
+    report_limit: int = 2000
+    max_length: int | None = None
+    batch_size: int = 32
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Encoded examples of one purpose.
+
+    Attributes:
+        name: ``"score"``, ``"choose"`` or ``"report"``.
+        split: The split they are from.
+        rows: Their row numbers in that split.
+        features: One dict of plain lists or tensors per example.
+        batch_size: Examples per batch.
+    """
+
+    name: str
+    split: str
+    rows: list[int]
+    features: list[dict[str, Any]]
+    collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+    batch_size: int
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def lengths(self) -> list[int]:
+        """Tokens per example (1 where there are none)."""
+        return [len(f["input_ids"]) if "input_ids" in f else 1 for f in self.features]
+
+    def order(self) -> list[int]:
+        """Examples by length, so that a batch holds little padding."""
+        lengths = self.lengths()
+        return sorted(range(len(self)), key=lambda i: (lengths[i], i))
+
+    def batches(self, batch_size: int | None = None) -> Iterator[dict[str, Tensor]]:
+        """Padded batches in the order of `order`."""
+        order, size = self.order(), batch_size or self.batch_size
+        for start in range(0, len(order), size):
+            yield self.collate([self.features[i] for i in order[start : start + size]])
+
+    def typical(self, count: int) -> dict[str, Tensor]:
+        """A batch of the ``count`` examples whose length is nearest to the median."""
+        order = self.order()
+        middle = max(0, min(len(order) // 2 - count // 2, len(order) - count))
+        return self.collate([self.features[i] for i in order[middle : middle + count]])
+
+    def about(self) -> dict[str, Any]:
+        return {"split": self.split, "examples": len(self), "rows_hash": _hash(self.rows)}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The three disjoint parts, and what was guessed or left out on the way."""
+
+    score: Part
+    choose: Part
+    report: Part
+    columns: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+    def about(self) -> dict[str, Any]:
+        return {p.name: p.about() for p in (self.score, self.choose, self.report)}
+
+
+def load_parts(options: DataOptions, loaded: LoadedModel) -> Parts:
+    """Read, cut and encode the data.
+
+    Raises:
+        HeadPruneError: No such dataset or column, an empty part, labels that don't fit the model.
+    """
+    splits = read_splits(options)
+    encoder = _ENCODERS[loaded.task.name](options, loaded, _columns_of(splits))
+    cuts, notes = _cut(splits, options)
+    parts = {}
+    seen: set[str] = set()
+    repeated = 0
+    for name, (split, rows) in cuts.items():
+        kept, features, keys = [], [], set()
+        for row in rows:
+            try:
+                example = splits[split][row]
+                feature = encoder.encode(example, row)
+            except HeadPruneError as error:
+                raise HeadPruneError(f"Row {row} of {split}: {error.args[0]}", error.hint) from None
+            if feature is None:
+                continue
+            key = _hash({k: v for k, v in feature.items() if k not in _LABEL_KEYS})
+            if key in seen:
+                repeated += 1  # the same input in two parts would make them depend on each other
+                continue
+            keys.add(key)
+            kept.append(row)
+            features.append(feature)
+        if not features:
+            raise HeadPruneError(
+                f"No usable example is left to {name} on (split {split!r}).", "Check the dataset, --split and --limit."
+            )
+        seen |= keys
+        parts[name] = Part(name, split, kept, features, encoder.collate, options.batch_size)
+    if repeated:
+        notes.append(f"{repeated} examples whose input had already been used were left out of the later parts.")
+    notes.extend(encoder.notes)
+    return Parts(parts["score"], parts["choose"], parts["report"], encoder.columns, notes)
+
+
+# -- reading ----------------------------------------------------------------------------------
+
+
+def read_splits(options: DataOptions) -> Mapping[str, Any]:
+    """Every split of a Hub dataset, a local folder or a local file."""
+    import datasets
+
+    path = Path(options.dataset)
+    try:
+        if path.is_file():
+            builder = _BUILDERS.get(path.suffix.lower())
+            if builder is None:
+                raise HeadPruneError(
+                    f"{path} is no data file that headprune reads.",
+                    f"Use {', '.join(_BUILDERS)}, a folder or a Hub id.",
+                )
+            extra = {"delimiter": "\t"} if path.suffix == ".tsv" else {}
+            found = datasets.load_dataset(builder, data_files=str(path), **extra)
+            return {"all": found["train"]}
+        if path.is_dir():
+            if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+                stored = datasets.load_from_disk(str(path))
+                return stored if isinstance(stored, datasets.DatasetDict) else {"all": stored}
+            found = datasets.load_dataset(str(path), options.subset)
+        else:
+            found = datasets.load_dataset(options.dataset, options.subset)
+    except HeadPruneError:
+        raise
+    except Exception as error:
+        text = first_line(error)
+        if path.exists():
+            why = "it holds no rows" if "empty" in text.lower() or isinstance(error, StopIteration) else text
+            raise HeadPruneError(f"{path} cannot be read as a dataset: {why}.", "Check the files in it.") from error
+        raise HeadPruneError(
+            f"There is no dataset {options.dataset!r}: no such file or folder, and the Hugging Face hub says: {text}.",
+            "Pass a Hub id, a folder, or a .jsonl, .csv or .parquet file.",
+        ) from error
+    if len(found) == 1:
+        only = next(iter(found))
+        return {only: found[only]}
+    return dict(found)
+
+
+def _columns_of(splits: Mapping[str, Any]) -> list[str]:
+    return list(next(iter(splits.values())).column_names)
+
+
+def _cut(splits: Mapping[str, Any], options: DataOptions) -> tuple[dict[str, tuple[str, list[int]]], list[str]]:
+    """Rows for each part: from the splits there are, else cut by seed."""
+    usable = {name: data for name, data in splits.items() if len(data) and not _hidden_labels(data)}
+    hidden = [name for name, data in splits.items() if len(data) and name not in usable]
+    notes = [f"The labels of split {name!r} are hidden (-1), so it is not used." for name in hidden]
+    if not usable:
+        raise HeadPruneError(f"{options.dataset} holds no labelled rows.", "Check the files and --subset.")
+    for flag, wanted in (
+        ("--split", options.split), ("--choose-split", options.choose_split), ("--report-split", options.report_split),
+    ):  # fmt: skip
+        if wanted is not None and wanted not in usable:
+            raise HeadPruneError(f"There is no usable split {wanted!r} ({flag}).", f"There are {', '.join(usable)}.")
+    scoring = options.split or ("train" if "train" in usable else next(iter(usable)))
+    reporting = options.report_split or next((s for s in _REPORT_SPLITS if s in usable and s != scoring), None)
+    choosing = options.choose_split or next(
+        (s for s in _CHOOSE_SPLITS if s in usable and s not in (scoring, reporting)), None
+    )
+    free = {name: _shuffled(len(data), name, options.seed) for name, data in usable.items()}
+
+    def take(split: str, count: int) -> tuple[str, list[int]]:
+        rows, free[split] = free[split][:count], free[split][count:]
+        return split, rows
+
+    size = len(usable[scoring])
+    cuts = {}
+    # A split that serves several parts is cut: at most half of it scores, a fifth chooses, the rest reports.
+    shared = sum(s in (None, scoring) for s in (reporting, choosing))
+    cuts["score"] = take(
+        scoring, min(options.limit, size if not shared else size // 2 if reporting is None else size * 4 // 5)
+    )
+    if reporting is None or reporting == scoring:
+        cuts["choose"] = take(choosing or scoring, min(options.limit, size // 5 if not choosing else options.limit))
+        cuts["report"] = take(scoring, options.report_limit)
+        notes.append(f"There is no other split to report on: {scoring!r} was cut by seed {options.seed}.")
+    elif choosing is None or choosing == reporting:
+        source = choosing or scoring
+        available = len(free[source])
+        cuts["choose"] = take(source, min(options.limit, available // 2 if source == reporting else available))
+        cuts["report"] = take(reporting, options.report_limit)
+    else:
+        cuts["choose"] = take(choosing, options.limit)
+        cuts["report"] = take(reporting, options.report_limit)
+    return cuts, notes
+
+
+def _shuffled(count: int, name: str, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(count, generator=generator).tolist()
+
+
+def _hidden_labels(data: Any) -> bool:
+    """Whether every label is -1, as in the test splits of GLUE."""
+    return "label" in data.column_names and set(data[: min(50, len(data))]["label"]) == {-1}
+
+
+def _hash(value: Any) -> str:
+    def plain(x: Any) -> Any:
+        return hashlib.sha256(x.numpy().tobytes()).hexdigest() if isinstance(x, Tensor) else str(x)
+
+    return hashlib.sha256(json.dumps(value, default=plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# -- encoding ---------------------------------------------------------------------------------
+
+
+class _Encoder:
+    """Turns rows into features, and features into batches."""
+
+    def __init__(self, options: DataOptions, loaded: LoadedModel, columns: Sequence[str]) -> None:
+        self.options = options
+        self.model = loaded.model
+        self.config = loaded.model.config
+        self.processor = loaded.processor
+        self.available = list(columns)
+        self.columns: dict[str, str] = {}
+        self.notes: list[str] = []
+        self.setup()
+
+    def setup(self) -> None:
+        """Find the columns."""
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
+        """Features of one example; None if it cannot be used."""
+        raise NotImplementedError
+
+    def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """A padded batch."""
+        raise NotImplementedError
+
+    def column(self, what: str, flag: str, given: str | None, usual: Sequence[str]) -> str:
+        """A column that was named, or the first with a usual name."""
+        if given is not None:
+            if given not in self.available:
+                raise HeadPruneError(
+                    f"There is no column {given!r} ({flag}).", f"The columns are {', '.join(self.available)}."
+                )
+            self.columns[what] = given
+            return given
+        for name in usual:
+            if name in self.available:
+                self.columns[what] = name
+                return name
+        raise HeadPruneError(
+            f"No column looks like the {what}: the columns are {', '.join(self.available)}.", f"Name it with {flag}."
+        )
+
+    @property
+    def max_length(self) -> int:
+        limits = [self.options.max_length or 10**9, 512]
+        for limit in (
+            getattr(self.processor, "model_max_length", None),
+            getattr(self.config, "max_position_embeddings", None),
+        ):
+            if isinstance(limit, int) and 0 < limit < 10**6:
+                limits.append(limit)
+        if self.options.max_length and self.options.max_length > 512:
+            limits.remove(512)
+        return min(limits)
+
+
+class _Text(_Encoder):
+    """Shared by everything that tokenizes."""
+
+    def setup(self) -> None:
+        self.text = self.text_columns()
+
+    def text_columns(self) -> tuple[str, ...]:
+        given = self.options.text_column
+        if given is not None:
+            return tuple(self.column("text", "--text-column", name.strip(), ()) for name in given.split(","))
+        for usual in _TEXT:
+            pair = usual if isinstance(usual, tuple) else (usual,)
+            if all(name in self.available for name in pair):
+                self.columns["text"] = ",".join(pair)
+                return pair
+        raise HeadPruneError(
+            f"No column looks like the text: the columns are {', '.join(self.available)}.",
+            "Name it with --text-column (two for pairs: --text-column premise,hypothesis).",
+        )
+
+    def tokens(self, example: Mapping[str, Any]) -> dict[str, list[int]]:
+        texts = [example[name] for name in self.text]
+        if any(not isinstance(t, str) for t in texts):
+            raise HeadPruneError(f"column {self.text[0]!r} holds no text.", "Name another with --text-column.")
+        return dict(self.processor(*texts, truncation=True, max_length=self.max_length))
+
+    def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
+        inputs = [{k: v for k, v in f.items() if k not in _LABEL_KEYS} for f in features]
+        batch = dict(self.processor.pad(inputs, return_tensors="pt"))
+        for key in _LABEL_KEYS:
+            if key in features[0]:
+                batch[key] = self.labels([f[key] for f in features], batch["input_ids"].shape[1])
+        return batch
+
+    def labels(self, labels: list[Any], length: int) -> Tensor:
+        """Labels as a tensor: one per example, or padded to the tokens (on the side where padding is)."""
+        if not isinstance(labels[0], list):
+            return torch.tensor(labels)
+        left = self.processor.padding_side == "left"
+        padded = [[IGNORED] * (length - len(x)) + x if left else x + [IGNORED] * (length - len(x)) for x in labels]
+        return torch.tensor(padded)
+
+
+_LABEL_KEYS = ("labels", "start_positions", "end_positions")
+
+
+def _class_of(value: Any, config: Any) -> int | float:
+    """A label as the model's class: its number, or looked up by name."""
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, int | float):
+        if config.num_labels == 1:
+            return float(value)
+        if float(value).is_integer() and 0 <= value < config.num_labels:
+            return int(value)
+        raise HeadPruneError(
+            f"label {value} does not fit the model's head, which has {config.num_labels} classes "
+            f"(0 to {config.num_labels - 1}).",
+            "Check --label-column, or that this is the data the model was trained on.",
+        )
+    names = {str(k).lower(): int(v) for k, v in config.label2id.items()}
+    if isinstance(value, str) and value.lower() in names:
+        return names[value.lower()]
+    raise HeadPruneError(
+        f"label {value!r} is none of the model's ({', '.join(list(config.label2id)[:6])}).",
+        "Check --label-column, or use the classes' numbers.",
+    )
+
+
+class _SequenceClassification(_Text):
+    def setup(self) -> None:
+        super().setup()
+        self.label = self.column("label", "--label-column", self.options.label_column, _LABEL)
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
+        label = example[self.label]
+        several = isinstance(label, list)
+        value = [float(x) for x in label] if several else _class_of(label, self.config)
+        return {**self.tokens(example), "labels": value}
+
+    def labels(self, labels: list[Any], length: int) -> Tensor:
+        return torch.tensor(labels)
+
+
+class _TokenClassification(_Text):
+    def setup(self) -> None:
+        super().setup()
+        self.label = self.column("label", "--label-column", self.options.label_column, _LABEL[::-1])
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
+        words, tags = example[self.text[0]], example[self.label]
+        if len(words) != len(tags):
+            raise HeadPruneError(f"{len(words)} words, but {len(tags)} labels.", "Check the two columns.")
+        if not words:
+            return None
+        coded = self.processor(words, is_split_into_words=True, truncation=True, max_length=self.max_length)
+        labels, previous = [], None
+        for word in coded.word_ids():
+            # A word counts once, at its first token.
+            fresh = word is not None and word != previous
+            labels.append(_class_of(tags[word], self.config) if fresh else IGNORED)
+            previous = word
+        return {**coded, "labels": labels}
+
+
+class _CausalLM(_Text):
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
+        coded = self.tokens(example)
+        if len(coded["input_ids"]) < 2:
+            return None  # nothing to predict
+        coded.pop("token_type_ids", None)
+        return {**coded, "labels": list(coded["input_ids"])}
+
+
+class _MaskedLM(_Text):
+    def setup(self) -> None:
+        super().setup()
+        if self.processor.mask_token_id is None:
+            raise HeadPruneError("The tokenizer has no mask token.", "Use a masked language model's tokenizer.")
+        self.notes.append("15 % of each text's tokens were masked, drawn by seed and row; only they are predicted.")
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
+        coded = self.tokens(example)
+        ids = coded["input_ids"]
+        special = set(self.processor.all_special_ids)
+        open_ = [i for i, token in enumerate(ids) if token not in special]
+        if not open_:
+            return None
+        generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + row)
+        count = max(1, round(0.15 * len(open_)))
+        masked = {open_[i] for i in torch.randperm(len(open_), generator=generator)[:count].tolist()}
+        labels = [token if i in masked else IGNORED for i, token in enumerate(ids)]
+        coded["input_ids"] = [self.processor.mask_token_id if i in masked else t for i, t in enumerate(ids)]
+        return {**coded, "labels": labels}
+
+
+class _QuestionAnswering(_Encoder):
+    """SQuAD's columns: question, context, answers {text, answer_start}."""
+
+    collate = _Text.collate
+    labels = _Text.labels
+
+    def setup(self) -> None:
+        self.question = self.column("question", "--text-column", None, ("question",))
+        self.context = self.column("context", "--text-column", None, ("context", "passage"))
+        self.answers = self.column("answers", "--label-column", self.options.label_column, ("answers", "answer"))
+        self.dropped = 0
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
+        answers = example[self.answers]
+        if not answers["text"]:
+            return None
+        start = answers["answer_start"][0]
+        end = start + len(answers["text"][0])
+        coded = self.processor(
+            example[self.question], example[self.context], truncation="only_second", max_length=self.max_length,
+            return_offsets_mapping=True,
+        )  # fmt: skip
+        offsets, sequence = coded.pop("offset_mapping"), coded.sequence_ids()
+        inside = [
+            i for i, (s, (a, b)) in enumerate(zip(sequence, offsets, strict=True)) if s == 1 and a < end and b > start
+        ]
+        if not inside:
+            return None  # the answer was cut off
+        return {**coded, "start_positions": inside[0], "end_positions": inside[-1]}
+
+
+class _Seq2Seq(_Text):
+    def text_columns(self) -> tuple[str, ...]:
+        return (self.column("source", "--text-column", self.options.text_column, _SOURCE),)
+
+    def setup(self) -> None:
+        super().setup()
+        usual = [name for name in _TARGET if name not in self.text]
+        self.target = self.column("target", "--label-column", self.options.label_column, usual)
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
+        target = self.processor(text_target=str(example[self.target]), truncation=True, max_length=self.max_length)
+        return {**self.tokens(example), "labels": list(target["input_ids"])}
+
+    def labels(self, labels: list[Any], length: int) -> Tensor:
+        longest = max(map(len, labels))
+        return torch.tensor([x + [IGNORED] * (longest - len(x)) for x in labels])
+
+
+class _ImageClassification(_Encoder):
+    def setup(self) -> None:
+        self.image = self.column("image", "--text-column", self.options.text_column, _IMAGE)
+        self.label = self.column("label", "--label-column", self.options.label_column, _LABEL)
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
+        image = example[self.image]
+        if self.config.num_channels == 3 and getattr(image, "mode", "RGB") != "RGB":
+            image = image.convert("RGB")
+        pixels = self.processor(images=image, return_tensors="pt")["pixel_values"][0]
+        return {"pixel_values": pixels, "labels": _class_of(example[self.label], self.config)}
+
+    def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return {
+            "pixel_values": torch.stack([f["pixel_values"] for f in features]),
+            "labels": torch.tensor([f["labels"] for f in features]),
+        }
+
+
+class _Audio(_Encoder):
+    def setup(self) -> None:
+        self.audio = self.column("audio", "--text-column", self.options.text_column, _AUDIO)
+
+    def samples(self, example: Mapping[str, Any]) -> Any:
+        """The sound as a mono array at the model's rate."""
+        import numpy as np
+
+        sound = example[self.audio]
+        extractor = getattr(self.processor, "feature_extractor", self.processor)
+        if isinstance(sound, Mapping):
+            array, rate = np.asarray(sound["array"], dtype=np.float32), int(sound["sampling_rate"])
+        elif hasattr(sound, "get_all_samples"):  # torchcodec's decoder, as datasets gives it
+            decoded = sound.get_all_samples()
+            array, rate = decoded.data.mean(dim=0).numpy(), int(decoded.sample_rate)
+        else:
+            raise HeadPruneError(
+                f"column {self.audio!r} holds no sound.", "Give {array, sampling_rate}, or install torchcodec."
+            )
+        if rate != extractor.sampling_rate:
+            raise HeadPruneError(
+                f"the sound has {rate} samples a second, the model takes {extractor.sampling_rate}.",
+                "Resample the dataset (datasets: cast_column with Audio(sampling_rate=…)).",
+            )
+        return array
+
+
+class _AudioClassification(_Audio):
+    def setup(self) -> None:
+        super().setup()
+        self.label = self.column("label", "--label-column", self.options.label_column, _LABEL)
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
+        rate = self.processor.sampling_rate
+        coded = self.processor(self.samples(example), sampling_rate=rate)
+        feature = {k: torch.as_tensor(v[0]) for k, v in coded.items()}
+        return {**feature, "labels": _class_of(example[self.label], self.config)}
+
+    def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
+        inputs = [{k: v for k, v in f.items() if k != "labels"} for f in features]
+        batch = dict(self.processor.pad(inputs, padding=True, return_tensors="pt"))
+        batch["labels"] = torch.tensor([f["labels"] for f in features])
+        return batch
+
+
+class _SpeechSeq2Seq(_Audio):
+    def setup(self) -> None:
+        super().setup()
+        self.target = self.column("transcript", "--label-column", self.options.label_column, _TRANSCRIPT)
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
+        extractor, tokenizer = self.processor.feature_extractor, self.processor.tokenizer
+        coded = extractor(self.samples(example), sampling_rate=extractor.sampling_rate, return_tensors="pt")
+        target = tokenizer(str(example[self.target]), truncation=True, max_length=self.options.max_length or 448)
+        labels = list(target["input_ids"])
+        if labels[:1] == [self.config.decoder_start_token_id]:
+            labels = labels[1:]  # the model puts it there itself when it shifts the labels
+        return {"input_features": coded["input_features"][0], "labels": labels}
+
+    def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
+        longest = max(len(f["labels"]) for f in features)
+        return {
+            "input_features": torch.stack([f["input_features"] for f in features]),
+            "labels": torch.tensor([f["labels"] + [IGNORED] * (longest - len(f["labels"])) for f in features]),
+        }
+
+
+_ENCODERS: dict[str, Callable[[DataOptions, LoadedModel, Sequence[str]], _Encoder]] = {
+    "sequence-classification": _SequenceClassification,
+    "token-classification": _TokenClassification,
+    "question-answering": _QuestionAnswering,
+    "masked-lm": _MaskedLM,
+    "causal-lm": _CausalLM,
+    "image-classification": _ImageClassification,
+    "speech-seq2seq": _SpeechSeq2Seq,
+    "audio-classification": _AudioClassification,
+    "seq2seq": _Seq2Seq,
+}

@@ -1,0 +1,191 @@
+"""Is the pruned model faster? Models timed in turn, so that a drifting machine cannot favour one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headprune.inputs import Example, call, model_device, move, tensors
+from headprune.trace import evaluating
+
+WARM_UP = 3
+MIN_RUNS = 20
+MIN_SECONDS = 1.0
+MAX_RUNS = 400
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One model's forward passes on one shape, in milliseconds."""
+
+    median: float
+    p95: float
+    runs: int
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How much faster than the first model: the median over rounds of the ratio of times in that round.
+
+    Attributes:
+        ratio: Time of the first (dense) model over this one's; above 1 is faster.
+        low, high: 95 % bootstrap interval over rounds.
+        verdict: ``"faster"``, ``"slower"`` or ``"no measurable change"`` (the interval holds 1).
+    """
+
+    ratio: float
+    low: float
+    high: float
+    verdict: str
+
+
+@dataclass(frozen=True)
+class LatencyRow:
+    """All models on one input shape."""
+
+    batch: int
+    length: int
+    timings: dict[str, Timing]
+    speedups: dict[str, Speedup]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def bench(
+    models: Mapping[str, nn.Module],
+    inputs: Sequence[tuple[int, int, Example]],
+    *,
+    seed: int = 0,
+    min_runs: int = MIN_RUNS,
+    min_seconds: float = MIN_SECONDS,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[LatencyRow]:
+    """Time models against each other: interleaved, after a warm-up, synchronised.
+
+    Every round runs each model once, in an order that is reversed every other round. Rounds go on until
+    both ``min_runs`` and ``min_seconds`` per model are reached.
+
+    Args:
+        models: The dense model first; all on one device.
+        inputs: (batch, tokens, example) for each row wanted.
+        seed: For the bootstrap.
+
+    Returns:
+        A row per input. On CUDA the times are the device's own (events), elsewhere a monotonic clock's.
+    """
+    rows = []
+    names = list(models)
+    for i, (batch, length, example) in enumerate(inputs):
+        times: dict[str, list[float]] = {name: [] for name in names}
+        arms = {name: _arm(model, example) for name, model in models.items()}
+        for arm in arms.values():
+            for _ in range(WARM_UP):
+                arm()
+        rounds = 0
+        while rounds < MAX_RUNS and (rounds < min_runs or min(sum(t) for t in times.values()) < min_seconds * 1000):
+            for name in names if rounds % 2 == 0 else reversed(names):
+                times[name].append(arms[name]())
+            rounds += 1
+        rows.append(_row(batch, length, times, seed))
+        if progress:
+            progress(i + 1, len(inputs))
+    return rows
+
+
+def speedup(dense: Sequence[float], other: Sequence[float], seed: int = 0) -> Speedup:
+    """The paired ratio of two models' times, round by round."""
+    ratios = np.asarray(dense) / np.asarray(other)
+    rng = np.random.default_rng(seed)
+    draws = np.median(ratios[rng.integers(0, len(ratios), size=(2000, len(ratios)))], axis=1)
+    low, high = float(np.percentile(draws, 2.5)), float(np.percentile(draws, 97.5))
+    verdict = "faster" if low > 1 else "slower" if high < 1 else "no measurable change"
+    return Speedup(float(np.median(ratios)), low, high, verdict)
+
+
+def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) -> dict[str, Any]:
+    """A batch of a given size (and length, for texts) by repeating an example's rows (and tokens).
+
+    What the tokens are does not change the time, and a full attention mask is the honest worst case.
+    """
+    ids = example.get("input_ids")
+    tokens = ids.shape[1] if isinstance(ids, Tensor) else None
+    made: dict[str, Any] = {}
+    for key, value in example.items():
+        if key in ("labels", "start_positions", "end_positions"):
+            continue
+        if not isinstance(value, Tensor) or not value.ndim:
+            made[key] = value
+            continue
+        rows = value[torch.arange(batch) % value.shape[0]]
+        if length is not None and tokens is not None and rows.ndim == 2 and rows.shape[1] == tokens:
+            rows = rows[:, torch.arange(length) % tokens]
+            if key == "attention_mask":
+                rows = torch.ones_like(rows)
+        made[key] = rows
+    return made
+
+
+def parameters(model: nn.Module) -> int:
+    """Parameters, shared ones once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def flops(model: nn.Module, example: Example) -> int:
+    """Floating-point operations of one forward pass (`torch.utils.flop_counter`: 2 per multiply-add)."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    # The counter does not know the CPU's fused attention; the plain kernel does the same products.
+    with evaluating(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        call(model, move(example, model_device(model)))
+    return int(counter.get_total_flops())
+
+
+def _arm(model: nn.Module, example: Example) -> Callable[[], float]:
+    """A function that runs the model once and gives the milliseconds it took."""
+    device = model_device(model)
+    moved = move(example, device)
+    model.eval()
+
+    def clocked() -> float:
+        start = time.perf_counter()
+        with torch.inference_mode():
+            call(model, moved)
+        if device.type == "mps":
+            torch.mps.synchronize()
+        return (time.perf_counter() - start) * 1000
+
+    def cuda() -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        with torch.inference_mode(), torch.cuda.device(device):
+            begin.record()
+            call(model, moved)
+            end.record()
+        torch.cuda.synchronize(device)
+        return begin.elapsed_time(end)
+
+    return cuda if device.type == "cuda" else clocked
+
+
+def _row(batch: int, length: int, times: Mapping[str, list[float]], seed: int) -> LatencyRow:
+    first = next(iter(times))
+    timings = {
+        name: Timing(float(np.median(t)), float(np.percentile(t, 95)), len(t)) for name, t in times.items()
+    }  # fmt: skip
+    speedups = {name: speedup(times[first], t, seed) for name, t in times.items() if name != first}
+    return LatencyRow(batch, length, timings, speedups)
+
+
+def example_shape(example: Example) -> tuple[int, int]:
+    """(batch, tokens) of an example; tokens is 0 where there are none."""
+    first = tensors(example)[0]
+    ids = example.get("input_ids") if isinstance(example, Mapping) else None
+    return first.shape[0], ids.shape[1] if isinstance(ids, Tensor) else 0

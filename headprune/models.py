@@ -1,0 +1,242 @@
+"""From a model's id or path to the model, its processor and its task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headprune import checkpoint
+from headprune.errors import HeadPruneError, first_line
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model is for.
+
+    Attributes:
+        auto_class: transformers' Auto class.
+        suffixes: Endings of architectures that do this.
+        modality: ``"text"``, ``"image"`` or ``"audio"``.
+        metric: What is measured first: ``"accuracy"`` (higher is better) or ``"perplexity"`` (lower is).
+    """
+
+    name: str
+    auto_class: str
+    suffixes: tuple[str, ...]
+    modality: str
+    metric: str
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            "sequence-classification", "AutoModelForSequenceClassification", ("ForSequenceClassification",),
+            "text", "accuracy",
+        ),
+        Task("token-classification", "AutoModelForTokenClassification", ("ForTokenClassification",), "text", "accuracy"),
+        Task("question-answering", "AutoModelForQuestionAnswering", ("ForQuestionAnswering",), "text", "accuracy"),
+        Task("masked-lm", "AutoModelForMaskedLM", ("ForMaskedLM", "ForPreTraining"), "text", "perplexity"),
+        Task("causal-lm", "AutoModelForCausalLM", ("ForCausalLM", "LMHeadModel"), "text", "perplexity"),
+        Task(
+            "image-classification", "AutoModelForImageClassification", ("ForImageClassification",), "image", "accuracy"
+        ),
+        Task("speech-seq2seq", "AutoModelForSpeechSeq2Seq", ("ForSpeechSeq2Seq",), "audio", "perplexity"),
+        Task("audio-classification", "AutoModelForAudioClassification", ("ForAudioClassification",), "audio", "accuracy"),
+        Task("seq2seq", "AutoModelForSeq2SeqLM", ("ForConditionalGeneration",), "text", "perplexity"),
+    )
+}  # fmt: skip
+_SPEECH_TYPES = {"whisper", "speech_to_text", "moonshine", "speecht5"}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to use.
+
+    Attributes:
+        model: In evaluation mode, on its device.
+        processor: Tokenizer, image processor or feature extractor, as the task needs.
+        source: The id or path it came from, as it was given.
+        name: Its last part.
+    """
+
+    model: nn.Module
+    processor: Any
+    task: Task
+    source: str
+    name: str
+
+
+def load_model(
+    source: str,
+    *,
+    task: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    with_processor: bool = True,
+) -> LoadedModel:
+    """Load a Hugging Face model, a local folder, or a folder that `headprune.save` wrote.
+
+    Args:
+        source: Hub id or path.
+        task: One of `TASKS`; read from the model's config if None.
+        device: ``"auto"`` is CUDA, then MPS, then CPU.
+        with_processor: Whether a tokenizer or image processor is needed.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``; ``"auto"`` is the stored one, but float32 on a CPU.
+
+    Raises:
+        HeadPruneError: No such model, an unknown task, a missing tokenizer, weights that do not load.
+    """
+    import transformers
+
+    where = pick_device(device)
+    chosen = _dtype(dtype, where)
+    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    pruned = checkpoint.is_checkpoint(source)
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, **common)
+    except Exception as error:
+        raise _not_found(source, error) from error
+    kind = _task(config, task, source)
+    if pruned:
+        model = checkpoint.load(source, device=where)
+        if dtype != "auto":
+            model.to(chosen)
+    else:
+        auto = getattr(transformers, kind.auto_class)
+        try:
+            model, info = auto.from_pretrained(
+                source, config=config, dtype=chosen, output_loading_info=True, **common
+            )  # fmt: skip
+        except HeadPruneError:
+            raise
+        except Exception as error:
+            raise HeadPruneError(
+                f"{source} does not load as {kind.auto_class}: {first_line(error)}.", "Check --task and the folder."
+            ) from error
+        _check_complete(source, kind, info)
+        model.to(where)
+    model.eval()
+    processor = _processor(source, kind, common) if with_processor else None
+    return LoadedModel(model, processor, kind, source, Path(source.rstrip("/")).name or source)
+
+
+def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
+    """An input of the right form without data: for listing heads and for timing, not for measuring accuracy."""
+    config = loaded.model.config
+    generator = torch.Generator().manual_seed(0)
+    first = next(p for p in loaded.model.parameters() if p.is_floating_point())
+    if loaded.task.modality == "text":
+        vocabulary = config.get_text_config().vocab_size
+        low = min(10, vocabulary - 1)
+        ids = torch.randint(low, vocabulary, (batch, length), generator=generator)
+        made = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if config.is_encoder_decoder:
+            made["decoder_input_ids"] = ids
+    elif loaded.task.modality == "image":
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        made = {"pixel_values": torch.randn(batch, config.num_channels, height, width, generator=generator)}
+    elif loaded.task.name == "speech-seq2seq":
+        frames = 2 * getattr(config, "max_source_positions", 1500)
+        made = {"input_features": torch.randn(batch, getattr(config, "num_mel_bins", 80), frames, generator=generator)}
+        made["decoder_input_ids"] = torch.full((batch, length), config.decoder_start_token_id)
+    else:
+        made = {"input_values": torch.randn(batch, 16000, generator=generator)}
+    return {
+        k: v.to(first.device, first.dtype) if v.is_floating_point() else v.to(first.device) for k, v in made.items()
+    }
+
+
+def pick_device(device: str) -> torch.device:
+    """``"auto"`` or a device's name as a device that exists."""
+    if device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise HeadPruneError("There is no CUDA device here.", "Use --device cpu, or install a CUDA build of torch.")
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise HeadPruneError("There is no MPS device here.", "Use --device cpu.")
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise HeadPruneError(f"There is no device {device!r}.", "Use auto, cpu, cuda or mps.") from None
+
+
+def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+    if dtype == "auto":
+        # Half precision is slow on most CPUs, and rounding there hides small scores.
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in known:
+        raise HeadPruneError(f"There is no dtype {dtype!r}.", f"Use auto, {', '.join(known)}.")
+    return known[dtype]
+
+
+def _task(config: Any, task: str | None, source: str) -> Task:
+    if task is not None:
+        if task not in TASKS:
+            raise HeadPruneError(f"There is no task {task!r}.", f"Use one of {', '.join(TASKS)}.")
+        return TASKS[task]
+    architecture = (getattr(config, "architectures", None) or [""])[0]
+    for kind in TASKS.values():
+        if architecture.endswith(kind.suffixes):
+            if kind.name == "seq2seq" and config.model_type in _SPEECH_TYPES:
+                return TASKS["speech-seq2seq"]
+            return kind
+    raise HeadPruneError(
+        f"The task of {source} cannot be read from its architecture ({architecture or 'none given'}).",
+        f"Say it with --task: {', '.join(TASKS)}.",
+    )
+
+
+def _check_complete(source: str, kind: Task, info: dict[str, Any]) -> None:
+    """A head with random weights would be measured as if it were trained: refuse it."""
+    missing = sorted(info.get("missing_keys") or [])
+    if missing:
+        raise HeadPruneError(
+            f"{source} has no weights for {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}: "
+            f"it was not trained for {kind.name}.",
+            "Pass a fine-tuned model, or the --task that it was trained for.",
+        )
+
+
+def _processor(source: str, kind: Task, common: dict[str, Any]) -> Any:
+    import transformers
+
+    name = {"text": "AutoTokenizer", "image": "AutoImageProcessor", "audio": "AutoFeatureExtractor"}[kind.modality]
+    if kind.name == "speech-seq2seq":
+        name = "AutoProcessor"
+    what = {"text": "tokenizer", "image": "image processor", "audio": "feature extractor"}[kind.modality]
+    try:
+        processor = getattr(transformers, name).from_pretrained(source, **common)
+    except Exception as error:
+        raise HeadPruneError(
+            f"{source} has no {what} that loads ({first_line(error)}).",
+            f"Put the {what}'s files into the folder (for instance with {what.replace(' ', '_')}.save_pretrained).",
+        ) from error
+    if kind.modality == "text" and processor.pad_token is None:
+        processor.pad_token = processor.eos_token or processor.unk_token
+    if kind.modality == "text" and processor.pad_token is None:
+        raise HeadPruneError(f"The tokenizer of {source} has no token to pad with.", "Set its pad_token and save it.")
+    return processor
+
+
+def _not_found(source: str, error: Exception) -> HeadPruneError:
+    if Path(source).is_dir():
+        return HeadPruneError(
+            f"{source} is a folder without a config.json that transformers reads ({first_line(error)}).",
+            "Pass a folder made by save_pretrained or by headprune.",
+        )
+    return HeadPruneError(
+        f"There is no model {source!r}: no such folder, and it could not be had from the Hugging Face hub "
+        f"({type(error).__name__}).",
+        "Check the spelling, the network (HF_HUB_OFFLINE), and your access to it.",
+    )

@@ -1,0 +1,23 @@
+"""The report of a run: markdown and figures, made from the run folder's documents alone."""
+
+from __future__ import annotations
+
+from headprune.jsonio import write_text
+from headprune.report import figures, markdown
+from headprune.runs import RunFolder
+
+__all__ = ["write"]
+
+
+def write(folder: RunFolder) -> None:
+    """Write ``report.md`` and its figures; doing it again gives the same text.
+
+    Raises:
+        HeadPruneError: A document is missing or damaged.
+    """
+    run, scores, metrics = folder.read_run(), folder.read_scores(), folder.read_metrics()
+    figures.importance(folder.path / "importance.png", scores, metrics)
+    if metrics is not None:
+        figures.trade_off(folder.path / "tradeoff.png", metrics)
+        figures.latency(folder.path / "latency.png", metrics)
+    write_text(folder.report_path, markdown.render(folder.path.name, run, scores, metrics))

@@ -1,0 +1,125 @@
+"""The report's pictures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headprune.scoring.base import HeadScores
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Colours that stay apart for colour-blind readers (Okabe and Ito); grey is always the random control.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_GREY = "#7f7f7f"
+
+
+def importance(path: Path, scores: Sequence[HeadScores], metrics: dict[str, Any] | None) -> None:
+    """A heat map per method, layers by heads; crosses mark the heads that the first budget removed."""
+    shown = [s for s in scores if s.method != "random"] or list(scores)
+    layers = shown[0].layers
+    widest = max(layer.num_heads for layer in layers)
+    size = (1.6 + 0.42 * max(widest, 6), 1.2 + 0.36 * max(len(layers), 4))
+    figure, axes = _figure(size[0] * len(shown), size[1], len(shown))
+    drop = metrics["budgets"][0]["drop"] if metrics else {}
+    for axis, s in zip(axes, shown, strict=True):
+        grid = np.full((len(layers), widest), np.nan)
+        for i, layer in enumerate(layers):
+            grid[i, : layer.num_heads] = s.values[layer.name].numpy()
+        if np.nanmin(grid) < 0:
+            limit = float(np.nanmax(np.abs(grid))) or 1.0
+            image = axis.imshow(grid, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
+        else:
+            image = axis.imshow(grid, cmap="Blues", vmin=0, aspect="auto")
+        for i, layer in enumerate(layers):
+            for h in drop.get(layer.name, ()):
+                axis.plot(h, i, marker="x", color="black", markersize=5, markeredgewidth=1)
+        axis.set_title(s.method)
+        axis.set_xlabel("head")
+        axis.set_ylabel("layer")
+        axis.set_xticks(range(0, widest, max(1, widest // 12)))
+        step = max(1, len(layers) // 16)
+        axis.set_yticks(range(0, len(layers), step), [f"L{a.index}" for a in layers[::step]])
+        figure.colorbar(image, ax=axis, shrink=0.9).set_label(s.unit.split(",")[0].split(" when ")[0], fontsize=8)
+    _save(figure, path)
+
+
+def trade_off(path: Path, metrics: dict[str, Any]) -> None:
+    """The metric on the choosing part against heads kept, with random as control, and the measured budgets."""
+    metric, curve = metrics["metric"], metrics["curve"]
+    figure, (axis,) = _figure(7.2, 4.4, 1)
+    dense = next(p for p in curve if p["method"] == "dense")
+    methods = [m for m in dict.fromkeys(p["method"] for p in curve) if m not in ("dense", "random")]
+    for colour, method in zip(_COLOURS, methods, strict=False):
+        points = sorted((p for p in (*curve, dense) if p["method"] in (method, "dense")), key=lambda p: p["kept"])
+        x = [p["kept"] for p in points]
+        axis.plot(x, [p["value"] for p in points], marker="o", markersize=4, color=colour, label=f"{method} (choose)")
+        axis.fill_between(x, [p["low"] for p in points], [p["high"] for p in points], color=colour, alpha=0.12, lw=0)
+    draws: dict[int, list[float]] = {}
+    for p in curve:
+        if p["method"] == "random":
+            draws.setdefault(p["kept"], []).append(p["value"])
+    x = [*sorted(draws), dense["kept"]]
+    middle = [float(np.mean(draws[k])) for k in x[:-1]] + [dense["value"]]
+    low = [min(draws[k]) for k in x[:-1]] + [dense["value"]]
+    high = [max(draws[k]) for k in x[:-1]] + [dense["value"]]
+    number = max(map(len, draws.values()), default=0)
+    axis.plot(x, middle, "--", color=_GREY, label=f"random, mean and range of {number} (choose)")
+    axis.fill_between(x, low, high, color=_GREY, alpha=0.2, lw=0)
+    for i, budget in enumerate(metrics["budgets"]):
+        measured = budget["pruned"]
+        value = measured["metrics"][metric]
+        axis.errorbar(
+            budget["kept"], value, [[value - measured["low"]], [measured["high"] - value]], fmt="D", color="black",
+            markersize=6, capsize=3, zorder=5, label="pruned, measured (report)" if i == 0 else None,
+        )  # fmt: skip
+    axis.axhline(metrics["dense"]["metrics"][metric], color="black", lw=0.8, ls=":", label="dense (report)")
+    axis.set_xlabel(f"heads kept, of {dense['kept']}")
+    axis.set_ylabel(metric)
+    if metric == "perplexity":
+        axis.set_yscale("log")
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8, frameon=False)
+    _save(figure, path)
+
+
+def latency(path: Path, metrics: dict[str, Any]) -> None:
+    """Median forward time of every model on every shape, with the 95th percentile as a whisker."""
+    rows = metrics["latency"]["rows"]
+    figure, axes = _figure(2.6 * len(rows) + 0.6, 3.6, len(rows))
+    for axis, row in zip(axes, rows, strict=True):
+        names = list(row["timings"])
+        for i, name in enumerate(names):
+            t = row["timings"][name]
+            colour = "black" if name == "dense" else _GREY if name == metrics["latency"]["bound"] else _COLOURS[0]
+            axis.bar(i, t["median"], color=colour, alpha=0.85)
+            axis.plot([i, i], [t["median"], t["p95"]], color="#444444", lw=1.2)
+        axis.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
+        axis.set_title(_shape(row), fontsize=9)
+        axis.set_ylim(bottom=0)
+    axes[0].set_ylabel("ms per forward pass\n(bar: median, line: to the 95th percentile)", fontsize=8)
+    _save(figure, path)
+
+
+def _shape(row: dict[str, Any]) -> str:
+    return f"batch {row['batch']}" + (f", {row['length']} tokens" if row["length"] else "")
+
+
+def _figure(width: float, height: float, columns: int) -> tuple[Figure, list[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=130)
+    FigureCanvasAgg(figure)
+    return figure, list(np.atleast_1d(figure.subplots(1, columns)))
+
+
+def _save(figure: Figure, path: Path) -> None:
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
+    figure.savefig(temporary, metadata={"Software": None})
+    os.replace(temporary, path)

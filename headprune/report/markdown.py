@@ -1,0 +1,348 @@
+"""The report's text. Every figure in it comes from the run folder's documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
+from headprune.scoring.agreement import agreement
+from headprune.scoring.base import HeadScores
+
+_SHOWN = 8
+
+
+def render(name: str, run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[str, Any] | None) -> str:
+    """The whole report."""
+    sections = [
+        f"# Attention heads of {run['options']['model']}",
+        _opening(run),
+        "## What was found\n\n" + "\n".join(f"- {s}" for s in _findings(run, scores, metrics)),
+    ]
+    if metrics is not None:
+        sections += [_results(metrics), _trade_off(metrics, run), _latency(metrics, run)]
+    sections += [_importance(scores, metrics)]
+    if metrics is not None:
+        sections.append(_removed(metrics, scores))
+    sections += [_method(run, scores, metrics), _reproduce(run)]
+    return "\n\n".join(sections) + "\n"
+
+
+def _opening(run: dict[str, Any]) -> str:
+    model, parts = run["model"], run["parts"]
+    heads = f"{model['heads']} heads in {len(model['layers'])} attention layers"
+    cut = ", ".join(f"{p['examples']:,} to {n} (`{p['split']}`)" for n, p in parts.items())
+    return (
+        f"{model['class']}, {model['task']}, {model['parameters']:,} parameters, {heads}. "
+        f"Data: `{run['options']['data']['dataset']}`; disjoint examples: {cut}. "
+        f"Made by headprune {run['environment']['headprune']} on {run['when']}, {_device(run)}."
+    )
+
+
+def _device(run: dict[str, Any]) -> str:
+    e = run["environment"]
+    threads = f", {e['threads']} threads" if e["device"] == "cpu" else ""
+    return f"{e['device_name']} ({e['device']}{threads}, {run['model']['dtype']})"
+
+
+# -- what was found ---------------------------------------------------------------------------
+
+
+def _findings(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[str, Any] | None) -> Iterator[str]:
+    if metrics is not None:
+        for budget in metrics["budgets"]:
+            yield _budget_sentence(budget, metrics, run)
+        yield _speed_sentence(metrics)
+    real = [s for s in scores if s.method != "random"]
+    for s in real:
+        yield _score_sentence(s)
+    for a, b in combinations(real, 2):
+        both = agreement(a, b)
+        word = "agree" if both.spearman > 0.7 else "agree in part" if both.spearman > 0.3 else "hardly agree"
+        yield (
+            f"{a.method.capitalize()} and {b.method} {word} on the order of the heads: Spearman {both.spearman:.2f}, "
+            f"Kendall {both.kendall:.2f}; {both.top_half:.0%} of the better half are the same heads (50% by chance)."
+        )
+
+
+def _budget_sentence(budget: dict[str, Any], metrics: dict[str, Any], run: dict[str, Any]) -> str:
+    metric, change = metrics["metric"], budget["change"]
+    before, after = metrics["dense"]["metrics"][metric], budget["pruned"]["metrics"][metric]
+    verdict = {
+        "no measurable change": "**no measurable change** (the interval holds 0)",
+        "worse": "**worse**, by more than chance",
+        "better": "**better**, by more than chance",
+    }[change["verdict"]]
+    control = budget["random"]
+    mean = sum(control) / len(control)
+    return (
+        f"With **{budget['kept']} of {budget['total']} heads** (chosen by {budget['method']}), {metric} on "
+        f"{change['examples']:,} examples goes from {_value(metric, before)} to {_value(metric, after)}: "
+        f"{_change(metric, change)}: {verdict}. Random heads in the same number give {_value(metric, mean)} "
+        f"(mean of {len(control)}, {_value(metric, min(control))} to {_value(metric, max(control))})."
+    )
+
+
+def _speed_sentence(metrics: dict[str, Any]) -> str:
+    """The most and the least that was gained, and the most there was to gain."""
+    latency, budget = metrics["latency"], metrics["budgets"][0]
+    ratios = [(row["speedups"][budget["name"]], row) for row in latency["rows"]]
+    parts = [f"{_ratio(s)} at {_shape(row)}" for s, row in ratios]
+    slow = [s for s, _ in ratios if s["verdict"] != "faster"]
+    verdict = "It is faster everywhere it was timed" if not slow else "It is not faster everywhere"
+    if len(slow) == len(ratios):
+        verdict = "**It is not measurably faster anywhere it was timed**"
+    text = f"Speed with {budget['kept']} heads, dense time over pruned time: {'; '.join(parts)}. {verdict}."
+    if latency["bound"]:
+        most = max(latency["rows"], key=lambda row: row["speedups"][latency["bound"]]["ratio"])
+        limit = most["speedups"][latency["bound"]]["ratio"]
+        text += (
+            f" With all prunable heads gone, the most that pruning heads can gain here, it would be {limit:.2f} times "
+            f"as fast at {_shape(most)}: the rest of the time is not in the heads."
+        )
+    return text
+
+
+def _score_sentence(s: HeadScores) -> str:
+    flat, error = s.flat(), _flat_error(s)
+    labels = [layer.label(h) for layer in s.layers for h in range(layer.num_heads)]
+    order = flat.argsort(descending=True).tolist()
+    top = ", ".join(f"{labels[i]} ({flat[i]:.4f}±{error[i]:.4f})" for i in order[:3])
+    text = f"By {s.method} on {s.examples:,} examples the most important heads are {top}"
+    if float(flat.min()) < 0:
+        harmful = int(((flat + 1.96 * error) < 0).sum())
+        unsure = int((flat.abs() < 1.96 * error).sum())
+        text += (
+            f"; {harmful} of {len(flat)} heads are harmful beyond their standard error, "
+            f"and {unsure} cannot be told from 0"
+        )
+    return text + "."
+
+
+def _flat_error(s: HeadScores) -> Any:
+    import torch
+
+    return torch.cat([s.stderr[layer.name] for layer in s.layers])
+
+
+# -- tables -----------------------------------------------------------------------------------
+
+
+def _results(metrics: dict[str, Any]) -> str:
+    metric, dense = metrics["metric"], metrics["dense"]
+    names = [m for m in ("accuracy", "f1", "perplexity", "loss") if m in dense["metrics"]]
+    names.sort(key=lambda m: m != metric)
+    lines = [
+        "## Dense and pruned, on the reporting part",
+        "",
+        "| heads | " + " | ".join(names) + " | change (95 %) | verdict | parameters | FLOPs |",
+        "|---" * (len(names) + 5) + "|",
+    ]
+    cells = [_value(m, dense["metrics"][m]) for m in names]
+    total = metrics["budgets"][0]["total"]
+    lines.append(
+        f"| {total} (dense) | " + " | ".join(cells) + f" | | | {dense['parameters']:,} | {_flops(dense['flops'])} |"
+    )
+    for b in metrics["budgets"]:
+        cells = [_value(m, b["pruned"]["metrics"][m]) for m in names]
+        p = b["change"]["p_value"]
+        test = f" (McNemar p {p:.2g})" if p is not None else ""
+        lines.append(
+            f"| {b['kept']} | "
+            + " | ".join(cells)
+            + f" | {_change(metric, b['change'])} | {b['change']['verdict']}{test} "
+            f"| {b['parameters']:,} ({b['parameters'] / dense['parameters'] - 1:+.1%}) "
+            f"| {_flops(b['flops'])} ({b['flops'] / dense['flops'] - 1:+.1%}) |"
+        )
+    lines += [
+        "",
+        "Change: of the metric in the first column after heads, paired bootstrap over examples. FLOPs: one forward "
+        "pass on one example of median length.",
+    ]
+    return "\n".join(lines)
+
+
+def _trade_off(metrics: dict[str, Any], run: dict[str, Any]) -> str:
+    choose = run["parts"]["choose"]
+    metric = metrics["metric"]
+    methods = [m for m in dict.fromkeys(p["method"] for p in metrics["curve"]) if m != "dense"]
+    asked = sorted({p["asked"] for p in metrics["curve"] if p["method"] != "dense"}, reverse=True)
+    lines = [
+        "## Trade-off",
+        "",
+        f"![{metric} against heads kept](tradeoff.png)",
+        "",
+        f"Curves: heads masked, on the {choose['examples']:,} examples of the choosing part (`{choose['split']}`); shaded: "
+        "95 % bootstrap interval. Diamonds: pruned for real, reloaded, on the reporting part. Which method's plan is used "
+        "at a budget was decided on the choosing part.",
+        "",
+        f"| heads kept | {' | '.join(methods)} |",
+        "|---" * (len(methods) + 1) + "|",
+    ]
+    for keep in asked:
+        cells = []
+        for m in methods:
+            values = [p["value"] for p in metrics["curve"] if p["method"] == m and p["asked"] == keep]
+            cells.append(_value(metric, sum(values) / len(values)))
+        lines.append(f"| {keep} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _latency(metrics: dict[str, Any], run: dict[str, Any]) -> str:
+    latency = metrics["latency"]
+    names = list(latency["rows"][0]["timings"])
+    lines = [
+        "## Latency",
+        "",
+        "![latency](latency.png)",
+        "",
+        f"| input | {' | '.join(f'{n}, ms' for n in names)} | {' | '.join(f'dense / {n}' for n in names[1:])} |",
+        "|---" * (2 * len(names)) + "|",
+    ]
+    for row in latency["rows"]:
+        times = [f"{row['timings'][n]['median']:.2f} ({row['timings'][n]['p95']:.2f})" for n in names]
+        ratios = [_ratio(row["speedups"][n]) for n in names[1:]]
+        lines.append(f"| {_shape(row)} | {' | '.join(times)} | {' | '.join(ratios)} |")
+    runs = min(t["runs"] for row in latency["rows"] for t in row["timings"].values())
+    clock = "CUDA events" if run["environment"]["device"].startswith("cuda") else "a monotonic clock"
+    lines += [
+        "",
+        f"Median (95th percentile) of one forward pass; at least {runs} rounds after {_warm_up()} for warm-up, the models "
+        f"in turn within each round, {clock}, on {_device(run)}. Ratios: median over rounds with its 95 % bootstrap interval.",
+    ]
+    if latency["bound"]:
+        lines.append(
+            f"“{latency['bound']}” is this model with every prunable head removed: no choice of heads can be faster. "
+            "Feed-forward layers, embeddings and the cost of launching operations stay as they are."
+        )
+    return "\n".join(lines)
+
+
+def _warm_up() -> int:
+    from headprune.latency import WARM_UP
+
+    return WARM_UP
+
+
+def _importance(scores: Sequence[HeadScores], metrics: dict[str, Any] | None) -> str:
+    lines = ["## Importance", "", "![importance of every head](importance.png)", ""]
+    if metrics is not None:
+        lines += [f"Crosses: the heads removed to keep {metrics['budgets'][0]['kept']}.", ""]
+    for s in scores:
+        if s.method == "random":
+            continue
+        flat, error = s.flat(), _flat_error(s)
+        labels = [layer.label(h) for layer in s.layers for h in range(layer.num_heads)]
+        order = flat.argsort(descending=True).tolist()
+
+        def row(indices: list[int], labels: list[str] = labels, flat: Any = flat, error: Any = error) -> str:
+            return ", ".join(f"{labels[i]} {flat[i]:.4g} ± {error[i]:.2g}" for i in indices)
+
+        shown = min(_SHOWN, len(order) // 2)
+        seconds = f", {s.details['seconds']:,} s" if "seconds" in s.details else ""
+        lines += [
+            f"**{s.method}** ({s.unit}; {s.examples:,} examples{seconds}; ± is the standard error)",
+            "",
+            f"- highest: {row(order[:shown])}",
+            f"- lowest: {row(order[::-1][:shown])}",
+            "",
+        ]
+    lines.append("All values are in `scores.json`.")
+    return "\n".join(lines)
+
+
+def _removed(metrics: dict[str, Any], scores: Sequence[HeadScores]) -> str:
+    lines = ["## Heads removed", ""]
+    for b in metrics["budgets"]:
+        counts = [
+            f"{layer.name}: {', '.join(f'H{h}' for h in b['drop'][layer.name])}"
+            for layer in scores[0].layers
+            if layer.name in b["drop"]
+        ]
+        proof = b["proof"]
+        lines += [
+            f"<details><summary>{b['total'] - b['kept']} of {b['total']} removed, {b['kept']} kept "
+            f"(saved in `{b['checkpoint']}/`)</summary>",
+            "",
+            *(f"- {c}" for c in counts),
+            "",
+            "</details>",
+            "",
+            f"Proof: on {proof['inputs']} inputs of different shape the pruned model's outputs differ from the masked "
+            f"model's by at most {proof['difference']:.1e} of their largest value (allowed {proof['tolerance']:.0e}); "
+            f"the reloaded checkpoint's differ from the model in memory by {proof['reload_difference']:.1g}.",
+        ]
+        if proof["ghosts"]:
+            lines.append(
+                f"Layers without heads that keep one head (or group) with zero output, so that their cache works: "
+                f"{', '.join(proof['ghosts'])}."
+            )
+        lines += [*b["notes"], ""]
+    return "\n".join(lines).rstrip()
+
+
+def _method(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[str, Any] | None) -> str:
+    parts = run["parts"]
+    lines = [
+        "## How it was measured",
+        "",
+        f"- Scores come from {parts['score']['examples']:,} examples of `{parts['score']['split']}`; plans were chosen on "
+        f"{parts['choose']['examples']:,} of `{parts['choose']['split']}`; accuracy is reported on "
+        f"{parts['report']['examples']:,} of `{parts['report']['split']}`. No example is in two parts.",
+        f"- Columns: {', '.join(f'{k} = `{v}`' for k, v in run['columns'].items())}.",
+    ]
+    lines += [f"- {s.method}: {_about(s.method)}" for s in scores]
+    if metrics is not None:
+        lines.append("- No weight was trained after pruning.")
+    lines += [f"- {note}" for note in run["notes"]]
+    fixed = [a for a in run["model"]["layers"] if not a["prunable"]]
+    lines += [f"- {a['name']} cannot be pruned: {a['reason']}." for a in fixed]
+    return "\n".join(lines)
+
+
+def _about(method: str) -> str:
+    from headprune.scoring import METHODS
+
+    return METHODS[method].about if method in METHODS else "a method of the user's."
+
+
+def _reproduce(run: dict[str, Any]) -> str:
+    e = run["environment"]
+    commands = "\n".join(run["commands"])
+    took = " and ".join(f"{s:,.0f} s" for s in run["seconds"])
+    return (
+        f"## Reproduce\n\n```\n{commands}\n```\n\n"
+        f"Took {took}. Python {e['python']}, torch {e['torch']}, transformers {e['transformers']}, {e['system']}; "
+        f"seed {run['options']['seed']}; model fingerprint `{run['model']['fingerprint']}`. Scores, plans and metrics repeat "
+        "from the seed; timings do not."
+    )
+
+
+# -- numbers ----------------------------------------------------------------------------------
+
+
+def _value(metric: str, value: float) -> str:
+    if metric in ("accuracy", "f1"):
+        return f"{100 * value:.1f} %"
+    return f"{value:,.4g}"
+
+
+def _change(metric: str, change: dict[str, Any]) -> str:
+    if metric == "perplexity":
+        return f"{change['value']:+.1%} ({change['low']:+.1%} to {change['high']:+.1%})"
+    return f"{100 * change['value']:+.1f} points ({100 * change['low']:+.1f} to {100 * change['high']:+.1f})"
+
+
+def _ratio(speedup: dict[str, Any]) -> str:
+    return f"{speedup['ratio']:.2f}x ({speedup['low']:.2f} to {speedup['high']:.2f})"
+
+
+def _shape(row: dict[str, Any]) -> str:
+    return f"batch {row['batch']}" + (f" x {row['length']} tokens" if row["length"] else "")
+
+
+def _flops(count: int) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:,}"

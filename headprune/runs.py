@@ -1,0 +1,135 @@
+"""The run folder: where a run's documents lie, and which folder a run may write to."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headprune import __version__
+from headprune.errors import HeadPruneError
+from headprune.jsonio import read_json, write_json
+from headprune.planning import PruningPlan
+from headprune.scoring.base import HeadScores, load_scores, save_scores
+
+REPORTS = Path("reports")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """One run: scores, and once pruned, plans, metrics and checkpoints."""
+
+    path: Path
+
+    @property
+    def scores_path(self) -> Path:
+        return self.path / "scores.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.json"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.md"
+
+    def plan_path(self, keep: int, first: bool) -> Path:
+        """The first budget's plan is plan.json; further ones carry their number."""
+        return self.path / ("plan.json" if first else f"plan-{keep}.json")
+
+    def checkpoint_path(self, keep: int) -> Path:
+        return self.path / f"pruned-{keep}"
+
+    @property
+    def pruned(self) -> bool:
+        return self.metrics_path.exists()
+
+    def write_scores(self, scores: Sequence[HeadScores], run: dict[str, Any]) -> None:
+        save_scores(self.scores_path, scores)
+        self.write_run(run)
+
+    def write_run(self, run: dict[str, Any]) -> None:
+        write_json(self.path / "run.json", "run", run)
+
+    def read_run(self) -> dict[str, Any]:
+        return read_json(self.path / "run.json", "run")
+
+    def read_scores(self) -> list[HeadScores]:
+        return load_scores(self.scores_path)
+
+    def read_metrics(self) -> dict[str, Any] | None:
+        return read_json(self.metrics_path, "metrics") if self.pruned else None
+
+    def read_plan(self, keep: int, first: bool) -> PruningPlan:
+        return PruningPlan.load(self.plan_path(keep, first))
+
+
+def choose_folder(output: Path | None, model: str, overwrite: bool) -> RunFolder:
+    """The folder a new run writes to: the one asked for, or the next free ``reports/<model>-<n>``.
+
+    Raises:
+        HeadPruneError: It exists and holds something, and may not be overwritten.
+    """
+    if output is None:
+        stem = re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
+        n = 1
+        while (REPORTS / f"{stem}-{n}").exists():
+            n += 1
+        return RunFolder(REPORTS / f"{stem}-{n}")
+    if output.exists() and not output.is_dir():
+        raise HeadPruneError(f"{output} is a file.", "Choose a folder with -o.")
+    if output.is_dir() and any(output.iterdir()) and not overwrite:
+        raise HeadPruneError(
+            f"The folder {output} exists and is not empty.", "Choose another with -o, or add --overwrite."
+        )
+    return RunFolder(output)
+
+
+def newest_scores(output: Path | None, model: str | None = None) -> RunFolder | None:
+    """The run with the newest scores (of ``model``): ``output`` itself, or one under it (default ``reports/``)."""
+    root = output or REPORTS
+    found = [p for p in (root / "scores.json", *root.glob("*/scores.json")) if p.is_file()]
+    for path in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True):
+        folder = RunFolder(path.parent)
+        if model is None or _same_model(folder.read_run()["options"]["model"], model):
+            return folder
+    return None
+
+
+def _same_model(a: str, b: str) -> bool:
+    return a == b or (Path(a).exists() and Path(b).exists() and Path(a).samefile(b))
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Versions and hardware, for the report."""
+    import torch
+    import transformers
+
+    name = platform.processor() or platform.machine()
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name(torch.device(device))
+    elif Path("/proc/cpuinfo").is_file():
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        name = found.group(1).strip() if found else name
+    return {
+        "headprune": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "system": platform.system(),
+        "device": device,
+        "device_name": name,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def command_line() -> str:
+    """What was typed, as one line that can be typed again."""
+    name = Path(sys.argv[0]).name
+    program = "headprune" if name in ("headprune", "__main__.py") else f"python {name}"
+    return shlex.join([*program.split(), *sys.argv[1:]])
