@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -163,7 +162,7 @@ def prune(
 ) -> None:
     """Remove the least important heads, measure accuracy and latency again, save the model and the report."""
     with _session(quiet, verbose, json) as console:
-        from headprune import planning, runs, workflow
+        from headprune import planning, workflow
 
         if not keep:
             raise HeadPruneError("How many heads to keep?", "Say it with --keep, for instance --keep 50%.")
@@ -496,13 +495,13 @@ def _print_results(console: Console, metrics: dict[str, Any]) -> None:
 
     metric = metrics["metric"]
     table = Table(box=None, title="Dense and pruned, on the reporting part", title_justify="left")
-    for column in ("heads", metric, "change (95 %)", "verdict", "random", "parameters", "by"):
+    for column in ("heads", metric, "change (95 %)", "random", "parameters", "by"):
         table.add_column(column)
     show: Callable[[float], str] = (lambda v: f"{100 * v:.1f} %") if metric == "accuracy" else (lambda v: f"{v:,.4g}")
     sign: Callable[[float], str] = (lambda v: f"{100 * v:+.1f}") if metric == "accuracy" else (lambda v: f"{v:+.1%}")
     dense = metrics["dense"]
     total = metrics["budgets"][0]["total"]
-    table.add_row(f"{total} (dense)", show(dense["metrics"][metric]), "", "", "", f"{dense['parameters']:,}", "")
+    table.add_row(f"{total} (dense)", show(dense["metrics"][metric]), "", "", f"{dense['parameters']:,}", "")
     for b in metrics["budgets"]:
         c = b["change"]
         table.add_row(
@@ -512,28 +511,27 @@ def _print_results(console: Console, metrics: dict[str, Any]) -> None:
         )  # fmt: skip
     console.result("")
     console.table(table)
+    for b in metrics["budgets"]:
+        console.result(f"{b['kept']} heads: {b['change']['verdict']}.")
     _print_latency(console, metrics["latency"]["rows"])
 
 
 def _print_latency(console: Console, rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    names = list(rows[0]["timings"])
-    table = Table(
-        box=None, title="Latency: median ms (95th percentile); speed-up with its 95 % interval", title_justify="left"
-    )
-    for column in ("input", *names, *(f"dense / {n}" for n in names[1:])):
+    table = Table(box=None, title="Latency of a forward pass, dense against pruned in turn", title_justify="left")
+    for column in ("input", "model", "median, ms", "95th", "speed-up (95 %)"):
         table.add_column(column)
     for row in rows:
-        shape = f"{row['batch']} x {row['length']}" if row["length"] else f"batch {row['batch']}"
-        times = [f"{row['timings'][n]['median']:.2f} ({row['timings'][n]['p95']:.2f})" for n in names]
-        ratios = [
-            f"{s['ratio']:.2f}x ({s['low']:.2f} to {s['high']:.2f})" for s in (row["speedups"][n] for n in names[1:])
-        ]
-        table.add_row(shape, *times, *ratios)
+        shape = f"batch {row['batch']}" + (f" x {row['length']} tokens" if row["length"] else "")
+        for name, timing in row["timings"].items():
+            s = row["speedups"].get(name)
+            ratio = f"{s['ratio']:.2f}x ({s['low']:.2f} to {s['high']:.2f})" if s else ""
+            table.add_row(shape, name, f"{timing['median']:.2f}", f"{timing['p95']:.2f}", ratio)
+            shape = ""
     console.result("")
     console.table(table)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

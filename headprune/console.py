@@ -48,14 +48,15 @@ class Console:
     @contextmanager
     def track(self, label: str) -> Iterator[Any]:
         """A progress bar with time left; yields ``progress(done, total)``."""
-        if self.quiet:
+        if self.quiet or not self.err.is_terminal:
+            self.say(f"{label} …")
             yield lambda done, total: None
             return
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("left"), TimeRemainingColumn(),
         )  # fmt: skip
-        with Progress(*columns, console=self.err, transient=not self.err.is_terminal) as bars:
+        with Progress(*columns, console=self.err, transient=True) as bars:
             task = bars.add_task(label, total=None)
             yield lambda done, total: bars.update(task, completed=done, total=total)
 

@@ -289,7 +289,7 @@ class _Encoder:
     def __init__(self, options: DataOptions, loaded: LoadedModel, columns: Sequence[str]) -> None:
         self.options = options
         self.model = loaded.model
-        self.config = loaded.model.config
+        self.config = loaded.config
         self.processor = loaded.processor
         self.available = list(columns)
         self.columns: dict[str, str] = {}

@@ -15,9 +15,20 @@ REPORT = Path("reports") / "digits"
 KEEP = ("12", "18", "6", "4")  # of 24; the first is the one that the report explains
 
 _TRAIN, _VALIDATION = 1000, 297  # of 1,797; the last 500 are the test split
-_RECIPE = {
-    "seed": 0, "epochs": 60, "batch": 50, "learning_rate": 1e-3, "weight_decay": 0.05, "layers": 4, "heads": 6,
-    "hidden": 96, "mlp": 192, "patch": 2,
+_RECIPE: dict[str, Any] = {
+    "seed": 0,
+    "epochs": 80,
+    "batch": 100,
+    "learning_rate": 2e-3,
+    "weight_decay": 0.05,
+    "layers": 4,
+    "heads": 6,
+    "hidden": 96,
+    "mlp": 192,
+    "patch": 2,
+    "initializer_range": 0.1,
+    "dropout": 0.05,
+    "label_smoothing": 0.05,
 }  # fmt: skip
 
 
@@ -73,6 +84,7 @@ def _write_data(path: Path, images: Any, labels: Any) -> None:
 def _train(images: Any, labels: Any, progress: Callable[[int, int], None]) -> tuple[Any, Any, float]:
     """AdamW with one-cycle learning rate and shifts by a pixel; about half a minute on two cores."""
     import torch
+    import torch.nn.functional as F
     import transformers
 
     torch.manual_seed(_RECIPE["seed"])
@@ -80,7 +92,8 @@ def _train(images: Any, labels: Any, progress: Callable[[int, int], None]) -> tu
     config = transformers.ViTConfig(
         hidden_size=_RECIPE["hidden"], num_hidden_layers=_RECIPE["layers"], num_attention_heads=_RECIPE["heads"],
         intermediate_size=_RECIPE["mlp"], image_size=8, patch_size=_RECIPE["patch"], num_channels=1,
-        hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, id2label=names,
+        hidden_dropout_prob=_RECIPE["dropout"], attention_probs_dropout_prob=_RECIPE["dropout"],
+        initializer_range=_RECIPE["initializer_range"], id2label=names,
         label2id={v: k for k, v in names.items()},
     )  # fmt: skip
     model = transformers.ViTForImageClassification(config)
@@ -97,10 +110,11 @@ def _train(images: Any, labels: Any, progress: Callable[[int, int], None]) -> tu
     model.train()
     step = 0
     for _ in range(_RECIPE["epochs"]):
-        for rows in torch.randperm(_TRAIN).split(_RECIPE["batch"]):
-            loss = model(pixel_values=_shift(x[rows]), labels=y[rows]).loss
+        for rows in torch.split(torch.randperm(_TRAIN), _RECIPE["batch"]):
+            logits = model(pixel_values=_shift(x[rows])).logits
+            loss = F.cross_entropy(logits, y[rows], label_smoothing=_RECIPE["label_smoothing"])
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
             step += 1
@@ -113,9 +127,11 @@ def _train(images: Any, labels: Any, progress: Callable[[int, int], None]) -> tu
 
 
 def _shift(x: Any) -> Any:
-    """Each batch moved by up to one pixel in each direction, empty (-1) at the edge."""
+    """Each image moved by up to one pixel in each direction, empty (-1) at the edge."""
     import torch
     import torch.nn.functional as F
 
-    dy, dx = torch.randint(0, 3, (2,)).tolist()
-    return F.pad(x, (1, 1, 1, 1), value=-1.0)[:, :, dy : dy + 8, dx : dx + 8]
+    padded = F.pad(x, (1, 1, 1, 1), value=-1.0)
+    dy, dx = torch.randint(0, 3, (2, len(x), 1, 1))
+    rows, columns = dy + torch.arange(8).view(1, 8, 1), dx + torch.arange(8).view(1, 1, 8)
+    return padded[torch.arange(len(x)).view(-1, 1, 1), 0, rows, columns][:, None]

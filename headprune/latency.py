@@ -163,14 +163,14 @@ def _arm(model: nn.Module, example: Example) -> Callable[[], float]:
         return (time.perf_counter() - start) * 1000
 
     def cuda() -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
         with torch.inference_mode(), torch.cuda.device(device):
             begin.record()
             call(model, moved)
             end.record()
         torch.cuda.synchronize(device)
-        return begin.elapsed_time(end)
+        return float(begin.elapsed_time(end))
 
     return cuda if device.type == "cuda" else clocked
 

@@ -70,6 +70,11 @@ class LoadedModel:
     source: str
     name: str
 
+    @property
+    def config(self) -> Any:
+        """The model's config."""
+        return self.model.config
+
 
 def load_model(
     source: str,
@@ -129,7 +134,7 @@ def load_model(
 
 def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
     """An input of the right form without data: for listing heads and for timing, not for measuring accuracy."""
-    config = loaded.model.config
+    config = loaded.config
     generator = torch.Generator().manual_seed(0)
     first = next(p for p in loaded.model.parameters() if p.is_floating_point())
     if loaded.task.modality == "text":

@@ -123,7 +123,9 @@ class EmptyAttention(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         shape = (*hidden.shape[:-1], self.width)
-        out = hidden.new_zeros(shape) if self.bias is None else self.bias.to(hidden.dtype).expand(shape)
+        out = hidden.new_zeros(shape)  # memory of its own: what comes next may write into it
+        if self.bias is not None:
+            out = out + self.bias.to(hidden.dtype)
         return (out, *(None,) * (self.arity - 1)) if self.arity else out
 
 

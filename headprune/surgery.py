@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -382,7 +382,7 @@ class _Journal:
     def _index_position_bias(self, attention: nn.Module, num_heads: int, kept: Sequence[int]) -> None:
         earlier: _SharedPositionBias | None = attention.__dict__.get("_headprune_bias")
         if earlier is None:
-            bias = _SharedPositionBias(attention.compute_bias, num_heads, list(kept))
+            bias = _SharedPositionBias(cast(Callable[..., Tensor], attention.compute_bias), num_heads, list(kept))
             handles = [
                 attention.register_forward_pre_hook(_take_own_bias, with_kwargs=True),
                 attention.register_forward_hook(_restore_whole_bias, with_kwargs=True),

@@ -171,18 +171,18 @@ class _Tracer(TorchFunctionMode):
 
     def _on_linear(self, owner: str, func: Any, args: Any, kwargs: Any) -> Tensor:
         source = next((a for a in args if isinstance(a, Tensor) and not isinstance(a, nn.Parameter)), None)
-        out = func(*args, **kwargs)
+        out: Tensor = func(*args, **kwargs)
         if source is None or not out.is_floating_point():
             return out
         as_module = bool(self.running) and self.running[-1] == owner
         self._match_output(owner, as_module, source)
-        leaf = out.detach().requires_grad_()
+        leaf: Tensor = out.detach().requires_grad_()
         self.calls[id(leaf)] = _LinearCall(owner, as_module, source, leaf)
         return leaf.clone()  # a copy, since models may write into it
 
     def _on_sdpa(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         query, key, value, mask, _, is_causal = _sdpa_arguments(*args, **kwargs)
-        result = func(*args, **kwargs).detach().requires_grad_()
+        result: Tensor = func(*args, **kwargs).detach().requires_grad_()
         attention = _Attention(
             self._attention_module(), tuple(self.running), result, query.shape[1] if query.ndim == 4 else 0,
             causal=is_causal or _is_causal_mask(mask), fused=True,
@@ -201,11 +201,11 @@ class _Tracer(TorchFunctionMode):
         return result.clone()
 
     def _on_softmax(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        out = func(*args, **kwargs)
+        out: Tensor = func(*args, **kwargs)
         scores = args[0] if args else kwargs["input"]
         if not out.is_floating_point() or out.ndim != 4 or not scores.requires_grad or out.shape[1] < 1:
             return out
-        result = out.detach().requires_grad_()
+        result: Tensor = out.detach().requires_grad_()
         attention = _Attention(
             self._attention_module(), tuple(self.running), result, out.shape[1],
             causal=_is_upper_zero(out), fused=False,
@@ -366,7 +366,7 @@ def _separable(attention: _Attention) -> str:
                 others = set.union(*(r for i, r in enumerate(rows) if i != h))
                 own = own or bool(rows[h] - others)
             if not own:
-                return "its heads are computed from the same query features (a norm over all heads, or no query projection)"
+                return "its heads are computed from the same query features (a norm over all heads?)"
         for module, rows in attention.rows.items():
             shared = set.intersection(*rows)
             distinct = {frozenset(r - shared) for r in rows}
@@ -442,7 +442,7 @@ def _shape_of(output: Any) -> int | None:
 
 def _has_other_weights(modules: dict[str, nn.Module], attention: _Attention) -> bool:
     """Whether a stub would remove more than attention: parameters besides the projections."""
-    below = {n for n in attention.rows} | {attention.output}
+    below = set(attention.rows) | {attention.output}
     root = modules[attention.module]
     for name, module in root.named_modules(prefix=attention.module):
         if name not in below and any(True for _ in module.parameters(recurse=False)):

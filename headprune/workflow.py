@@ -98,7 +98,7 @@ def open_scene(options: Options, console: Console) -> Scene:
         options.model, task=options.task, device=options.device, dtype=options.dtype, revision=options.revision,
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
-    if getattr(loaded.model.config, "num_labels", 2) == 1 and loaded.task.metric == "accuracy":
+    if getattr(loaded.config, "num_labels", 2) == 1 and loaded.task.metric == "accuracy":
         raise HeadPruneError(
             f"{options.model} has a regression head (one label), which the command line does not measure yet.",
             "Use the Python API: headprune.score(model, batches).",

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
+from headprune.latency import WARM_UP
+from headprune.scoring import METHODS
 from headprune.scoring.agreement import agreement
 from headprune.scoring.base import HeadScores
 
@@ -61,7 +63,7 @@ def _findings(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[s
         word = "agree" if both.spearman > 0.7 else "agree in part" if both.spearman > 0.3 else "hardly agree"
         yield (
             f"{a.method.capitalize()} and {b.method} {word} on the order of the heads: Spearman {both.spearman:.2f}, "
-            f"Kendall {both.kendall:.2f}; {both.top_half:.0%} of the better half are the same heads (50% by chance)."
+            f"Kendall {both.kendall:.2f}; {100 * both.top_half:.0f} % of the better half are the same heads (50 % by chance)."
         )
 
 
@@ -130,12 +132,13 @@ def _flat_error(s: HeadScores) -> Any:
 
 def _results(metrics: dict[str, Any]) -> str:
     metric, dense = metrics["metric"], metrics["dense"]
-    names = [m for m in ("accuracy", "f1", "perplexity", "loss") if m in dense["metrics"]]
-    names.sort(key=lambda m: m != metric)
+    names = [metric, *(m for m in ("accuracy", "f1", "loss") if m in dense["metrics"] and m != metric)]
     lines = [
         "## Dense and pruned, on the reporting part",
         "",
-        "| heads | " + " | ".join(names) + " | change (95 %) | verdict | parameters | FLOPs |",
+        "| heads | "
+        + " | ".join({"f1": "F1 (macro)"}.get(m, m) for m in names)
+        + " | change (95 %) | verdict | parameters | FLOPs |",
         "|---" * (len(names) + 5) + "|",
     ]
     cells = [_value(m, dense["metrics"][m]) for m in names]
@@ -143,7 +146,7 @@ def _results(metrics: dict[str, Any]) -> str:
     lines.append(
         f"| {total} (dense) | " + " | ".join(cells) + f" | | | {dense['parameters']:,} | {_flops(dense['flops'])} |"
     )
-    for b in metrics["budgets"]:
+    for b in _largest_first(metrics):
         cells = [_value(m, b["pruned"]["metrics"][m]) for m in names]
         p = b["change"]["p_value"]
         test = f" (McNemar p {p:.2g})" if p is not None else ""
@@ -190,38 +193,35 @@ def _trade_off(metrics: dict[str, Any], run: dict[str, Any]) -> str:
 
 def _latency(metrics: dict[str, Any], run: dict[str, Any]) -> str:
     latency = metrics["latency"]
-    names = list(latency["rows"][0]["timings"])
     lines = [
         "## Latency",
         "",
         "![latency](latency.png)",
         "",
-        f"| input | {' | '.join(f'{n}, ms' for n in names)} | {' | '.join(f'dense / {n}' for n in names[1:])} |",
-        "|---" * (2 * len(names)) + "|",
+        "| input | model | median, ms | 95th percentile, ms | dense time / its time (95 %) | |",
+        "|---|---|---|---|---|---|",
     ]
     for row in latency["rows"]:
-        times = [f"{row['timings'][n]['median']:.2f} ({row['timings'][n]['p95']:.2f})" for n in names]
-        ratios = [_ratio(row["speedups"][n]) for n in names[1:]]
-        lines.append(f"| {_shape(row)} | {' | '.join(times)} | {' | '.join(ratios)} |")
-    runs = min(t["runs"] for row in latency["rows"] for t in row["timings"].values())
+        for name, timing in row["timings"].items():
+            faster = row["speedups"].get(name)
+            ratio, verdict = (_ratio(faster), faster["verdict"]) if faster else ("", "")
+            lines.append(
+                f"| {_shape(row)} | {name} | {timing['median']:.2f} | {timing['p95']:.2f} | {ratio} | {verdict} |"
+            )
+    rounds = min(t["runs"] for row in latency["rows"] for t in row["timings"].values())
     clock = "CUDA events" if run["environment"]["device"].startswith("cuda") else "a monotonic clock"
     lines += [
         "",
-        f"Median (95th percentile) of one forward pass; at least {runs} rounds after {_warm_up()} for warm-up, the models "
-        f"in turn within each round, {clock}, on {_device(run)}. Ratios: median over rounds with its 95 % bootstrap interval.",
+        f"One forward pass; at least {rounds} rounds after {WARM_UP} for warm-up, the models in turn within each round, "
+        f"{clock}, on {_device(run)}. Ratios: median over rounds of the ratio within a round, with its bootstrap interval.",
     ]
     if latency["bound"]:
-        lines.append(
-            f"“{latency['bound']}” is this model with every prunable head removed: no choice of heads can be faster. "
-            "Feed-forward layers, embeddings and the cost of launching operations stay as they are."
-        )
+        lines += [
+            "",
+            f"“{latency['bound']}” is this model with every prunable head removed: no choice of heads can gain more. "
+            "Feed-forward layers, embeddings and the cost of launching operations stay as they are.",
+        ]
     return "\n".join(lines)
-
-
-def _warm_up() -> int:
-    from headprune.latency import WARM_UP
-
-    return WARM_UP
 
 
 def _importance(scores: Sequence[HeadScores], metrics: dict[str, Any] | None) -> str:
@@ -253,32 +253,39 @@ def _importance(scores: Sequence[HeadScores], metrics: dict[str, Any] | None) ->
 
 def _removed(metrics: dict[str, Any], scores: Sequence[HeadScores]) -> str:
     lines = ["## Heads removed", ""]
-    for b in metrics["budgets"]:
-        counts = [
-            f"{layer.name}: {', '.join(f'H{h}' for h in b['drop'][layer.name])}"
-            for layer in scores[0].layers
-            if layer.name in b["drop"]
-        ]
-        proof = b["proof"]
+    for b in _largest_first(metrics):
         lines += [
-            f"<details><summary>{b['total'] - b['kept']} of {b['total']} removed, {b['kept']} kept "
-            f"(saved in `{b['checkpoint']}/`)</summary>",
+            f"<details><summary>{b['total'] - b['kept']} of {b['total']} removed, {b['kept']} kept, "
+            f"saved in <code>{b['checkpoint']}/</code></summary>",
             "",
-            *(f"- {c}" for c in counts),
+            *(
+                f"- L{a.index} ({a.name}): {', '.join(f'H{h}' for h in b['drop'][a.name])}"
+                for a in scores[0].layers
+                if a.name in b["drop"]
+            ),
             "",
             "</details>",
             "",
-            f"Proof: on {proof['inputs']} inputs of different shape the pruned model's outputs differ from the masked "
-            f"model's by at most {proof['difference']:.1e} of their largest value (allowed {proof['tolerance']:.0e}); "
-            f"the reloaded checkpoint's differ from the model in memory by {proof['reload_difference']:.1g}.",
         ]
-        if proof["ghosts"]:
-            lines.append(
-                f"Layers without heads that keep one head (or group) with zero output, so that their cache works: "
-                f"{', '.join(proof['ghosts'])}."
-            )
-        lines += [*b["notes"], ""]
-    return "\n".join(lines).rstrip()
+        if b["proof"]["ghosts"]:
+            lines += [
+                f"With {b['kept']} heads, these layers have none left but keep one head (or group) with zero output, so "
+                f"that their cache works: {', '.join(b['proof']['ghosts'])}.",
+                "",
+            ]
+        lines += [*(f"{note}\n" for note in b["notes"])]
+    proofs = [b["proof"] for b in metrics["budgets"]]
+    lines.append(
+        f"Proof: on {min(p['inputs'] for p in proofs)} inputs of different shape, each pruned model's outputs differ from "
+        f"the masked model's by at most {max(p['difference'] for p in proofs):.1e} of their largest value (allowed: "
+        f"{proofs[0]['tolerance']:.0e}). Each saved folder was loaded again; its outputs differ from the model in memory "
+        f"by {max(p['reload_difference'] for p in proofs):.1g}, and the figures above are the loaded model's."
+    )
+    return "\n".join(lines)
+
+
+def _largest_first(metrics: dict[str, Any]) -> list[dict[str, Any]]:
+    return sorted(metrics["budgets"], key=lambda b: -b["kept"])
 
 
 def _method(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[str, Any] | None) -> str:
@@ -301,14 +308,12 @@ def _method(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[str
 
 
 def _about(method: str) -> str:
-    from headprune.scoring import METHODS
-
     return METHODS[method].about if method in METHODS else "a method of the user's."
 
 
 def _reproduce(run: dict[str, Any]) -> str:
     e = run["environment"]
-    commands = "\n".join(run["commands"])
+    commands = "\n".join(dict.fromkeys(run["commands"]))
     took = " and ".join(f"{s:,.0f} s" for s in run["seconds"])
     return (
         f"## Reproduce\n\n```\n{commands}\n```\n\n"

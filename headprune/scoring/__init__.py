@@ -82,8 +82,8 @@ def score(
     return HeadScores(
         method=method,
         unit=chosen.unit,
-        values=dict(zip(names, estimate.values.double().cpu().split(sizes), strict=True)),
-        stderr=dict(zip(names, estimate.stderr.double().cpu().split(sizes), strict=True)),
+        values=dict(zip(names, torch.split(estimate.values.double().cpu(), sizes), strict=True)),
+        stderr=dict(zip(names, torch.split(estimate.stderr.double().cpu(), sizes), strict=True)),
         examples=estimate.examples,
         layers=tuple(maskable),
         model=fingerprint(model),
