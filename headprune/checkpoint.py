@@ -113,7 +113,7 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
         for data in sidecar["removals"]:
             remove(skeleton, Removal.from_json(data))
         load_model(skeleton, str(path / sidecar["weights"]), device=str(device))
-    except (RuntimeError, AttributeError, OSError, KeyError, ValueError) as error:
+    except Exception as error:
         raise HeadPruneError(
             f"The weights in {path} do not fit {type(skeleton).__name__}: {first_line(error)}.",
             "Load with the transformers version that saved it, or save it again.",
@@ -160,6 +160,7 @@ def _skeleton(path: Path, qualified: str, dtype: torch.dtype) -> nn.Module:
     # Weight initialisation costs more than everything else here, and every weight is overwritten.
     with no_init_weights():
         instance: nn.Module = build(config)
+    instance.tie_weights()  # type: ignore[operator]
     return instance
 
 

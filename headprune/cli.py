@@ -315,15 +315,21 @@ def demo(
         console.document({"folder": str(folder.path), **metrics})
 
 
-@app.callback()
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         from headprune import __version__
 
         typer.echo(f"headprune {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
@@ -498,7 +504,7 @@ def _print_results(console: Console, metrics: dict[str, Any]) -> None:
     for column in ("heads", metric, "change (95 %)", "random", "parameters", "by"):
         table.add_column(column)
     show: Callable[[float], str] = (lambda v: f"{100 * v:.1f} %") if metric == "accuracy" else (lambda v: f"{v:,.4g}")
-    sign: Callable[[float], str] = (lambda v: f"{100 * v:+.1f}") if metric == "accuracy" else (lambda v: f"{v:+.1%}")
+    sign: Callable[[float], str] = (lambda v: f"{100 * v:+.2f}") if metric == "accuracy" else (lambda v: f"{v:+.1%}")
     dense = metrics["dense"]
     total = metrics["budgets"][0]["total"]
     table.add_row(f"{total} (dense)", show(dense["metrics"][metric]), "", "", f"{dense['parameters']:,}", "")
@@ -506,7 +512,7 @@ def _print_results(console: Console, metrics: dict[str, Any]) -> None:
         c = b["change"]
         table.add_row(
             str(b["kept"]), show(b["pruned"]["metrics"][metric]), f"{sign(c['value'])} ({sign(c['low'])} to {sign(c['high'])})",
-            c["verdict"], show(sum(b["random"]) / len(b["random"])),
+            show(sum(b["random"]) / len(b["random"])),
             f"{b['parameters']:,} ({b['parameters'] / dense['parameters'] - 1:+.1%})", b["method"],
         )  # fmt: skip
     console.result("")

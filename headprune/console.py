@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+_PIPED_WIDTH = 140  # columns where no terminal says how many there are
 _WIDE = 16  # heads per layer up to which the heat map shows numbers
 
 
@@ -24,6 +25,8 @@ class Console:
         self.as_json = as_json
         self.out = RichConsole(highlight=False)
         self.err = RichConsole(stderr=True, highlight=False)
+        if not self.out.is_terminal:
+            self.out.width = _PIPED_WIDTH
 
     def say(self, text: str) -> None:
         """A line about what happens."""

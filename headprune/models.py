@@ -227,6 +227,12 @@ def _processor(source: str, kind: Task, common: dict[str, Any]) -> Any:
             f"{source} has no {what} that loads ({first_line(error)}).",
             f"Put the {what}'s files into the folder (for instance with {what.replace(' ', '_')}.save_pretrained).",
         ) from error
+    if kind.modality == "text" and len(processor) <= len(processor.all_special_ids):
+        # transformers builds an empty tokenizer where there are no files: every word would be unknown.
+        raise HeadPruneError(
+            f"{source} has no tokenizer: no vocabulary is there.",
+            "Put its files into the folder (for instance with tokenizer.save_pretrained).",
+        )
     if kind.modality == "text" and processor.pad_token is None:
         processor.pad_token = processor.eos_token or processor.unk_token
     if kind.modality == "text" and processor.pad_token is None:

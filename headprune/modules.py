@@ -76,7 +76,9 @@ class MultiheadAttention(nn.Module):
         extra = k.shape[1] - key.shape[1]
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
 
-        mask = _additive(attn_mask, q.dtype)
+        # As PyTorch does: trusted to be causal, the mask itself is not looked at (nor are added keys reached).
+        causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if causal else _additive(attn_mask, q.dtype)
         if mask is not None and mask.dim() == 3:  # (batch * heads, T, S), as PyTorch takes it
             mask = mask.view(rows, -1, *mask.shape[1:])
         padding = _additive(key_padding_mask, q.dtype)
@@ -95,7 +97,6 @@ class MultiheadAttention(nn.Module):
             weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
             attended = F.dropout(weights, dropout, self.training) @ v
         else:
-            causal = is_causal and mask is None
             attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
         out = self.out_proj(attended.transpose(1, 2).reshape(rows, length, self.num_heads * self.head_dim))
         if weights is not None and average_attn_weights:

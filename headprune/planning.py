@@ -96,7 +96,7 @@ def heads_to_keep(keep: Budget, total: int) -> int:
         if isinstance(keep, str):
             text = keep.strip()
             if text.endswith("%"):
-                count = int(float(text[:-1]) / 100 * total + 1e-9)
+                count = _share(float(text[:-1]) / 100, total)
             elif "." in text:
                 return heads_to_keep(float(text), total)
             else:
@@ -107,7 +107,7 @@ def heads_to_keep(keep: Budget, total: int) -> int:
                     raise wrong
                 count = int(keep)
             else:
-                count = int(keep * total + 1e-9)
+                count = _share(keep, total)
         else:
             count = int(keep)
     except (ValueError, OverflowError):
@@ -117,6 +117,11 @@ def heads_to_keep(keep: Budget, total: int) -> int:
     if count > total:
         raise HeadPruneError(f"--keep {keep} is more than the model's {total} heads.", f"Keep at most {total}.")
     return count
+
+
+def _share(share: float, total: int) -> int:
+    """Heads in a share: rounded down, so that the budget holds; above 1 it stays above ``total``."""
+    return total + 1 if share > 1 else int(share * total + 1e-9)
 
 
 def plan(scores: HeadScores, keep: Budget) -> PruningPlan:

@@ -335,7 +335,7 @@ def _value(metric: str, value: float) -> str:
 def _change(metric: str, change: dict[str, Any]) -> str:
     if metric == "perplexity":
         return f"{change['value']:+.1%} ({change['low']:+.1%} to {change['high']:+.1%})"
-    return f"{100 * change['value']:+.1f} points ({100 * change['low']:+.1f} to {100 * change['high']:+.1f})"
+    return f"{100 * change['value']:+.2f} points ({100 * change['low']:+.2f} to {100 * change['high']:+.2f})"
 
 
 def _ratio(speedup: dict[str, Any]) -> str:

@@ -61,17 +61,19 @@ def score(
     kept = [move(batch, device) for batch in batches]
     if not kept:
         raise HeadPruneError("There are no examples to score on.", "Check the dataset, its split and --limit.")
+    losses = ExampleLoss(model, loss_fn)
+    with evaluating(model):
+        kept = losses.prepare(kept)
     if layers is None:
         layers = find_attention(model, inputs_of(kept[0], loss_fn))
     maskable = [layer for layer in layers if layer.maskable]
     if not maskable:
         raise HeadPruneError(f"No head of {type(model).__name__} can be masked: {layers[0].reason}.")
     with evaluating(model), exact_attention(model):
-        losses = ExampleLoss(model, loss_fn)
         problem = Problem(
             model,
             maskable,
-            [(batch, batch_size(batch)) for batch in losses.prepare(kept)],
+            [(batch, batch_size(batch)) for batch in kept],
             lambda batch: _finite(losses(batch)),
             seed,
             progress or (lambda done, steps: None),

@@ -1,0 +1,35 @@
+# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Workers for pytest: two, like the smallest machine this is developed on.
+JOBS ?= 2
+
+.PHONY: demo test test-slow lint types install clean
+
+demo: install  ## train, score, prune and report on scikit-learn's digits
+	@$(BIN)/headprune demo
+	@echo "The report is reports/digits/report.md"
+
+test: install  ## the tests that take minutes, not hours
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow"
+
+test-slow: install  ## end-to-end runs, on minilm-rt too where it lies beside the checkout
+	$(BIN)/python -m pytest -q -m slow
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy headprune
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .headprune build *.egg-info .pytest_cache .mypy_cache .ruff_cache

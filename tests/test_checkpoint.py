@@ -1,0 +1,167 @@
+"""What is saved answers the same in a fresh process, or is refused."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+
+import headprune as hp
+from headprune.inputs import call
+from headprune.surgery import answers
+from tests.zoo import ZOO, TorchEncoder, bert, gpt2, randomise
+
+TRANSFORMERS = [name for name in ZOO if name not in ("mha", "torch_transformer")]
+
+FRESH = """
+import sys, torch, headprune as hp
+from headprune.inputs import call
+from headprune.surgery import answers
+folder, example = sys.argv[1], torch.load(sys.argv[2])
+with torch.no_grad():
+    torch.save(answers(call(hp.load(folder), example)), sys.argv[3])
+"""
+
+
+def pruned(name: str) -> tuple[torch.nn.Module, object]:
+    model, example = ZOO[name]()
+    layers = hp.find_attention(model, example)
+    drop = {a.name: list(range(a.num_heads)) if i == 1 else list(a.units[0]) for i, a in enumerate(layers)}
+    hp.prune(model, drop, example)
+    return model, example
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_same_answers_after_loading(name: str, tmp_path: Path) -> None:
+    model, example = pruned(name)
+    again = hp.load(hp.save(model, tmp_path / "m"))
+    with torch.no_grad():
+        for x, y in zip(answers(call(model, example)), answers(call(again, example)), strict=True):
+            assert torch.equal(x, y)
+    assert not again.training
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "llama"])
+def test_same_answers_in_a_fresh_process(name: str, tmp_path: Path) -> None:
+    model, example = pruned(name)
+    hp.save(model, tmp_path / "m")
+    torch.save(example, tmp_path / "x")
+    subprocess.run([sys.executable, "-c", FRESH, tmp_path / "m", tmp_path / "x", tmp_path / "y"], check=True)
+    with torch.no_grad():
+        for x, y in zip(answers(call(model, example)), torch.load(tmp_path / "y"), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_twice_pruned(tmp_path: Path) -> None:
+    model, example = pruned("t5")
+    layers = hp.find_attention(model, example)
+    hp.prune(model, {layers[0].name: [1]}, example)
+    again = hp.load(hp.save(model, tmp_path / "m"))
+    with torch.no_grad():
+        assert torch.equal(again(**example).logits, model(**example).logits)
+    more = hp.find_attention(again, example)
+    hp.prune(again, {more[0].name: [0]}, example)
+
+
+def test_a_loaded_model_prunes_on(tmp_path: Path) -> None:
+    model, example = pruned("bert")
+    again = hp.load(hp.save(model, tmp_path / "m"))
+    layers = hp.find_attention(again, example)
+    hp.prune(again, {layers[0].name: [0]}, example)
+    third = hp.load(hp.save(again, tmp_path / "n"))
+    with torch.no_grad():
+        assert torch.equal(third(**example).logits, again(**example).logits)
+
+
+def test_dense_models_stay_stock(tmp_path: Path) -> None:
+    model, example = bert()
+    hp.save(model, tmp_path / "m")
+    stock = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "m")
+    with torch.no_grad():
+        assert torch.equal(stock(**example).logits, model(**example).logits)
+
+
+def test_stock_loading_of_a_pruned_model_fails_aloud(tmp_path: Path) -> None:
+    model, _ = pruned("bert")
+    hp.save(model, tmp_path / "m")
+    with pytest.raises(OSError, match="no file named"):
+        tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "m")
+
+
+def test_own_classes_need_an_instance(tmp_path: Path) -> None:
+    dense = randomise(TorchEncoder())
+    x = torch.randn(2, 5, 32)
+    model = copy.deepcopy(dense)
+    layers = hp.find_attention(model, x)
+    hp.prune(model, {layers[0].name: [0, 1, 2, 3], layers[1].name: [2]}, x)
+    hp.save(model, tmp_path / "m")
+    with pytest.raises(hp.HeadPruneError, match="cannot build"):
+        hp.load(tmp_path / "m")
+    again = hp.load(tmp_path / "m", model=TorchEncoder())
+    with torch.no_grad():
+        assert torch.equal(again(x), model.eval()(x))
+
+
+def test_half_precision_and_tied_weights(tmp_path: Path) -> None:
+    model, example = gpt2()
+    model.to(torch.bfloat16)
+    layers = hp.find_attention(model, example)
+    hp.prune(model, {layers[0].name: [0]}, example)
+    again = hp.load(hp.save(model, tmp_path / "m"))
+    assert again.lm_head.weight.data_ptr() == again.transformer.wte.weight.data_ptr()
+    assert again.lm_head.weight.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(again(**example).logits, model(**example).logits)
+
+
+def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
+    model, _ = bert()
+    hp.save(model, tmp_path / "m")
+    stamp = (tmp_path / "m" / "model.safetensors").stat().st_mtime_ns
+    with pytest.raises(hp.HeadPruneError, match="exists"):
+        hp.save(model, tmp_path / "m")
+    assert (tmp_path / "m" / "model.safetensors").stat().st_mtime_ns == stamp
+    hp.save(model, tmp_path / "m", overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+
+
+def test_a_failed_save_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = bert()
+    hp.save(model, tmp_path / "m")
+    monkeypatch.setattr("headprune.checkpoint.write_json", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        hp.save(model, tmp_path / "m", overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+    monkeypatch.undo()
+    hp.load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("damage", ["folder", "sidecar", "weights", "swapped"])
+def test_damage_is_told(damage: str, tmp_path: Path) -> None:
+    model, _ = pruned("bert")
+    folder = hp.save(model, tmp_path / "m")
+    if damage == "folder":
+        folder = tmp_path / "nowhere"
+    elif damage == "sidecar":
+        (folder / "headprune.json").write_text("{")
+    elif damage == "weights":
+        data = (folder / "pruned.safetensors").read_bytes()
+        (folder / "pruned.safetensors").write_bytes(data[: len(data) // 2])
+    else:  # weights of the same shapes, but others
+        with torch.no_grad():
+            model.classifier.weight.mul_(2)
+        other = hp.save(model, tmp_path / "n")
+        (other / "pruned.safetensors").replace(folder / "pruned.safetensors")
+    with pytest.raises(hp.HeadPruneError):
+        hp.load(folder)
+
+
+def test_the_sidecar_names_what_went(tmp_path: Path) -> None:
+    model, example = bert()
+    hp.prune(model, {"bert.encoder.layer.0.attention.self": [1, 2]}, example)
+    sidecar = json.loads((hp.save(model, tmp_path / "m") / "headprune.json").read_text())
+    assert sidecar["removals"][0]["drop"] == {"bert.encoder.layer.0.attention.self": [1, 2]}

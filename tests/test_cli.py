@@ -1,0 +1,331 @@
+"""The commands as a user types them: results, errors, exit codes, and what is left on disk."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import headprune as hp
+from headprune.cli import app
+from tests.conftest import sentences, write_jsonl
+
+ROOT = Path(__file__).parent.parent
+runner = CliRunner()
+
+
+def run(*arguments: object, code: int = 0) -> Any:
+    result = runner.invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
+    return result
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def scored(here: Path, bert_folder: Path, data_folder: Path) -> Path:
+    run("score", bert_folder, "-d", data_folder, "-L", 40, "-b", 16, "-q")
+    return here / "reports" / "tiny-bert-1"
+
+
+def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
+    assert {p.name for p in scored.iterdir()} == {"scores.json", "run.json", "report.md", "importance.png"}
+    result = run("prune", "--keep", "50%")
+    assert "tiny-bert-1/report.md" in result.stdout
+    names = {
+        "scores.json",
+        "run.json",
+        "report.md",
+        "importance.png",
+        "tradeoff.png",
+        "latency.png",
+        "plan.json",
+        "metrics.json",
+        "pruned-4",
+    }
+    assert {p.name for p in scored.iterdir()} == names
+    metrics = json.loads((scored / "metrics.json").read_text())
+    (budget,) = metrics["budgets"]
+    assert (budget["kept"], budget["total"]) == (4, 8)
+    # What was saved is what was reported: measure it here, apart from the tool's own evaluation.
+    model = hp.load(scored / "pruned-4")
+    assert sum(p.numel() for p in model.parameters()) == budget["parameters"]
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(scored / "pruned-4")
+    right = 0
+    rows = sentences(40, 3)
+    for row in rows:
+        with torch.no_grad():
+            right += int(model(**tokenizer(row["text"], return_tensors="pt")).logits.argmax() == row["label"])
+    assert budget["pruned"]["examples"] == len(rows)
+    assert budget["pruned"]["metrics"]["accuracy"] == pytest.approx(right / len(rows))
+    text = (scored / "report.md").read_text()
+    assert f"{100 * right / len(rows):.1f} %" in text
+    run("report", scored)
+    assert (scored / "report.md").read_text() == text
+
+
+def test_prune_scores_first_if_it_must(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    run("prune", bert_folder, "--keep", 3, "-d", data_folder, "-L", 20, "-m", "gradient", "-o", here / "out", "-q")
+    assert hp.PruningPlan.load(here / "out" / "plan.json").kept == 3
+
+
+def test_several_budgets(scored: Path) -> None:
+    document = json.loads(run("prune", "-k", 6, "-k", 2, "--json", "-q").stdout)
+    assert [b["kept"] for b in document["budgets"]] == [6, 2]
+    assert {"plan.json", "plan-2.json", "pruned-6", "pruned-2"} <= {p.name for p in scored.iterdir()}
+
+
+def test_a_pruned_run_is_not_overwritten(scored: Path) -> None:
+    run("prune", "-k", 4, "-q")
+    first = (scored / "metrics.json").read_text()
+    run("prune", "-k", 2, "-q")  # goes to the next free folder
+    assert (scored / "metrics.json").read_text() == first
+    assert (scored.parent / "tiny-bert-2" / "pruned-2").is_dir()
+    result = run("prune", "-k", 2, "-o", scored, code=1)
+    assert "was pruned before" in result.stderr
+    run("prune", "-k", 2, "-o", scored, "--overwrite", "-q")
+    assert json.loads((scored / "metrics.json").read_text())["budgets"][0]["kept"] == 2
+
+
+def test_scores_by_path(scored: Path, here: Path) -> None:
+    run("prune", "-k", 4, "--scores", scored / "scores.json", "-o", here / "elsewhere", "-q")
+    assert (here / "elsewhere" / "scores.json").is_file()
+    assert not (scored / "metrics.json").exists()
+
+
+def test_a_causal_lm_with_groups(here: Path, llama_folder: Path, data_folder: Path) -> None:
+    run("score", llama_folder, "-d", data_folder, "-L", 20, "-o", here / "run", "-q")
+    result = run("prune", "-k", 5, "-o", here / "run")
+    assert "not 5" in result.stderr
+    metrics = json.loads((here / "run" / "metrics.json").read_text())
+    assert metrics["metric"] == "perplexity"
+    assert metrics["budgets"][0]["kept"] == 4
+    hp.load(here / "run" / "pruned-5")
+
+
+def test_a_saved_folder_is_a_model(scored: Path, here: Path, data_folder: Path) -> None:
+    run("prune", "-k", 5, "-q")
+    run("score", scored / "pruned-5", "-d", data_folder, "-L", 20, "-m", "gradient", "-o", here / "again", "-q")
+    run("prune", "-k", 3, "-o", here / "again", "-q")
+    hp.load(here / "again" / "pruned-3")
+    rows = json.loads(
+        run(
+            "bench",
+            scored / "pruned-5",
+            here / "again" / "pruned-3",
+            "--batch-sizes",
+            1,
+            "--lengths",
+            8,
+            "--json",
+            "-q",
+        ).stdout
+    )
+    assert rows["rows"][0]["batch"] == 1
+
+
+def test_dry_runs_write_nothing(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    result = run("score", bert_folder, "-d", data_folder, "--dry-run")
+    assert "Nothing was written" in result.stdout
+    assert not (here / "reports").exists()
+    run("score", bert_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "-q")
+    before = {p: p.stat().st_mtime_ns for p in here.rglob("*")}
+    assert "keeps 4 of 8" in run("prune", "-k", 4, "--dry-run").stdout
+    assert {p: p.stat().st_mtime_ns for p in here.rglob("*")} == before
+
+
+def test_inspect(bert_folder: Path, llama_folder: Path) -> None:
+    assert "bert.encoder.layer.1.attention.self" in run("inspect", bert_folder).stdout.replace("\n", "")
+    document = json.loads(run("inspect", llama_folder, "--json", "-q").stdout)
+    assert [a["num_kv_heads"] for a in document["layers"]] == [2, 2]
+
+
+def test_json_is_all_of_stdout(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    result = run("score", bert_folder, "-d", data_folder, "-L", 20, "--json")
+    assert [s["method"] for s in json.loads(result.stdout)["scores"]] == ["ablation", "gradient"]
+    assert "Data:" in result.stderr
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["score", "{bert}"], "No dataset was given. Name one with -d"),
+    (["score", "nobody/nothing", "-d", "{data}"], "no model 'nobody/nothing'"),
+    (["score", "{data}", "-d", "{data}"], "without a config.json"),
+    (["score", "{bert}", "-d", "nobody/nothing"], "no dataset 'nobody/nothing'"),
+    (["score", "{bert}", "-d", "{data}", "-m", "guess"], "no scoring method 'guess'"),
+    (["score", "{bert}", "-d", "{data}", "--text-column", "body"], "no column 'body'"),
+    (["score", "{bert}", "-d", "{data}", "--task", "cooking"], "no task 'cooking'"),
+    (["score", "{bert}", "-d", "{data}", "--task", "masked-lm"], "was not trained for masked-lm"),
+    (["score", "{bert}", "-d", "{data}", "--device", "cuda"], "no CUDA device"),
+    (["score", "{bert}", "-d", "{data}", "--dtype", "int3"], "no dtype 'int3'"),
+    (["score", "{bert}", "-d", "{data}", "-o", "{data}"], "exists and is not empty"),
+    (["prune"], "How many heads to keep?"),
+    (["prune", "--keep", "4"], "There are no scores in reports"),
+    (["prune", "--keep", "4", "--scores", "{data}"], "no file .*scores.json"),
+    (["prune", "--keep", "4", "--scores", "{data}/test.jsonl"], "no file .*scores.json"),
+    (["prune", "{bert}", "--keep", "0", "-d", "{data}", "-L", "10"], "leaves no head"),
+    (["prune", "{bert}", "--keep", "9", "-d", "{data}", "-L", "10"], "more than the model's 8"),
+    (["report", "{data}"], "no file .*run.json"),
+    (["inspect", "nobody/nothing"], "no model"),
+    (["bench", "{bert}", "{llama}"], "Compare alike"),
+    (["bench", "{bert}", "{bert}", "--lengths", "long"], "no list of numbers"),
+])  # fmt: skip
+def test_mistakes_get_one_line(
+    arguments: list[str], message: str, here: Path, bert_folder: Path, llama_folder: Path, data_folder: Path
+) -> None:
+    given = [a.format(bert=bert_folder, data=data_folder, llama=llama_folder) for a in arguments]
+    result = run(*given, code=1)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("headprune: ")]
+    assert len(lines) == 1
+    import re
+
+    assert re.search(message, lines[0]), lines[0]
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert not list(here.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["{", '{"headprune": "scores", "schema": 1, "layers": [], "scores": [{}]}', '{"headprune": "scores", "schema": 9}'],
+)
+def test_damaged_scores(damage: str, scored: Path) -> None:
+    (scored / "scores.json").write_text(damage)
+    result = run("prune", "-k", 4, "--scores", scored, code=1)
+    assert "scores.json" in result.stderr
+    assert not (scored / "metrics.json").exists()
+
+
+def test_scores_of_other_data_or_seed_are_refused(scored: Path) -> None:
+    assert "not cut as it was" in run("prune", "-k", 4, "--seed", 1, code=1).stderr
+
+
+def test_scores_of_another_model_are_refused(scored: Path, bert_folder: Path, tmp_path: Path) -> None:
+    import transformers as tf
+
+    other = tmp_path / "other"
+    model = tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
+    with torch.no_grad():
+        model.classifier.weight.add_(1)
+    model.save_pretrained(other)
+    tf.AutoTokenizer.from_pretrained(bert_folder).save_pretrained(other)
+    document = json.loads((scored / "run.json").read_text())
+    document["options"]["model"] = str(other)
+    (scored / "run.json").write_text(json.dumps(document))
+    assert "another model's" in run("prune", "-k", 4, code=1).stderr
+
+
+def test_a_missing_tokenizer(bert_folder: Path, data_folder: Path, here: Path) -> None:
+    import shutil
+
+    bare = here / "bare"
+    shutil.copytree(bert_folder, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    assert "no tokenizer" in run("score", bare, "-d", data_folder, code=1).stderr
+
+
+def test_a_nan_loss_names_the_example(bert_folder: Path, data_folder: Path, here: Path) -> None:
+    import transformers as tf
+
+    broken = here / "broken"
+    model = tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
+    with torch.no_grad():
+        model.classifier.bias.fill_(float("nan"))
+    model.save_pretrained(broken)
+    tf.AutoTokenizer.from_pretrained(bert_folder).save_pretrained(broken)
+    assert "is nan" in run("score", broken, "-d", data_folder, code=1).stderr
+
+
+def test_no_attention(here: Path) -> None:
+    import transformers as tf
+
+    config = tf.ResNetConfig(num_channels=1, embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=2)
+    config.image_size = 16
+    tf.ResNetForImageClassification(config).save_pretrained(here / "resnet")
+    assert "no softmax attention" in run("inspect", here / "resnet", code=1).stderr
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch, bert_folder: Path, data_folder: Path, here: Path) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headprune.workflow.score", stop)
+    assert "interrupted" in run("score", bert_folder, "-d", data_folder, code=130).stderr
+    assert not list(here.rglob("*"))
+
+
+def test_usage_errors() -> None:
+    run("score", code=2)
+    run("score", "x", "--limit", "none", code=2)
+    assert "score" in run("--help").stdout
+    assert run("--version").stdout.startswith("headprune 0")
+
+
+def test_help_is_quick_and_needs_no_torch() -> None:
+    code = "import sys; sys.argv = ['headprune', '--help']\nfrom headprune.cli import main\ntry: main()\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+    started = time.perf_counter()
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert out.splitlines()[-1] == "False"
+    assert time.perf_counter() - started < 5  # a loose bound: the machine may be busy
+
+
+def test_the_launcher(bert_folder: Path) -> None:
+    out = subprocess.run(
+        [sys.executable, "cli.py", "inspect", str(bert_folder)], capture_output=True, text=True, check=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": ""},
+    ).stdout  # fmt: skip
+    assert "8 heads" in out
+
+
+def test_an_image_folder(here: Path) -> None:
+    import numpy as np
+    import transformers as tf
+    from PIL import Image
+
+    from tests.zoo import vit
+
+    model, _ = vit()
+    model.config.id2label = {i: str(i) for i in range(5)}
+    model.save_pretrained(here / "vit")
+    tf.ViTImageProcessor(size={"height": 8, "width": 8}, image_mean=[0.5], image_std=[0.5]).save_pretrained(
+        here / "vit"
+    )
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 6), ("test", 4)):
+        for label in range(5):
+            folder = here / "images" / split / str(label)
+            folder.mkdir(parents=True)
+            for i in range(count):
+                Image.fromarray(rng.integers(0, 255, (8, 8), dtype="uint8")).save(folder / f"{i}.png")
+    run("prune", here / "vit", "-k", "50%", "-d", here / "images", "-m", "gradient", "-o", here / "run", "-q")
+    metrics = json.loads((here / "run" / "metrics.json").read_text())
+    assert metrics["budgets"][0]["pruned"]["examples"] == 20
+
+
+def test_hub_ids_go_through_the_hub(monkeypatch: pytest.MonkeyPatch, bert_folder: Path) -> None:
+    """A Hub id, its revision and the trust flag reach transformers as they were given."""
+    import transformers as tf
+
+    from headprune.models import load_model
+
+    seen = []
+    real = tf.AutoConfig.from_pretrained
+    monkeypatch.setattr(tf.AutoConfig, "from_pretrained", lambda s, **k: seen.append((s, k)) or real(bert_folder))
+    with pytest.raises(hp.HeadPruneError, match="does not load"):
+        load_model("someone/some-model", revision="v2")
+    assert seen == [("someone/some-model", {"revision": "v2", "trust_remote_code": False})]
+
+
+def test_rows_are_named(bert_folder: Path, here: Path) -> None:
+    write_jsonl(here / "data" / "train.jsonl", [{"text": "good film", "label": 7 if i == 3 else 1} for i in range(8)])
+    assert "Row 3 of train: label 7" in run("score", bert_folder, "-d", here / "data", code=1).stderr

@@ -1,0 +1,217 @@
+"""Parts are disjoint, columns are found, and every task's examples are encoded right."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import headprune as hp
+from headprune.data import DataOptions, load_parts
+from headprune.loss import ExampleLoss
+from headprune.models import TASKS, LoadedModel, load_model
+from tests.conftest import common, sentences, tokenizer, write_jsonl
+from tests.zoo import randomise
+
+
+def parts_of(model: Path, data: Path, **options: Any) -> Any:
+    return load_parts(DataOptions(str(data), **options), load_model(str(model)))
+
+
+def inputs(part: Any) -> set[tuple[int, ...]]:
+    return {tuple(f["input_ids"]) for f in part.features}
+
+
+def test_splits_serve_as_named(bert_folder: Path, data_folder: Path) -> None:
+    parts = parts_of(bert_folder, data_folder, limit=20)
+    assert [p.split for p in (parts.score, parts.choose, parts.report)] == ["train", "validation", "test"]
+    assert len(parts.score) == 20
+    assert parts.columns == {"text": "text", "label": "label"}
+
+
+@pytest.mark.parametrize(
+    "names", [("train",), ("train", "test"), ("train", "validation"), ("test",), ("validation", "test")]
+)
+@pytest.mark.parametrize("limit", [10, 1000])
+def test_parts_are_disjoint_whatever_splits_there_are(
+    names: tuple[str, ...], limit: int, bert_folder: Path, tmp_path: Path
+) -> None:
+    for i, name in enumerate(names):
+        write_jsonl(tmp_path / f"{name}.jsonl", sentences(50, seed=i))
+    parts = parts_of(bert_folder, tmp_path, limit=limit)
+    every = (parts.score, parts.choose, parts.report)
+    for a in range(3):
+        assert len(every[a]) > 0
+        for b in range(a):
+            assert not inputs(every[a]) & inputs(every[b])
+            if every[a].split == every[b].split:
+                assert not set(every[a].rows) & set(every[b].rows)
+
+
+def test_the_same_text_in_two_splits_is_used_once(bert_folder: Path, tmp_path: Path) -> None:
+    rows = sentences(40, seed=0)
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    write_jsonl(tmp_path / "test.jsonl", rows[:20] + sentences(20, seed=9))
+    parts = parts_of(bert_folder, tmp_path, split="train")
+    assert not inputs(parts.score) & inputs(parts.report)
+    assert any("already been used" in note for note in parts.notes)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "tsv", "parquet"])
+def test_one_file_is_cut_by_seed(suffix: str, bert_folder: Path, tmp_path: Path) -> None:
+    import pandas as pd
+
+    path, frame = tmp_path / f"all.{suffix}", pd.DataFrame(sentences(100, seed=0))
+    if suffix == "jsonl":
+        frame.to_json(path, orient="records", lines=True)
+    elif suffix == "parquet":
+        frame.to_parquet(path)
+    else:
+        frame.to_csv(path, index=False, sep="\t" if suffix == "tsv" else ",")
+    a, b, c = (parts_of(bert_folder, path, seed=s) for s in (0, 0, 1))
+    assert a.report.rows == b.report.rows != c.report.rows
+    assert len(a.score) + len(a.choose) + len(a.report) <= 100
+
+
+def test_batches_hold_every_example_once(bert_folder: Path, data_folder: Path) -> None:
+    part = parts_of(bert_folder, data_folder).report
+    batches = list(part.batches(7))
+    assert sum(len(b["labels"]) for b in batches) == len(part)
+    lengths = [int(n) for b in batches for n in b["attention_mask"].sum(1)]
+    assert lengths == sorted(lengths)
+    assert all(len(b["labels"]) == 7 for b in batches[:-1])
+
+
+def test_label_names(bert_folder: Path, tmp_path: Path) -> None:
+    rows = [
+        {"sentence": f"{a} film {b}", "sentiment": ("Positive", "negative")[i % 2]}
+        for i, a in enumerate(["one", "two", "three", "four"])
+        for b in ["good", "bad", "fine", "poor"]
+    ]
+    parts = parts_of(bert_folder, write_jsonl(tmp_path / "x.jsonl", rows))
+    labels = {f["labels"] for p in (parts.score, parts.choose, parts.report) for f in p.features}
+    assert labels == {0, 1}
+    assert parts.columns == {"text": "sentence", "label": "sentiment"}
+
+
+@pytest.mark.parametrize(("rows", "options", "message"), [
+    ([{"text": "good", "label": 5}] * 9, {}, "label 5 does not fit the model's head, which has 2 classes"),
+    ([{"text": "good", "label": "maybe"}] * 9, {}, "label 'maybe' is none of the model's"),
+    ([{"body": "good", "label": 1}] * 9, {}, "No column looks like the text: the columns are body, label"),
+    ([{"text": "good", "stars": 1}] * 9, {}, "No column looks like the label"),
+    ([{"text": "good", "label": 1}] * 9, {"text_column": "review"}, "no column 'review' .*--text-column"),
+    ([{"text": "good", "label": 1}] * 9, {"split": "dev"}, "no usable split 'dev'"),
+    ([{"text": 3, "label": 1}] * 9, {}, "holds no text"),
+])  # fmt: skip
+def test_bad_data(rows: Any, options: Any, message: str, bert_folder: Path, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    with pytest.raises(hp.HeadPruneError, match=message):
+        parts_of(bert_folder, tmp_path, **options)
+
+
+@pytest.mark.parametrize("content", ["", "\n"])
+def test_empty_files(content: str, bert_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(content)
+    with pytest.raises(hp.HeadPruneError):
+        parts_of(bert_folder, tmp_path / "train.jsonl")
+
+
+def test_unknown_dataset(bert_folder: Path) -> None:
+    with pytest.raises(hp.HeadPruneError, match="no dataset 'nobody/nothing'"):
+        parts_of(bert_folder, Path("nobody/nothing"))
+
+
+def task_model(task: str) -> torch.nn.Module:
+    made = {
+        "token-classification": lambda: tf.BertForTokenClassification(tf.BertConfig(**common(num_labels=3))),
+        "question-answering": lambda: tf.BertForQuestionAnswering(tf.BertConfig(**common())),
+        "masked-lm": lambda: tf.BertForMaskedLM(tf.BertConfig(**common())),
+        "causal-lm": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**common(num_key_value_heads=2))),
+        "seq2seq": lambda: tf.T5ForConditionalGeneration(
+            tf.T5Config(vocab_size=30, d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=48, decoder_start_token_id=0)
+        ),
+    }
+    return randomise(made[task]())
+
+
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "token-classification": [
+        {"tokens": ["good", "film", w], "ner_tags": [1, 0, i % 3]}
+        for i, w in enumerate(["a", "the", "is", "was", "not", "very"])
+    ],
+    "question-answering": [
+        {"question": "good film", "context": f"the {w} plot was fun", "answers": {"text": [w], "answer_start": [4]}}
+        for w in ["great", "dull", "fun", "sad", "one", "two"]
+    ],
+    "masked-lm": sentences(12, seed=0),
+    "causal-lm": sentences(12, seed=0),
+    "seq2seq": [{"document": f"{w} film is good", "summary": f"{w} good"} for w in ["one", "two", "three", "four", "a", "the"]],
+}
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_every_text_task_scores_with_the_models_own_loss(task: str, tmp_path: Path) -> None:
+    model = task_model(task)
+    loaded = LoadedModel(model, tokenizer(), TASKS[task], "x", "x")
+    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", ROWS[task]))), loaded)
+    losses = ExampleLoss(model)
+    (batch,) = list(parts.score.batches(100))
+    assert losses.prepare([batch]) == [batch]  # not one by one: our loss is the model's
+    with torch.no_grad():
+        for i, loss in enumerate(losses(batch)):
+            own = model(**{k: v[i : i + 1] for k, v in batch.items()}).loss
+            torch.testing.assert_close(loss, own, rtol=1e-4, atol=1e-5)
+    scores = hp.score(model, parts.score.batches(2))
+    assert torch.isfinite(scores.flat()).all()
+
+
+def test_answers_are_where_they_should_be(tmp_path: Path) -> None:
+    loaded = LoadedModel(task_model("question-answering"), tokenizer(), TASKS["question-answering"], "x", "x")
+    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", ROWS["question-answering"]))), loaded)
+    texts = tokenizer()
+    found = {
+        texts.decode(f["input_ids"][f["start_positions"] : f["end_positions"] + 1])
+        for p in (parts.score, parts.choose, parts.report)
+        for f in p.features
+    }
+    assert found == {"great", "dull", "fun", "sad", "one", "two"}
+
+
+def test_masks_are_drawn_by_seed_and_row(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", ROWS["masked-lm"])
+    loaded = LoadedModel(task_model("masked-lm"), tokenizer(), TASKS["masked-lm"], "x", "x")
+    first, again = (load_parts(DataOptions(str(path)), loaded).score.features for _ in range(2))
+    assert first == again
+    for f in first:
+        masked = [i for i, token in enumerate(f["input_ids"]) if token == 4]
+        assert masked
+        assert [i for i, label in enumerate(f["labels"]) if label != -100] == masked
+
+
+def test_whisper_and_its_sound(tmp_path: Path) -> None:
+    config = tf.WhisperConfig(
+        vocab_size=30, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=16, max_source_positions=50,
+        max_target_positions=32, pad_token_id=0, bos_token_id=2, eos_token_id=3, decoder_start_token_id=2,
+    )  # fmt: skip
+    model = randomise(tf.WhisperForConditionalGeneration(config))
+    extractor = tf.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+
+    class Processor:
+        feature_extractor = extractor
+        tokenizer = tokenizer()
+
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        {
+            "audio": {"array": torch.randn(800, generator=generator).tolist(), "sampling_rate": 16000},
+            "text": f"{w} film",
+        }
+        for w in ["one", "two", "three", "four", "good", "bad"]
+    ]
+    loaded = LoadedModel(model, Processor(), TASKS["speech-seq2seq"], "x", "x")
+    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", rows))), loaded)
+    scores = hp.score(model, parts.score.batches(2))
+    assert [layer.kind for layer in scores.layers] == ["encoder"] * 2 + ["decoder", "cross"] * 2
+    assert torch.isfinite(scores.flat()).all()

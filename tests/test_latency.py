@@ -1,0 +1,72 @@
+"""Timing is fair and its statistics are right. No test here waits for a clock."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from headprune import latency
+from headprune.latency import bench, flops, parameters, shaped, speedup
+from tests.zoo import bert, gpt2, text
+
+
+class Recorder(nn.Module):
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__()
+        self.name, self.log = name, log
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
+        self.log.append(self.name)
+        return x
+
+
+def test_models_take_turns() -> None:
+    log: list[str] = []
+    models = {name: Recorder(name, log) for name in "ab"}
+    (row,) = bench(models, [(2, 0, torch.zeros(2, 3))], min_runs=6, min_seconds=0)
+    timed = log[2 * latency.WARM_UP :]
+    assert timed == ["a", "b", "b", "a"] * 3
+    assert row.timings["a"].runs == row.timings["b"].runs == 6
+    assert list(row.speedups) == ["b"]
+
+
+def test_the_ratio_is_paired() -> None:
+    """A machine that slows down for both must not blur the ratio."""
+    drift = np.linspace(1, 5, 50)
+    found = speedup(drift * 2, drift)
+    assert (found.ratio, found.low, found.high, found.verdict) == (2, 2, 2, "faster")
+
+
+def test_verdicts() -> None:
+    noise = np.random.default_rng(0).lognormal(0, 0.2, size=(2, 200))
+    assert speedup(noise[0], noise[1]).verdict == "no measurable change"
+    assert speedup(noise[0], noise[1] * 2).verdict == "slower"
+    assert speedup(noise[0] * 2, noise[1]).verdict == "faster"
+
+
+def test_flops_of_a_linear_layer() -> None:
+    assert flops(nn.Linear(8, 4), torch.zeros(5, 8)) == 2 * 5 * 8 * 4
+
+
+def test_flops_include_attention() -> None:
+    model, _ = bert()
+    short, long = (flops(model, text(1, n)) for n in (4, 8))
+    linear = long - 2 * short
+    # What is left is quadratic: q·k and p·v in 3 layers, 2 * T² * 32 each; the pooler and the classifier do not grow.
+    quadratic = 3 * 2 * 2 * 32 * (8 * 8 - 2 * 4 * 4)
+    fixed = 2 * (32 * 32 + 32 * 2)
+    assert linear == quadratic - fixed
+
+
+def test_shared_parameters_count_once() -> None:
+    model, _ = gpt2()
+    assert parameters(model) == sum({id(p): p.numel() for p in model.parameters()}.values())
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 4), (5, 9), (7, 30)])
+def test_shapes(batch: int, length: int) -> None:
+    made = shaped({**text(3, 9), "labels": torch.zeros(3)}, batch, length)
+    assert set(made) == {"input_ids", "attention_mask"}
+    assert made["input_ids"].shape == made["attention_mask"].shape == (batch, length)
+    assert made["attention_mask"].all()

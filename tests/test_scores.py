@@ -1,0 +1,305 @@
+"""Scores against brute force in float64, and against the mistakes of older tools."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import headprune as hp
+from headprune.inputs import first_rows
+from headprune.loss import ExampleLoss
+from headprune.scoring import METHODS
+from tests.test_trace import hooks
+from tests.zoo import ZOO, TorchEncoder, bert, gpt2, labelled, llama, randomise, t5, text, vit
+
+REAL_METHODS = [m for m in METHODS if m != "random"]
+
+
+def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    rows = batch["labels"].shape[0]
+    return [first_rows({k: v[i:] for k, v in batch.items()}, size) for i in range(0, rows, size)]
+
+
+def per_example_loss(model: nn.Module, row: dict[str, Any]) -> torch.Tensor:
+    """The model's own loss on one example alone: no padding of others, no batch."""
+    length = int(row["attention_mask"].sum()) if "attention_mask" in row else None
+    if length is not None:
+        row = {
+            k: v[:, :length] if v.ndim == 2 and v.shape == row["attention_mask"].shape else v for k, v in row.items()
+        }
+    labels = row["labels"]
+    given = row if model.config.is_encoder_decoder else {k: v for k, v in row.items() if k != "labels"}
+    logits = model(**given).logits
+    if logits.ndim == 3 and not model.config.is_encoder_decoder:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    probabilities = torch.softmax(logits, -1)[torch.arange(len(labels)), labels.clamp(min=0)]
+    return -probabilities[labels != -100].log().mean()
+
+
+def output_weight(model: nn.Module, layer: hp.AttentionLayer) -> tuple[nn.Parameter, bool]:
+    module = model.get_submodule(layer.output_projection.module)
+    return module.weight, isinstance(module, nn.Linear)
+
+
+class Loss(nn.Module):
+    """A model's loss on one example, as a module, so that `functional_call` can replace a weight."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, row: dict[str, Any]) -> torch.Tensor:
+        return per_example_loss(self.model, row)
+
+
+def slope_of(model: nn.Module, layer: hp.AttentionLayer, head: int, row: dict[str, Any]) -> torch.Tensor:
+    """dL/dxi of one example, by scaling the head's columns of W_O with a number that has a gradient."""
+    weight, plain = output_weight(model, layer)
+    belongs = torch.zeros(weight.shape[1] if plain else weight.shape[0], dtype=weight.dtype)
+    belongs[list(layer.output_projection.features[head])] = 1
+    with torch.enable_grad():
+        factor = torch.ones((), dtype=weight.dtype, requires_grad=True)
+        gates = 1 + belongs * (factor - 1)
+        gated = weight.detach() * (gates if plain else gates[:, None])
+        name = f"model.{layer.output_projection.module}.weight"
+        loss = torch.func.functional_call(Loss(model), {name: gated}, (row,))
+        return torch.autograd.grad(loss, factor)[0]
+
+
+def scaled(model: nn.Module, layer: hp.AttentionLayer, head: int, factor: float) -> nn.Module:
+    """A copy in which a head's columns of W_O are multiplied: what its gate does, without any hook."""
+    other = copy.deepcopy(model)
+    weight, plain = output_weight(other, layer)
+    columns = list(layer.output_projection.features[head])
+    with torch.no_grad():
+        if plain:
+            weight[:, columns] *= factor
+        else:
+            weight[columns] *= factor
+    return other
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "t5"])
+def test_against_brute_force(name: str) -> None:
+    """Both methods, from copies of the model with scaled weights, example by example, in float64."""
+    model, example = ZOO[name]()
+    model.double()
+    batch = labelled(model, example)
+    if name == "vit":
+        batch["pixel_values"] = batch["pixel_values"].double()
+    layers = hp.find_attention(model, example)
+    rows = split(batch, 1)
+    gradient = hp.score(model, [batch], "gradient", layers=layers)
+    ablation = hp.score(model, [batch], "ablation", layers=layers)
+    with torch.no_grad():
+        dense = torch.stack([per_example_loss(model, r) for r in rows])
+        for layer in (layers[0], layers[-1]):
+            for head in range(layer.num_heads):
+                without = scaled(model, layer, head, 0.0)
+                effect = torch.stack([per_example_loss(without, r) for r in rows]) - dense
+                slope = torch.stack([slope_of(model, layer, head, r) for r in rows]).abs()
+                for scores, expected in ((ablation, effect), (gradient, slope)):
+                    value, error = scores.values[layer.name][head], scores.stderr[layer.name][head]
+                    torch.testing.assert_close(value, expected.mean(), rtol=1e-5, atol=1e-8)
+                    torch.testing.assert_close(error, expected.std() / len(rows) ** 0.5, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("method", REAL_METHODS)
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
+def test_batch_size_and_order_do_not_matter(method: str, name: str) -> None:
+    model, _ = ZOO[name]()
+    example = text(rows=8, decoder=5 if name == "t5" else 0)
+    batch = labelled(model, example)
+    shuffled = {k: v[torch.randperm(8, generator=torch.Generator().manual_seed(3))] for k, v in batch.items()}
+    reference = hp.score(model, split(batch, 1), method)
+    for other in (split(batch, 3), split(batch, 8), split(shuffled, 4)):
+        s = hp.score(model, other, method)
+        torch.testing.assert_close(s.flat(), reference.flat(), rtol=1e-4, atol=2e-6)
+        for layer in s.layers:
+            torch.testing.assert_close(s.stderr[layer.name], reference.stderr[layer.name], rtol=1e-3, atol=2e-6)
+
+
+@pytest.mark.parametrize("method", REAL_METHODS)
+@settings(max_examples=8, deadline=None)
+@given(extra=st.integers(1, 6), rows=st.integers(1, 4), length=st.integers(2, 9))
+def test_padding_adds_nothing(method: str, extra: int, rows: int, length: int) -> None:
+    model, _ = gpt2()
+    batch = labelled(model, text(rows, max(length, 4)))
+    fill = {"input_ids": 7, "attention_mask": 0, "labels": -100}
+    padded = {k: F.pad(v, (0, extra), value=fill[k]) for k, v in batch.items()}
+    a, b = hp.score(model, [batch], method), hp.score(model, [padded], method)
+    torch.testing.assert_close(a.flat(), b.flat(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", REAL_METHODS)
+@pytest.mark.parametrize("name", ["bert", "vit", "llama"])
+def test_a_planted_dead_head_ranks_last(method: str, name: str) -> None:
+    model, example = ZOO[name]()
+    layers = hp.find_attention(model, example)
+    model = scaled(model, layers[1], 2, 0.0)
+    s = hp.score(model, [labelled(model, example)], method, layers=layers)
+    assert s.values[layers[1].name][2] == 0
+    assert s.flat().abs().argmin() == layers[0].num_heads + 2
+
+
+@pytest.mark.parametrize("method", REAL_METHODS)
+def test_permuting_heads_permutes_scores(method: str) -> None:
+    model, example = bert()
+    layers = hp.find_attention(model, example)
+    batch = labelled(model, example)
+    before = hp.score(model, [batch], method, layers=layers)
+    order = [2, 0, 3, 1]
+    index = torch.tensor([i for h in order for i in range(8 * h, 8 * h + 8)])
+    attention = model.bert.encoder.layer[1].attention
+    with torch.no_grad():
+        for p in (attention.self.query, attention.self.key, attention.self.value):
+            p.weight.copy_(p.weight[index])
+            p.bias.copy_(p.bias[index])
+        attention.output.dense.weight.copy_(attention.output.dense.weight[:, index])
+    after = hp.score(model, [batch], method, layers=layers)
+    torch.testing.assert_close(after.values[layers[1].name], before.values[layers[1].name][order], rtol=1e-4, atol=1e-7)
+
+
+def test_a_harmful_head_is_negative() -> None:
+    """Labels that are right only without the head make its ablation score negative."""
+    model, example = bert()
+    layers = hp.find_attention(model, example)
+    with torch.no_grad(), hp.mask(model, {layers[2].name: [1]}, layers=layers):
+        example["labels"] = model(**example).logits.argmax(-1)
+    model = scaled(model, layers[2], 1, 30.0)
+    with torch.no_grad():
+        assert (model(**example).logits.argmax(-1) != example["labels"]).any()
+    s = hp.score(model, [example], "ablation", layers=layers)
+    assert s.values[layers[2].name][1] < 0
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "t5", "llama"])
+def test_the_loss_is_the_models_own(name: str) -> None:
+    model, example = ZOO[name]()
+    batch = labelled(model, example)
+    losses = ExampleLoss(model)
+    assert losses.prepare([batch]) == [batch]
+    with torch.no_grad():
+        own = torch.stack([model(**r).loss for r in split(batch, 1)])
+        torch.testing.assert_close(losses(batch), own, rtol=1e-5, atol=1e-6)
+
+
+def test_a_models_unusual_loss_is_used_one_by_one() -> None:
+    class Unusual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, _ = bert()
+
+        def forward(self, labels: torch.Tensor, **inputs: Any) -> Any:
+            out = self.inner(**inputs, labels=labels)
+            out.loss = out.loss * 3 + 1
+            return out
+
+    model, plain = Unusual(), bert()[0]
+    batch = labelled(plain, text())
+    odd, usual = hp.score(model, [batch]), hp.score(plain, [batch])
+    torch.testing.assert_close(odd.flat(), 3 * usual.flat(), rtol=1e-4, atol=1e-6)
+
+
+def test_pairs_with_a_loss_function() -> None:
+    model = randomise(TorchEncoder())
+    x, y = torch.randn(6, 5, 32), torch.randint(0, 3, (6,))
+
+    def loss_fn(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out, labels, reduction="none")
+
+    whole = hp.score(model, [(x, y)], "ablation", loss_fn=loss_fn)
+    parts = hp.score(model, [(x[:2], y[:2]), (x[2:], y[2:])], "ablation", loss_fn=loss_fn)
+    torch.testing.assert_close(whole.flat(), parts.flat(), rtol=1e-4, atol=1e-6)
+    with pytest.raises(hp.HeadPruneError, match="not one loss per example"):
+        hp.score(model, [(x, y)], loss_fn=F.cross_entropy)
+
+
+def test_random_is_only_the_seed() -> None:
+    model, example = bert()
+    batch = labelled(model, example)
+    a, b, c = (hp.score(model, [batch], "random", seed=s) for s in (0, 0, 1))
+    assert torch.equal(a.flat(), b.flat())
+    assert not torch.equal(a.flat(), c.flat())
+
+
+def test_the_model_is_left_alone() -> None:
+    model, example = t5()
+    model.train()
+    batch = labelled(model, example)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    for method in METHODS:
+        hp.score(model, [batch], method)
+    assert model.training
+    assert hooks(model) == 0
+    assert all(torch.equal(p, before[n]) and p.requires_grad and p.grad is None for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"labels": None}, "no labels"), ({"labels": 9}, "does not fit the model's head"),
+])  # fmt: skip
+def test_bad_labels(change: dict[str, Any], message: str) -> None:
+    model, example = bert()
+    batch = labelled(model, example)
+    batch.pop("labels")
+    if change["labels"] is not None:
+        batch["labels"] = torch.full((3,), change["labels"])
+    with pytest.raises(hp.HeadPruneError, match=message):
+        hp.score(model, [batch])
+
+
+@pytest.mark.parametrize("method", REAL_METHODS)
+def test_a_loss_that_is_not_finite(method: str) -> None:
+    model, example = bert()
+    with torch.no_grad():
+        model.classifier.bias[0] = float("nan")
+    with pytest.raises(hp.HeadPruneError, match="loss of example 0 of a batch is nan"):
+        hp.score(model, [labelled(model, example)], method)
+    assert hooks(model) == 0
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_no_examples_and_unknown_method() -> None:
+    model, example = bert()
+    with pytest.raises(hp.HeadPruneError, match="no examples"):
+        hp.score(model, [])
+    with pytest.raises(hp.HeadPruneError, match="no scoring method 'guess'"):
+        hp.score(model, [labelled(model, example)], "guess")
+
+
+def test_agreement() -> None:
+    model, example = bert()
+    s = hp.score(model, [labelled(model, example)])
+    same = hp.agreement(s, s)
+    assert (same.spearman, same.kendall, same.top_half) == (pytest.approx(1), pytest.approx(1), 1)
+
+
+def test_scores_survive_json(tmp_path: Any) -> None:
+    model, example = llama()
+    s = hp.score(model, [labelled(model, example)])
+    s.save(tmp_path / "scores.json")
+    back = hp.HeadScores.load(tmp_path / "scores.json")
+    assert torch.equal(back.flat(), s.flat())
+    assert back.layers == s.layers
+    assert back.model == s.model
+
+
+@pytest.mark.parametrize("text_", ["", "{", "[]", '{"headprune": "plan"}', '{"headprune": "scores", "schema": 1}'])
+def test_foreign_and_damaged_files(tmp_path: Any, text_: str) -> None:
+    path = tmp_path / "scores.json"
+    path.write_text(text_)
+    with pytest.raises(hp.HeadPruneError, match=r"scores\.json"):
+        hp.HeadScores.load(path)
+
+
+def test_vit_scores_are_of_loss() -> None:
+    model, example = vit()
+    s = hp.score(model, [labelled(model, example)], "ablation")
+    assert "nats" in s.unit
+    assert s.examples == 3

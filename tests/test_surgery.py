@@ -1,0 +1,228 @@
+"""Pruned is masked, on every architecture; or the model is as it was."""
+
+import copy
+
+import pytest
+import torch
+import transformers as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import headprune as hp
+from headprune.inputs import call
+from headprune.surgery import answers
+from tests.test_trace import hooks
+from tests.zoo import CASES, ZOO, TorchEncoder, bert, gpt2, llama, randomise, t5, text
+
+
+def check(model: nn.Module, example: object, drop: dict[str, list[int]]) -> nn.Module:
+    """Prune a copy, and compare with the masked original here too, not only inside prune."""
+    pruned = copy.deepcopy(model)
+    proof = hp.prune(pruned, drop, example)
+    assert proof.difference <= 1e-4
+    with torch.no_grad(), hp.mask(model, drop, example):
+        masked = answers(call(model, example))
+    with torch.no_grad():
+        for got, expected in zip(answers(call(pruned, example)), masked, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert sum(p.numel() for p in pruned.parameters()) < sum(p.numel() for p in model.parameters())
+    return pruned
+
+
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_one_unit_of_one_layer(name: str, attention: str) -> None:
+    model, example = ZOO[name](attention)
+    layer = hp.find_attention(model, example)[1]
+    pruned = check(model, example, {layer.name: list(layer.units[1])})
+    left = {a.name: a.num_heads for a in hp.find_attention(pruned, example)}
+    assert left[layer.name] == layer.num_heads - len(layer.units[1])
+
+
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_uneven_layers(name: str, attention: str) -> None:
+    model, example = ZOO[name](attention)
+    layers = hp.find_attention(model, example)
+    check(model, example, {a.name: [h for u in a.units[: 1 + i % 2] for h in u] for i, a in enumerate(layers)})
+
+
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_all_heads_of_a_layer(name: str, attention: str) -> None:
+    model, example = ZOO[name](attention)
+    for layer in hp.find_attention(model, example)[:2]:
+        check(model, example, {layer.name: list(range(layer.num_heads))})
+
+
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_all_heads_of_every_layer(name: str, attention: str) -> None:
+    model, example = ZOO[name](attention)
+    check(model, example, {a.name: list(range(a.num_heads)) for a in hp.find_attention(model, example)})
+
+
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_a_pruned_model_can_be_pruned_again(name: str, attention: str) -> None:
+    model, example = ZOO[name](attention)
+    layers = hp.find_attention(model, example)
+    once = check(model, example, {a.name: list(a.units[0]) for a in layers})
+    again = hp.find_attention(once, example)
+    twice = check(once, example, {a.name: list(a.units[-1]) for a in again})
+    both = {  # the second prune counts heads within what the first one left
+        a.name: sorted({*a.units[0], *([h for h in range(a.num_heads) if h not in a.units[0]][-len(b.units[-1]) :])})
+        for a, b in zip(layers, again, strict=True)
+    }
+    at_once = check(model, example, both)
+    with torch.no_grad():
+        for x, y in zip(answers(call(twice, example)), answers(call(at_once, example)), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_heads_of_bert(data: st.DataObject) -> None:
+    model, example = bert(data.draw(st.sampled_from(["sdpa", "eager"])))
+    layers = hp.find_attention(model, example)
+    drop = {a.name: data.draw(st.lists(st.integers(0, 3), unique=True)) for a in layers}
+    if any(drop.values()):
+        check(model, example, drop)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "t5"])
+def test_generation_with_a_cache(name: str) -> None:
+    model, example = ZOO[name]()
+    layers = hp.find_attention(model, example)
+    drop = {a.name: list(range(a.num_heads)) if i == 0 else list(a.units[0]) for i, a in enumerate(layers)}
+    pruned = check(model, example, drop)
+    ids = {"input_ids": example["input_ids"][:2], "attention_mask": example["attention_mask"][:2]}
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    with hp.mask(model, drop, layers=layers):
+        expected = model.generate(**ids, **options, use_cache=True)
+    assert torch.equal(pruned.generate(**ids, **options, use_cache=True), expected)
+    assert torch.equal(pruned.generate(**ids, **options, use_cache=False), expected)
+
+
+def test_query_heads_of_equal_number_from_every_group() -> None:
+    model, example = llama()
+    layer = hp.find_attention(model, example)[1]
+    pruned = check(model, example, {layer.name: [1, 2, 5]})
+    after = hp.find_attention(pruned, example)[1]
+    assert (after.num_heads, after.num_kv_heads) == (3, 3)
+
+
+def test_uneven_groups_are_refused() -> None:
+    model, example = llama()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(hp.HeadPruneError, match="would keep 1, 2, 2 query heads"):
+        hp.prune(model, {"model.layers.0.self_attn": [0]}, example)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_one_key_value_head() -> None:
+    config = tf.LlamaConfig(
+        vocab_size=100, hidden_size=32, num_attention_heads=4, num_key_value_heads=1, num_hidden_layers=2,
+        intermediate_size=48, pad_token_id=0,
+    )  # fmt: skip
+    model = randomise(tf.LlamaForCausalLM(config))
+    layer = hp.find_attention(model, text())[0]
+    assert (layer.num_kv_heads, len(layer.units)) == (1, 4)
+    check(model, text(), {layer.name: [0, 2, 3]})
+
+
+def test_heads_as_many_as_features() -> None:
+    """num_heads and head_dim are the same number: only their names tell them apart."""
+    config = tf.BertConfig(
+        vocab_size=100, hidden_size=64, num_attention_heads=8, num_hidden_layers=2, intermediate_size=48
+    )
+    model = randomise(tf.BertForSequenceClassification(config))
+    layer = hp.find_attention(model, text())[0]
+    check(model, text(), {layer.name: [0, 5, 6]})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_precisions(dtype: torch.dtype) -> None:
+    model, example = bert()
+    model.to(dtype)
+    layer = hp.find_attention(model, example)[0]
+    pruned = copy.deepcopy(model)
+    hp.prune(pruned, {layer.name: [0, 2]}, example)
+    assert {p.dtype for p in pruned.parameters()} == {dtype}
+
+
+class Sneaky(nn.Module):
+    """A model whose forward reads a head count that no one can see: pruning it must fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (p(x).view(*x.shape[:2], 4, -1).transpose(1, 2) for p in (self.q, self.k, self.v))
+        out = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.head(self.o(out.transpose(1, 2).flatten(2)))
+
+
+def test_a_failed_prune_restores_the_model_bit_for_bit() -> None:
+    model = randomise(Sneaky())
+    x = torch.randn(3, 5, 16)
+    layers = hp.find_attention(model, x)
+    state = copy.deepcopy(model.state_dict())
+    parameters = {n: id(p) for n, p in model.named_parameters()}
+    attributes = {n: dict(m.__dict__) for n, m in model.named_modules()}
+    with pytest.raises(hp.PruneError, match="cannot be removed exactly"):
+        hp.prune(model, {layers[0].name: [1]}, x)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert {n: id(p) for n, p in model.named_parameters()} == parameters
+    for n, m in model.named_modules():
+        assert {k: v for k, v in m.__dict__.items() if isinstance(v, int)} == {
+            k: v for k, v in attributes[n].items() if isinstance(v, int)
+        }
+    assert hooks(model) == 0
+
+
+def test_t5_failure_removes_the_bias_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = t5()
+    layers = hp.find_attention(model, example)
+    monkeypatch.setattr("headprune.surgery._TOLERANCE", {torch.float32: -1.0})
+    with pytest.raises(hp.PruneError):
+        hp.prune(model, {layers[0].name: [0], layers[2].name: [1]}, example)
+    assert hooks(model) == 0
+    assert "compute_bias" not in model.encoder.block[0].layer[0].SelfAttention.__dict__
+
+
+def test_the_proof_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the wrong rows are cut, prune must notice."""
+    from headprune import surgery
+
+    model, example = bert()
+    layers = hp.find_attention(model, example)
+    real = surgery._surviving
+    monkeypatch.setattr(surgery, "_surviving", lambda part, kept: real(part, [(h + 1) % 4 for h in kept]))
+    with pytest.raises(hp.PruneError, match="differ from the masked model's"):
+        # Shifting queries, keys, values and W_O alike would keep heads 1, 2: not the ones that were asked for.
+        hp.prune(model, {layers[0].name: [2, 3]}, example)
+
+
+def test_pruning_nothing() -> None:
+    model, example = bert()
+    before = copy.deepcopy(model.state_dict())
+    hp.prune(model, {}, example)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_training_after_pruning() -> None:
+    model, example = gpt2()
+    layers = hp.find_attention(model, example)
+    hp.prune(model, {a.name: [0] for a in layers}, example)
+    model.train()
+    model(**example, labels=example["input_ids"]).loss.backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if "attn" in n)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_torch_encoder_layouts(batch_first: bool, bias: bool) -> None:
+    model = randomise(TorchEncoder(batch_first, bias))
+    x = torch.randn(3, 6, 32)
+    layers = hp.find_attention(model, x)
+    pruned = check(model, x, {layers[0].name: [0, 2], layers[1].name: [0, 1, 2, 3]})
+    assert pruned.encoder.layers[0].self_attn.num_heads == 2

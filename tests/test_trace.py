@@ -1,0 +1,135 @@
+"""Tracing finds the right heads, and leaves the model as it was."""
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+import headprune as hp
+from tests.zoo import CASES, ZOO, TorchEncoder, bert, gpt2, llama, randomise, t5, text
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_every_architecture_is_found(name: str, attention: str) -> None:
+    model, example = ZOO[name](attention)
+    layers = hp.find_attention(model, example)
+    assert all(layer.prunable for layer in layers), [layer.reason for layer in layers]
+    assert [layer.index for layer in layers] == list(range(len(layers)))
+    expected = {"llama": (6, 3, 8), "qwen3": (4, 2, 16)}.get(name, (4, 4, 8))
+    assert {(a.num_heads, a.num_kv_heads, a.head_dim) for a in layers} == {expected}
+    assert hooks(model) == 0
+
+
+@pytest.mark.parametrize(("name", "kinds"), [
+    ("bert", ["encoder"] * 3), ("gpt2", ["decoder"] * 3), ("llama", ["decoder"] * 3),
+    ("t5", ["encoder"] * 2 + ["decoder", "cross"] * 2), ("torch_transformer", ["encoder"] * 2 + ["encoder", "cross"] * 2),
+])  # fmt: skip
+def test_kinds(name: str, kinds: list[str]) -> None:
+    # nn.Transformer without a target mask really is bidirectional in its decoder.
+    model, example = ZOO[name]()
+    assert [layer.kind for layer in hp.find_attention(model, example)] == kinds
+
+
+def test_rows_of_separate_projections() -> None:
+    model, example = bert()
+    layer = hp.find_attention(model, example)[1]
+    rows = tuple(tuple(range(8 * h, 8 * h + 8)) for h in range(4))
+    assert layer.name == "bert.encoder.layer.1.attention.self"
+    assert {p.module.rsplit(".", 1)[1]: p.features for p in layer.projections} == {
+        "query": rows, "key": rows, "value": rows,
+    }  # fmt: skip
+    assert layer.output_projection is not None
+    assert layer.output_projection.features == rows
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_rows_of_a_fused_projection(attention: str) -> None:
+    model, example = gpt2(attention)
+    (qkv,) = hp.find_attention(model, example)[0].projections
+    assert qkv.module == "transformer.h.0.attn.c_attn"
+    for h, features in enumerate(qkv.features):
+        assert features == tuple(i + 32 * part for part in range(3) for i in range(8 * h, 8 * h + 8))
+
+
+def test_groups_share_rows() -> None:
+    model, example = llama()
+    layer = hp.find_attention(model, example)[0]
+    assert layer.units == ((0, 1), (2, 3), (4, 5))
+    key = next(p for p in layer.projections if p.module.endswith("k_proj"))
+    assert [f[0] for f in key.features] == [0, 0, 8, 8, 16, 16]
+
+
+def test_shared_module_is_one_layer() -> None:
+    config = tf.AlbertConfig(
+        vocab_size=100,
+        embedding_size=16,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_hidden_layers=3,
+        intermediate_size=48,
+    )
+    model = randomise(tf.AlbertForSequenceClassification(config))
+    (layer,) = hp.find_attention(model, text())
+    assert layer.num_heads == 4
+
+
+def test_norm_over_all_heads_is_refused() -> None:
+    config = tf.Olmo2Config(
+        vocab_size=100, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48, pad_token_id=0
+    )
+    layers = hp.find_attention(randomise(tf.Olmo2ForCausalLM(config)), text())
+    assert not any(layer.prunable for layer in layers)
+    assert "norm over all heads" in layers[0].reason
+    assert all(layer.maskable for layer in layers)
+
+
+def test_modes_weights_and_gradients_are_left_alone() -> None:
+    model, example = t5()
+    model.train()
+    model.encoder.block[0].eval()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    hp.find_attention(model, example)
+    assert model.training
+    assert not model.encoder.block[0].training
+    assert all(torch.equal(p, before[n]) and p.grad is None and p.requires_grad for n, p in model.named_parameters())
+
+
+def test_stand_ins_do_not_stay() -> None:
+    model = TorchEncoder()
+    hp.find_attention(model, (torch.randn(2, 5, 32),))
+    assert type(model.encoder.layers[0].self_attn) is nn.MultiheadAttention
+
+
+def test_no_attention() -> None:
+    with pytest.raises(hp.HeadPruneError, match="no softmax attention"):
+        hp.find_attention(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4))
+
+
+def test_a_router_is_no_attention() -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.out = nn.Linear(8, 4), nn.Linear(4, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.gate(x).softmax(-1))
+
+    with pytest.raises(hp.HeadPruneError, match="no softmax attention"):
+        hp.find_attention(Router(), torch.randn(2, 3, 8))
+
+
+def test_wrong_example() -> None:
+    model, _ = bert()
+    with pytest.raises(hp.HeadPruneError, match="does not run on the example"):
+        hp.find_attention(model, {"pixel_values": torch.randn(1, 3, 8, 8)})
+    assert hooks(model) == 0
+
+
+def test_layer_survives_json() -> None:
+    model, example = llama()
+    for layer in hp.find_attention(model, example):
+        assert hp.AttentionLayer.from_json(layer.to_json()) == layer
