@@ -25,5 +25,6 @@ class PruneError(HeadPruneError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return (str(error).splitlines() or [""])[0]
+    """The first line of an error's text that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0].rstrip(".")

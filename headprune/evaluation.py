@@ -86,7 +86,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], progress: Progress | None
         prepared = losses.prepare(kept)
         for i, batch in enumerate(prepared):
             outcome = losses.outcome(batch)
-            loss.append(outcome.loss.double().cpu())
+            loss.append(outcome.loss.cpu().double())
             tokens.append(outcome.tokens.cpu())
             guesses.extend(p.cpu() for p in outcome.predictions)
             truths.extend(t.cpu() for t in outcome.targets)

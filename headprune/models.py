@@ -129,6 +129,8 @@ def load_model(
         model.to(where)
     model.eval()
     processor = _processor(source, kind, common) if with_processor else None
+    if kind.modality == "text" and processor is not None and model.config.pad_token_id is None:
+        model.config.pad_token_id = processor.pad_token_id  # GPT-2 as a classifier refuses batches without it
     return LoadedModel(model, processor, kind, source, Path(source.rstrip("/")).name or source)
 
 
@@ -221,7 +223,13 @@ def _processor(source: str, kind: Task, common: dict[str, Any]) -> Any:
         name = "AutoProcessor"
     what = {"text": "tokenizer", "image": "image processor", "audio": "feature extractor"}[kind.modality]
     try:
-        processor = getattr(transformers, name).from_pretrained(source, **common)
+        try:
+            processor = getattr(transformers, name).from_pretrained(source, **common)
+        except ImportError:
+            # Up to 5.17 AutoImageProcessor asks for torchvision even where the class itself does without.
+            stored, _ = transformers.image_processing_utils.BaseImageProcessor.get_image_processor_dict(source)
+            own = getattr(transformers, stored["image_processor_type"].removesuffix("Fast"))
+            processor = own.from_pretrained(source, **common)
     except Exception as error:
         raise HeadPruneError(
             f"{source} has no {what} that loads ({first_line(error)}).",

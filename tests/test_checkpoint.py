@@ -19,6 +19,7 @@ TRANSFORMERS = [name for name in ZOO if name not in ("mha", "torch_transformer")
 
 FRESH = """
 import sys, torch, headprune as hp
+torch.set_num_threads(1)  # as in conftest: other sums would round otherwise
 from headprune.inputs import call
 from headprune.surgery import answers
 folder, example = sys.argv[1], torch.load(sys.argv[2])

@@ -84,8 +84,8 @@ def score(
     return HeadScores(
         method=method,
         unit=chosen.unit,
-        values=dict(zip(names, torch.split(estimate.values.double().cpu(), sizes), strict=True)),
-        stderr=dict(zip(names, torch.split(estimate.stderr.double().cpu(), sizes), strict=True)),
+        values=dict(zip(names, torch.split(estimate.values.cpu().double(), sizes), strict=True)),
+        stderr=dict(zip(names, torch.split(estimate.stderr.cpu().double(), sizes), strict=True)),
         examples=estimate.examples,
         layers=tuple(maskable),
         model=fingerprint(model),

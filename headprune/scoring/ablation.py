@@ -19,7 +19,7 @@ def ablation(problem: Problem) -> Estimate:
 
     def losses() -> torch.Tensor:
         with torch.no_grad():
-            return torch.cat([problem.losses(batch).double().cpu() for batch, _ in problem.batches])
+            return torch.cat([problem.losses(batch).cpu().double() for batch, _ in problem.batches])
 
     dense = losses()
     problem.progress(1, steps)

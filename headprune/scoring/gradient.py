@@ -40,7 +40,7 @@ def gate_gradients(problem: Problem) -> Samples:
                 torch.zeros_like(gate) if g is None else g for g, gate in zip(gradients, gates.values(), strict=True)
             ]
             effects.append(torch.cat(rows, dim=1).double())
-            losses.append(loss.detach().double().cpu())
+            losses.append(loss.detach().cpu().double())
             problem.progress(i + 1, len(problem.batches))
     finally:
         for p in trainable:
