@@ -129,8 +129,9 @@ def load_model(
         model.to(where)
     model.eval()
     processor = _processor(source, kind, common) if with_processor else None
-    if kind.modality == "text" and processor is not None and model.config.pad_token_id is None:
-        model.config.pad_token_id = processor.pad_token_id  # GPT-2 as a classifier refuses batches without it
+    settings: Any = model.config
+    if kind.modality == "text" and processor is not None and settings.pad_token_id is None:
+        settings.pad_token_id = processor.pad_token_id  # GPT-2 as a classifier refuses batches without it
     return LoadedModel(model, processor, kind, source, Path(source.rstrip("/")).name or source)
 
 

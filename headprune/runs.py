@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shlex
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,31 @@ class RunFolder:
     @property
     def pruned(self) -> bool:
         return self.metrics_path.exists()
+
+    @contextmanager
+    def staging(self) -> Iterator[Path]:
+        """A folder inside for checkpoints until the run is complete; what stays in it is thrown away."""
+        path = self.path / f".staging-{os.getpid()}"
+        path.mkdir(parents=True)
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+            if not any(self.path.iterdir()):
+                self.path.rmdir()
+
+    def clear_pruned(self) -> None:
+        """Remove an earlier prune, so that its figures are never shown beside new ones."""
+        stale = [
+            self.metrics_path,
+            self.path / "tradeoff.png",
+            self.path / "latency.png",
+            *self.path.glob("plan*.json"),
+        ]
+        for path in stale:
+            path.unlink(missing_ok=True)
+        for path in self.path.glob("pruned-*"):
+            shutil.rmtree(path)
 
     def write_scores(self, scores: Sequence[HeadScores], run: dict[str, Any]) -> None:
         save_scores(self.scores_path, scores)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -127,6 +128,7 @@ def score_run(
             raise HeadPruneError(f"There is no scoring method {name!r}.", f"Choose from {', '.join(METHODS)}.")
     scene = open_scene(options, console)
     scores = _score_all(scene, methods, console)
+    folder.clear_pruned()
     folder.write_scores(scores, _run_document(scene, started, methods))
     report.write(folder)
     return scene, scores
@@ -238,23 +240,28 @@ def prune_run(
     with console.track("measuring the dense model") as progress:
         dense = evaluate(scene.model, scene.parts.report.batches(), progress)
 
-    results = []
+    results: list[Pruned] = []
     models = {"dense": scene.model}
-    for keep in counts:
-        chosen = _choose(plans[keep], curve, scene.metric)
-        results.append(_prune_one(scene, chosen, randoms, dense, folder, models, console))
-    timings = _time(scene, models, console)
-
-    metrics = {
-        "metric": scene.metric,
-        "dense": {
-            **_measured(dense, scene.metric), "parameters": latency.parameters(scene.model),
-            "flops": latency.flops(scene.model, _typical_input(scene)),
-        },
-        "budgets": [r.document for r in results],
-        "curve": curve,
-        "latency": timings,
-    }  # fmt: skip
+    with folder.staging() as staging:
+        for keep in counts:
+            chosen = _choose(plans[keep], curve, scene.metric)
+            path = staging / folder.checkpoint_path(keep).name
+            results.append(_prune_one(scene, chosen, randoms, dense, path, models, console))
+        metrics = {
+            "metric": scene.metric,
+            "dense": {
+                **_measured(dense, scene.metric),
+                "parameters": latency.parameters(scene.model),
+                "flops": latency.flops(scene.model, _typical_input(scene)),
+            },
+            "budgets": [r.document for r in results],
+            "curve": curve,
+            "latency": _time(scene, models, console),
+        }
+        # All is computed: from here on only files are written.
+        folder.clear_pruned()
+        for keep in counts:
+            (staging / folder.checkpoint_path(keep).name).replace(folder.checkpoint_path(keep))
     if source is None or folder.path != source.path:
         folder.write_scores(scores, run)
     for i, result in enumerate(results):
@@ -334,7 +341,7 @@ def _prune_one(
     chosen: PruningPlan,
     randoms: Sequence[HeadScores],
     dense: Measurement,
-    folder: RunFolder,
+    path: Path,
     models: dict[str, nn.Module],
     console: Console,
 ) -> Pruned:
@@ -342,8 +349,8 @@ def _prune_one(
         console.say(note)
     model = copy.deepcopy(scene.model)
     proof = prune(model, chosen, scene.example, layers=scene.layers)
-    path = checkpoint.save(
-        model, folder.checkpoint_path(chosen.asked), processor=scene.loaded.processor, overwrite=True,
+    checkpoint.save(
+        model, path, processor=scene.loaded.processor, overwrite=True,
         about={"task": scene.loaded.task.name, "from": scene.loaded.source},
     )  # fmt: skip
     # What is reported is what a user will load, not what is in memory.

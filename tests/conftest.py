@@ -19,7 +19,28 @@ from tests.zoo import randomise
 
 torch.set_num_threads(1)  # pytest-xdist runs two workers on two cores
 
-WORDS = ["good", "bad", "fine", "poor", "film", "plot", "a", "the", "is", "was", "very", "not", "great", "dull", "fun", "sad", "one", "two", "three", "four"]
+WORDS = [
+    "good",
+    "bad",
+    "fine",
+    "poor",
+    "film",
+    "plot",
+    "a",
+    "the",
+    "is",
+    "was",
+    "very",
+    "not",
+    "great",
+    "dull",
+    "fun",
+    "sad",
+    "one",
+    "two",
+    "three",
+    "four",
+]
 
 
 def tokenizer() -> tf.PreTrainedTokenizerFast:

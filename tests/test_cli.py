@@ -329,3 +329,24 @@ def test_hub_ids_go_through_the_hub(monkeypatch: pytest.MonkeyPatch, bert_folder
 def test_rows_are_named(bert_folder: Path, here: Path) -> None:
     write_jsonl(here / "data" / "train.jsonl", [{"text": "good film", "label": 7 if i == 3 else 1} for i in range(8)])
     assert "Row 3 of train: label 7" in run("score", bert_folder, "-d", here / "data", code=1).stderr
+
+
+def test_a_failed_prune_loses_nothing(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("prune", "-k", 4, "-q")
+    before = {p: p.read_bytes() for p in scored.rglob("*") if p.is_file()}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("headprune.latency.bench", full)
+    assert "No space left" in run("prune", "-k", 2, "-o", scored, "--overwrite", code=1).stderr
+    run("prune", "-k", 2, code=1)  # would have gone to a new folder
+    assert {p: p.read_bytes() for p in scored.rglob("*") if p.is_file()} == before
+    assert [p.name for p in scored.parent.iterdir()] == [scored.name]
+
+
+def test_scoring_again_leaves_no_figures_of_the_old_prune(scored: Path, bert_folder: Path, data_folder: Path) -> None:
+    run("prune", "-k", 4, "-q")
+    run("score", bert_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "-o", scored, "--overwrite", "-q")
+    assert {p.name for p in scored.iterdir()} == {"scores.json", "run.json", "report.md", "importance.png"}
+    assert "pruned" not in (scored / "report.md").read_text().split("## How it was measured")[0]

@@ -146,7 +146,9 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "masked-lm": sentences(12, seed=0),
     "causal-lm": sentences(12, seed=0),
-    "seq2seq": [{"document": f"{w} film is good", "summary": f"{w} good"} for w in ["one", "two", "three", "four", "a", "the"]],
+    "seq2seq": [
+        {"document": f"{w} film is good", "summary": f"{w} good"} for w in ["one", "two", "three", "four", "a", "the"]
+    ],
 }
 
 
