@@ -296,11 +296,12 @@ def demo(
         from headprune.runs import RunFolder, choose_folder
 
         folder = RunFolder(output or room.REPORT)
-        if folder.pruned and not overwrite and not any(p.suffix == ".tmp" for p in folder.path.glob("*")):
+        if room.was_run(folder) and not overwrite:
             console.result(f"The demo has been run: {folder.report_path}\nAgain: headprune demo --overwrite")
             console.document({"folder": str(folder.path), **(folder.read_metrics() or {})})
             return
-        folder = choose_folder(folder.path, "digits", overwrite)
+        # reports/digits is the demo's own: a checkout brings one made on another machine.
+        folder = choose_folder(folder.path, "digits", overwrite or output is None)
         with console.track("training a ViT on digits") as progress:
             model, data, accuracy = room.prepare(room.HOME, progress)
         console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
@@ -308,6 +309,7 @@ def demo(
         _, scores = workflow.score_run(options, _DEFAULT_METHODS, folder, console)
         _print_scores(console, scores)
         workflow.prune_run(options, room.KEEP, [], folder, folder, console)
+        room.remember(folder)
         metrics = folder.read_metrics()
         assert metrics is not None
         _print_results(console, metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from headprune import checkpoint
 from headprune.errors import HeadPruneError
 from headprune.jsonio import read_json, write_json
+from headprune.runs import RunFolder
 
 HOME = Path(".headprune") / "digits"
 REPORT = Path("reports") / "digits"
@@ -54,6 +56,21 @@ def prepare(home: Path, progress: Callable[[int, int], None]) -> tuple[Path, Pat
     checkpoint.save(model, model_path, processor=processor, overwrite=True, about={"task": "image-classification"})
     write_json(done, "demo", {"recipe": _RECIPE, "accuracy": accuracy})
     return model_path, data_path, accuracy
+
+
+def was_run(folder: RunFolder) -> bool:
+    """Whether the demo wrote this very report here, on this machine."""
+    mark = HOME / "run.json"
+    return mark.is_file() and folder.pruned and read_json(mark, "demo").get("report") == _hash_of(folder)
+
+
+def remember(folder: RunFolder) -> None:
+    """Note that the demo wrote this report."""
+    write_json(HOME / "run.json", "demo", {"report": _hash_of(folder)})
+
+
+def _hash_of(folder: RunFolder) -> str:
+    return hashlib.sha256(folder.metrics_path.read_bytes()).hexdigest()
 
 
 def _digits() -> tuple[Any, Any]:
