@@ -346,7 +346,7 @@ class _Journal:
                 new = groups
             elif _HEADS.search(name) and value == layer.num_heads:
                 new = heads
-            elif _HEAD_WIDTH.search(name):
+            elif _HEAD_WIDTH.search(name) and value == layer.head_dim:
                 continue
             elif is_width(name) and value == layer.num_heads * layer.head_dim:
                 new = heads * layer.head_dim

@@ -51,7 +51,7 @@ def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
         HeadPruneError: The model refuses the example, or it has no softmax attention.
     """
     tracer = _Tracer(model)
-    with evaluating(model), exact_attention(model), torch.enable_grad():
+    with evaluating(model), exact_attention(model), _attributes_kept(model), torch.enable_grad():
         tracer.index_parameters()
         with tracer.watching():
             try:
@@ -83,6 +83,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Take back what modules note about themselves, such as D2L's ``attention_weights``: it holds the traced graph."""
+    before = [(m, dict(m.__dict__)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+
+
 @dataclass
 class _LinearCall:
     """One call of a linear layer."""
@@ -93,14 +105,41 @@ class _LinearCall:
     leaf: Tensor  # its output, as the start of a new graph
 
 
+@dataclass(frozen=True)
+class _Heads:
+    """Where the heads are in a tensor: ``indices[h]`` of dimension ``dim``.
+
+    Four-dimensional attention has the heads in dimension 1; three-dimensional attention
+    (batch * heads, tokens, …), as OPT's time and D2L wrote it, mixes them with the batch in dimension 0.
+    """
+
+    dim: int
+    indices: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def plain(cls, count: int) -> _Heads:
+        return cls(1, tuple((h,) for h in range(count)))
+
+    def repeated(self, size: int) -> _Heads:
+        """The same heads in a tensor with fewer of them, each serving several (grouped keys and values)."""
+        repeat = max(1, len(self) // size) if self.dim == 1 else 1
+        return _Heads(self.dim, tuple(tuple(i // repeat for i in index) for index in self.indices))
+
+    def take(self, tensor: Tensor, head: int) -> Tensor:
+        return tensor.index_select(self.dim, torch.tensor(self.indices[head], device=tensor.device))
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
 @dataclass
 class _Attention:
     """One computation of softmax attention."""
 
     module: str
     running: tuple[str, ...]  # modules running at the call, outermost first
-    result: Tensor  # leaf: the attended values (SDPA) or the probabilities (softmax), heads in dimension 1
-    num_heads: int
+    result: Tensor  # leaf: the attended values (SDPA) or the probabilities (softmax)
+    heads: _Heads
     causal: bool
     fused: bool  # scaled_dot_product_attention, not softmax
     rows: dict[str, list[set[int]]] = field(default_factory=dict)  # projection -> head -> features
@@ -183,53 +222,71 @@ class _Tracer(TorchFunctionMode):
     def _on_sdpa(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         query, key, value, mask, _, is_causal = _sdpa_arguments(*args, **kwargs)
         result: Tensor = func(*args, **kwargs).detach().requires_grad_()
+        heads = self._heads(query)
         attention = _Attention(
-            self._attention_module(), tuple(self.running), result, query.shape[1] if query.ndim == 4 else 0,
+            self._attention_module(), tuple(self.running), result, heads or _Heads.plain(0),
             causal=is_causal or _is_causal_mask(mask), fused=True,
         )  # fmt: skip
         self.found.append(attention)
-        if query.ndim != 4:
-            attention.reason = f"its query has {query.ndim} dimensions, not (batch, heads, tokens, head_dim)"
+        if heads is None:
+            attention.reason = f"its query has shape {tuple(query.shape)}, in which no heads can be told apart"
             return result.clone()
-        heads = attention.num_heads
         attention.query_rows = self._rows(query, heads)
         _merge(attention.rows, attention.query_rows)
         for tensor in (key, value):
-            repeat = max(1, heads // tensor.shape[1])
-            _merge(attention.rows, self._rows(tensor, heads, repeat))
+            _merge(attention.rows, self._rows(tensor, heads.repeated(tensor.shape[1])))
         self._note_sources(attention, query, key)
         return result.clone()
 
     def _on_softmax(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         out: Tensor = func(*args, **kwargs)
         scores = args[0] if args else kwargs["input"]
-        if not out.is_floating_point() or out.ndim != 4 or not scores.requires_grad or out.shape[1] < 1:
+        if not out.is_floating_point() or not scores.requires_grad:
+            return out
+        heads = self._heads(scores)
+        if heads is None:
             return out
         result: Tensor = out.detach().requires_grad_()
         attention = _Attention(
-            self._attention_module(), tuple(self.running), result, out.shape[1],
-            causal=_is_upper_zero(out), fused=False,
-        )  # fmt: skip
+            self._attention_module(), tuple(self.running), result, heads, causal=_is_upper_zero(out), fused=False
+        )
         self.found.append(attention)
-        attention.query_rows = self._rows(scores, attention.num_heads)
+        attention.query_rows = self._rows(scores, heads)
         _merge(attention.rows, attention.query_rows)
         self._note_sources(attention, scores, scores)
         return result.clone()
 
     # -- reading the small graphs -----------------------------------------------------------
 
-    def _rows(self, tensor: Tensor, heads: int, repeat: int = 1) -> dict[str, list[set[int]]]:
-        """Which features of which projection each head (dimension 1 of ``tensor``) depends on."""
+    def _heads(self, tensor: Tensor) -> _Heads | None:
+        """Where the heads of queries or scores are; None where there are none to be told apart."""
+        if tensor.ndim == 4:
+            return _Heads.plain(tensor.shape[1]) if tensor.shape[1] else None
+        if tensor.ndim != 3 or not tensor.requires_grad:
+            return None
+        # (batch * heads, …): slices that read the same features of the projections are one head.
+        each = _Heads(0, tuple((i,) for i in range(tensor.shape[0])))
+        rows = self._rows(tensor, each)
+        groups: dict[frozenset[tuple[str, int]], list[int]] = {}
+        for i in range(len(each)):
+            used = frozenset((module, feature) for module, heads in rows.items() for feature in heads[i])
+            groups.setdefault(used, []).append(i)
+        if len(groups) < 2 or len({len(g) for g in groups.values()}) > 1:
+            return None  # a softmax over classes or experts, or one head
+        return _Heads(0, tuple(tuple(g) for g in groups.values()))
+
+    def _rows(self, tensor: Tensor, heads: _Heads) -> dict[str, list[set[int]]]:
+        """Which features of which projection each head of ``tensor`` depends on."""
         leaves = [leaf for leaf in _leaves(tensor) if id(leaf) in self.calls]
         rows: dict[str, list[set[int]]] = {}
         if not leaves:
             return rows
-        for h in range(heads):
-            part = tensor[:, h // repeat]
+        for h in range(len(heads)):
+            part = heads.take(tensor, h)
             gradients = torch.autograd.grad(part, leaves, self._noise(part), retain_graph=True, allow_unused=True)
             for leaf, gradient in zip(leaves, gradients, strict=True):
                 if gradient is not None:
-                    rows.setdefault(self.calls[id(leaf)].module, [set() for _ in range(heads)])[h] |= _used(gradient)
+                    rows.setdefault(self.calls[id(leaf)].module, [set() for _ in heads.indices])[h] |= _used(gradient)
         return rows
 
     def _match_output(self, owner: str, as_module: bool, source: Tensor) -> None:
@@ -247,9 +304,11 @@ class _Tracer(TorchFunctionMode):
                 continue
             cotangent = torch.zeros_like(source, requires_grad=True)
             (back,) = torch.autograd.grad(source, attention.result, cotangent, create_graph=True)
-            for h in range(attention.num_heads):
+            heads = attention.heads
+            for h, indices in enumerate(heads.indices):
                 tangent = torch.zeros_like(attention.result)
-                tangent[:, h] = self._noise(tangent[:, h])
+                where = torch.tensor(indices, device=tangent.device)
+                tangent.index_copy_(heads.dim, where, self._noise(heads.take(tangent, h)))
                 (forward,) = torch.autograd.grad(back, cotangent, tangent, retain_graph=True)
                 attention.columns.append(_used(forward))
             # What else enters W_O per head: the values of eager attention, gates on the output.
@@ -265,7 +324,7 @@ class _Tracer(TorchFunctionMode):
                     if gradient is None:
                         continue
                     module = self.calls[id(leaf)].module
-                    empty = [set[int]() for _ in range(attention.num_heads)]
+                    empty = [set[int]() for _ in heads.indices]
                     attention.rows.setdefault(module, empty)[h] |= _used(gradient)
 
     def _note_sources(self, attention: _Attention, query: Tensor, key: Tensor) -> None:
@@ -305,7 +364,7 @@ class _Tracer(TorchFunctionMode):
         return [self._layer(i, a) for i, a in enumerate(unique.values())]
 
     def _layer(self, index: int, attention: _Attention) -> AttentionLayer:
-        heads = attention.num_heads
+        heads = len(attention.heads)
         kind = "cross" if attention.cross else "decoder" if attention.causal else "encoder"
         reason = attention.reason or _separable(attention)
         output = None
@@ -359,8 +418,8 @@ def _separable(attention: _Attention) -> str:
         return f"a head does not reach the output projection {attention.output}"
     if _overlap(attention.columns):
         return f"the heads are mixed before the output projection {attention.output}"
-    if attention.num_heads > 1:
-        for h in range(attention.num_heads):
+    if len(attention.heads) > 1:
+        for h in range(len(attention.heads)):
             own = False
             for rows in attention.query_rows.values():
                 others = set.union(*(r for i, r in enumerate(rows) if i != h))

@@ -1,0 +1,94 @@
+"""Textbook classes are scored, masked and pruned without a rule."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import headprune as hp
+from tests.test_surgery import check
+from tests.textbook import BertSelfAttention, Classifier, D2LMultiHead, EncoderDecoder, LinearNames
+from tests.zoo import randomise
+
+
+def hidden(width: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(3, 6, width, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(length: int, seed: int) -> torch.Tensor:
+    ids = torch.randint(1, 30, (3, length), generator=torch.Generator().manual_seed(seed))
+    ids[1, -2:] = 0
+    return ids
+
+
+CLASSES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "linear names": lambda: (Classifier(LinearNames(), LinearNames(), 32, 3), hidden(32)),
+    "d2l": lambda: (Classifier(D2LMultiHead(), D2LMultiHead(bias=True), 32, 3), (hidden(32), torch.tensor([4, 6, 2]))),
+    "d2l without lengths": lambda: (Classifier(D2LMultiHead(), D2LMultiHead(), 32, 3), hidden(32)),
+    "encoder-decoder": lambda: (EncoderDecoder(), (tokens(7, 0), tokens(5, 1))),
+    "bert, two reshapes": lambda: (Classifier(BertSelfAttention(2), BertSelfAttention(2), 768, 1), hidden(768)),
+    "bert, one reshape": lambda: (Classifier(BertSelfAttention(1), BertSelfAttention(1), 768, 1), hidden(768)),
+}
+
+
+def made(name: str) -> tuple[nn.Module, Any]:
+    model, example = CLASSES[name]()
+    return randomise(model), example
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_found(name: str) -> None:
+    model, example = made(name)
+    layers = hp.find_attention(model, example)
+    assert all(layer.prunable for layer in layers), [layer.reason for layer in layers]
+    assert {(a.num_heads, a.head_dim) for a in layers} == {(12, 64) if "bert" in name else (4, 8)}
+    kinds = ["encoder"] * 2 + ["decoder", "cross"] * 2 if name == "encoder-decoder" else ["encoder"] * 2
+    assert [layer.kind for layer in layers] == kinds
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_pruned_some_and_all(name: str) -> None:
+    model, example = made(name)
+    layers = hp.find_attention(model, example)
+    check(model, example, {a.name: [0, 2] if i % 2 else [1] for i, a in enumerate(layers)})
+    check(model, example, {layers[0].name: list(range(layers[0].num_heads)), layers[-1].name: [1, 3]})
+    again = check(model, example, {layers[0].name: [0]})
+    check(again, example, {layers[0].name: [0, 1]})
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_scored(name: str) -> None:
+    model, example = made(name)
+    inputs = example if isinstance(example, tuple) else (example,)
+    labels = torch.randint(0, 3, (3,)) if name != "encoder-decoder" else tokens(5, 2)
+
+    def loss_fn(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if out.ndim == 2:
+            return F.cross_entropy(out, labels, reduction="none")
+        return F.cross_entropy(out.transpose(1, 2), labels, reduction="none").mean(dim=1)
+
+    for method in ("ablation", "gradient"):
+        whole = hp.score(model, [(inputs, labels)], method, loss_fn=loss_fn)
+        single = [(tuple(x[i : i + 1] for x in inputs), labels[i : i + 1]) for i in range(3)]
+        parts = hp.score(model, single, method, loss_fn=loss_fn)
+        torch.testing.assert_close(whole.flat(), parts.flat(), rtol=1e-3, atol=1e-5)
+
+
+def test_heads_first_in_the_batch_dimension() -> None:
+    """(heads * batch, …) instead of (batch * heads, …)."""
+
+    class HeadsFirst(D2LMultiHead):
+        def transpose_qkv(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.reshape(x.shape[0], x.shape[1], self.num_heads, -1).permute(2, 0, 1, 3)
+            return x.reshape(-1, x.shape[2], x.shape[3])
+
+        def transpose_output(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.reshape(self.num_heads, -1, x.shape[1], x.shape[2]).permute(1, 2, 0, 3)
+            return x.reshape(x.shape[0], x.shape[1], -1)
+
+    model = randomise(Classifier(HeadsFirst(), HeadsFirst(), 32, 3))
+    layers = hp.find_attention(model, hidden(32))
+    check(model, hidden(32), {layers[0].name: [1, 2], layers[1].name: [3]})
