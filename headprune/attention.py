@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ class AttentionLayer:
             self-attention) or ``"cross"``.
         num_heads: Query heads.
         num_kv_heads: Key/value heads (equal to ``num_heads`` without grouping).
+        groups: The query heads that share a key/value head; () where none do, or all do.
         head_dim: Width of one head's output, in features.
         prunable: Whether heads can be removed exactly, as far as the trace can tell. The last
             word is `headprune.prune`'s proof.
@@ -67,6 +68,7 @@ class AttentionLayer:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    groups: tuple[tuple[int, ...], ...] = ()
     prunable: bool = True
     reason: str = ""
     output_projection: HeadFeatures | None = None
@@ -85,13 +87,11 @@ class AttentionLayer:
     def units(self) -> tuple[tuple[int, ...], ...]:
         """The smallest sets of heads that can always be removed: heads, or key/value groups.
 
-        >>> AttentionLayer("a", 0, "decoder", 4, 2, 8).units
+        >>> AttentionLayer("a", 0, "decoder", 4, 2, 8, groups=((0, 1), (2, 3))).units
         ((0, 1), (2, 3))
         """
-        if self.num_kv_heads in (1, self.num_heads):  # one shared key/value head: queries go freely
-            return tuple((h,) for h in range(self.num_heads))
-        size = self.num_heads // self.num_kv_heads
-        return tuple(tuple(range(g * size, (g + 1) * size)) for g in range(self.num_kv_heads))
+        # Where all heads share one key/value head, queries go freely.
+        return self.groups or tuple((h,) for h in range(self.num_heads))
 
     def label(self, head: int) -> str:
         """The short address that people see, ``L3.H7``."""
@@ -110,7 +110,17 @@ class AttentionLayer:
         fields["output_projection"] = HeadFeatures.from_json(output) if output else None
         fields["projections"] = tuple(HeadFeatures.from_json(p) for p in data["projections"])
         fields["inner_modules"] = tuple(data["inner_modules"])
+        fields["groups"] = tuple(tuple(g) for g in data["groups"])
         return cls(**fields)
+
+
+_GHOSTS = "_headprune_ghosts"
+
+
+def ghosts(model: Any) -> set[str]:
+    """Layers of a pruned model whose heads all went, but that keep one head with zero output."""
+    names: set[str] = model.__dict__.setdefault(_GHOSTS, set())
+    return names
 
 
 def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLayer]) -> Heads:
@@ -124,6 +134,10 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
     """
     by_name = {layer.name: layer for layer in layers}
     checked: Heads = {}
+    if not isinstance(heads, Mapping):
+        raise HeadPruneError(
+            f"{type(heads).__name__} does not say which heads.", "Give a plan, or a dict {layer_name: [head, …]}."
+        )
     for name, indices in heads.items():
         if name not in by_name:
             known = ", ".join(list(by_name)[:3])
@@ -134,7 +148,11 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
                 else "It has none.",
             )
         layer = by_name[name]
-        listed = [int(h) for h in indices]
+        listed = list(indices) if isinstance(indices, Iterable) else [indices]
+        if not all(isinstance(h, int) for h in listed):
+            raise HeadPruneError(
+                f"Layer {name}: {indices!r} is no list of heads.", "Heads are whole numbers, such as [0, 3]."
+            )
         for h in listed:
             if not 0 <= h < layer.num_heads:
                 raise HeadPruneError(

@@ -76,6 +76,7 @@ def save(
             "class": f"{type(model).__module__}.{type(model).__qualname__}",
             "dtype": str(dtype).removeprefix("torch."),
             "weights": weights,
+            "attention": getattr(config, "_attn_implementation", None),
             "fingerprint": fingerprint(model),
             "removals": [removal.to_json() for removal in record(model)],
             "about": about or {},
@@ -100,28 +101,48 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
     Raises:
         HeadPruneError: Not such a folder, or its weights do not fit.
     """
-    from safetensors.torch import load_model
-
     path = Path(path)
     if not path.is_dir():
         raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that headprune saved.")
     sidecar = read_json(path / SIDECAR, "checkpoint")
-    dtype = getattr(torch, sidecar["dtype"])
-    skeleton = model if model is not None else _skeleton(path, sidecar["class"], dtype)
-    skeleton.to(dtype)
+    skeleton = model if model is not None else _skeleton(path, sidecar)
     try:
         for data in sidecar["removals"]:
             remove(skeleton, Removal.from_json(data))
-        load_model(skeleton, str(path / sidecar["weights"]), device=str(device))
+        _fill(skeleton, path / sidecar["weights"])
     except Exception as error:
         raise HeadPruneError(
             f"The weights in {path} do not fit {type(skeleton).__name__}: {first_line(error)}.",
-            "Load with the transformers version that saved it, or save it again.",
+            "Load with the transformers version that saved it, or pass an instance as it was built: "
+            "headprune.load(path, model=…).",
         ) from error
     skeleton.to(device).eval()
     if (now := fingerprint(skeleton)) != sidecar["fingerprint"]:
         raise HeadPruneError(f"The weights in {path} are not those that were saved ({now}).", "Save it again.")
     return skeleton
+
+
+def _fill(model: nn.Module, file: Path) -> None:
+    """Give every parameter and persistent buffer its saved values and type; all else stays as it was built.
+
+    A cast of the whole model would be shorter, and wrong: it would round buffers that are not saved, such as the
+    frequencies of rotary embeddings.
+    """
+    from safetensors.torch import load_file
+
+    state = load_file(str(file))
+    filled: set[int] = set()
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    if unknown := set(state) - set(own):
+        raise KeyError(f"there is no place for {sorted(unknown)[0]}")
+    for name, value in state.items():
+        if own[name].shape != value.shape:
+            raise ValueError(f"{name} has shape {tuple(own[name].shape)}, the file {tuple(value.shape)}")
+        own[name].data = value
+        filled.add(id(own[name]))
+    for name in model.state_dict():
+        if id(own[name]) not in filled:  # tied weights are saved once
+            raise KeyError(f"{name} is not in the file")
 
 
 def is_checkpoint(path: str | Path) -> bool:
@@ -136,8 +157,9 @@ def about(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def _skeleton(path: Path, qualified: str, dtype: torch.dtype) -> nn.Module:
+def _skeleton(path: Path, sidecar: dict[str, Any]) -> nn.Module:
     """The dense architecture, weights not yet meaningful."""
+    qualified = sidecar["class"]
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -156,10 +178,9 @@ def _skeleton(path: Path, qualified: str, dtype: torch.dtype) -> nn.Module:
             "Use the version that saved the model.",
         ) from None
     config = transformers.AutoConfig.from_pretrained(path)
-    build = getattr(cls, "_from_config", None) or cls
     # Weight initialisation costs more than everything else here, and every weight is overwritten.
     with no_init_weights():
-        instance: nn.Module = build(config)
+        instance: nn.Module = cls._from_config(config, attn_implementation=sidecar["attention"])
     instance.tie_weights()  # type: ignore[operator]
     return instance
 

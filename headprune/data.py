@@ -152,7 +152,7 @@ def load_parts(options: DataOptions, loaded: LoadedModel) -> Parts:
                 raise HeadPruneError(f"Row {row} of {split}: {error.args[0]}", error.hint) from None
             if feature is None:
                 continue
-            key = _hash({k: v for k, v in feature.items() if k not in _LABEL_KEYS})
+            key = _hash(encoder.identity(feature))
             if key in seen:
                 repeated += 1  # the same input in two parts would make them depend on each other
                 continue
@@ -303,6 +303,10 @@ class _Encoder:
         """Features of one example; None if it cannot be used."""
         raise NotImplementedError
 
+    def identity(self, feature: dict[str, Any]) -> Any:
+        """What makes two examples the same input."""
+        return {k: v for k, v in feature.items() if k not in _LABEL_KEYS}
+
     def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
         """A padded batch."""
         raise NotImplementedError
@@ -326,16 +330,23 @@ class _Encoder:
 
     @property
     def max_length(self) -> int:
-        limits = [self.options.max_length or 10**9, 512]
-        for limit in (
+        """Tokens per example: what was asked for, or 512, as far as the model allows."""
+        limits = [self.options.max_length or 512]
+        tokenizer, table = (
             getattr(self.processor, "model_max_length", None),
             getattr(self.config, "max_position_embeddings", None),
-        ):
-            if isinstance(limit, int) and 0 < limit < 10**6:
-                limits.append(limit)
-        if self.options.max_length and self.options.max_length > 512:
-            limits.remove(512)
+        )
+        if isinstance(tokenizer, int):
+            limits.append(tokenizer)
+        if isinstance(table, int) and table > 0:
+            limits.append(table - _first_position(self.model))
         return min(limits)
+
+
+def _first_position(model: Any) -> int:
+    """Rows of the position table that no token uses: RoBERTa starts after its padding index."""
+    tables = (m for n, m in model.named_modules() if n.endswith("position_embeddings"))
+    return max((t.padding_idx + 1 for t in tables if getattr(t, "padding_idx", None) is not None), default=0)
 
 
 class _Text(_Encoder):
@@ -444,6 +455,11 @@ class _TokenClassification(_Text):
 
 
 class _CausalLM(_Text):
+    def setup(self) -> None:
+        super().setup()
+        # Padding on the left would have the first word predicted from it, and shift every position after it.
+        self.processor.padding_side = "right"
+
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
         coded = self.tokens(example)
         if len(coded["input_ids"]) < 2:
@@ -472,6 +488,11 @@ class _MaskedLM(_Text):
         labels = [token if i in masked else IGNORED for i, token in enumerate(ids)]
         coded["input_ids"] = [self.processor.mask_token_id if i in masked else t for i, t in enumerate(ids)]
         return {**coded, "labels": labels}
+
+    def identity(self, feature: dict[str, Any]) -> Any:
+        """The text before it was masked."""
+        pairs = zip(feature["input_ids"], feature["labels"], strict=True)
+        return [token if label == IGNORED else label for token, label in pairs]
 
 
 class _QuestionAnswering(_Encoder):

@@ -7,17 +7,19 @@ import hashlib
 import torch
 from torch import nn
 
-_SAMPLES = 256
-
 
 def fingerprint(model: nn.Module) -> str:
-    """Hash of every parameter's name, shape and up to 256 evenly spaced values (cast to float32)."""
+    """Hash of every parameter and persistent buffer: name, shape, type and all of its bytes.
+
+    A sample would be quicker, but blind: an even stride over a weight matrix can miss every column but one.
+    """
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().reshape(-1)
-        digest.update(f"{name}:{tuple(parameter.shape)};".encode())
-        if flat.device.type != "meta":
-            # Whole-number steps: the same elements on every device.
-            sample = flat[:: max(1, flat.numel() // _SAMPLES)]
-            digest.update(sample.to("cpu", torch.float32).numpy().tobytes())
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+        where = tensor.data_ptr()
+        if tensor.device.type == "meta" or not tensor.numel() or where in seen:
+            continue  # no bytes, or those of a weight that is tied to this one
+        seen.add(where)
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]

@@ -21,6 +21,10 @@ from headprune.modules import exact_attention
 from headprune.trace import find_attention
 
 
+class RowsError(HeadPruneError):
+    """W_O sees rows that are not the batch's, so there cannot be one gate per example."""
+
+
 @contextmanager
 def gated(model: nn.Module, layers: Sequence[AttentionLayer], gates: Mapping[str, Tensor]) -> Iterator[None]:
     """Multiply heads' outputs by gates while the context lasts. No hook is left behind.
@@ -42,7 +46,7 @@ def gated(model: nn.Module, layers: Sequence[AttentionLayer], gates: Mapping[str
             if layer.output_projection is None:
                 raise HeadPruneError(f"Layer {name} cannot be masked: {layer.reason}.")
             module = model.get_submodule(layer.output_projection.module)
-            stack.callback(module.register_forward_pre_hook(_Gate(layer, gate)).remove)
+            stack.callback(module.register_forward_pre_hook(_Gate(layer, gate), with_kwargs=True).remove)
         yield
 
 
@@ -101,25 +105,35 @@ class _Gate:
         self.features = layer.output_projection.features
         self.owner: Tensor | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, *rest = args
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (self._gated(args[0]), *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, {**kwargs, name: self._gated(kwargs[name])}
+
+    def _gated(self, hidden: Tensor) -> Tensor:
         gate = self.gate.to(hidden.device, hidden.dtype)
         gate = torch.cat([gate, gate.new_ones(*gate.shape[:-1], 1)], dim=-1)
         factor = gate[..., self._owner_of(hidden)]  # [features] or [batch, features]
         if gate.ndim == 1:
-            return (hidden * factor, *rest)
+            return hidden * factor
         if hidden.shape[0] != gate.shape[0]:
             # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
             if hidden.shape[0] % gate.shape[0]:
-                raise HeadPruneError(
+                raise RowsError(
                     f"Layer {self.name}: {hidden.shape[0]} rows cannot be told apart as {gate.shape[0]} examples."
                 )
             factor = factor.repeat_interleave(hidden.shape[0] // gate.shape[0], dim=0)
-        return (hidden * factor.view(-1, *[1] * (hidden.ndim - 2), hidden.shape[-1]), *rest)
+        return hidden * factor.view(-1, *[1] * (hidden.ndim - 2), hidden.shape[-1])
 
     def _owner_of(self, hidden: Tensor) -> Tensor:
         """The head of each input feature of W_O; features of no head get the constant 1 behind the gates."""
         if self.owner is None or self.owner.device != hidden.device:
+            if max(map(max, self.features)) >= hidden.shape[-1]:
+                raise HeadPruneError(
+                    f"Layer {self.name} is not as it was traced: its output projection has only {hidden.shape[-1]} inputs.",
+                    "The model was pruned since; call find_attention again.",
+                )
             owner = torch.full((hidden.shape[-1],), len(self.features), dtype=torch.long)
             for head, columns in enumerate(self.features):
                 owner[list(columns)] = head

@@ -74,6 +74,29 @@ def variants(example: Example) -> list[Example]:
     return found
 
 
+def scrambled(example: Example, vocabulary: int) -> list[Example]:
+    """The example with random content: token ids below ``vocabulary``, or noise of the same spread."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(t: Tensor) -> Tensor:
+        return torch.randn(t.shape, generator=generator).to(t.device, t.dtype) * t.float().std().to(t.dtype)
+
+    if isinstance(example, Mapping):
+        changed = {}
+        for key, value in example.items():
+            if key == "input_ids" and isinstance(value, Tensor) and vocabulary:
+                ids = torch.randint(0, vocabulary, value.shape, generator=generator).to(value.device, value.dtype)
+                # The first few ids mostly mark padding and ends: they stay where they are, and stay away elsewhere.
+                changed[key] = torch.where((ids >= 5) & (value >= 5), ids, value)
+            elif key in ("pixel_values", "inputs_embeds", "input_features") and isinstance(value, Tensor):
+                changed[key] = noise(value)
+        return [{**example, **changed}] if changed else []
+    if isinstance(example, Tensor):
+        return [noise(example)] if example.is_floating_point() else []
+    first, *rest = example
+    return [(noise(first), *rest)] if isinstance(first, Tensor) and first.is_floating_point() else []
+
+
 def first_rows(value: Any, rows: int) -> Any:
     """The first ``rows`` rows of every tensor in a nested structure."""
     if isinstance(value, Tensor):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.inputs import Example, call, model_device, move, tensors
+from headprune.modules import exact_attention
 from headprune.trace import evaluating
 
 WARM_UP = 3
@@ -143,7 +144,10 @@ def flops(model: nn.Module, example: Example) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
     # The counter does not know the CPU's fused attention; the plain kernel does the same products.
-    with evaluating(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    # nn.TransformerEncoder's fused layer is unknown to it too: stand-ins keep to plain operations.
+    plain = sdpa_kernel(SDPBackend.MATH)
+    counter = FlopCounterMode(display=False)
+    with evaluating(model), exact_attention(model), torch.no_grad(), plain, counter:
         call(model, move(example, model_device(model)))
     return int(counter.get_total_flops())
 

@@ -6,6 +6,7 @@ example's own loss, so it is computed from the logits here, and checked once aga
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headprune.errors import HeadPruneError
-from headprune.inputs import call, first_rows, tensors
+from headprune.errors import HeadPruneError, first_line
+from headprune.inputs import call, tensors
 
 IGNORED = -100
 _LABELS = ("labels", "start_positions", "end_positions")
@@ -60,9 +61,7 @@ class ExampleLoss:
         """
         if self.loss_fn is None:
             self._check(batches[0])
-        if not self._one_by_one:
-            return list(batches)
-        return [_row(batch, i) for batch in batches for i in range(batch_size(batch))]
+        return [row for batch in batches for row in singles(batch)] if self._one_by_one else list(batches)
 
     def __call__(self, batch: Any) -> Tensor:
         """Losses ``[batch]``; differentiable under grad mode."""
@@ -70,18 +69,24 @@ class ExampleLoss:
             return self._custom(batch)
         if self._one_by_one:
             return self._own_loss(batch).reshape(1)
-        return self._outcome(batch).loss
+        loss = self._outcome(batch).loss
+        if loss.shape != (batch_size(batch),):
+            raise HeadPruneError(
+                f"The model gave {tuple(loss.shape)} losses for {batch_size(batch)} examples.",
+                "The first dimension of logits and labels must be the batch.",
+            )
+        return loss
 
     def outcome(self, batch: Any) -> Outcome:
-        """Losses and predictions."""
-        if self.loss_fn is not None or self._one_by_one:
-            loss = self(batch).detach()
-            return Outcome(loss, torch.ones_like(loss, dtype=torch.long), [], [])
+        """Cross-entropy and predictions, whatever loss the model was trained with."""
         return self._outcome(batch)
 
     def _custom(self, batch: Any) -> Tensor:
         assert self.loss_fn is not None
-        inputs, labels = batch
+        if isinstance(batch, Mapping):
+            inputs, labels = {k: v for k, v in batch.items() if k not in _LABELS}, batch.get("labels")
+        else:
+            inputs, labels = batch
         loss = self.loss_fn(call(self.model, inputs), labels)
         size = batch_size(batch)
         if not isinstance(loss, Tensor) or loss.shape != (size,):
@@ -114,11 +119,19 @@ class ExampleLoss:
                 'Give dicts with "labels", or pairs (inputs, labels) together with loss_fn=.',
             )
         _check_classes(self.model, batch)
-        one = _row(batch, 0)
+        one = singles(batch)[0]
         with torch.no_grad():
-            own = getattr(call(self.model, one), "loss", None)
-            if own is None:
+            if not _takes(self.model, "labels"):
                 return  # a plain module: the cross-entropy of its logits is all there is
+            try:
+                own = getattr(call(self.model, one), "loss", None)
+            except Exception as error:
+                raise HeadPruneError(
+                    f"The model does not take these labels: {type(error).__name__}: {first_line(error)}.",
+                    "Check their type and shape.",
+                ) from error
+            if own is None:
+                return
             try:
                 mine = self._outcome(one).loss[0]
             except Exception:  # whatever it is, this loss is not the usual one
@@ -129,22 +142,43 @@ class ExampleLoss:
 
 def batch_size(batch: Any) -> int:
     """Examples in a batch."""
+    if isinstance(batch, Mapping):  # not every tensor has the batch first: position_ids may be shared by all
+        named = (batch.get(name) for name in ("labels", "input_ids", "pixel_values", "input_features", "inputs_embeds"))
+        first = next((t for t in named if isinstance(t, Tensor) and t.ndim), None)
+        if first is not None:
+            return first.shape[0]
     found = [t for t in tensors(batch) if t.ndim]
     if not found:
         raise HeadPruneError("A batch holds no tensor.", "Give dicts of tensors, or pairs (inputs, labels).")
     return found[0].shape[0]
 
 
-def inputs_of(batch: Any, loss_fn: LossFn | None = None) -> Any:
-    """What the model is called with, without labels where it does not need them."""
-    if loss_fn is not None:
-        return batch[0]
+def inputs_of(model: nn.Module, batch: Any) -> Any:
+    """What the model is called with: without labels, where it does not take them."""
+    if not isinstance(batch, Mapping):
+        return batch[0] if isinstance(batch, tuple | list) else batch
+    return batch if _takes(model, "labels") else {k: v for k, v in batch.items() if k not in _LABELS}
+
+
+def singles(batch: Any) -> list[Any]:
+    """A batch as batches of one example."""
+    return [_row(batch, i, size) for size in [batch_size(batch)] for i in range(size)]
+
+
+def _row(batch: Any, i: int, size: int) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[i : i + 1] if batch.ndim and batch.shape[0] == size else batch
+    if isinstance(batch, Mapping):
+        return {k: _row(v, i, size) for k, v in batch.items()}
+    if isinstance(batch, tuple | list):
+        return tuple(_row(v, i, size) for v in batch)
     return batch
 
 
-def _row(batch: Mapping[str, Any], i: int) -> dict[str, Any]:
-    row: dict[str, Any] = first_rows({k: v[i:] if isinstance(v, Tensor) and v.ndim else v for k, v in batch.items()}, 1)
-    return row
+def _takes(model: nn.Module, name: str) -> bool:
+    """Whether ``forward`` has such an argument."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 def _shifts(model: nn.Module) -> bool:
@@ -212,6 +246,12 @@ def _check_classes(model: nn.Module, batch: Mapping[str, Any]) -> None:
     if not type(model).__name__.endswith("Classification"):
         return
     real = labels[labels != IGNORED]
+    if config.num_labels == 1 or getattr(config, "problem_type", None) == "multi_label_classification":
+        raise HeadPruneError(
+            "The labels are whole numbers, but the model's head wants real ones "
+            f"({'regression' if config.num_labels == 1 else 'several labels at once'}).",
+            "Pass them as floats.",
+        )
     if real.numel() and (int(real.max()) >= config.num_labels or int(real.min()) < 0):
         bad = int(real.max()) if int(real.max()) >= config.num_labels else int(real.min())
         raise HeadPruneError(

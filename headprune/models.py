@@ -111,8 +111,9 @@ def load_model(
     kind = _task(config, task, source)
     if pruned:
         model = checkpoint.load(source, device=where)
-        if dtype != "auto":
-            model.to(chosen)
+        if isinstance(chosen, torch.dtype) and dtype != "auto":
+            for parameter in model.parameters():  # not the buffers: rotary frequencies must not be rounded
+                parameter.data = parameter.data.to(chosen)
     else:
         auto = getattr(transformers, kind.auto_class)
         try:

@@ -140,7 +140,11 @@ def exact_attention(model: nn.Module) -> Iterator[None]:
     """Swap every module that needs a stand-in for it, and swap back, also on an exception."""
     stand_ins: dict[int, nn.Module] = {}
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    # Its nested tensors only work with the fused kernel that a stand-in avoids.
+    nested = [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
     try:
+        for encoder, _ in nested:
+            encoder.use_nested_tensor = False
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 if id(child) not in stand_ins:
@@ -154,6 +158,8 @@ def exact_attention(model: nn.Module) -> Iterator[None]:
     finally:
         for parent, name, child in reversed(swapped):
             parent._modules[name] = child
+        for encoder, used in nested:
+            encoder.use_nested_tensor = used
 
 
 def _linear(weight: Tensor, bias: Tensor | None, trainable: bool) -> nn.Linear:

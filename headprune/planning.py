@@ -110,7 +110,7 @@ def heads_to_keep(keep: Budget, total: int) -> int:
                 count = _share(keep, total)
         else:
             count = int(keep)
-    except (ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         raise wrong from None
     if count < 1:
         raise HeadPruneError(f"--keep {keep} leaves no head.", f"Keep at least 1 of the {total}.")
@@ -138,6 +138,8 @@ def plan(scores: HeadScores, keep: Budget) -> PruningPlan:
     Raises:
         HeadPruneError: A budget below what cannot be pruned, below 1 or above the total.
     """
+    if not scores.flat().isfinite().all():
+        raise HeadPruneError("Some scores are not finite, so heads cannot be ranked.", "Score the model again.")
     total = sum(layer.num_heads for layer in scores.layers)
     asked = heads_to_keep(keep, total)
     fixed = sum(layer.num_heads for layer in scores.layers if not layer.prunable)

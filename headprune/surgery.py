@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer, HeadFeatures, Heads, check_heads
+from headprune.attention import AttentionLayer, HeadFeatures, Heads, check_heads, ghosts
 from headprune.errors import HeadPruneError, PruneError, first_line
 from headprune.gates import mask
-from headprune.inputs import Example, call, model_device, move, tensors, variants
+from headprune.inputs import Example, call, model_device, move, scrambled, tensors, variants
 from headprune.modules import EmptyAttention, MultiheadAttention, convert
 from headprune.planning import PruningPlan
 from headprune.trace import evaluating, find_attention
@@ -91,6 +91,7 @@ def prune(
     layers = find_attention(model, example) if layers is None else layers
     drop = check_heads(plan.drop if isinstance(plan, PruningPlan) else plan, layers)
     touched = [layer for layer in layers if layer.name in drop]
+    modes = {layer.name: model.get_submodule(layer.name).training for layer in touched if layer.prunable}
     for layer in touched:
         _check_possible(layer, drop[layer.name])
 
@@ -102,22 +103,31 @@ def prune(
             journal = _Journal()
             difference, why = _attempt(model, journal, Removal(tuple(touched), drop, widths), reference, tolerance)
             if not why:
-                record(model).append(Removal(tuple(touched), drop, widths))
-                return Proof(difference, tolerance, len(reference), _ghosts(touched, drop))
+                break
             journal.undo()
             failures.append(why)
-        culprits = _culprits(model, touched, drop, [batch for batch, _ in reference], layers, tolerance)
-    names = ", ".join(c.name for c in culprits[:3]) or "these layers together"
-    raise PruneError(
-        f"The heads of {names} cannot be removed exactly: {failures[0]}. The model is unchanged.",
-        "Mask them instead (headprune.mask), or leave that layer out of the plan.",
-    )
+        else:
+            culprits = _culprits(model, touched, drop, [batch for batch, _ in reference], layers, tolerance)
+            names = ", ".join(c.name for c in culprits[:3]) or "these layers together"
+            raise PruneError(
+                f"The heads of {names} cannot be removed exactly: {failures[0]}. The model is unchanged.",
+                "Mask them instead (headprune.mask), or leave that layer out of the plan.",
+            )
+    for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of what it replaced
+        model.get_submodule(name).train(training)
+    _remember(model, Removal(tuple(touched), drop, widths))
+    return Proof(difference, tolerance, len(reference), _ghosts(touched, drop))
 
 
 def remove(model: nn.Module, removal: Removal) -> None:
     """Repeat a removal without a proof: for a skeleton whose weights are loaded afterwards."""
     _Journal().remove(model, removal)
+    _remember(model, removal)
+
+
+def _remember(model: nn.Module, removal: Removal) -> None:
     record(model).append(removal)
+    ghosts(model).update(_ghosts(removal.layers, removal.drop))
 
 
 def record(model: nn.Module) -> list[Removal]:
@@ -134,18 +144,21 @@ def record(model: nn.Module) -> list[Removal]:
 def _masked_answers(
     model: nn.Module, example: Example, drop: Heads, layers: Sequence[AttentionLayer]
 ) -> list[tuple[Example, list[Tensor]]]:
-    """Inputs of two shapes (one, if the model takes no other), each with the masked model's answers."""
+    """Inputs, each with the masked model's answers: the example, one of another shape, and one of random content.
+
+    An example whose tokens are all alike makes attention uniform, and so hides a wrong one.
+    """
     reference: list[tuple[Example, list[Tensor]]] = []
+    table = cast(Any, model).get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    vocabulary = table.num_embeddings if isinstance(table, nn.Embedding) else 0
     with mask(model, drop, layers=layers):
-        for candidate in (example, *variants(example)):
+        for candidate in (example, *variants(example)[:1], *scrambled(example, vocabulary)):
             try:
                 reference.append((candidate, answers(call(model, candidate))))
             except Exception:
                 if candidate is example:
                     raise
-                continue  # a model may refuse a shape that was only derived
-            if len(reference) == 2:
-                break
+                continue  # a model may refuse an input that was only derived
     if not any(torch.isfinite(t).any() for t in reference[0][1]):
         raise HeadPruneError("The masked model's outputs are not finite, so a prune cannot be proved on them.")
     return reference
@@ -224,12 +237,12 @@ def answers(output: Any) -> list[Tensor]:
 
 # -- the cut ----------------------------------------------------------------------------------
 
-# Which integers that equal heads * head_dim are to shrink with the heads: some models reshape by an
-# attribute that elsewhere means the model's width. Tried in this order; the proof picks.
+# Which integers that equal heads * head_dim are to shrink with the heads: some models reshape by them. As few as
+# possible, since one that only scales (a softmax by the square root of the width) must stay; the proof picks.
 _WIDTHS: dict[str, Callable[[str], bool]] = {
-    "all": lambda name: True,
-    "inner": lambda name: name not in {"embed_dim", "d_model", "hidden_size", "dim", "hidden_dim", "n_embd", "width"},
     "none": lambda name: False,
+    "inner": lambda name: name not in {"embed_dim", "d_model", "hidden_size", "dim", "hidden_dim", "n_embd", "width"},
+    "all": lambda name: True,
 }
 
 
@@ -237,7 +250,7 @@ def _check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:
     """Refuse what cannot be exact, with the way out."""
     if not layer.prunable:
         raise HeadPruneError(f"Layer {layer.name} cannot be pruned: {layer.reason}.")
-    if layer.num_kv_heads in (1, layer.num_heads):
+    if not layer.groups:
         return
     left = [len(set(unit) - set(dropped)) for unit in layer.units]
     if len({n for n in left if n}) > 1:
@@ -277,6 +290,9 @@ class _Journal:
         if stand_in is not None:
             self._replace_module(model, layer.name, stand_in)
             attention = stand_in
+            for name, outer in model.named_modules():
+                if isinstance(outer, nn.TransformerEncoder) and f"{layer.name}.".startswith(f"{name}." if name else ""):
+                    self._set(outer, "use_nested_tensor", False)  # it needs the fused kernel that is gone
         kept = [h for h in range(layer.num_heads) if h not in set(dropped)]
         ghost = not kept and layer.bypass == "ghost"
         if not kept and layer.bypass == "stub":
@@ -415,8 +431,8 @@ def _all_features(part: HeadFeatures) -> frozenset[int]:
 
 
 def _groups_left(layer: AttentionLayer, kept: Sequence[int]) -> int:
-    if layer.num_kv_heads == 1:
-        return 1
+    if not layer.groups:
+        return 1 if layer.num_kv_heads == 1 else len(kept)
     return sum(1 for unit in layer.units if set(unit) & set(kept))
 
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headprune.attention import AttentionLayer, HeadFeatures
+from headprune.attention import AttentionLayer, HeadFeatures, ghosts
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import Example, call, model_device, move, tensors
 from headprune.modules import EmptyAttention, MultiheadAttention, exact_attention
@@ -142,6 +142,7 @@ class _Attention:
     heads: _Heads
     causal: bool
     fused: bool  # scaled_dot_product_attention, not softmax
+    tokens: int  # queries; with one alone no direction can be seen
     rows: dict[str, list[set[int]]] = field(default_factory=dict)  # projection -> head -> features
     query_rows: dict[str, list[set[int]]] = field(default_factory=dict)
     cross: bool = False
@@ -161,7 +162,8 @@ class _Tracer(TorchFunctionMode):
         self.running: list[str] = []
         self.arguments: dict[str, set[int]] = {}
         self.results: dict[str, Any] = {}
-        self.owner: dict[int, str] = {}
+        self.owner: dict[int, str] = {}  # module by its weight's memory, so that weight.T is known too
+        self.cached: set[str] = set()  # modules that were given a cache
         self.calls: dict[int, _LinearCall] = {}  # by id of the leaf
         self.found: list[_Attention] = []
         self.generator = torch.Generator().manual_seed(0)
@@ -172,7 +174,7 @@ class _Tracer(TorchFunctionMode):
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
                 if parameter.ndim == 2:
-                    self.owner.setdefault(id(parameter), name)
+                    self.owner.setdefault(_memory(parameter), name)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -182,8 +184,9 @@ class _Tracer(TorchFunctionMode):
 
                 def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
                     self.running.append(name)
-                    given = {id(t) for t in tensors((args, kwargs))}
-                    self.arguments[name] = given
+                    self.arguments[name] = {id(t) for t in tensors((args, kwargs))}
+                    if any(v is not None and "past" in k for k, v in kwargs.items()):
+                        self.cached.add(name)
 
                 def leave(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
                     if self.running and self.running[-1] == name:
@@ -201,7 +204,8 @@ class _Tracer(TorchFunctionMode):
         if func in _SOFTMAX:
             return self._on_softmax(func, args, kwargs)
         if func in _LINEAR:
-            owner = next((self.owner[id(a)] for a in args if id(a) in self.owner), None)
+            weights = (_memory(a) for a in args if isinstance(a, Tensor) and a.ndim == 2)
+            owner = next((self.owner[w] for w in weights if w in self.owner), None)
             if owner is not None:
                 return self._on_linear(owner, func, args, kwargs)
         return func(*args, **kwargs)
@@ -209,7 +213,7 @@ class _Tracer(TorchFunctionMode):
     # -- the three events -------------------------------------------------------------------
 
     def _on_linear(self, owner: str, func: Any, args: Any, kwargs: Any) -> Tensor:
-        source = next((a for a in args if isinstance(a, Tensor) and not isinstance(a, nn.Parameter)), None)
+        source = next((a for a in args if isinstance(a, Tensor) and _memory(a) not in self.owner and a.ndim > 1), None)
         out: Tensor = func(*args, **kwargs)
         if source is None or not out.is_floating_point():
             return out
@@ -225,7 +229,7 @@ class _Tracer(TorchFunctionMode):
         heads = self._heads(query)
         attention = _Attention(
             self._attention_module(), tuple(self.running), result, heads or _Heads.plain(0),
-            causal=is_causal or _is_causal_mask(mask), fused=True,
+            causal=is_causal or _is_causal_mask(mask), fused=True, tokens=query.shape[-2],
         )  # fmt: skip
         self.found.append(attention)
         if heads is None:
@@ -248,8 +252,9 @@ class _Tracer(TorchFunctionMode):
             return out
         result: Tensor = out.detach().requires_grad_()
         attention = _Attention(
-            self._attention_module(), tuple(self.running), result, heads, causal=_is_upper_zero(out), fused=False
-        )
+            self._attention_module(), tuple(self.running), result, heads,
+            causal=_is_upper_zero(out), fused=False, tokens=out.shape[-2],
+        )  # fmt: skip
         self.found.append(attention)
         attention.query_rows = self._rows(scores, heads)
         _merge(attention.rows, attention.query_rows)
@@ -356,14 +361,25 @@ class _Tracer(TorchFunctionMode):
     # -- the result -------------------------------------------------------------------------
 
     def layers(self) -> list[AttentionLayer]:
-        unique: dict[str, _Attention] = {}
+        """One per attention module; several, where one module computes attention from several projections."""
+        unique: dict[str, list[_Attention]] = {}
         for attention in self.found:
             if not attention.fused and not attention.output and not attention.rows:
                 continue  # a softmax that is no attention, such as a router's
-            unique.setdefault(attention.module, attention)
-        return [self._layer(i, a) for i, a in enumerate(unique.values())]
+            known = unique.setdefault(attention.module, [])
+            same = next((a for a in known if a.rows == attention.rows), None)
+            if same is None:
+                known.append(attention)
+            elif (same.output, same.columns) != (attention.output, attention.columns):
+                same.reason = f"its result goes through two output projections, {same.output} and {attention.output}"
+                same.columns = []
+        made: list[AttentionLayer] = []
+        for calls in unique.values():
+            for number, attention in enumerate(calls, 1):
+                made.append(self._layer(len(made), attention, "" if number == 1 else f"#{number}"))
+        return made
 
-    def _layer(self, index: int, attention: _Attention) -> AttentionLayer:
+    def _layer(self, index: int, attention: _Attention, suffix: str) -> AttentionLayer:
         heads = len(attention.heads)
         kind = "cross" if attention.cross else "decoder" if attention.causal else "encoder"
         reason = attention.reason or _separable(attention)
@@ -371,12 +387,15 @@ class _Tracer(TorchFunctionMode):
         if attention.output and attention.columns and not _overlap(attention.columns):
             output = HeadFeatures(attention.output, tuple(tuple(sorted(c)) for c in attention.columns))
         projections, kv_heads = [], heads
+        groups: set[tuple[int, ...]] = set()
         for module, rows in attention.rows.items():
             shared = set.intersection(*rows) if heads > 1 else set()
             own = [r - shared for r in rows]  # features that all heads use stay (MQA, latent attention)
             if any(own):
                 projections.append(HeadFeatures(module, tuple(tuple(sorted(r)) for r in own)))
-                kv_heads = min(kv_heads, len({frozenset(r) for r in own}))
+                alike = {frozenset(r): tuple(h for h in range(heads) if own[h] == r) for r in own}
+                if len(alike) < kv_heads:
+                    kv_heads, groups = len(alike), set(alike.values())
             elif shared:
                 kv_heads = 1
         inner = tuple(n for n in attention.running if n == attention.module or n.startswith(attention.module + "."))
@@ -385,12 +404,22 @@ class _Tracer(TorchFunctionMode):
         bypass = "ghost"
         if isinstance(self.modules[attention.module], MultiheadAttention):
             bypass = "slice"
-        elif kind == "encoder" and shape is not None and not _has_other_weights(self.modules, attention):
+        elif (
+            kind == "encoder"
+            and attention.tokens > 1
+            and shape is not None
+            and attention.module not in self.cached
+            and not _has_other_weights(self.modules, attention)
+        ):
             bypass = "stub"
+        if suffix and not reason:
+            reason = f"{attention.module} computes several attentions, and their head counts cannot be told apart"
+        if attention.module in ghosts(self.model):
+            reason, output = "all of its heads were pruned; one stays with zero output, for the cache", None
         if not reason:
             reason = self._unsliceable(output, projections)
         return AttentionLayer(
-            name=attention.module, index=index, kind=kind, num_heads=heads, num_kv_heads=kv_heads,
+            name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=kv_heads, groups=tuple(sorted(groups)),
             head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
             output_projection=output, projections=tuple(projections), inner_modules=inner,
             bypass=bypass, output_arity=shape or 0, output_inside=inside,
@@ -449,6 +478,11 @@ def _used(gradient: Tensor) -> set[int]:
     """Indices of the last dimension that are not zero everywhere."""
     flat = gradient.detach().nan_to_num().reshape(-1, gradient.shape[-1])
     return set((flat != 0).any(dim=0).nonzero().flatten().tolist())
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where a tensor's numbers lie; the object itself for a meta tensor, which has none."""
+    return id(tensor) if tensor.device.type == "meta" else tensor.data_ptr()
 
 
 def _leaves(tensor: Tensor) -> list[Tensor]:

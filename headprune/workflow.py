@@ -236,9 +236,11 @@ def prune_run(
         )
         for i in range(RANDOM_DRAWS)
     ]
-    curve = _trade_off(scene, candidates, randoms, counts, total, console)
     with console.track("measuring the dense model") as progress:
         dense = evaluate(scene.model, scene.parts.report.batches(), progress)
+    if scene.metric not in dense.metrics:
+        raise HeadPruneError(f"The {scene.metric} of {options.model} cannot be read off its logits.", "Check --task.")
+    curve = _trade_off(scene, candidates, randoms, counts, total, console)
 
     results: list[Pruned] = []
     models = {"dense": scene.model}
@@ -358,9 +360,11 @@ def _prune_one(
     example = move(scene.example, next(model.parameters()).device)
     with torch.inference_mode():
         pairs = zip(answers(call(model, example)), answers(call(reloaded, example)), strict=True)
-        difference = max((a - b).abs().max().item() for a, b in pairs)
-    if difference > 0:
-        raise PruneError(f"{path} answers differently after reloading (by {difference:.2g}).", "Please report this.")
+        difference = max(((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
+    if difference > proof.tolerance:
+        raise PruneError(
+            f"The saved model answers differently after loading (by {difference:.2g}).", "Please report this."
+        )
     del model
     with console.track(f"measuring with {chosen.kept} heads") as progress:
         pruned = evaluate(reloaded, scene.parts.report.batches(), progress)

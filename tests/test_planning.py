@@ -12,7 +12,19 @@ from tests.zoo import bert, labelled
 
 
 def scores_of(shapes: list[tuple[int, int]], values: list[float], prunable: bool = True) -> hp.HeadScores:
-    layers = tuple(AttentionLayer(f"l{i}", i, "decoder", h, kv, 8, prunable, "") for i, (h, kv) in enumerate(shapes))
+    layers = tuple(
+        AttentionLayer(
+            f"l{i}",
+            i,
+            "decoder",
+            h,
+            kv,
+            8,
+            () if kv in (1, h) else tuple(tuple(range(g * h // kv, (g + 1) * h // kv)) for g in range(kv)),
+            prunable,
+        )
+        for i, (h, kv) in enumerate(shapes)
+    )
     split = torch.split(torch.tensor(values, dtype=torch.float64), [h for h, _ in shapes])
     return hp.HeadScores(
         "m", "u", {a.name: v for a, v in zip(layers, split, strict=True)}, {a.name: v * 0 for a, v in zip(layers, split, strict=True)},

@@ -60,6 +60,9 @@ def _findings(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[s
         yield _score_sentence(s)
     for a, b in combinations(real, 2):
         both = agreement(a, b)
+        if both.spearman != both.spearman:
+            yield f"{a.method.capitalize()} and {b.method} cannot be compared: one of them scores all heads alike."
+            continue
         word = "agree" if both.spearman > 0.7 else "agree in part" if both.spearman > 0.3 else "hardly agree"
         yield (
             f"{a.method.capitalize()} and {b.method} {word} on the order of the heads: Spearman {both.spearman:.2f}, "

@@ -65,7 +65,7 @@ def score(
     with evaluating(model):
         kept = losses.prepare(kept)
     if layers is None:
-        layers = find_attention(model, inputs_of(kept[0], loss_fn))
+        layers = find_attention(model, inputs_of(model, kept[0]))
     maskable = [layer for layer in layers if layer.maskable]
     if not maskable:
         raise HeadPruneError(f"No head of {type(model).__name__} can be masked: {layers[0].reason}.")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from headprune.errors import HeadPruneError
-from headprune.gates import gated
+from headprune.gates import RowsError, gated
+from headprune.loss import singles
 from headprune.scoring.base import Estimate, Problem, Samples, method
 
 
@@ -28,20 +32,14 @@ def gate_gradients(problem: Problem) -> Samples:
     for p in trainable:  # only the gates' gradients are wanted: this halves the backward pass
         p.requires_grad_(False)
     try:
-        for i, (batch, size) in enumerate(problem.batches):
-            gates = {
-                layer.name: torch.ones(size, layer.num_heads, dtype=torch.float32, requires_grad=True)
-                for layer in problem.layers
-            }
+        batches = problem.batches if _independent(problem) else _singles(problem)
+        for i, (batch, size) in enumerate(batches):
+            gates = _gates(problem, size)
             with torch.enable_grad(), gated(problem.model, problem.layers, gates):
                 loss = problem.losses(batch)
-                gradients = torch.autograd.grad(loss.sum(), list(gates.values()), allow_unused=True)
-            rows = [
-                torch.zeros_like(gate) if g is None else g for g, gate in zip(gradients, gates.values(), strict=True)
-            ]
-            effects.append(torch.cat(rows, dim=1).double())
+                effects.append(_rows(loss.sum(), gates).double())
             losses.append(loss.detach().cpu().double())
-            problem.progress(i + 1, len(problem.batches))
+            problem.progress(i + 1, len(batches))
     finally:
         for p in trainable:
             p.requires_grad_(True)
@@ -50,3 +48,35 @@ def gate_gradients(problem: Problem) -> Samples:
         row = int((~result.effects.isfinite()).any(dim=1).nonzero()[0])
         raise HeadPruneError(f"The gradient of example {row} is not finite.", "Leave it out, or use --dtype float32.")
     return result
+
+
+def _gates(problem: Problem, size: int) -> dict[str, Tensor]:
+    return {a.name: torch.ones(size, a.num_heads, requires_grad=True) for a in problem.layers}
+
+
+def _rows(loss: Tensor, gates: dict[str, Tensor]) -> Tensor:
+    """Derivative with respect to every gate, ``[batch, heads]``."""
+    gradients = torch.autograd.grad(loss, list(gates.values()), allow_unused=True)
+    pairs = zip(gradients, gates.values(), strict=True)
+    return torch.cat([torch.zeros_like(gate) if g is None else g for g, gate in pairs], dim=1)
+
+
+def _independent(problem: Problem) -> bool:
+    """Whether each example's loss depends on its own gates alone, tried on one batch.
+
+    A module that puts tokens before the batch would mix them up.
+    """
+    batch, size = max(problem.batches, key=lambda pair: pair[1])
+    if size == 1:
+        return True
+    gates = _gates(problem, size)
+    try:
+        with torch.enable_grad(), gated(problem.model, problem.layers, gates):
+            first = _rows(problem.losses(batch)[0], gates)
+    except RowsError:
+        return False
+    return not bool(first[1:].any())
+
+
+def _singles(problem: Problem) -> list[tuple[Any, int]]:
+    return [(row, 1) for batch, _ in problem.batches for row in singles(batch)]
