@@ -166,3 +166,47 @@ def test_the_sidecar_names_what_went(tmp_path: Path) -> None:
     hp.prune(model, {"bert.encoder.layer.0.attention.self": [1, 2]}, example)
     sidecar = json.loads((hp.save(model, tmp_path / "m") / "headprune.json").read_text())
     assert sidecar["removals"][0]["drop"] == {"bert.encoder.layer.0.attention.self": [1, 2]}
+
+
+def test_frequencies_are_not_rounded(tmp_path: Path) -> None:
+    """Rotary frequencies are buffers that no file holds: casting the whole model would round them."""
+    ZOO["llama"]()[0].save_pretrained(tmp_path / "dense")
+    model = tf.LlamaForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16)
+    example = {"input_ids": torch.randint(3, 90, (2, 40))}
+    hp.prune(model, {"model.layers.0.self_attn": [0, 1]}, example)
+    again = hp.load(hp.save(model, tmp_path / "m"))
+    assert again.model.rotary_emb.inv_freq.dtype == model.model.rotary_emb.inv_freq.dtype == torch.float32
+    with torch.no_grad():
+        assert torch.equal(again(**example).logits, model(**example).logits)
+
+
+def test_mixed_precision(tmp_path: Path) -> None:
+    """T5 keeps one projection in float32 when the rest is float16."""
+    ZOO["t5"]()[0].save_pretrained(tmp_path / "dense")
+    model = tf.T5ForConditionalGeneration.from_pretrained(tmp_path / "dense", dtype=torch.float16)
+    types = {n: p.dtype for n, p in model.named_parameters()}
+    assert len(set(types.values())) == 2
+    example = ZOO["t5"]()[1]
+    layers = hp.find_attention(model, example)
+    hp.prune(model, {layers[0].name: [0]}, example)
+    again = hp.load(hp.save(model, tmp_path / "m"))
+    assert {n: p.dtype for n, p in again.named_parameters()} == types
+
+
+def test_the_attention_implementation_is_kept(tmp_path: Path) -> None:
+    model, example = bert("eager")
+    hp.prune(model, {"bert.encoder.layer.0.attention.self": [1]}, example)
+    assert hp.load(hp.save(model, tmp_path / "m")).config._attn_implementation == "eager"
+
+
+def test_the_fingerprint_sees_every_number() -> None:
+    from headprune.fingerprint import fingerprint
+
+    model = torch.nn.Linear(768, 768)
+    before = fingerprint(model)
+    for i in range(0, 768 * 768, 99991):
+        with torch.no_grad():
+            model.weight.view(-1)[i] += 1e-3
+        now = fingerprint(model)
+        assert now != before
+        before = now

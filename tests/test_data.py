@@ -217,3 +217,43 @@ def test_whisper_and_its_sound(tmp_path: Path) -> None:
     scores = hp.score(model, parts.score.batches(2))
     assert [layer.kind for layer in scores.layers] == ["encoder"] * 2 + ["decoder", "cross"] * 2
     assert torch.isfinite(scores.flat()).all()
+
+
+def test_masked_texts_are_disjoint_too(tmp_path: Path) -> None:
+    rows = sentences(20, seed=0) * 5
+    loaded = LoadedModel(task_model("masked-lm"), tokenizer(), TASKS["masked-lm"], "x", "x")
+    write_jsonl(tmp_path / "d" / "train.jsonl", rows)
+    write_jsonl(tmp_path / "d" / "test.jsonl", sentences(20, seed=0)[:10] + sentences(20, seed=5))
+    write_jsonl(tmp_path / "d" / "validation.jsonl", sentences(20, seed=6))
+    parts = load_parts(DataOptions(str(tmp_path / "d"), limit=80), loaded)
+
+    def texts(part: Any) -> set[tuple[int, ...]]:
+        return {
+            tuple(t if label == -100 else label for t, label in zip(f["input_ids"], f["labels"], strict=True))
+            for f in part.features
+        }
+
+    assert not texts(parts.score) & texts(parts.report)
+    assert any("already been used" in note for note in parts.notes)
+
+
+def test_left_padding_does_not_reach_language_models(tmp_path: Path) -> None:
+    from headprune.evaluation import evaluate
+
+    left = tokenizer()
+    left.padding_side = "left"
+    loaded = LoadedModel(task_model("causal-lm"), left, TASKS["causal-lm"], "x", "x")
+    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", sentences(40, seed=0)))), loaded)
+    one, many = (evaluate(loaded.model, parts.report.batches(size)).metrics["perplexity"] for size in (1, 30))
+    assert one == pytest.approx(many, rel=1e-4)
+
+
+def test_roberta_has_fewer_positions_than_rows(tmp_path: Path) -> None:
+    config = tf.RobertaConfig(**common(pad_token_id=1, max_position_embeddings=18))
+    model = randomise(tf.RobertaForSequenceClassification(config))
+    loaded = LoadedModel(model, tokenizer(), TASKS["sequence-classification"], "x", "x")
+    long = " ".join(r["text"] for r in sentences(20, seed=1))
+    rows = [{**r, "text": f"{r['text']} {long}"} for r in sentences(30, seed=0)]
+    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", rows))), loaded)
+    assert max(parts.score.lengths()) == 16
+    hp.score(model, parts.score.batches(4))

@@ -101,3 +101,18 @@ def test_a_loss_that_is_not_finite() -> None:
         model.classifier.bias[0] = float("inf")
     with pytest.raises(hp.HeadPruneError, match="loss of example 0"):
         evaluate(model, [labelled(model, example)])
+
+
+def test_a_models_own_loss_does_not_change_its_perplexity() -> None:
+    import transformers as tf
+
+    from tests.zoo import _common, randomise
+
+    config = tf.MixtralConfig(**_common("sdpa", num_key_value_heads=2, num_local_experts=2, output_router_logits=True))
+    config.router_aux_loss_coef = 1.0
+    model = randomise(tf.MixtralForCausalLM(config))
+    batch = labelled(model, text(rows=4))
+    with_router = evaluate(model, [batch]).metrics
+    model.config.output_router_logits = False
+    without = evaluate(model, [batch]).metrics
+    assert with_router["perplexity"] == pytest.approx(without["perplexity"], rel=1e-4)

@@ -70,3 +70,11 @@ def test_shapes(batch: int, length: int) -> None:
     assert set(made) == {"input_ids", "attention_mask"}
     assert made["input_ids"].shape == made["attention_mask"].shape == (batch, length)
     assert made["attention_mask"].all()
+
+
+def test_flops_of_torch_encoders() -> None:
+    """The fused layer is unknown to PyTorch's counter."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), 1)
+    x = torch.randn(1, 6, 32)
+    projections, feed_forward, attention = 4 * 32 * 32, 2 * 32 * 48, 2 * 6 * 32
+    assert flops(encoder.eval(), x) == 2 * 6 * (projections + feed_forward + attention)

@@ -303,3 +303,71 @@ def test_vit_scores_are_of_loss() -> None:
     s = hp.score(model, [labelled(model, example)], "ablation")
     assert "nats" in s.unit
     assert s.examples == 3
+
+
+def test_the_batch_is_found_among_other_tensors() -> None:
+    model, _ = bert()
+    batch = labelled(model, text(rows=4))
+    odd = {"position_ids": torch.arange(9)[None], **batch}
+    a, b = hp.score(model, [odd]), hp.score(model, [batch])
+    assert a.examples == 4
+    torch.testing.assert_close(a.flat(), b.flat())
+
+
+class TokensFirst(nn.Module):
+    """Attention that works on (tokens, batch, width) inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.transpose(0, 1)
+        q, k, v = (p(x).unflatten(-1, (4, 4)).permute(1, 2, 0, 3) for p in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2)
+        return self.head((x + self.o(out)).mean(dim=0))
+
+
+@pytest.mark.parametrize("length", [7, 8])
+def test_tokens_before_the_batch(length: int) -> None:
+    """One gate per example cannot be given there, so examples go one by one."""
+    model = randomise(TokensFirst())
+    x, y = torch.randn(2, length, 16), torch.randint(0, 3, (2,))
+
+    def loss_fn(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out, labels, reduction="none")
+
+    batched = hp.score(model, [(x, y)], loss_fn=loss_fn)
+    single = hp.score(model, [(x[i : i + 1], y[i : i + 1]) for i in range(2)], loss_fn=loss_fn)
+    torch.testing.assert_close(batched.flat(), single.flat(), rtol=1e-4, atol=1e-6)
+    dicts = hp.score(model, [{"x": x, "labels": y}], loss_fn=loss_fn)
+    torch.testing.assert_close(dicts.flat(), single.flat(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_plain_module_with_dict_batches() -> None:
+    model = randomise(TokensFirst())
+    x, y = torch.randn(4, 5, 16), torch.randint(0, 3, (4,))
+    a = hp.score(model, [{"x": x, "labels": y}])
+    b = hp.score(model, [(x, y)], loss_fn=lambda out, labels: F.cross_entropy(out, labels, reduction="none"))
+    torch.testing.assert_close(a.flat(), b.flat())
+
+
+def test_scores_that_are_not_finite_make_no_plan() -> None:
+    model, example = bert()
+    s = hp.score(model, [labelled(model, example)])
+    s.values[s.layers[0].name][1] = float("nan")
+    with pytest.raises(hp.HeadPruneError, match="not finite"):
+        hp.plan(s, 4)
+
+
+def test_whole_labels_for_a_regression_head() -> None:
+    import transformers as tf
+
+    from tests.zoo import _common
+
+    model = randomise(tf.BertForSequenceClassification(tf.BertConfig(**_common("sdpa", num_labels=1))))
+    with pytest.raises(hp.HeadPruneError, match="Pass them as floats"):
+        hp.score(model, [{**text(), "labels": torch.tensor([0, 1, 1])}])
+    scores = hp.score(model, [{**text(), "labels": torch.tensor([0.0, 1.0, 1.0])}])
+    assert torch.isfinite(scores.flat()).all()

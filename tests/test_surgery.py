@@ -226,3 +226,74 @@ def test_torch_encoder_layouts(batch_first: bool, bias: bool) -> None:
     layers = hp.find_attention(model, x)
     pruned = check(model, x, {layers[0].name: [0, 2], layers[1].name: [0, 1, 2, 3]})
     assert pruned.encoder.layers[0].self_attn.num_heads == 2
+
+
+class Scaled(nn.Module):
+    """The tutorials' attention, whose softmax is scaled by the model's width: that number must not shrink."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_size, self.heads = 32, 4
+        self.queries, self.keys, self.values, self.fc_out = (nn.Linear(32, 32) for _ in range(4))
+        self.embed, self.head = nn.Embedding(50, 32), nn.Linear(32, 3)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        q, k, v = (p(x).reshape(*x.shape[:2], self.heads, 8) for p in (self.queries, self.keys, self.values))
+        energy = torch.einsum("nqhd,nkhd->nhqk", q, k)
+        weights = torch.softmax(energy / self.embed_size**0.5, dim=3)
+        return self.head(x + self.fc_out(torch.einsum("nhql,nlhd->nqhd", weights, v).flatten(2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_width_that_only_scales_stays(dtype: torch.dtype) -> None:
+    model = randomise(Scaled()).to(dtype)
+    alike = {"input_ids": torch.ones(2, 8, dtype=torch.long)}
+    layers = hp.find_attention(model, alike)
+    dense = copy.deepcopy(model)
+    hp.prune(model, {layers[0].name: [1, 2, 3]}, alike)
+    assert model.embed_size == 32
+    other = torch.randint(0, 50, (3, 9))
+    with torch.no_grad(), hp.mask(dense, {layers[0].name: [1, 2, 3]}, layers=layers):
+        torch.testing.assert_close(model(other), dense(other), rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=2e-2)
+
+
+def test_stale_layers_are_told() -> None:
+    model, example = bert()
+    layers = hp.find_attention(model, example)
+    hp.prune(model, {layers[0].name: [0]}, example)
+    with pytest.raises(hp.HeadPruneError, match="not as it was traced"):
+        hp.prune(model, {layers[0].name: [1]}, example, layers=layers)
+
+
+def test_nested_tensors_with_padding() -> None:
+    """PyTorch's encoder turns padded batches into nested tensors, which only its fused kernel takes."""
+    layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
+    model = randomise(nn.TransformerEncoder(layer, 2))
+    assert model.use_nested_tensor
+    x, padding = torch.randn(3, 6, 32), torch.zeros(3, 6, dtype=torch.bool)
+    padding[0, 4:] = True
+    example = {"src": x, "src_key_padding_mask": padding}
+    layers = hp.find_attention(model, x)
+    with torch.no_grad(), hp.mask(model, {"layers.1.self_attn": [0, 2]}, layers=layers):
+        masked = model(**example)
+    assert model.use_nested_tensor
+    hp.prune(model, {"layers.1.self_attn": [0, 2]}, x)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**example)[~padding], masked[~padding], rtol=1e-4, atol=1e-5)
+
+
+def test_new_modules_take_the_mode_of_the_old() -> None:
+    model = randomise(TorchEncoder()).train()
+    layers = hp.find_attention(model, torch.randn(2, 5, 32))
+    hp.prune(model, {layers[0].name: [0]}, torch.randn(2, 5, 32))
+    assert all(m.training for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    "plan", [None, [3], {"bert.encoder.layer.0.attention.self": 1.5}, {"bert.encoder.layer.0.attention.self": ["x"]}]
+)
+def test_what_is_no_plan(plan: object) -> None:
+    model, example = bert()
+    with pytest.raises(hp.HeadPruneError):
+        hp.prune(model, plan, example)  # type: ignore[arg-type]

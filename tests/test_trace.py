@@ -133,3 +133,103 @@ def test_layer_survives_json() -> None:
     model, example = llama()
     for layer in hp.find_attention(model, example):
         assert hp.AttentionLayer.from_json(layer.to_json()) == layer
+
+
+def test_one_token_cannot_tell_a_direction() -> None:
+    """A stub in place of a decoder's attention would break its cache, and one token looks like an encoder's."""
+    model, _ = gpt2()
+    one = {"input_ids": torch.tensor([[5], [6]])}
+    assert {layer.bypass for layer in hp.find_attention(model, one)} == {"ghost"}
+
+
+def test_a_result_with_two_output_projections() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.ModuleDict({n: nn.Linear(16, 16) for n in "qkv"})
+            self.o1, self.o2 = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def attend(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (self.attention[n](x).unflatten(-1, (4, 4)).transpose(1, 2) for n in "qkv")
+            return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.o1(self.attend(x)) + self.o2(self.attend(x))
+
+    model = Two()
+    (layer,) = hp.find_attention(model, torch.randn(2, 3, 16))
+    assert not layer.prunable
+    assert not layer.maskable
+    assert "two output projections" in layer.reason
+
+
+def test_two_attentions_in_one_module_are_both_told() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.ModuleDict({n: nn.Linear(16, 16) for n in ("q1", "k1", "v1", "o1", "q2", "k2", "v2", "o2")})
+
+        def attend(self, x: torch.Tensor, n: str) -> torch.Tensor:
+            q, k, v = (self.p[c + n](x).unflatten(-1, (4, 4)).transpose(1, 2) for c in "qkv")
+            return self.p["o" + n](nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attend(x + self.attend(x, "1"), "2")
+
+    layers = hp.find_attention(Both(), torch.randn(2, 3, 16))
+    assert [layer.output_projection.module for layer in layers] == ["p.o1", "p.o2"]
+    assert "several attentions" in layers[1].reason
+
+
+def test_interleaved_groups() -> None:
+    class Interleaved(nn.Module):
+        """Keys repeated as (0, 1, 0, 1), not (0, 0, 1, 1)."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.o = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = self.q(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+            k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2).repeat(1, 2, 1, 1) for p in (self.k, self.v))
+            return self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    model = nn.Sequential(Interleaved(), nn.Linear(16, 4))
+    x = torch.randn(2, 5, 16)
+    (layer,) = hp.find_attention(model, x)
+    assert layer.units == ((0, 2), (1, 3))
+    hp.prune(model, {"0": [0, 2]}, x)
+
+
+def test_a_transposed_weight_is_a_linear_layer() -> None:
+    """Falcon multiplies by ``weight.T`` instead of calling F.linear."""
+    config = tf.FalconConfig(
+        vocab_size=100, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, new_decoder_architecture=False,
+        multi_query=True, parallel_attn=True,
+    )  # fmt: skip
+    layers = hp.find_attention(randomise(tf.FalconForCausalLM(config)), text())
+    assert [layer.output_projection.module for layer in layers] == [
+        f"transformer.h.{i}.self_attention.dense" for i in range(2)
+    ]
+
+
+def test_a_ghost_is_no_head() -> None:
+    model, example = gpt2()
+    layers = hp.find_attention(model, example)
+    hp.prune(model, {layers[0].name: [0, 1, 2, 3]}, example)
+    first, *rest = hp.find_attention(model, example)
+    assert not first.prunable
+    assert not first.maskable
+    assert "zero output" in first.reason
+    assert sum(layer.num_heads for layer in rest) == 8
+
+
+def test_attributes_do_not_keep_the_trace() -> None:
+    class Noting(TorchEncoder):
+        def forward(self, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+            self.last = super().forward(x, padding)
+            return self.last
+
+    model = Noting()
+    hp.find_attention(model, torch.randn(2, 5, 32))
+    assert not hasattr(model, "last")
