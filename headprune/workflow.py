@@ -243,7 +243,7 @@ def prune_run(
     curve = _trade_off(scene, candidates, randoms, counts, total, console)
 
     results: list[Pruned] = []
-    models = {"dense": scene.model}
+    models: dict[int, nn.Module] = {}
     with folder.staging() as staging:
         for keep in counts:
             chosen = _choose(plans[keep], curve, scene.metric)
@@ -258,7 +258,7 @@ def prune_run(
             },
             "budgets": [r.document for r in results],
             "curve": curve,
-            "latency": _time(scene, models, console),
+            "latency": _time(scene, {"dense": scene.model, **_largest_first(models)}, console),
         }
         # All is computed: from here on only files are written.
         folder.clear_pruned()
@@ -344,7 +344,7 @@ def _prune_one(
     randoms: Sequence[HeadScores],
     dense: Measurement,
     path: Path,
-    models: dict[str, nn.Module],
+    models: dict[int, nn.Module],
     console: Console,
 ) -> Pruned:
     for note in chosen.notes:
@@ -375,10 +375,9 @@ def _prune_one(
             control.append(_masked(scene, plan(r, chosen.asked).drop, batches).metrics[scene.metric])
             progress(i + 1, len(randoms))
     change = compare(dense, pruned, scene.metric, scene.options.seed)
-    name = f"{chosen.kept} heads"
-    models[name] = reloaded
+    models[chosen.kept] = reloaded
     document = {
-        "name": name,
+        "name": _name_of(chosen.kept),
         "asked": chosen.asked,
         "kept": chosen.kept,
         "total": chosen.total,
@@ -394,6 +393,14 @@ def _prune_one(
         "checkpoint": path.name,
     }
     return Pruned(chosen, change, document)
+
+
+def _name_of(kept: int) -> str:
+    return f"{kept} heads"
+
+
+def _largest_first(models: dict[int, nn.Module]) -> dict[str, nn.Module]:
+    return {_name_of(kept): models[kept] for kept in sorted(models, reverse=True)}
 
 
 def _measured(measured: Measurement, metric: str) -> dict[str, Any]:
@@ -414,12 +421,12 @@ def _inputs(scene: Scene, batch: dict[str, Any]) -> dict[str, Any]:
 
 def _time(scene: Scene, models: dict[str, nn.Module], console: Console) -> dict[str, Any]:
     """Latency of the dense and every pruned model, with the bound: the model without (nearly) all heads."""
-    bound = None
+    bound, ghosts = None, 0
     everything = {layer.name: list(range(layer.num_heads)) for layer in scene.layers if layer.prunable}
     if latency.parameters(scene.model) < _BOUND_LIMIT:
         empty = copy.deepcopy(scene.model)
         try:
-            prune(empty, everything, scene.example, layers=scene.layers)
+            ghosts = len(prune(empty, everything, scene.example, layers=scene.layers).ghosts)
             bound = "no heads"
             models = {**models, bound: empty}
         except HeadPruneError as error:
@@ -431,7 +438,7 @@ def _time(scene: Scene, models: dict[str, nn.Module], console: Console) -> dict[
     with console.track("timing") as progress:
         rows = latency.bench(models, inputs, seed=scene.options.seed, progress=progress)
     typical = latency.example_shape(_typical_input(scene))[1]
-    return {"rows": [row.to_json() for row in rows], "bound": bound, "typical_length": typical}
+    return {"rows": [row.to_json() for row in rows], "bound": bound, "bound_ghosts": ghosts, "typical_length": typical}
 
 
 def _shapes(scene: Scene) -> list[tuple[int, int | None]]:

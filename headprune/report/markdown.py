@@ -55,6 +55,8 @@ def _findings(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[s
         for budget in metrics["budgets"]:
             yield _budget_sentence(budget, metrics, run)
         yield _speed_sentence(metrics)
+        if warning := _trained_on(metrics, run):
+            yield warning
     real = [s for s in scores if s.method != "random"]
     for s in real:
         yield _score_sentence(s)
@@ -85,6 +87,23 @@ def _budget_sentence(budget: dict[str, Any], metrics: dict[str, Any], run: dict[
         f"{change['examples']:,} examples goes from {_value(metric, before)} to {_value(metric, after)}: "
         f"{_change(metric, change)}: {verdict}. Random heads in the same number give {_value(metric, mean)} "
         f"(mean of {len(control)}, {_value(metric, min(control))} to {_value(metric, max(control))})."
+    )
+
+
+def _trained_on(metrics: dict[str, Any], run: dict[str, Any]) -> str:
+    """Does the dense model do far better where plans were chosen than where they are reported?"""
+    metric, dense = metrics["metric"], metrics["dense"]
+    chosen = next(p for p in metrics["curve"] if p["method"] == "dense")
+    lower = metric == "perplexity"
+    apart = chosen["high"] < dense["low"] if lower else chosen["low"] > dense["high"]
+    if not apart:
+        return ""
+    split = run["parts"]["choose"]["split"]
+    return (
+        f"**Caution:** the dense model's {metric} is {_value(metric, chosen['value'])} on the choosing part (`{split}`) and "
+        f"{_value(metric, dense['metrics'][metric])} on the reporting part, so it was probably trained on `{split}`. The "
+        "reported figures stand, but the choice between plans was made on examples that flatter the model; `--choose-split` "
+        "names another."
     )
 
 
@@ -222,7 +241,12 @@ def _latency(metrics: dict[str, Any], run: dict[str, Any]) -> str:
         lines += [
             "",
             f"“{latency['bound']}” is this model with every prunable head removed: no choice of heads can gain more. "
-            "Feed-forward layers, embeddings and the cost of launching operations stay as they are.",
+            "Feed-forward layers, embeddings and the cost of launching operations stay as they are."
+            + (
+                f" In {latency['bound_ghosts']} of its layers one head (or group) stays with zero output, for the cache."
+                if latency["bound_ghosts"]
+                else ""
+            ),
         ]
     return "\n".join(lines)
 
@@ -279,7 +303,7 @@ def _removed(metrics: dict[str, Any], scores: Sequence[HeadScores]) -> str:
         lines += [*(f"{note}\n" for note in b["notes"])]
     proofs = [b["proof"] for b in metrics["budgets"]]
     lines.append(
-        f"Proof: on {min(p['inputs'] for p in proofs)} inputs of different shape, each pruned model's outputs differ from "
+        f"Proof: on {min(p['inputs'] for p in proofs)} inputs of different shape and content, each pruned model's outputs differ from "
         f"the masked model's by at most {max(p['difference'] for p in proofs):.1e} of their largest value (allowed: "
         f"{proofs[0]['tolerance']:.0e}). Each saved folder was loaded again; its outputs differ from the model in memory "
         f"by {max(p['reload_difference'] for p in proofs):.1g}, and the figures above are the loaded model's."

@@ -1,0 +1,121 @@
+"""What the report says is what was measured, the bad news too."""
+
+import copy
+from typing import Any
+
+import torch
+
+import headprune as hp
+from headprune.attention import AttentionLayer
+from headprune.report import markdown
+
+LAYER = AttentionLayer("block.0.attn", 0, "encoder", 4, 4, 8)
+SPEED = {"ratio": 1.01, "low": 0.98, "high": 1.04, "verdict": "no measurable change"}
+TIMING = {"median": 2.0, "p95": 2.5, "runs": 20}
+
+
+def scores(values: list[float], method: str = "ablation") -> hp.HeadScores:
+    return hp.HeadScores(
+        method, "loss (nats)", {LAYER.name: torch.tensor(values, dtype=torch.float64)},
+        {LAYER.name: torch.full((4,), 0.01, dtype=torch.float64)}, 100, (LAYER,),
+    )  # fmt: skip
+
+
+RUN: dict[str, Any] = {
+    "commands": ["headprune score m -d d", "headprune prune --keep 2"],
+    "when": "today",
+    "seconds": [1.0, 2.0],
+    "options": {"model": "m", "seed": 0, "data": {"dataset": "d"}},
+    "environment": {
+        "headprune": "0", "python": "3", "torch": "2", "transformers": "5", "system": "Linux", "device": "cpu",
+        "device_name": "a CPU", "threads": 2,
+    },
+    "parts": {
+        "score": {"split": "train", "examples": 100}, "choose": {"split": "validation", "examples": 50},
+        "report": {"split": "test", "examples": 200},
+    },
+    "columns": {"text": "text"},
+    "notes": [],
+    "model": {
+        "class": "M", "task": "t", "metric": "accuracy", "dtype": "float32", "parameters": 1000, "fingerprint": "f",
+        "heads": 4, "layers": [{"name": LAYER.name, "prunable": True, "reason": ""}],
+    },
+}  # fmt: skip
+METRICS: dict[str, Any] = {
+    "metric": "accuracy",
+    "dense": {"metrics": {"accuracy": 0.8, "loss": 0.5}, "low": 0.75, "high": 0.85, "parameters": 1000, "flops": 5000},
+    "budgets": [
+        {
+            "name": "2 heads", "asked": 2, "kept": 2, "total": 4, "method": "ablation", "notes": [],
+            "drop": {LAYER.name: [1, 2]},
+            "pruned": {"metrics": {"accuracy": 0.7, "loss": 0.6}, "low": 0.64, "high": 0.76},
+            "change": {"value": -0.1, "low": -0.15, "high": -0.05, "p_value": 0.001, "verdict": "worse", "examples": 200},
+            "random": [0.5, 0.6, 0.7], "parameters": 900, "flops": 4000, "checkpoint": "pruned-2",
+            "proof": {"difference": 1e-7, "tolerance": 1e-4, "inputs": 3, "ghosts": [], "reload_difference": 0.0},
+        }
+    ],
+    "curve": [
+        {"method": "dense", "kept": 4, "asked": 4, "value": 0.81, "low": 0.74, "high": 0.88, "loss": 0.5},
+        {"method": "ablation", "kept": 2, "asked": 2, "value": 0.72, "low": 0.6, "high": 0.8, "loss": 0.6},
+        {"method": "random", "kept": 2, "asked": 2, "value": 0.5, "low": 0.4, "high": 0.6, "loss": 0.9},
+    ],
+    "latency": {
+        "bound": "no heads", "bound_ghosts": 0, "typical_length": 9,
+        "rows": [
+            {
+                "batch": 1, "length": 9, "timings": {"dense": TIMING, "2 heads": TIMING, "no heads": TIMING},
+                "speedups": {"2 heads": SPEED, "no heads": {**SPEED, "ratio": 1.2}},
+            }
+        ],
+    },
+}  # fmt: skip
+
+
+def render(metrics: dict[str, Any] | None = METRICS, *found: hp.HeadScores) -> str:
+    return markdown.render("run", RUN, found or (scores([0.3, 0.2, -0.1, 0.005]),), metrics)
+
+
+def test_figures_and_bad_news() -> None:
+    text = render()
+    assert "goes from 80.0 % to 70.0 %: -10.00 points (-15.00 to -5.00): **worse**" in text
+    assert "Random heads in the same number give 60.0 % (mean of 3, 50.0 % to 70.0 %)" in text
+    assert "**It is not measurably faster anywhere it was timed**" in text
+    assert "it would be 1.20 times as fast" in text
+    assert "900 (-10.0%)" in text
+    assert "1 of 4 heads are harmful beyond their standard error, and 1 cannot be told from 0" in text
+    assert "L0 (block.0.attn): H1, H2" in text
+    assert "Caution" not in text
+
+
+def test_no_measurable_change() -> None:
+    metrics = copy.deepcopy(METRICS)
+    metrics["budgets"][0]["change"] |= {"low": -0.15, "high": 0.01, "verdict": "no measurable change"}
+    assert "**no measurable change**" in render(metrics)
+
+
+def test_a_choosing_part_that_was_trained_on() -> None:
+    metrics = copy.deepcopy(METRICS)
+    metrics["curve"][0] |= {"value": 0.97, "low": 0.95, "high": 0.99}
+    assert "**Caution:** the dense model's accuracy is 97.0 % on the choosing part" in render(metrics)
+
+
+def test_scores_alone() -> None:
+    text = render(None)
+    assert "## Dense and pruned" not in text
+    assert "highest: L0.H0 0.3" in text
+
+
+def test_methods_that_agree_or_cannot_be_compared() -> None:
+    up, down, flat = scores([1, 2, 3, 4]), scores([4, 3, 2, 1], "gradient"), scores([1, 1, 1, 1], "gradient")
+    assert "hardly agree" in render(None, up, down)
+    assert "agree on the order of the heads: Spearman 1.00" in render(None, up, scores([1, 2, 3, 4], "gradient"))
+    assert "cannot be compared" in render(None, up, flat)
+
+
+def test_ghosts_are_told() -> None:
+    metrics = copy.deepcopy(METRICS)
+    metrics["budgets"][0]["proof"]["ghosts"] = [LAYER.name]
+    metrics["latency"]["bound_ghosts"] = 1
+    text = render(metrics)
+    assert f"keep one head (or group) with zero output, so that their cache works: {LAYER.name}" in text
+    assert "In 1 of its layers" in text
