@@ -101,7 +101,11 @@ def prune(
         failures = []
         for widths in _WIDTHS:
             journal = _Journal()
-            difference, why = _attempt(model, journal, Removal(tuple(touched), drop, widths), reference, tolerance)
+            try:
+                difference, why = _attempt(model, journal, Removal(tuple(touched), drop, widths), reference, tolerance)
+            except BaseException:  # an interrupt must not leave half a prune either
+                journal.undo()
+                raise
             if not why:
                 break
             journal.undo()
@@ -110,7 +114,7 @@ def prune(
             culprits = _culprits(model, touched, drop, [batch for batch, _ in reference], layers, tolerance)
             names = ", ".join(c.name for c in culprits[:3]) or "these layers together"
             raise PruneError(
-                f"The heads of {names} cannot be removed exactly: {failures[0]}. The model is unchanged.",
+                f"The heads of {names} cannot be removed exactly: {failures[-1]}. The model is unchanged.",
                 "Mask them instead (headprune.mask), or leave that layer out of the plan.",
             )
     for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of what it replaced

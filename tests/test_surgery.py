@@ -297,3 +297,17 @@ def test_what_is_no_plan(plan: object) -> None:
     model, example = bert()
     with pytest.raises(hp.HeadPruneError):
         hp.prune(model, plan, example)  # type: ignore[arg-type]
+
+
+def test_an_interrupted_prune_restores_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = bert()
+    layers = hp.find_attention(model, example)
+    before = {n: id(p) for n, p in model.named_parameters()}
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headprune.surgery._Journal._set_counts", stop)
+    with pytest.raises(KeyboardInterrupt):
+        hp.prune(model, {layers[0].name: [0]}, example)
+    assert {n: id(p) for n, p in model.named_parameters()} == before
