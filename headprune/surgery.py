@@ -153,10 +153,8 @@ def _masked_answers(
     An example whose tokens are all alike makes attention uniform, and so hides a wrong one.
     """
     reference: list[tuple[Example, list[Tensor]]] = []
-    table = cast(Any, model).get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    vocabulary = table.num_embeddings if isinstance(table, nn.Embedding) else 0
     with mask(model, drop, layers=layers):
-        for candidate in (example, *variants(example)[:1], *scrambled(example, vocabulary)):
+        for candidate in (example, *variants(example)[:1], *scrambled(example, _vocabulary(model))):
             try:
                 reference.append((candidate, answers(call(model, candidate))))
             except Exception:
@@ -166,6 +164,15 @@ def _masked_answers(
     if not any(torch.isfinite(t).any() for t in reference[0][1]):
         raise HeadPruneError("The masked model's outputs are not finite, so a prune cannot be proved on them.")
     return reference
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """How many tokens the model knows; 0 where it knows none, or does not say."""
+    try:
+        table = cast(Any, model).get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return 0
+    return table.num_embeddings if isinstance(table, nn.Embedding) else 0
 
 
 def _attempt(

@@ -311,3 +311,15 @@ def test_an_interrupted_prune_restores_the_model(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(KeyboardInterrupt):
         hp.prune(model, {layers[0].name: [0]}, example)
     assert {n: id(p) for n, p in model.named_parameters()} == before
+
+
+def test_a_model_that_does_not_name_its_embeddings() -> None:
+    """transformers raises NotImplementedError for some, CLIP among them."""
+
+    class Silent(Scaled):
+        def get_input_embeddings(self) -> nn.Module:
+            raise NotImplementedError
+
+    model = randomise(Silent())
+    example = {"input_ids": torch.randint(0, 50, (2, 6))}
+    hp.prune(model, {hp.find_attention(model, example)[0].name: [1]}, example)
