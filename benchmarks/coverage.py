@@ -60,7 +60,7 @@ SIZES = {
 LIMIT = 20  # seconds a type
 
 
-class TookTooLong(Exception):
+class TookTooLongError(Exception):
     pass
 
 
@@ -69,7 +69,7 @@ def limited(seconds: int) -> Iterator[None]:
     """Stop a build that would take all day."""
 
     def stop(*_: Any) -> None:
-        raise TookTooLong(f"took more than {seconds} s")
+        raise TookTooLongError(f"took more than {seconds} s")
 
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
@@ -152,7 +152,7 @@ def example_for(model: nn.Module, config: Any) -> dict[str, Any]:
             if all(torch.isfinite(t).all() for t in found):
                 return example
             errors.append("its outputs are not finite")
-        except TookTooLong:
+        except TookTooLongError:
             raise
         except Exception as error:
             errors.append(f"{type(error).__name__}: {first_line(error)}")
@@ -303,7 +303,10 @@ def main() -> None:
     types = options.only or sorted(CONFIG_MAPPING.keys())
     types = [t for t in types if CONFIG_MAPPING[t] in MODEL_MAPPING]
     started = time.monotonic()
-    rows = [examine(t) for t in track(types, description="model types", disable=not sys.stderr.isatty())]
+    rows = []
+    for model_type in track(types, description="model types", disable=not sys.stderr.isatty()):
+        rows.append(examine(model_type))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     if options.only:
         print(json.dumps(rows, indent=1))
         return

@@ -35,6 +35,45 @@ class HeadFeatures:
 
 
 @dataclass(frozen=True)
+class HeadTable:
+    """A parameter or buffer, not a projection's, with entries of its own for each head.
+
+    Relative position tables, attention sinks, slopes and scales are of this kind.
+
+    Attributes:
+        name: Qualified name of the tensor.
+        dim: The dimension that the heads lie along.
+        indices: ``indices[h]`` along ``dim`` belong to head ``h``.
+    """
+
+    name: str
+    dim: int
+    indices: tuple[tuple[int, ...], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "dim": self.dim, "indices": [_to_ranges(i) for i in self.indices]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> HeadTable:
+        return cls(data["name"], data["dim"], tuple(_from_ranges(text) for text in data["indices"]))
+
+
+@dataclass(frozen=True)
+class HeadArgument:
+    """An argument of the attention module that may hold something for each head, such as ALiBi's bias.
+
+    Attributes:
+        key: Its keyword, or its position.
+        dim: The dimension with as many entries as heads (times the batch, if ``folded``).
+        folded: Whether that dimension is (batch * heads).
+    """
+
+    key: str | int
+    dim: int
+    folded: bool
+
+
+@dataclass(frozen=True)
 class AttentionLayer:
     """One attention layer of a model, as `headprune.find_attention` found it.
 
@@ -53,6 +92,8 @@ class AttentionLayer:
         output_projection: W_O; its ``features`` are the input columns of each head.
         projections: Every other projection that holds features of single heads (query, key,
             value, a per-head gate, fused or separate).
+        tables: Parameters and buffers with entries of their own for each head.
+        arguments: Arguments whose shape says that they may hold something for each head; the proof tells.
         inner_modules: Modules that may hold head counts as integers: the attention module and
             those below it that were running when attention was computed.
         bypass: How the layer is taken out when all of its heads go. ``"stub"``: the attention
@@ -73,6 +114,8 @@ class AttentionLayer:
     reason: str = ""
     output_projection: HeadFeatures | None = None
     projections: tuple[HeadFeatures, ...] = ()
+    tables: tuple[HeadTable, ...] = ()
+    arguments: tuple[HeadArgument, ...] = ()
     inner_modules: tuple[str, ...] = ()
     bypass: str = "ghost"
     output_arity: int = 0
@@ -101,6 +144,7 @@ class AttentionLayer:
         fields = asdict(self)
         fields["output_projection"] = self.output_projection.to_json() if self.output_projection else None
         fields["projections"] = [p.to_json() for p in self.projections]
+        fields["tables"] = [t.to_json() for t in self.tables]
         return fields
 
     @classmethod
@@ -109,6 +153,8 @@ class AttentionLayer:
         output = data["output_projection"]
         fields["output_projection"] = HeadFeatures.from_json(output) if output else None
         fields["projections"] = tuple(HeadFeatures.from_json(p) for p in data["projections"])
+        fields["tables"] = tuple(HeadTable.from_json(t) for t in data["tables"])
+        fields["arguments"] = tuple(HeadArgument(**a) for a in data["arguments"])
         fields["inner_modules"] = tuple(data["inner_modules"])
         fields["groups"] = tuple(tuple(g) for g in data["groups"])
         return cls(**fields)

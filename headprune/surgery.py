@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer, HeadFeatures, Heads, check_heads, ghosts
+from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures, Heads, check_heads, ghosts
 from headprune.errors import HeadPruneError, PruneError, first_line
 from headprune.gates import mask
 from headprune.inputs import Example, call, model_device, move, scrambled, tensors, variants
@@ -54,14 +54,20 @@ class Removal:
     layers: tuple[AttentionLayer, ...]
     drop: Heads
     widths: str
+    cut_arguments: bool
 
     def to_json(self) -> dict[str, Any]:
-        return {"layers": [layer.to_json() for layer in self.layers], "drop": self.drop, "widths": self.widths}
+        return {
+            "layers": [layer.to_json() for layer in self.layers],
+            "drop": self.drop,
+            "widths": self.widths,
+            "cut_arguments": self.cut_arguments,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Removal:
         layers = tuple(AttentionLayer.from_json(d) for d in data["layers"])
-        return cls(layers, {k: list(v) for k, v in data["drop"].items()}, data["widths"])
+        return cls(layers, {k: list(v) for k, v in data["drop"].items()}, data["widths"], data["cut_arguments"])
 
 
 def prune(
@@ -99,10 +105,10 @@ def prune(
     with evaluating(model), torch.no_grad():
         reference = _masked_answers(model, move(example, model_device(model)), drop, layers)
         failures = []
-        for widths in _WIDTHS:
+        for removal in _ways(touched, drop):
             journal = _Journal()
             try:
-                difference, why = _attempt(model, journal, Removal(tuple(touched), drop, widths), reference, tolerance)
+                difference, why = _attempt(model, journal, removal, reference, tolerance)
             except BaseException:  # an interrupt must not leave half a prune either
                 journal.undo()
                 raise
@@ -119,7 +125,7 @@ def prune(
             )
     for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of what it replaced
         model.get_submodule(name).train(training)
-    _remember(model, Removal(tuple(touched), drop, widths))
+    _remember(model, removal)
     return Proof(difference, tolerance, len(reference), _ghosts(touched, drop))
 
 
@@ -218,9 +224,9 @@ def _culprits(
         alone = {layer.name: drop[layer.name]}
         with mask(model, alone, layers=layers):
             reference = [(batch, answers(call(model, batch))) for batch in inputs]
-        for widths in _WIDTHS:
+        for removal in _ways([layer], alone):
             journal = _Journal()
-            why = _attempt(model, journal, Removal((layer,), alone, widths), reference, tolerance)[-1]
+            why = _attempt(model, journal, removal, reference, tolerance)[-1]
             journal.undo()
             if not why:
                 break
@@ -257,6 +263,13 @@ _WIDTHS: dict[str, Callable[[str], bool]] = {
 }
 
 
+def _ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
+    """What a trace cannot decide, tried in this order; the proof picks."""
+    # An argument with as many entries as heads may be something for each head; where it is, leaving it fails.
+    arguments = (False, True) if any(layer.arguments for layer in layers) else (False,)
+    return [Removal(tuple(layers), drop, widths, cut) for cut in arguments for widths in _WIDTHS]
+
+
 def _check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:
     """Refuse what cannot be exact, with the way out."""
     if not layer.prunable:
@@ -291,10 +304,16 @@ class _Journal:
     def remove(self, model: nn.Module, removal: Removal) -> None:
         """Remove the heads of one `Removal`."""
         for layer in removal.layers:
-            self._remove_from(model, layer, removal.drop[layer.name], _WIDTHS[removal.widths])
+            is_width = _WIDTHS[removal.widths]
+            self._remove_from(model, layer, removal.drop[layer.name], is_width, removal.cut_arguments)
 
     def _remove_from(
-        self, model: nn.Module, layer: AttentionLayer, dropped: Sequence[int], is_width: Callable[[str], bool]
+        self,
+        model: nn.Module,
+        layer: AttentionLayer,
+        dropped: Sequence[int],
+        is_width: Callable[[str], bool],
+        cut_arguments: bool,
     ) -> None:
         attention = model.get_submodule(layer.name)
         stand_in = convert(attention)
@@ -314,6 +333,11 @@ class _Journal:
         assert layer.output_projection is not None
         for part in layer.projections:
             self._slice(model.get_submodule(part.module), _surviving(part, kept), output=True)
+        shares_bias = _shares_position_bias(attention)
+        for table in () if shares_bias else layer.tables:
+            owner, _, name = table.name.rpartition(".")
+            stay = _surviving(HeadFeatures(owner, table.indices), kept)
+            self._slice_parameter(model.get_submodule(owner), name, stay, table.dim)
         output = model.get_submodule(layer.output_projection.module)
         self._slice(output, _surviving(layer.output_projection, kept), output=False)
         if ghost:
@@ -326,8 +350,10 @@ class _Journal:
                 self._slice_parameter(attention, name, _surviving(key, kept), dim=2)
         for name in layer.inner_modules:
             self._set_counts(model.get_submodule(name), layer, len(kept), _groups_left(layer, kept), is_width)
-        if _shares_position_bias(attention):
+        if shares_bias:
             self._index_position_bias(attention, layer.num_heads, kept)
+        elif cut_arguments:
+            self._index_arguments(attention, layer, kept)
 
     def _slice(self, module: nn.Module, features: _Features, *, output: bool) -> None:
         """Keep some input or output features of a linear module."""
@@ -343,13 +369,14 @@ class _Journal:
             self._set(module, name, size)
 
     def _slice_parameter(self, module: nn.Module, name: str, features: _Features, dim: int) -> int:
-        old = module._parameters.get(name)
+        held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        old = held.get(name)
         if old is None:
             return 0
         index = features.index(old.shape[dim], old.device)
-        new = nn.Parameter(old.detach().index_select(dim, index), requires_grad=old.requires_grad)
-        module._parameters[name] = new
-        self._undo.append(lambda: module._parameters.__setitem__(name, old))
+        new: Tensor = old.detach().index_select(dim, index)
+        held[name] = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+        self._undo.append(lambda: held.__setitem__(name, old))
         return new.shape[dim]
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
@@ -419,6 +446,43 @@ class _Journal:
             bias = _SharedPositionBias(earlier.original, earlier.num_heads, [earlier.kept[h] for h in kept])
         self._set(attention, "_headprune_bias", bias)
         self._set(attention, "compute_bias", bias.compute)
+
+    def _index_arguments(self, attention: nn.Module, layer: AttentionLayer, kept: Sequence[int]) -> None:
+        earlier: _HeadArguments | None = attention.__dict__.get("_headprune_arguments")
+        if earlier is None:
+            own = _HeadArguments(layer.arguments, layer.num_heads, list(kept))
+            self._undo.append(attention.register_forward_pre_hook(_take_own_arguments, with_kwargs=True).remove)
+        else:  # heads of a second prune count within what the first one kept
+            own = _HeadArguments(earlier.arguments, earlier.num_heads, [earlier.kept[h] for h in kept])
+        self._set(attention, "_headprune_arguments", own)
+
+
+@dataclass(frozen=True)
+class _HeadArguments:
+    """Which entries of its arguments a pruned attention module takes."""
+
+    arguments: tuple[HeadArgument, ...]
+    num_heads: int
+    kept: list[int]
+
+    def take(self, value: Any, argument: HeadArgument) -> Any:
+        if not isinstance(value, Tensor) or value.ndim <= argument.dim or value.shape[argument.dim] % self.num_heads:
+            return value
+        if argument.folded:  # (batch * heads, …)
+            return value.unflatten(0, (-1, self.num_heads))[:, self.kept].flatten(0, 1)
+        return value.index_select(argument.dim, torch.tensor(self.kept, device=value.device))
+
+
+def _take_own_arguments(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    own: _HeadArguments = attention.__dict__["_headprune_arguments"]
+    positional = list(args)
+    for argument in own.arguments:
+        if isinstance(argument.key, int):
+            if argument.key < len(positional):
+                positional[argument.key] = own.take(positional[argument.key], argument)
+        elif argument.key in kwargs:
+            kwargs = {**kwargs, argument.key: own.take(kwargs[argument.key], argument)}
+    return tuple(positional), kwargs
 
 
 @dataclass(frozen=True)

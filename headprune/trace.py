@@ -7,6 +7,8 @@ linear layers is small, and derivatives in it say which features belong to which
 * differentiate head ``h`` of the query, key and value (or of the eager scores) with respect to each
   linear's output: the non-zero columns are that head's rows of that projection. Fused and interleaved
   QKV, rotary embeddings and repeated key/value heads all read alike;
+* differentiate it with respect to the parameters and buffers too: one that each head reads in places of
+  its own (a relative position table, a sink, a slope) is cut there;
 * the first linear whose input depends on the attention's result is W_O, and the forward derivative
   (by differentiating twice) of its input with respect to head ``h`` gives that head's columns.
 
@@ -25,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headprune.attention import AttentionLayer, HeadFeatures, ghosts
+from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures, HeadTable, ghosts
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import Example, call, model_device, move, tensors
 from headprune.modules import EmptyAttention, MultiheadAttention, exact_attention
@@ -51,7 +53,13 @@ def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
         HeadPruneError: The model refuses the example, or it has no softmax attention.
     """
     tracer = _Tracer(model)
-    with evaluating(model), exact_attention(model), _attributes_kept(model), torch.enable_grad():
+    with (
+        evaluating(model),
+        exact_attention(model),
+        _attributes_kept(model),
+        _all_differentiable(model),
+        torch.enable_grad(),
+    ):
         tracer.index_parameters()
         with tracer.watching():
             try:
@@ -81,6 +89,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def _all_differentiable(model: nn.Module) -> Iterator[None]:
+    """Let every parameter and floating-point buffer start a graph, frozen or not."""
+    every = {id(t): t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and t.is_leaf}
+    before = [(t, t.requires_grad) for t in every.values()]
+    try:
+        for t, _ in before:
+            t.requires_grad_(True)
+        yield
+    finally:
+        for t, required in before:
+            t.requires_grad_(required)
 
 
 @contextmanager
@@ -145,8 +167,8 @@ class _Attention:
     tokens: int  # queries; with one alone no direction can be seen
     rows: dict[str, list[set[int]]] = field(default_factory=dict)  # projection -> head -> features
     query_rows: dict[str, list[set[int]]] = field(default_factory=dict)
+    tables: dict[tuple[str, int], list[set[int]]] = field(default_factory=dict)  # (tensor, dim) -> head -> indices
     cross: bool = False
-    num_kv_heads: int = 0
     output: str = ""
     columns: list[set[int]] = field(default_factory=list)
     reason: str = ""
@@ -163,6 +185,8 @@ class _Tracer(TorchFunctionMode):
         self.arguments: dict[str, set[int]] = {}
         self.results: dict[str, Any] = {}
         self.owner: dict[int, str] = {}  # module by its weight's memory, so that weight.T is known too
+        self.tensors: dict[int, str] = {}  # names of parameters and buffers
+        self.given: dict[str, dict[str | int, Tensor]] = {}  # module -> argument -> floating-point tensor
         self.cached: set[str] = set()  # modules that were given a cache
         self.calls: dict[int, _LinearCall] = {}  # by id of the leaf
         self.found: list[_Attention] = []
@@ -171,6 +195,8 @@ class _Tracer(TorchFunctionMode):
     def index_parameters(self) -> None:
         """Remember which module owns which weight matrix (after stand-ins are in place)."""
         self.modules = dict(self.model.named_modules())
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            self.tensors[id(tensor)] = name
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
                 if parameter.ndim == 2:
@@ -185,6 +211,10 @@ class _Tracer(TorchFunctionMode):
                 def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
                     self.running.append(name)
                     self.arguments[name] = {id(t) for t in tensors((args, kwargs))}
+                    every = {**dict(enumerate(args)), **kwargs}
+                    self.given[name] = {
+                        k: v for k, v in every.items() if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 2
+                    }
                     if any(v is not None and "past" in k for k, v in kwargs.items()):
                         self.cached.add(name)
 
@@ -239,6 +269,9 @@ class _Tracer(TorchFunctionMode):
         _merge(attention.rows, attention.query_rows)
         for tensor in (key, value):
             _merge(attention.rows, self._rows(tensor, heads.repeated(tensor.shape[1])))
+        self._note_tables(attention, query)
+        if mask is not None and mask.requires_grad and mask.ndim == query.ndim and mask.shape[1] == query.shape[1]:
+            self._note_tables(attention, mask)
         self._note_sources(attention, query, key)
         return result.clone()
 
@@ -257,6 +290,7 @@ class _Tracer(TorchFunctionMode):
         )  # fmt: skip
         self.found.append(attention)
         attention.query_rows = self._rows(scores, heads)
+        self._note_tables(attention, scores)
         _merge(attention.rows, attention.query_rows)
         self._note_sources(attention, scores, scores)
         return result.clone()
@@ -293,6 +327,42 @@ class _Tracer(TorchFunctionMode):
                 if gradient is not None:
                     rows.setdefault(self.calls[id(leaf)].module, [set() for _ in heads.indices])[h] |= _used(gradient)
         return rows
+
+    def _note_tables(self, attention: _Attention, tensor: Tensor) -> None:
+        """Parameters and buffers in which each head of ``tensor`` has entries of its own."""
+        leaves = [leaf for leaf in _leaves(tensor) if id(leaf) in self.tensors and leaf.ndim]
+        if not leaves or len(attention.heads) < 2:
+            return
+        used: dict[tuple[str, int], list[set[int]]] = {}
+        for h in range(len(attention.heads)):
+            part = attention.heads.take(tensor, h)
+            gradients = torch.autograd.grad(part, leaves, self._noise(part), retain_graph=True, allow_unused=True)
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                if gradient is None:
+                    continue
+                for dim in range(leaf.ndim):
+                    empty = [set[int]() for _ in attention.heads.indices]
+                    along = _used(gradient.movedim(dim, -1))
+                    used.setdefault((self.tensors[id(leaf)], dim), empty)[h] |= along
+        for key, heads in used.items():
+            if all(heads) and not _overlap(heads):
+                attention.tables[key] = heads
+
+    def _head_arguments(self, attention: _Attention) -> tuple[HeadArgument, ...]:
+        """Arguments of the attention module with a dimension for the heads."""
+        heads = len(attention.heads)
+        hidden = {id(call.source) for call in self.calls.values()}  # what is projected is no bias
+        found = []
+        for key, tensor in self.given.get(attention.module, {}).items():
+            dim = 1 if tensor.ndim == 4 else 0
+            if heads < 2 or tensor.ndim > 4 or id(tensor) in hidden:
+                continue
+            batch = attention.result.shape[0] // (1 if attention.heads.dim else heads)
+            if tensor.shape[dim] == heads:
+                found.append(HeadArgument(key, dim, False))
+            elif dim == 0 and tensor.shape[0] == batch * heads:
+                found.append(HeadArgument(key, dim, True))
+        return tuple(found)
 
     def _match_output(self, owner: str, as_module: bool, source: Tensor) -> None:
         """If ``source``, a linear's input, depends on an attention's result, that linear is its W_O."""
@@ -398,7 +468,16 @@ class _Tracer(TorchFunctionMode):
                     kv_heads, groups = len(alike), set(alike.values())
             elif shared:
                 kv_heads = 1
-        inner = tuple(n for n in attention.running if n == attention.module or n.startswith(attention.module + "."))
+        tables = tuple(
+            HeadTable(name, dim, tuple(tuple(sorted(i)) for i in indices))
+            for (name, dim), indices in attention.tables.items()
+            # One that other layers read too must stay whole.
+            if f"{name}.".startswith(f"{attention.module}.") and sum((name, dim) in a.tables for a in self.found) == 1
+        )
+        owners = tuple(t.name.rpartition(".")[0] for t in tables)
+        inner = owners + tuple(
+            n for n in attention.running if n == attention.module or n.startswith(attention.module + ".")
+        )
         shape = self.results.get(attention.module)
         inside = attention.output.startswith(attention.module + ".") if attention.module else True
         bypass = "ghost"
@@ -421,7 +500,8 @@ class _Tracer(TorchFunctionMode):
         return AttentionLayer(
             name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=kv_heads, groups=tuple(sorted(groups)),
             head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
-            output_projection=output, projections=tuple(projections), inner_modules=inner,
+            output_projection=output, projections=tuple(projections), tables=tables,
+            arguments=self._head_arguments(attention), inner_modules=tuple(dict.fromkeys(inner)),
             bypass=bypass, output_arity=shape or 0, output_inside=inside,
         )  # fmt: skip
 
