@@ -469,7 +469,7 @@ class _HeadArguments:
         if not isinstance(value, Tensor) or value.ndim <= argument.dim or value.shape[argument.dim] % self.num_heads:
             return value
         if argument.folded:  # (batch * heads, …)
-            return value.unflatten(0, (-1, self.num_heads))[:, self.kept].flatten(0, 1)
+            return value.reshape(-1, self.num_heads, *value.shape[1:])[:, self.kept].flatten(0, 1)
         return value.index_select(argument.dim, torch.tensor(self.kept, device=value.device))
 
 

@@ -52,31 +52,32 @@ def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
     Raises:
         HeadPruneError: The model refuses the example, or it has no softmax attention.
     """
-    tracer = _Tracer(model)
-    with (
-        evaluating(model),
-        exact_attention(model),
-        _attributes_kept(model),
-        _all_differentiable(model),
-        torch.enable_grad(),
-    ):
-        tracer.index_parameters()
-        with tracer.watching():
+    given = move(example, model_device(model))
+    with evaluating(model), exact_attention(model), _attributes_kept(model), torch.enable_grad():
+        try:
+            layers = _traced(model, given, buffers=True)
+        except Exception:
+            # Some buffers may not be differentiated, such as a batch norm's, or are written to.
             try:
-                with tracer:
-                    call(model, move(example, model_device(model)))
+                layers = _traced(model, given, buffers=False)
             except Exception as error:
                 raise HeadPruneError(
                     f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
                     "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
                 ) from error
-        layers = tracer.layers()
     if not layers and not any(isinstance(m, EmptyAttention) for m in model.modules()):
         raise HeadPruneError(
             f"{type(model).__name__} has no softmax attention that headprune can see.",
             "If attention only runs on longer or other inputs, pass such an example.",
         )
     return layers
+
+
+def _traced(model: nn.Module, example: Example, *, buffers: bool) -> list[AttentionLayer]:
+    tracer = _Tracer(model)
+    with _differentiable(model, buffers), tracer.watching(), tracer:
+        call(model, example)
+    return tracer.layers()
 
 
 @contextmanager
@@ -92,9 +93,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _all_differentiable(model: nn.Module) -> Iterator[None]:
-    """Let every parameter and floating-point buffer start a graph, frozen or not."""
-    every = {id(t): t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and t.is_leaf}
+def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
+    """Let every parameter (and floating-point buffer) start a graph, frozen or not."""
+    tensors_ = [*model.parameters(), *(model.buffers() if buffers else ())]
+    every = {id(t): t for t in tensors_ if t.is_floating_point() and t.is_leaf}
     before = [(t, t.requires_grad) for t in every.values()]
     try:
         for t, _ in before:
@@ -191,9 +193,10 @@ class _Tracer(TorchFunctionMode):
         self.calls: dict[int, _LinearCall] = {}  # by id of the leaf
         self.found: list[_Attention] = []
         self.generator = torch.Generator().manual_seed(0)
+        self._index_parameters()
 
-    def index_parameters(self) -> None:
-        """Remember which module owns which weight matrix (after stand-ins are in place)."""
+    def _index_parameters(self) -> None:
+        """Remember which module owns which weight matrix, and what every tensor is called."""
         self.modules = dict(self.model.named_modules())
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             self.tensors[id(tensor)] = name
