@@ -213,6 +213,8 @@ def examine(model_type: str) -> dict[str, Any]:
     try:
         with limited(6 * LIMIT), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return {**row, **trial(model, example)}
+    except TookTooLongError as error:
+        return {**row, "status": "too slow", "why": str(error)}
     except Exception as error:
         return {**row, "status": "CRASH", "why": f"{type(error).__name__}: {first_line(error)}"[:160]}
 
@@ -262,7 +264,7 @@ def table(rows: list[dict[str, Any]], seconds: float) -> str:
     counts: dict[str, int] = {}
     for row in rows:
         counts[row["status"]] = counts.get(row["status"], 0) + 1
-    have = [r for r in rows if r["status"] not in ("not built", "no attention")]
+    have = [r for r in rows if r["status"] not in ("not built", "no attention", "too slow")]
     lines = [
         "# Coverage",
         "",
