@@ -153,8 +153,9 @@ class AttentionLayer:
         output = data["output_projection"]
         fields["output_projection"] = HeadFeatures.from_json(output) if output else None
         fields["projections"] = tuple(HeadFeatures.from_json(p) for p in data["projections"])
-        fields["tables"] = tuple(HeadTable.from_json(t) for t in data["tables"])
-        fields["arguments"] = tuple(HeadArgument(**a) for a in data["arguments"])
+        # Files from before these were traced have none; a prune that would need them fails its proof.
+        fields["tables"] = tuple(HeadTable.from_json(t) for t in data.get("tables", ()))
+        fields["arguments"] = tuple(HeadArgument(**a) for a in data.get("arguments", ()))
         fields["inner_modules"] = tuple(data["inner_modules"])
         fields["groups"] = tuple(tuple(g) for g in data["groups"])
         return cls(**fields)

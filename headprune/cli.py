@@ -376,8 +376,10 @@ def _quieten(verbose: bool) -> None:
     import warnings
 
     import datasets
+    import huggingface_hub
     import transformers
 
+    huggingface_hub.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -67,7 +67,9 @@ class Removal:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Removal:
         layers = tuple(AttentionLayer.from_json(d) for d in data["layers"])
-        return cls(layers, {k: list(v) for k, v in data["drop"].items()}, data["widths"], data["cut_arguments"])
+        return cls(
+            layers, {k: list(v) for k, v in data["drop"].items()}, data["widths"], data.get("cut_arguments", False)
+        )
 
 
 def prune(

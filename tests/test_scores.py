@@ -1,6 +1,7 @@
 """Scores against brute force in float64, and against the mistakes of older tools."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -288,6 +289,12 @@ def test_scores_survive_json(tmp_path: Any) -> None:
     assert torch.equal(back.flat(), s.flat())
     assert back.layers == s.layers
     assert back.model == s.model
+
+
+def test_the_committed_scores_are_readable() -> None:
+    """Reports that lie in the repository are files that users have, too."""
+    for path in (Path(__file__).parent.parent / "reports").glob("*/scores.json"):
+        assert hp.plan(hp.HeadScores.load(path), "50%").kept > 0
 
 
 @pytest.mark.parametrize("text_", ["", "{", "[]", '{"headprune": "plan"}', '{"headprune": "scores", "schema": 1}'])
