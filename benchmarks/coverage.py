@@ -14,10 +14,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import dataclasses
-import inspect
 import io
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -30,43 +29,27 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 warnings.filterwarnings("ignore")
 
+import tiny
 import torch
 import transformers
 from rich.progress import track
 from torch import nn
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 import headprune as hp
 from headprune.errors import first_line
 from headprune.inputs import call
 from headprune.surgery import answers
 
-# Sizes by the usual names of fields; the longest match wins. Lists (stages of a backbone) are cut to two entries.
-SIZES = {
-    "hidden_size": 32, "d_model": 32, "n_embd": 32, "embed_dim": 32, "dim": 32, "hidden_dim": 32, "emb_dim": 32,
-    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
-    "num_encoder_layers": 2, "num_decoder_layers": 2, "depth": 2,
-    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "ffn_dim": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "d_ff": 48, "d_inner": 48,
-    "n_inner": 48, "mlp_dim": 48, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-    "vocab_size": 128, "max_position_embeddings": 64, "n_positions": 64, "head_dim": 8, "d_kv": 8,
-    "num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2, "num_experts_per_tok": 1,
-    "image_size": 32, "patch_size": 8, "num_labels": 3, "embedding_size": 32, "projection_dim": 32,
-    "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 32,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
-}  # fmt: skip
-LIMIT = 5  # seconds to build a type; larger ones have sizes that this script does not know to shrink
+LIMIT = 20  # seconds for one type
 
 
-class TookTooLongError(Exception):
-    pass
+class TookTooLongError(BaseException):
+    """Not an Exception, so that no attempt swallows it."""
 
 
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Stop a build that would take all day."""
+    """Stop a type that would take all day."""
 
     def stop(*_: Any) -> None:
         raise TookTooLongError(f"took more than {seconds} s")
@@ -77,86 +60,6 @@ def limited(seconds: int) -> Iterator[None]:
         yield
     finally:
         signal.alarm(0)
-
-
-def fields_of(config_class: Any) -> set[str]:
-    names = set(inspect.signature(config_class.__init__).parameters)
-    if dataclasses.is_dataclass(config_class):
-        names |= {f.name for f in dataclasses.fields(config_class)}
-    return names | set(getattr(config_class, "__annotations__", {}))
-
-
-def small(config_class: Any) -> dict[str, Any]:
-    """Constructor arguments that make a config small, its sub-configs included."""
-    names = fields_of(config_class)
-    made = {name: value for name, value in SIZES.items() if name in names}
-    for name, sub in (getattr(config_class, "sub_configs", None) or {}).items():
-        if inspect.isclass(sub) and name in names and hasattr(sub, "model_type") and sub.model_type:
-            made[name] = small(sub)
-    return made
-
-
-def build(model_type: str) -> tuple[nn.Module, Any]:
-    """A tiny random model of this type, and its config."""
-    config_class = CONFIG_MAPPING[model_type]
-    arguments = small(config_class)
-    while True:
-        try:
-            config = config_class(**arguments)
-            break
-        except Exception as error:
-            # A field that this class checks against another one: leave it at its default.
-            named = [name for name in arguments if name in str(error)]
-            if not named:
-                raise
-            arguments.pop(named[0])
-    model_class = MODEL_MAPPING[config_class]
-    if isinstance(model_class, tuple | list):
-        model_class = model_class[0]
-    torch.manual_seed(0)
-    return model_class(config).eval(), config
-
-
-def candidates(config: Any) -> Iterator[dict[str, Any]]:
-    """Inputs of the usual forms, the likeliest first."""
-    generator = torch.Generator().manual_seed(0)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    vocabulary = int(getattr(text, "vocab_size", 128) or 128)
-    ids = torch.randint(3, max(4, min(vocabulary, 120)), (2, 8), generator=generator)
-    mask = torch.ones_like(ids)
-    size = getattr(getattr(config, "vision_config", config), "image_size", 32) or 32
-    size = size if isinstance(size, int) else size[0]
-    channels = getattr(getattr(config, "vision_config", config), "num_channels", 3) or 3
-    pixels = torch.randn(2, channels, size, size, generator=generator)
-    words = {"input_ids": ids, "attention_mask": mask}
-    yield words
-    yield {**words, "decoder_input_ids": ids[:, :5]}
-    yield {"pixel_values": pixels}
-    yield {**words, "pixel_values": pixels}
-    yield {"input_ids": ids}
-    bins = getattr(config, "num_mel_bins", 80) or 80
-    frames = 2 * int(getattr(config, "max_source_positions", 32) or 32)
-    yield {"input_features": torch.randn(2, bins, frames, generator=generator), "decoder_input_ids": ids[:, :5]}
-    yield {"input_features": torch.randn(2, frames, bins, generator=generator)}
-    yield {"input_values": torch.randn(2, 4000, generator=generator)}
-    yield {"pixel_values": torch.randn(2, 4, channels, size, size, generator=generator)}
-    yield {"inputs_embeds": torch.randn(2, 8, int(getattr(config, "hidden_size", 32) or 32), generator=generator)}
-
-
-def example_for(model: nn.Module, config: Any) -> dict[str, Any]:
-    errors = []
-    for example in candidates(config):
-        try:
-            with torch.no_grad():
-                found = answers(call(model, example))
-            if all(torch.isfinite(t).all() for t in found):
-                return example
-            errors.append("its outputs are not finite")
-        except TookTooLongError:
-            raise
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {first_line(error)}")
-    raise RuntimeError(f"no usual input fits ({errors[0]})")
 
 
 def other_input(example: dict[str, Any]) -> dict[str, Any]:
@@ -202,62 +105,74 @@ def mask_is_right(model: nn.Module, layer: Any, layers: list[Any], example: dict
 
 def examine(model_type: str) -> dict[str, Any]:
     """One row of the table."""
-    row: dict[str, Any] = {"type": model_type, "layers": 0, "mask": 0, "prune": 0, "groups": "", "why": ""}
+    row: dict[str, Any] = {"type": model_type, "layers": 0, "mask": 0, "prune": 0, "groups": "", "why": "", "status": "not built"}
+    started = time.monotonic()
     try:
         with limited(LIMIT), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            model, config = build(model_type)
+            try:
+                model, _, example = tiny.build(model_type)
+            except Exception as error:
+                return {**row, "why": f"{type(error).__name__}: {first_line(error)}"[:160]}
+            row["status"] = "CRASH"
             randomise(model)
-            example = example_for(model, config)
-    except Exception as error:
-        return {**row, "status": "not built", "why": f"{type(error).__name__}: {first_line(error)}"[:160]}
-    try:
-        with limited(6 * LIMIT), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            return {**row, **trial(model, example)}
+            row.update(trial(model, example))
     except TookTooLongError as error:
-        return {**row, "status": "too slow", "why": str(error)}
+        row.update(status="too slow", why=str(error))
     except Exception as error:
-        return {**row, "status": "CRASH", "why": f"{type(error).__name__}: {first_line(error)}"[:160]}
+        row.update(status="CRASH", why=f"{type(error).__name__}: {first_line(error)}"[:160])
+    return {**row, "seconds": round(time.monotonic() - started, 1)}
 
 
 def trial(model: nn.Module, example: dict[str, Any]) -> dict[str, Any]:
+    """Mask and prune every layer, and look whether that was exact."""
     try:
         layers = hp.find_attention(model, example)
     except hp.HeadPruneError as error:
         return {"status": "no attention", "why": error.args[0][:160]}
-    if not layers:
-        return {"status": "no attention"}
-    reasons, masks, prunes = [], 0, 0
+    row: dict[str, Any] = {"layers": len(layers), "groups": ", ".join(map(str, sorted({len(a.units[0]) for a in layers if a.groups})))}
+    reasons = []
     for layer in layers:
-        if not layer.maskable:
+        if not layer.maskable or not layer.prunable:
             reasons.append(layer.reason)
-            continue
-        if not mask_is_right(model, layer, layers, example):
-            return {"status": "WRONG", "layers": len(layers), "why": f"masking {layer.name} is not exact"}
-        masks += 1
-        if not layer.prunable:
-            reasons.append(layer.reason)
-            continue
-        units = layer.units
-        drop = {layer.name: list(units[0])} if len(units) > 1 else {layer.name: list(range(layer.num_heads))}
-        pruned = copy.deepcopy(model)
-        try:
-            hp.prune(pruned, drop, example, layers=layers)
-        except hp.PruneError as error:
-            reasons.append(error.args[0].split(": ", 1)[1].removesuffix(" The model is unchanged."))
-            continue
-        unseen = other_input(example)
-        with torch.no_grad(), hp.mask(model, drop, layers=layers):
-            expected = call(model, unseen)
-        with torch.no_grad():
-            if not close(call(pruned, unseen), expected):
-                return {"status": "WRONG", "layers": len(layers), "why": f"pruning {layer.name} is not exact"}
-        prunes += 1
-    status = "exact" if prunes == len(layers) else "in part" if prunes else "masked" if masks else "refused"
-    groups = sorted({len(layer.units[0]) for layer in layers if layer.groups})
+        if layer.maskable and not mask_is_right(model, layer, layers, example):
+            return {**row, "status": "WRONG", "why": f"masking {layer.name} is not exact"}
+    maskable = [layer for layer in layers if layer.maskable]
+    able = {layer.name: first_unit(layer) for layer in maskable if layer.prunable}
+    # All layers together; where that fails, one by one.
+    if able and not (failed := removal_fails(model, able, layers, example)):
+        pruned = len(able)
+    else:
+        pruned = 0
+        for name, drop in able.items():
+            failed = removal_fails(model, {name: drop}, layers, example)
+            pruned += not failed
+            reasons.append(failed)
+    if any(r.startswith("WRONG") for r in reasons):
+        return {**row, "status": "WRONG", "why": next(r for r in reasons if r.startswith("WRONG"))}
+    status = "exact" if pruned == len(layers) else "in part" if pruned else "masked" if maskable else "refused"
     return {
-        "status": status, "layers": len(layers), "mask": masks, "prune": prunes, "groups": ", ".join(map(str, groups)),
-        "why": "; ".join(dict.fromkeys(r for r in reasons if r))[:200],
+        **row, "status": status, "mask": len(maskable), "prune": pruned,
+        "why": "; ".join(dict.fromkeys(r for r in reasons if r))[:300],
     }  # fmt: skip
+
+
+def first_unit(layer: Any) -> list[int]:
+    """One head or group; all, where there is one alone."""
+    return list(layer.units[0]) if len(layer.units) > 1 else list(range(layer.num_heads))
+
+
+def removal_fails(model: nn.Module, drop: dict[str, list[int]], layers: list[Any], example: dict[str, Any]) -> str:
+    """Why this cannot be pruned, or ""."""
+    pruned = copy.deepcopy(model)
+    try:
+        hp.prune(pruned, drop, example, layers=layers)
+    except hp.PruneError as error:
+        return str(error.args[0].split(": ", 1)[1].removesuffix(" The model is unchanged."))
+    unseen = other_input(example)
+    with torch.no_grad(), hp.mask(model, drop, layers=layers):
+        expected = call(model, unseen)
+    with torch.no_grad():
+        return "" if close(call(pruned, unseen), expected) else f"WRONG: pruning {', '.join(drop)} is not exact"
 
 
 def table(rows: list[dict[str, Any]], seconds: float) -> str:
@@ -302,13 +217,12 @@ def main() -> None:
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    types = options.only or sorted(CONFIG_MAPPING.keys())
-    types = [t for t in types if CONFIG_MAPPING[t] in MODEL_MAPPING]
+    types = options.only or tiny.model_types()
     started = time.monotonic()
-    rows = []
-    for model_type in track(types, description="model types", disable=not sys.stderr.isatty()):
-        rows.append(examine(model_type))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    # A process serves a few dozen types, since each leaves its modules in memory.
+    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=50) as pool:
+        rows = list(track(pool.imap_unordered(examine, types), "model types", len(types), disable=not sys.stderr.isatty()))
+    rows.sort(key=lambda row: str(row["type"]))
     if options.only:
         print(json.dumps(rows, indent=1))
         return
