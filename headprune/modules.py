@@ -130,6 +130,27 @@ class EmptyAttention(nn.Module):
         return (out, *(None,) * (self.arity - 1)) if self.arity else out
 
 
+class ConfigView:
+    """A config that counts one layer's heads otherwise, and is the original in everything else.
+
+    Some modules read the number of heads from the config that the whole model shares. A copy would miss
+    later changes to the original, such as another attention implementation.
+    """
+
+    def __init__(self, original: Any, own: dict[str, int]) -> None:
+        self.__dict__.update(original=original, own=own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "own" not in self.__dict__:  # a copy that is being made
+            raise AttributeError(name)
+        # transformers lets one field have several names.
+        field = getattr(self.original, "attribute_map", {}).get(name, name)
+        return self.own[field] if field in self.own else getattr(self.original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.original, name, value)
+
+
 def convert(module: nn.Module) -> nn.Module | None:
     """An exact stand-in for ``module`` if its class needs one, else None."""
     return MultiheadAttention(module) if type(module) is nn.MultiheadAttention else None

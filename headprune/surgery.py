@@ -19,7 +19,7 @@ from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures, Head
 from headprune.errors import HeadPruneError, PruneError, first_line
 from headprune.gates import mask
 from headprune.inputs import Example, call, model_device, move, scrambled, tensors, variants
-from headprune.modules import EmptyAttention, MultiheadAttention, convert
+from headprune.modules import ConfigView, EmptyAttention, MultiheadAttention, convert
 from headprune.planning import PruningPlan
 from headprune.trace import evaluating, find_attention
 
@@ -55,6 +55,7 @@ class Removal:
     drop: Heads
     widths: str
     cut_arguments: bool
+    own_config: bool = False  # whether the modules' counts in their config change too
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -62,14 +63,14 @@ class Removal:
             "drop": self.drop,
             "widths": self.widths,
             "cut_arguments": self.cut_arguments,
+            "own_config": self.own_config,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Removal:
         layers = tuple(AttentionLayer.from_json(d) for d in data["layers"])
-        return cls(
-            layers, {k: list(v) for k, v in data["drop"].items()}, data["widths"], data.get("cut_arguments", False)
-        )
+        drop = {k: list(v) for k, v in data["drop"].items()}
+        return cls(layers, drop, data["widths"], data.get("cut_arguments", False), data.get("own_config", False))
 
 
 def prune(
@@ -269,7 +270,9 @@ def _ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
     """What a trace cannot decide, tried in this order; the proof picks."""
     # An argument with as many entries as heads may be something for each head; where it is, leaving it fails.
     arguments = (False, True) if any(layer.arguments for layer in layers) else (False,)
-    return [Removal(tuple(layers), drop, widths, cut) for cut in arguments for widths in _WIDTHS]
+    return [
+        Removal(tuple(layers), drop, widths, cut, own) for own in (False, True) for cut in arguments for widths in _WIDTHS
+    ]
 
 
 def _check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:
@@ -306,17 +309,10 @@ class _Journal:
     def remove(self, model: nn.Module, removal: Removal) -> None:
         """Remove the heads of one `Removal`."""
         for layer in removal.layers:
-            is_width = _WIDTHS[removal.widths]
-            self._remove_from(model, layer, removal.drop[layer.name], is_width, removal.cut_arguments)
+            self._remove_from(model, layer, removal)
 
-    def _remove_from(
-        self,
-        model: nn.Module,
-        layer: AttentionLayer,
-        dropped: Sequence[int],
-        is_width: Callable[[str], bool],
-        cut_arguments: bool,
-    ) -> None:
+    def _remove_from(self, model: nn.Module, layer: AttentionLayer, removal: Removal) -> None:
+        dropped, is_width = removal.drop[layer.name], _WIDTHS[removal.widths]
         attention = model.get_submodule(layer.name)
         stand_in = convert(attention)
         if stand_in is not None:
@@ -339,7 +335,7 @@ class _Journal:
         for table in () if shares_bias else layer.tables:
             owner, _, name = table.name.rpartition(".")
             stay = _surviving(HeadFeatures(owner, table.indices), kept)
-            self._slice_parameter(model.get_submodule(owner), name, stay, table.dim)
+            self._slice_table(model.get_submodule(owner), name, stay, table.dim)
         output = model.get_submodule(layer.output_projection.module)
         self._slice(output, _surviving(layer.output_projection, kept), output=False)
         if ghost:
@@ -351,10 +347,15 @@ class _Journal:
             for name in ("bias_k", "bias_v"):
                 self._slice_parameter(attention, name, _surviving(key, kept), dim=2)
         for name in layer.inner_modules:
-            self._set_counts(model.get_submodule(name), layer, len(kept), _groups_left(layer, kept), is_width)
+            module = model.get_submodule(name)
+            counts = _Counts(layer, len(kept), _groups_left(layer, kept), is_width)
+            for attribute, new in counts.changed(vars(module)).items():
+                self._set(module, attribute, new)
+            if removal.own_config:
+                self._set_config(module, counts)
         if shares_bias:
             self._index_position_bias(attention, layer.num_heads, kept)
-        elif cut_arguments:
+        elif removal.cut_arguments:
             self._index_arguments(attention, layer, kept)
 
     def _slice(self, module: nn.Module, features: _Features, *, output: bool) -> None:
@@ -369,6 +370,19 @@ class _Journal:
         name = ("out_features" if output else "in_features") if linear else ("nf" if output else "nx")
         if hasattr(module, name):
             self._set(module, name, size)
+
+    def _slice_table(self, module: nn.Module, name: str, features: _Features, dim: int) -> None:
+        """Keep some entries of a parameter or buffer, and what its module notes of their number."""
+        size = self._slice_parameter(module, name, features, dim)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and name == "weight":
+            for statistic in ("running_mean", "running_var"):  # not differentiable, so never traced
+                self._slice_parameter(module, statistic, features, dim)
+            self._set(module, "num_features", size)
+        elif isinstance(module, nn.modules.conv._ConvNd) and name == "weight" and dim == 0:
+            if module.groups == module.out_channels == module.in_channels:  # a filter for every feature
+                self._set(module, "groups", size)
+                self._set(module, "in_channels", size)
+            self._set(module, "out_channels", size)
 
     def _slice_parameter(self, module: nn.Module, name: str, features: _Features, dim: int) -> int:
         held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
@@ -387,30 +401,14 @@ class _Journal:
         module.__dict__[name] = value
         self._undo.append(lambda: module.__dict__.update({name: old}) if had else module.__dict__.pop(name, None))
 
-    def _set_counts(
-        self, module: nn.Module, layer: AttentionLayer, heads: int, groups: int, is_width: Callable[[str], bool]
-    ) -> None:
-        """Change the integers by which a module counts its heads."""
-        kv = layer.num_kv_heads
-        ratio = heads // groups if groups else 1
-        for name, value in list(module.__dict__.items()):
-            if type(value) is not int or name.startswith("_"):
-                continue
-            if _GROUPS.search(name) and value == layer.num_heads // kv:
-                new = ratio
-            elif _KV_HEADS.search(name) and value == kv:
-                new = groups
-            elif _HEADS.search(name) and value == layer.num_heads:
-                new = heads
-            elif _HEAD_WIDTH.search(name) and value == layer.head_dim:
-                continue
-            elif is_width(name) and value == layer.num_heads * layer.head_dim:
-                new = heads * layer.head_dim
-            elif is_width(name) and _KV_HEADS.search(name) and value == kv * layer.head_dim:
-                new = groups * layer.head_dim
-            else:
-                continue
-            self._set(module, name, new)
+    def _set_config(self, module: nn.Module, counts: _Counts) -> None:
+        """Give a module a view of its config with its own counts of heads, where it has a config."""
+        for attribute, value in list(vars(module).items()):
+            if hasattr(value, "to_dict") and not isinstance(value, nn.Module):
+                fields = {**vars(value.original), **value.own} if isinstance(value, ConfigView) else vars(value)
+                if changed := counts.changed(fields):
+                    original, own = (value.original, value.own) if isinstance(value, ConfigView) else (value, {})
+                    self._set(module, attribute, ConfigView(original, {**own, **changed}))
 
     def _replace_module(self, model: nn.Module, name: str, new: nn.Module) -> None:
         parent_name, _, child = name.rpartition(".")
@@ -511,6 +509,37 @@ def _groups_left(layer: AttentionLayer, kept: Sequence[int]) -> int:
     if not layer.groups:
         return 1 if layer.num_kv_heads == 1 else len(kept)
     return sum(1 for unit in layer.units if set(unit) & set(kept))
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """How many heads and key/value groups a layer has left, for the integers by which modules count them."""
+
+    layer: AttentionLayer
+    heads: int
+    groups: int
+    is_width: Callable[[str], bool]
+
+    def changed(self, fields: Mapping[str, Any]) -> dict[str, int]:
+        """The integers among ``fields`` that count heads or their features, with their new values."""
+        layer, kv = self.layer, self.layer.num_kv_heads
+        found = {}
+        for name, value in fields.items():
+            if type(value) is not int or name.startswith("_"):
+                continue
+            if _GROUPS.search(name) and value == layer.num_heads // kv:
+                found[name] = self.heads // self.groups if self.groups else 1
+            elif _KV_HEADS.search(name) and value == kv:
+                found[name] = self.groups
+            elif _HEADS.search(name) and value == layer.num_heads:
+                found[name] = self.heads
+            elif _HEAD_WIDTH.search(name) and value == layer.head_dim:
+                continue
+            elif self.is_width(name) and value == layer.num_heads * layer.head_dim:
+                found[name] = self.heads * layer.head_dim
+            elif self.is_width(name) and _KV_HEADS.search(name) and value == kv * layer.head_dim:
+                found[name] = self.groups * layer.head_dim
+        return {name: new for name, new in found.items() if new != fields[name]}
 
 
 _HEADS = re.compile(r"heads$|^(n|num|nb)_?head$|^h$")

@@ -17,7 +17,7 @@ Nothing here is trusted blindly: `headprune.prune` proves every removal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,11 +169,36 @@ class _Attention:
     tokens: int  # queries; with one alone no direction can be seen
     rows: dict[str, list[set[int]]] = field(default_factory=dict)  # projection -> head -> features
     query_rows: dict[str, list[set[int]]] = field(default_factory=dict)
+    value_rows: dict[str, list[set[int]]] = field(default_factory=dict)
     tables: dict[tuple[str, int], list[set[int]]] = field(default_factory=dict)  # (tensor, dim) -> head -> indices
     cross: bool = False
     output: str = ""
     columns: list[set[int]] = field(default_factory=list)
     reason: str = ""
+
+
+class _Uses:
+    """Which entries of parameters and buffers each head reads, along every dimension."""
+
+    def __init__(self, names: dict[int, str], heads: int) -> None:
+        self.names, self.heads = names, heads
+        self.used: dict[tuple[str, int], list[set[int]]] = {}
+
+    def add(self, head: int, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            if gradient is None or id(leaf) not in self.names:
+                continue
+            for dim in range(leaf.ndim):
+                empty = [set[int]() for _ in range(self.heads)]
+                self.used.setdefault((self.names[id(leaf)], dim), empty)[head] |= _used(gradient.movedim(dim, -1))
+
+    def merge_into(self, tables: dict[tuple[str, int], list[set[int]]]) -> None:
+        """Keep those with entries that not all heads read."""
+        for key, heads in self.used.items():
+            shared = set.intersection(*heads)
+            if self.heads > 1 and all(h - shared for h in heads):
+                known = tables.setdefault(key, [set() for _ in heads])
+                tables[key] = [k | (h - shared) for k, h in zip(known, heads, strict=True)]
 
 
 class _Tracer(TorchFunctionMode):
@@ -270,11 +295,14 @@ class _Tracer(TorchFunctionMode):
             return result.clone()
         attention.query_rows = self._rows(query, heads)
         _merge(attention.rows, attention.query_rows)
-        for tensor in (key, value):
-            _merge(attention.rows, self._rows(tensor, heads.repeated(tensor.shape[1])))
-        self._note_tables(attention, query)
+        attention.value_rows = self._rows(value, heads.repeated(value.shape[1]))
+        _merge(attention.rows, self._rows(key, heads.repeated(key.shape[1])))
+        _merge(attention.rows, attention.value_rows)
+        for tensor in (query, key, value):
+            self._note_tables(attention, tensor, heads.repeated(tensor.shape[1]))
         if mask is not None and mask.requires_grad and mask.ndim == query.ndim and mask.shape[1] == query.shape[1]:
-            self._note_tables(attention, mask)
+            _merge(attention.rows, self._rows(mask, heads))
+            self._note_tables(attention, mask, heads)
         self._note_sources(attention, query, key)
         return result.clone()
 
@@ -293,7 +321,7 @@ class _Tracer(TorchFunctionMode):
         )  # fmt: skip
         self.found.append(attention)
         attention.query_rows = self._rows(scores, heads)
-        self._note_tables(attention, scores)
+        self._note_tables(attention, scores, heads)
         _merge(attention.rows, attention.query_rows)
         self._note_sources(attention, scores, scores)
         return result.clone()
@@ -331,25 +359,16 @@ class _Tracer(TorchFunctionMode):
                     rows.setdefault(self.calls[id(leaf)].module, [set() for _ in heads.indices])[h] |= _used(gradient)
         return rows
 
-    def _note_tables(self, attention: _Attention, tensor: Tensor) -> None:
+    def _note_tables(self, attention: _Attention, tensor: Tensor, heads: _Heads) -> None:
         """Parameters and buffers in which each head of ``tensor`` has entries of its own."""
         leaves = [leaf for leaf in _leaves(tensor) if id(leaf) in self.tensors and leaf.ndim]
-        if not leaves or len(attention.heads) < 2:
+        if not leaves or len(heads) < 2:
             return
-        used: dict[tuple[str, int], list[set[int]]] = {}
-        for h in range(len(attention.heads)):
-            part = attention.heads.take(tensor, h)
-            gradients = torch.autograd.grad(part, leaves, self._noise(part), retain_graph=True, allow_unused=True)
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                if gradient is None:
-                    continue
-                for dim in range(leaf.ndim):
-                    empty = [set[int]() for _ in attention.heads.indices]
-                    along = _used(gradient.movedim(dim, -1))
-                    used.setdefault((self.tensors[id(leaf)], dim), empty)[h] |= along
-        for key, heads in used.items():
-            if all(heads) and not _overlap(heads):
-                attention.tables[key] = heads
+        used = _Uses(self.tensors, len(heads))
+        for h in range(len(heads)):
+            part = heads.take(tensor, h)
+            used.add(h, leaves, torch.autograd.grad(part, leaves, self._noise(part), retain_graph=True, allow_unused=True))
+        used.merge_into(attention.tables)
 
     def _head_arguments(self, attention: _Attention) -> tuple[HeadArgument, ...]:
         """Arguments of the attention module with a dimension for the heads."""
@@ -389,21 +408,26 @@ class _Tracer(TorchFunctionMode):
                 tangent.index_copy_(heads.dim, where, self._noise(heads.take(tangent, h)))
                 (forward,) = torch.autograd.grad(back, cotangent, tangent, retain_graph=True)
                 attention.columns.append(_used(forward))
-            # What else enters W_O per head: the values of eager attention, gates on the output.
-            others = [leaf for i, leaf in reached.items() if i in self.calls]
-            for h, columns in enumerate(attention.columns):
-                if not others or not columns:
-                    continue
-                seed = torch.zeros_like(source)
-                index = sorted(columns)
-                seed[..., index] = self._noise(seed[..., index])
-                gradients = torch.autograd.grad(source, others, seed, retain_graph=True, allow_unused=True)
-                for leaf, gradient in zip(others, gradients, strict=True):
-                    if gradient is None:
-                        continue
+            self._note_values(attention, source, list(reached.values()))
+
+    def _note_values(self, attention: _Attention, source: Tensor, leaves: list[Tensor]) -> None:
+        """What else enters W_O per head: the values of eager attention, gates and scales on the output."""
+        leaves = [leaf for leaf in leaves if leaf is not attention.result and leaf.ndim]
+        if not leaves or not all(attention.columns) or _overlap(attention.columns):
+            return
+        used = _Uses(self.tensors, len(attention.heads))
+        for h, columns in enumerate(attention.columns):
+            seed = torch.zeros_like(source)
+            index = sorted(columns)
+            seed[..., index] = self._noise(seed[..., index])
+            gradients = torch.autograd.grad(source, leaves, seed, retain_graph=True, allow_unused=True)
+            used.add(h, leaves, gradients)
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                if gradient is not None and id(leaf) in self.calls:
                     module = self.calls[id(leaf)].module
-                    empty = [set[int]() for _ in heads.indices]
-                    attention.rows.setdefault(module, empty)[h] |= _used(gradient)
+                    for rows in (attention.rows, *(() if attention.fused else (attention.value_rows,))):
+                        rows.setdefault(module, [set() for _ in attention.columns])[h] |= _used(gradient)
+        used.merge_into(attention.tables)
 
     def _note_sources(self, attention: _Attention, query: Tensor, key: Tensor) -> None:
         """Cross-attention: keys are projected from another argument of the module than queries."""
@@ -459,18 +483,16 @@ class _Tracer(TorchFunctionMode):
         output = None
         if attention.output and attention.columns and not _overlap(attention.columns):
             output = HeadFeatures(attention.output, tuple(tuple(sorted(c)) for c in attention.columns))
-        projections, kv_heads = [], heads
-        groups: set[tuple[int, ...]] = set()
+        projections = []
         for module, rows in attention.rows.items():
             shared = set.intersection(*rows) if heads > 1 else set()
             own = [r - shared for r in rows]  # features that all heads use stay (MQA, latent attention)
             if any(own):
                 projections.append(HeadFeatures(module, tuple(tuple(sorted(r)) for r in own)))
-                alike = {frozenset(r): tuple(h for h in range(heads) if own[h] == r) for r in own}
-                if len(alike) < kv_heads:
-                    kv_heads, groups = len(alike), set(alike.values())
-            elif shared:
-                kv_heads = 1
+        groups = _groups(attention)
+        kv_heads = len(groups) or heads
+        if not groups and heads > 1 and any(all(r == rows[0] != set() for r in rows) for rows in attention.value_rows.values()):
+            kv_heads = 1
         tables = tuple(
             HeadTable(name, dim, tuple(tuple(sorted(i)) for i in indices))
             for (name, dim), indices in attention.tables.items()
@@ -501,7 +523,7 @@ class _Tracer(TorchFunctionMode):
         if not reason:
             reason = self._unsliceable(output, projections)
         return AttentionLayer(
-            name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=kv_heads, groups=tuple(sorted(groups)),
+            name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=kv_heads, groups=groups,
             head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
             output_projection=output, projections=tuple(projections), tables=tables,
             arguments=self._head_arguments(attention), inner_modules=tuple(dict.fromkeys(inner)),
@@ -538,12 +560,27 @@ def _separable(attention: _Attention) -> str:
                 own = own or bool(rows[h] - others)
             if not own:
                 return "its heads are computed from the same query features (a norm over all heads?)"
-        for module, rows in attention.rows.items():
-            shared = set.intersection(*rows)
-            distinct = {frozenset(r - shared) for r in rows}
-            if sum(map(len, distinct)) != len(set().union(*distinct)):
-                return f"the heads overlap in {module} in a way that is no grouping"
+        groups = _groups(attention)
+        members = [h for group in groups for h in group]
+        if groups and (sorted(members) != list(range(len(attention.heads))) or len({len(g) for g in groups}) > 1):
+            return "its heads share features of the projections in a way that is no grouping"
     return ""
+
+
+def _groups(attention: _Attention) -> tuple[tuple[int, ...], ...]:
+    """The heads that share features with some others but not with all: key/value groups. () where none do."""
+    heads = len(attention.heads)
+    group = {h: frozenset({h}) for h in range(heads)}
+    for rows in attention.rows.values():
+        users: dict[int, set[int]] = {}
+        for h, features in enumerate(rows):
+            for feature in features:
+                users.setdefault(feature, set()).add(h)
+        for together in {frozenset(u) for u in users.values() if len(u) < heads}:
+            whole = frozenset().union(*(group[h] for h in together))
+            group.update(dict.fromkeys(whole, whole))
+    groups = sorted({tuple(sorted(g)) for g in group.values()})
+    return tuple(groups) if any(len(g) > 1 for g in groups) else ()
 
 
 def _overlap(columns: list[set[int]]) -> bool:
