@@ -89,9 +89,12 @@ class AttentionLayer:
         prunable: Whether heads can be removed exactly, as far as the trace can tell. The last
             word is `headprune.prune`'s proof.
         reason: Why not, if not.
-        output_projection: W_O; its ``features`` are the input columns of each head.
+        output_projection: W_O; its ``features`` are the input columns of each head. Where heads are concatenated and
+            returned without a W_O, it names the attention module, and ``features`` index its output.
         projections: Every other projection that holds features of single heads (query, key,
             value, a per-head gate, fused or separate).
+        selections: Modules that compute something over all heads, such as a norm of the queries; they and what feeds
+            them stay whole, and only the kept heads' features are taken from their output.
         tables: Parameters and buffers with entries of their own for each head.
         arguments: Arguments whose shape says that they may hold something for each head; the proof tells.
         inner_modules: Modules that may hold head counts as integers: the attention module and
@@ -114,6 +117,7 @@ class AttentionLayer:
     reason: str = ""
     output_projection: HeadFeatures | None = None
     projections: tuple[HeadFeatures, ...] = ()
+    selections: tuple[HeadFeatures, ...] = ()
     tables: tuple[HeadTable, ...] = ()
     arguments: tuple[HeadArgument, ...] = ()
     inner_modules: tuple[str, ...] = ()
@@ -125,6 +129,16 @@ class AttentionLayer:
     def maskable(self) -> bool:
         """Whether single heads can be switched off at the input of W_O."""
         return self.output_projection is not None
+
+    @property
+    def concatenates(self) -> bool:
+        """Whether the module returns its heads side by side, without an output projection."""
+        return self.output_projection is not None and self.output_projection.module == self.module
+
+    @property
+    def module(self) -> str:
+        """Qualified name of the attention module (``name`` has a suffix where one module computes several attentions)."""
+        return self.name.partition("#")[0]
 
     @property
     def units(self) -> tuple[tuple[int, ...], ...]:
@@ -144,6 +158,7 @@ class AttentionLayer:
         fields = asdict(self)
         fields["output_projection"] = self.output_projection.to_json() if self.output_projection else None
         fields["projections"] = [p.to_json() for p in self.projections]
+        fields["selections"] = [p.to_json() for p in self.selections]
         fields["tables"] = [t.to_json() for t in self.tables]
         return fields
 
@@ -154,6 +169,7 @@ class AttentionLayer:
         fields["output_projection"] = HeadFeatures.from_json(output) if output else None
         fields["projections"] = tuple(HeadFeatures.from_json(p) for p in data["projections"])
         # Files from before these were traced have none; a prune that would need them fails its proof.
+        fields["selections"] = tuple(HeadFeatures.from_json(p) for p in data.get("selections", ()))
         fields["tables"] = tuple(HeadTable.from_json(t) for t in data.get("tables", ()))
         fields["arguments"] = tuple(HeadArgument(**a) for a in data.get("arguments", ()))
         fields["inner_modules"] = tuple(data["inner_modules"])

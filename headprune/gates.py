@@ -45,8 +45,11 @@ def gated(model: nn.Module, layers: Sequence[AttentionLayer], gates: Mapping[str
             layer = by_name[name]
             if layer.output_projection is None:
                 raise HeadPruneError(f"Layer {name} cannot be masked: {layer.reason}.")
-            module = model.get_submodule(layer.output_projection.module)
-            stack.callback(module.register_forward_pre_hook(_Gate(layer, gate), with_kwargs=True).remove)
+            module, hook = model.get_submodule(layer.output_projection.module), _Gate(layer, gate)
+            if layer.concatenates:
+                stack.callback(module.register_forward_hook(hook.on_output).remove)
+            else:
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield
 
 
@@ -96,7 +99,7 @@ def _known(
 
 
 class _Gate:
-    """Forward pre-hook on W_O."""
+    """Forward pre-hook on W_O; without a W_O, forward hook on the attention module."""
 
     def __init__(self, layer: AttentionLayer, gate: Tensor) -> None:
         assert layer.output_projection is not None
@@ -110,6 +113,10 @@ class _Gate:
             return (self._gated(args[0]), *args[1:]), kwargs
         name = next(iter(kwargs))
         return args, {**kwargs, name: self._gated(kwargs[name])}
+
+    def on_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The gated output of a module that returns its heads side by side."""
+        return (self._gated(output[0]), *output[1:]) if isinstance(output, tuple) else self._gated(output)
 
     def _gated(self, hidden: Tensor) -> Tensor:
         gate = self.gate.to(hidden.device, hidden.dtype)

@@ -56,6 +56,7 @@ class Removal:
     widths: str
     cut_arguments: bool
     own_config: bool = False  # whether the modules' counts in their config change too
+    narrow: bool = False  # whether the modules are told that their input is as narrow as their heads are now
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -64,13 +65,15 @@ class Removal:
             "widths": self.widths,
             "cut_arguments": self.cut_arguments,
             "own_config": self.own_config,
+            "narrow": self.narrow,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Removal:
         layers = tuple(AttentionLayer.from_json(d) for d in data["layers"])
         drop = {k: list(v) for k, v in data["drop"].items()}
-        return cls(layers, drop, data["widths"], data.get("cut_arguments", False), data.get("own_config", False))
+        flags = {name: data.get(name, False) for name in ("cut_arguments", "own_config", "narrow")}
+        return cls(layers, drop, data["widths"], **flags)
 
 
 def prune(
@@ -100,7 +103,7 @@ def prune(
     layers = find_attention(model, example) if layers is None else layers
     drop = check_heads(plan.drop if isinstance(plan, PruningPlan) else plan, layers)
     touched = [layer for layer in layers if layer.name in drop]
-    modes = {layer.name: model.get_submodule(layer.name).training for layer in touched if layer.prunable}
+    modes = {layer.name: model.get_submodule(layer.module).training for layer in touched if layer.prunable}
     for layer in touched:
         _check_possible(layer, drop[layer.name])
 
@@ -127,7 +130,7 @@ def prune(
                 "Mask them instead (headprune.mask), or leave that layer out of the plan.",
             )
     for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of what it replaced
-        model.get_submodule(name).train(training)
+        model.get_submodule(name.partition("#")[0]).train(training)
     _remember(model, removal)
     return Proof(difference, tolerance, len(reference), _ghosts(touched, drop))
 
@@ -271,7 +274,11 @@ def _ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
     # An argument with as many entries as heads may be something for each head; where it is, leaving it fails.
     arguments = (False, True) if any(layer.arguments for layer in layers) else (False,)
     return [
-        Removal(tuple(layers), drop, widths, cut, own) for own in (False, True) for cut in arguments for widths in _WIDTHS
+        Removal(tuple(layers), drop, widths, cut, own, narrow)
+        for narrow in (False, True)
+        for own in (False, True)
+        for cut in arguments
+        for widths in _WIDTHS
     ]
 
 
@@ -313,13 +320,13 @@ class _Journal:
 
     def _remove_from(self, model: nn.Module, layer: AttentionLayer, removal: Removal) -> None:
         dropped, is_width = removal.drop[layer.name], _WIDTHS[removal.widths]
-        attention = model.get_submodule(layer.name)
+        attention = model.get_submodule(layer.module)
         stand_in = convert(attention)
         if stand_in is not None:
-            self._replace_module(model, layer.name, stand_in)
+            self._replace_module(model, layer.module, stand_in)
             attention = stand_in
             for name, outer in model.named_modules():
-                if isinstance(outer, nn.TransformerEncoder) and f"{layer.name}.".startswith(f"{name}." if name else ""):
+                if isinstance(outer, nn.TransformerEncoder) and f"{layer.module}.".startswith(f"{name}." if name else ""):
                     self._set(outer, "use_nested_tensor", False)  # it needs the fused kernel that is gone
         kept = [h for h in range(layer.num_heads) if h not in set(dropped)]
         ghost = not kept and layer.bypass == "ghost"
@@ -331,17 +338,22 @@ class _Journal:
         assert layer.output_projection is not None
         for part in layer.projections:
             self._slice(model.get_submodule(part.module), _surviving(part, kept), output=True)
+        for part in layer.selections:
+            self._select(model.get_submodule(part.module), _surviving(part, kept))
         shares_bias = _shares_position_bias(attention)
         for table in () if shares_bias else layer.tables:
             owner, _, name = table.name.rpartition(".")
             stay = _surviving(HeadFeatures(owner, table.indices), kept)
             self._slice_table(model.get_submodule(owner), name, stay, table.dim)
         output = model.get_submodule(layer.output_projection.module)
-        self._slice(output, _surviving(layer.output_projection, kept), output=False)
-        if ghost:
-            assert isinstance(output.weight, Tensor)
-            with torch.no_grad():
-                output.weight.zero_()  # a fresh copy: _slice has just made it
+        if layer.concatenates:
+            self._place(output, layer.output_projection, [] if ghost else kept, kept)
+        else:
+            self._slice(output, _surviving(layer.output_projection, kept), output=False)
+            if ghost:
+                assert isinstance(output.weight, Tensor)
+                with torch.no_grad():
+                    output.weight.zero_()  # a fresh copy: _slice has just made it
         if isinstance(attention, MultiheadAttention):
             key = next(p for p in layer.projections if p.module.endswith("k_proj"))
             for name in ("bias_k", "bias_v"):
@@ -353,6 +365,11 @@ class _Journal:
                 self._set(module, attribute, new)
             if removal.own_config:
                 self._set_config(module, counts)
+            for attribute, cache in list(vars(module).items()):  # tensors that were kept for all heads
+                if type(cache) is dict and attribute[0] != "_" and any(isinstance(v, Tensor) for v in cache.values()):
+                    self._set(module, attribute, {})
+        if removal.narrow:
+            self._narrow(attention, layer.num_heads * layer.head_dim, len(kept) * layer.head_dim)
         if shares_bias:
             self._index_position_bias(attention, layer.num_heads, kept)
         elif removal.cut_arguments:
@@ -370,6 +387,27 @@ class _Journal:
         name = ("out_features" if output else "in_features") if linear else ("nf" if output else "nx")
         if hasattr(module, name):
             self._set(module, name, size)
+
+    def _select(self, module: nn.Module, features: _Features) -> None:
+        """Let only some features of a module's output through."""
+        earlier: _Selection | None = module.__dict__.get("_headprune_selection")
+        if earlier is None:
+            self._undo.append(module.register_forward_hook(_selected).remove)
+        self._set(module, "_headprune_selection", _Selection(features, earlier))
+
+    def _place(self, module: nn.Module, part: HeadFeatures, stay: Sequence[int], kept: Sequence[int]) -> None:
+        """Put the kept heads' output of a module without W_O where it was among all heads; zeros elsewhere."""
+        earlier: _Placement | None = module.__dict__.get("_headprune_placement")
+        if earlier is None:
+            self._undo.append(module.register_forward_hook(_placed).remove)
+        self._set(module, "_headprune_placement", _Placement(part, list(stay), list(kept), earlier))
+
+    def _narrow(self, module: nn.Module, width: int, new: int) -> None:
+        """Tell a module that reads the width of its heads from its input's shape how wide they are now."""
+        earlier: tuple[int, int] | None = module.__dict__.get("_headprune_narrow")
+        if earlier is None:
+            self._undo.append(module.register_forward_pre_hook(_told_narrow, with_kwargs=True).remove)
+        self._set(module, "_headprune_narrow", (earlier[0] if earlier else width, new))
 
     def _slice_table(self, module: nn.Module, name: str, features: _Features, dim: int) -> None:
         """Keep some entries of a parameter or buffer, and what its module notes of their number."""
@@ -431,7 +469,7 @@ class _Journal:
         else:
             stub = EmptyAttention(0, None, layer.output_arity)
             self._slice(output, _Features(frozenset(), _all_features(layer.output_projection)), output=False)
-        self._replace_module(model, layer.name, stub)
+        self._replace_module(model, layer.module, stub)
 
     def _index_position_bias(self, attention: nn.Module, num_heads: int, kept: Sequence[int]) -> None:
         earlier: _SharedPositionBias | None = attention.__dict__.get("_headprune_bias")
@@ -483,6 +521,86 @@ def _take_own_arguments(attention: nn.Module, args: Any, kwargs: dict[str, Any])
         elif argument.key in kwargs:
             kwargs = {**kwargs, argument.key: own.take(kwargs[argument.key], argument)}
     return tuple(positional), kwargs
+
+
+class _Selection:
+    """Which features of a module's output pass on."""
+
+    def __init__(self, features: _Features, earlier: _Selection | None) -> None:
+        self.features, self.earlier = features, earlier
+
+    def take(self, output: Tensor) -> Tensor:
+        if self.earlier is not None:  # indices of a second prune count within what the first one kept
+            output = self.earlier.take(output)
+        return output.index_select(-1, self.features.index(output.shape[-1], output.device))
+
+
+def _selected(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    selection: _Selection = module.__dict__["_headprune_selection"]
+    return selection.take(output)
+
+
+class _Placement:
+    """Where the heads that are left belong among the features that a module without W_O returned."""
+
+    def __init__(self, part: HeadFeatures, stay: list[int], kept: list[int], earlier: _Placement | None) -> None:
+        features = [f for h in stay for f in part.features[h]]
+        computed = sorted(f for h in kept for f in part.features[h])
+        if earlier is not None:  # what the traced module returned was placed already, at the same features
+            self.width = earlier.width
+        else:
+            self.width = sum(map(len, part.features))
+        self.source = [computed.index(f) for f in sorted(features)]
+        self.target = sorted(features)
+
+    def place(self, output: Tensor) -> Tensor:
+        source, target = (torch.tensor(i, dtype=torch.long, device=output.device) for i in (self.source, self.target))
+        whole = output.new_zeros(*output.shape[:-1], self.width)
+        return whole.index_copy(-1, target, output.index_select(-1, source))
+
+
+def _placed(module: nn.Module, args: Any, output: Any) -> Any:
+    placement: _Placement = module.__dict__["_headprune_placement"]
+    if isinstance(output, tuple):
+        return (placement.place(output[0]), *output[1:])
+    return placement.place(output)
+
+
+class _NarrowTensor(Tensor):
+    """A tensor that says that it is narrower than it is, to code that sizes its heads by its input's last dimension.
+
+    What is computed from it is a plain tensor; only swapping other dimensions keeps the pretence.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    said: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, said: int) -> _NarrowTensor:
+        narrow = tensor.as_subclass(cls)
+        narrow.said = said
+        return narrow
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size((*Tensor.size(self)[:-1], self.said))
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        return self.shape if dim is None else self.shape[dim]
+
+    def transpose(self, dim0: int, dim1: int) -> Tensor:  # type: ignore[override]
+        swapped = Tensor.transpose(self, dim0, dim1)
+        return swapped if self.ndim - 1 in (dim0 % self.ndim, dim1 % self.ndim) else _NarrowTensor.of(swapped, self.said)
+
+
+def _told_narrow(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    width, said = module.__dict__["_headprune_narrow"]
+
+    def tell(value: Any) -> Any:
+        wide = isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2 and value.shape[-1] == width
+        return _NarrowTensor.of(value, said) if wide else value
+
+    return tuple(map(tell, args)), {k: tell(v) for k, v in kwargs.items()}
 
 
 @dataclass(frozen=True)
@@ -537,7 +655,7 @@ class _Counts:
                 continue
             elif self.is_width(name) and value == layer.num_heads * layer.head_dim:
                 found[name] = self.heads * layer.head_dim
-            elif self.is_width(name) and _KV_HEADS.search(name) and value == kv * layer.head_dim:
+            elif self.is_width(name) and _KV_WIDTH.search(name) and value == kv * layer.head_dim:
                 found[name] = self.groups * layer.head_dim
         return {name: new for name, new in found.items() if new != fields[name]}
 
@@ -545,6 +663,7 @@ class _Counts:
 _HEADS = re.compile(r"heads$|^(n|num|nb)_?head$|^h$")
 _KV_HEADS = re.compile(r"(kv|key_value).*heads?$|heads?_?kv$|^n_?kv")
 _GROUPS = re.compile(r"(kv|key_value).*groups$|^n_rep$")
+_KV_WIDTH = re.compile(r"kv|key|value")
 _HEAD_WIDTH = re.compile(r"head_(dim|size)$|^(dim|size)_(per_)?head$|^(d_kv|d_k|d_v|d_head|key_value_proj_dim)$")
 
 

@@ -111,12 +111,16 @@ def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Take back what modules note about themselves, such as D2L's ``attention_weights``: it holds the traced graph."""
     before = [(m, dict(m.__dict__)) for m in model.modules()]
+    caches = [(v, dict(v)) for _, attributes in before for k, v in attributes.items() if type(v) is dict and k[0] != "_"]
     try:
         yield
     finally:
         for module, attributes in before:
             module.__dict__.clear()
             module.__dict__.update(attributes)
+        for cache, content in caches:
+            cache.clear()
+            cache.update(content)
 
 
 @dataclass
@@ -174,6 +178,8 @@ class _Attention:
     cross: bool = False
     output: str = ""
     columns: list[set[int]] = field(default_factory=list)
+    returned: list[set[int]] = field(default_factory=list)  # head -> features of the module's output, if apart
+    selections: dict[str, list[set[int]]] = field(default_factory=dict)  # module over all heads -> head -> features
     reason: str = ""
 
 
@@ -211,6 +217,7 @@ class _Tracer(TorchFunctionMode):
         self.running: list[str] = []
         self.arguments: dict[str, set[int]] = {}
         self.results: dict[str, Any] = {}
+        self.mixers: dict[str, Tensor] = {}  # outputs of small modules that may mix the heads, such as norms
         self.owner: dict[int, str] = {}  # module by its weight's memory, so that weight.T is known too
         self.tensors: dict[int, str] = {}  # names of parameters and buffers
         self.given: dict[str, dict[str | int, Tensor]] = {}  # module -> argument -> floating-point tensor
@@ -250,6 +257,10 @@ class _Tracer(TorchFunctionMode):
                     if self.running and self.running[-1] == name:
                         self.running.pop()
                     self.results[name] = _shape_of(output)
+                    if isinstance(output, Tensor) and output.requires_grad and output.grad_fn is not None:
+                        if any(p.ndim == 1 for p in self.modules[name].parameters(recurse=False)):
+                            self.mixers[name] = output
+                    self._match_concatenation(name, output)
 
                 stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
@@ -295,6 +306,8 @@ class _Tracer(TorchFunctionMode):
             return result.clone()
         attention.query_rows = self._rows(query, heads)
         _merge(attention.rows, attention.query_rows)
+        for tensor in (query, key):
+            self._note_selections(attention, tensor, heads.repeated(tensor.shape[1]))
         attention.value_rows = self._rows(value, heads.repeated(value.shape[1]))
         _merge(attention.rows, self._rows(key, heads.repeated(key.shape[1])))
         _merge(attention.rows, attention.value_rows)
@@ -321,6 +334,7 @@ class _Tracer(TorchFunctionMode):
         )  # fmt: skip
         self.found.append(attention)
         attention.query_rows = self._rows(scores, heads)
+        self._note_selections(attention, scores, heads)
         self._note_tables(attention, scores, heads)
         _merge(attention.rows, attention.query_rows)
         self._note_sources(attention, scores, scores)
@@ -331,7 +345,14 @@ class _Tracer(TorchFunctionMode):
     def _heads(self, tensor: Tensor) -> _Heads | None:
         """Where the heads of queries or scores are; None where there are none to be told apart."""
         if tensor.ndim == 4:
-            return _Heads.plain(tensor.shape[1]) if tensor.shape[1] else None
+            if not tensor.shape[1]:
+                return None
+            heads = _Heads.plain(tensor.shape[1])
+            # (batch, tokens, heads, …), as sliding windows and deformable attention have it: tokens all read alike.
+            last = _Heads(2, tuple((h,) for h in range(tensor.shape[2])))
+            if len(heads) > 1 and 1 < len(last) <= 256 and self._alike(tensor, heads) and not self._alike(tensor, last):
+                return last
+            return heads
         if tensor.ndim != 3 or not tensor.requires_grad:
             return None
         # (batch * heads, …): slices that read the same features of the projections are one head.
@@ -344,6 +365,11 @@ class _Tracer(TorchFunctionMode):
         if len(groups) < 2 or len({len(g) for g in groups.values()}) > 1:
             return None  # a softmax over classes or experts, or one head
         return _Heads(0, tuple(tuple(g) for g in groups.values()))
+
+    def _alike(self, tensor: Tensor, heads: _Heads) -> bool:
+        """Whether all heads read the same features of every projection, and of some."""
+        rows = self._rows(tensor, heads)
+        return bool(rows) and all(r == features[0] for features in rows.values() for r in features)
 
     def _rows(self, tensor: Tensor, heads: _Heads) -> dict[str, list[set[int]]]:
         """Which features of which projection each head of ``tensor`` depends on."""
@@ -358,6 +384,27 @@ class _Tracer(TorchFunctionMode):
                 if gradient is not None:
                     rows.setdefault(self.calls[id(leaf)].module, [set() for _ in heads.indices])[h] |= _used(gradient)
         return rows
+
+    def _note_selections(self, attention: _Attention, tensor: Tensor, heads: _Heads) -> None:
+        """Modules inside the attention whose output has the heads apart, though what they read has not: norms over all heads."""
+        if len(heads) < 2 or not tensor.requires_grad:
+            return
+        mixed = {m for m, rows in self._rows(tensor, heads).items() if all(r == rows[0] for r in rows)}
+        inside = f"{attention.module}." if attention.module else ""
+        projections = {call.module for call in self.calls.values()}
+        mixers = {n: t for n, t in self.mixers.items() if n.startswith(inside) and n not in projections}
+        if not mixed or not mixers:
+            return
+        features: dict[str, list[set[int]]] = {}
+        for h in range(len(heads)):
+            part = heads.take(tensor, h)
+            gradients = torch.autograd.grad(part, list(mixers.values()), self._noise(part), retain_graph=True, allow_unused=True)
+            for name, gradient in zip(mixers, gradients, strict=True):
+                if gradient is not None:
+                    features.setdefault(name, [set() for _ in range(len(heads))])[h] |= _used(gradient)
+        for name, rows in features.items():
+            if all(rows) and any(r != rows[0] for r in rows):
+                attention.selections[name] = rows
 
     def _note_tables(self, attention: _Attention, tensor: Tensor, heads: _Heads) -> None:
         """Parameters and buffers in which each head of ``tensor`` has entries of its own."""
@@ -399,26 +446,47 @@ class _Tracer(TorchFunctionMode):
             if not as_module:
                 attention.reason = f"its output projection ({owner}) is not called as a module"
                 continue
-            cotangent = torch.zeros_like(source, requires_grad=True)
-            (back,) = torch.autograd.grad(source, attention.result, cotangent, create_graph=True)
-            heads = attention.heads
-            for h, indices in enumerate(heads.indices):
-                tangent = torch.zeros_like(attention.result)
-                where = torch.tensor(indices, device=tangent.device)
-                tangent.index_copy_(heads.dim, where, self._noise(heads.take(tangent, h)))
-                (forward,) = torch.autograd.grad(back, cotangent, tangent, retain_graph=True)
-                attention.columns.append(_used(forward))
-            self._note_values(attention, source, list(reached.values()))
+            attention.columns = self._columns(attention, source)
+            self._note_values(attention, attention.columns, source, list(reached.values()))
 
-    def _note_values(self, attention: _Attention, source: Tensor, leaves: list[Tensor]) -> None:
-        """What else enters W_O per head: the values of eager attention, gates and scales on the output."""
+    def _match_concatenation(self, name: str, output: Any) -> None:
+        """Note where the heads are in what attention module ``name`` returns: without a W_O, that is the place to gate."""
+        returned = output[0] if isinstance(output, tuple) and output else output
+        pending = [a for a in self.found if a.module == name and not a.output and not a.reason]
+        if not pending or not isinstance(returned, Tensor) or not returned.requires_grad:
+            return
+        reached = {id(leaf): leaf for leaf in _leaves(returned)}
+        for attention in pending:
+            if id(attention.result) in reached and len(attention.heads) > 1:
+                columns = self._columns(attention, returned)
+                if all(columns) and not _overlap(columns):
+                    attention.returned = columns
+                    self._note_values(attention, columns, returned, list(reached.values()))
+
+    def _columns(self, attention: _Attention, source: Tensor) -> list[set[int]]:
+        """The features of ``source`` that each head's result reaches."""
+        cotangent = torch.zeros_like(source, requires_grad=True)
+        (back,) = torch.autograd.grad(source, attention.result, cotangent, create_graph=True)
+        heads, columns = attention.heads, []
+        for h, indices in enumerate(heads.indices):
+            tangent = torch.zeros_like(attention.result)
+            where = torch.tensor(indices, device=tangent.device)
+            tangent.index_copy_(heads.dim, where, self._noise(heads.take(tangent, h)))
+            (forward,) = torch.autograd.grad(back, cotangent, tangent, retain_graph=True)
+            columns.append(_used(forward))
+        return columns
+
+    def _note_values(
+        self, attention: _Attention, columns: list[set[int]], source: Tensor, leaves: list[Tensor]
+    ) -> None:
+        """What else enters the heads' features of ``source``: values of eager attention, gates and scales on the output."""
         leaves = [leaf for leaf in leaves if leaf is not attention.result and leaf.ndim]
-        if not leaves or not all(attention.columns) or _overlap(attention.columns):
+        if not leaves or not all(columns) or _overlap(columns):
             return
         used = _Uses(self.tensors, len(attention.heads))
-        for h, columns in enumerate(attention.columns):
+        for h, own in enumerate(columns):
             seed = torch.zeros_like(source)
-            index = sorted(columns)
+            index = sorted(own)
             seed[..., index] = self._noise(seed[..., index])
             gradients = torch.autograd.grad(source, leaves, seed, retain_graph=True, allow_unused=True)
             used.add(h, leaves, gradients)
@@ -426,7 +494,7 @@ class _Tracer(TorchFunctionMode):
                 if gradient is not None and id(leaf) in self.calls:
                     module = self.calls[id(leaf)].module
                     for rows in (attention.rows, *(() if attention.fused else (attention.value_rows,))):
-                        rows.setdefault(module, [set() for _ in attention.columns])[h] |= _used(gradient)
+                        rows.setdefault(module, [set() for _ in columns])[h] |= _used(gradient)
         used.merge_into(attention.tables)
 
     def _note_sources(self, attention: _Attention, query: Tensor, key: Tensor) -> None:
@@ -461,6 +529,8 @@ class _Tracer(TorchFunctionMode):
         """One per attention module; several, where one module computes attention from several projections."""
         unique: dict[str, list[_Attention]] = {}
         for attention in self.found:
+            if attention.returned and (not attention.columns or _overlap(attention.columns)):
+                attention.output, attention.columns = attention.module, attention.returned
             if not attention.fused and not attention.output and not attention.rows:
                 continue  # a softmax that is no attention, such as a router's
             known = unique.setdefault(attention.module, [])
@@ -499,12 +569,13 @@ class _Tracer(TorchFunctionMode):
             # One that other layers read too must stay whole.
             if f"{name}.".startswith(f"{attention.module}.") and sum((name, dim) in a.tables for a in self.found) == 1
         )
+        tables = tuple(t for t in tables if t.name.rpartition(".")[0] not in attention.selections)
         owners = tuple(t.name.rpartition(".")[0] for t in tables)
         inner = owners + tuple(
             n for n in attention.running if n == attention.module or n.startswith(attention.module + ".")
         )
         shape = self.results.get(attention.module)
-        inside = attention.output.startswith(attention.module + ".") if attention.module else True
+        inside = f"{attention.output}.".startswith(f"{attention.module}.") if attention.module else True
         bypass = "ghost"
         if isinstance(self.modules[attention.module], MultiheadAttention):
             bypass = "slice"
@@ -521,19 +592,22 @@ class _Tracer(TorchFunctionMode):
         if attention.module in ghosts(self.model):
             reason, output = "all of its heads were pruned; one stays with zero output, for the cache", None
         if not reason:
-            reason = self._unsliceable(output, projections)
+            reason = self._unsliceable(attention, output, projections)
         return AttentionLayer(
             name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=kv_heads, groups=groups,
             head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
             output_projection=output, projections=tuple(projections), tables=tables,
+            selections=tuple(HeadFeatures(n, tuple(tuple(sorted(r)) for r in rows)) for n, rows in attention.selections.items()),
             arguments=self._head_arguments(attention), inner_modules=tuple(dict.fromkeys(inner)),
             bypass=bypass, output_arity=shape or 0, output_inside=inside,
         )  # fmt: skip
 
-    def _unsliceable(self, output: HeadFeatures | None, projections: list[HeadFeatures]) -> str:
+    def _unsliceable(self, attention: _Attention, output: HeadFeatures | None, projections: list[HeadFeatures]) -> str:
         for part in (output, *projections):
             if part is None:
                 continue
+            if part.module == attention.module:
+                continue  # concatenated heads, without a W_O
             module = self.modules[part.module]
             weight = getattr(module, "weight", None)
             if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or not weight.is_floating_point():
@@ -553,13 +627,9 @@ def _separable(attention: _Attention) -> str:
     if _overlap(attention.columns):
         return f"the heads are mixed before the output projection {attention.output}"
     if len(attention.heads) > 1:
-        for h in range(len(attention.heads)):
-            own = False
-            for rows in attention.query_rows.values():
-                others = set.union(*(r for i, r in enumerate(rows) if i != h))
-                own = own or bool(rows[h] - others)
-            if not own:
-                return "its heads are computed from the same query features (a norm over all heads?)"
+        queries = [*attention.query_rows.values(), *attention.selections.values()]
+        if queries and all(r == rows[0] for rows in queries for r in rows):
+            return "its heads are computed from the same query features (something mixes them)"
         groups = _groups(attention)
         members = [h for group in groups for h in group]
         if groups and (sorted(members) != list(range(len(attention.heads))) or len({len(g) for g in groups}) > 1):
@@ -571,7 +641,7 @@ def _groups(attention: _Attention) -> tuple[tuple[int, ...], ...]:
     """The heads that share features with some others but not with all: key/value groups. () where none do."""
     heads = len(attention.heads)
     group = {h: frozenset({h}) for h in range(heads)}
-    for rows in attention.rows.values():
+    for rows in (*attention.rows.values(), *attention.selections.values()):
         users: dict[int, set[int]] = {}
         for h, features in enumerate(rows):
             for feature in features:
