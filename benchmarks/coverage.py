@@ -31,13 +31,16 @@ warnings.filterwarnings("ignore")
 
 import tiny
 import torch
+import torch.nn.functional as F
 import transformers
 from rich.progress import track
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import headprune as hp
 from headprune.errors import first_line
 from headprune.inputs import call
+from headprune.modules import exact_attention
 from headprune.surgery import answers
 
 LIMIT = 20  # seconds for one type
@@ -83,24 +86,60 @@ def randomise(model: nn.Module) -> None:
     """Every matrix large enough for each head to matter; small models are initialised near zero."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim >= 2 and p.is_floating_point():
+        for name, p in model.named_parameters():
+            if p.is_floating_point() and (p.ndim >= 2 or name.endswith("bias")):
                 p.copy_(torch.randn(p.shape, generator=generator) / max(p.shape[-1], 1) ** 0.5)
 
 
-def mask_is_right(model: nn.Module, layer: Any, layers: list[Any], example: dict[str, Any]) -> bool:
-    """Brute force: masking head 0 equals setting its columns of W_O to zero."""
-    with torch.no_grad(), hp.mask(model, {layer.name: [0]}, layers=layers):
-        masked = call(model, example)
-    zeroed = copy.deepcopy(model)
-    module = zeroed.get_submodule(layer.output_projection.module)
-    columns = list(layer.output_projection.features[0])
+class Without(TorchFunctionMode):
+    """Brute force: zeros in place of one head's result wherever a module computes softmax attention."""
+
+    def __init__(self, model: nn.Module, layer: hp.AttentionLayer, head: int) -> None:
+        super().__init__()
+        self.heads, self.head, self.running, self.used = layer.num_heads, head, 0, 0
+        module = model.get_submodule(layer.module)
+        module.register_forward_pre_hook(lambda *_: self.enter(1))
+        module.register_forward_hook(lambda *_: self.enter(-1))
+
+    def enter(self, by: int) -> None:
+        self.running += by
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        fused = func is F.scaled_dot_product_attention
+        if not self.running or not (fused or func in (F.softmax, torch.softmax, torch.Tensor.softmax)):
+            return out
+        if not fused and (kwargs or {}).get("dim", args[1] if len(args) > 1 else None) not in (-1, out.ndim - 1):
+            return out
+        dims = [d for d in range(1, max(out.ndim - 1, 2)) if out.shape[d] == self.heads] if out.ndim > 3 else []
+        if dims:
+            self.used += 1
+            out = out.clone()
+            out.select(dims[0], self.head).zero_()
+        elif out.ndim == 3 and out.shape[0] % self.heads == 0:
+            self.used += 1
+            out = out.clone()
+            out.view(-1, self.heads, *out.shape[1:])[:, self.head] = 0
+        return out
+
+
+def answer(model: nn.Module, example: dict[str, Any]) -> Any:
+    """The model's output, with the same random numbers each time, since some models draw some."""
+    torch.manual_seed(0)
     with torch.no_grad():
-        if isinstance(module, nn.Linear):
-            module.weight[:, columns] = 0
-        else:
-            module.weight[columns] = 0
-        return close(masked, call(zeroed, example))
+        return call(model, example)
+
+
+def mask_is_right(model: nn.Module, layer: hp.AttentionLayer, layers: list[Any], example: dict[str, Any]) -> bool:
+    """Whether masking head 0 equals zeros in place of what its attention computes."""
+    with hp.mask(model, {layer.name: [0]}, layers=layers):
+        masked = answer(model, example)
+    brute = copy.deepcopy(model)
+    with exact_attention(brute), Without(brute, layer, 0) as without:
+        expected = answer(brute, example)
+    if not without.used:
+        raise RuntimeError(f"{layer.name}: the brute force found no attention to compare the mask with")
+    return close(masked, expected)
 
 
 def examine(model_type: str) -> dict[str, Any]:
@@ -169,10 +208,9 @@ def removal_fails(model: nn.Module, drop: dict[str, list[int]], layers: list[Any
     except hp.PruneError as error:
         return str(error.args[0].split(": ", 1)[1].removesuffix(" The model is unchanged."))
     unseen = other_input(example)
-    with torch.no_grad(), hp.mask(model, drop, layers=layers):
-        expected = call(model, unseen)
-    with torch.no_grad():
-        return "" if close(call(pruned, unseen), expected) else f"WRONG: pruning {', '.join(drop)} is not exact"
+    with hp.mask(model, drop, layers=layers):
+        expected = answer(model, unseen)
+    return "" if close(answer(pruned, unseen), expected) else f"WRONG: pruning {', '.join(drop)} is not exact"
 
 
 def table(rows: list[dict[str, Any]], seconds: float) -> str:

@@ -188,7 +188,7 @@ def _shrunk(config: PretrainedConfig, recipe: _Recipe) -> dict[str, Any]:
             # Windows that do not fit are cut, and their tables with them: let them fit in the last stage.
             window = fields.get("window_size")
             fits = stages and type(window) is int and type(fields.get("patch_size")) is int
-            made[name] = fields["patch_size"] * window * 2 ** (len(stages) - 1) if fits else IMAGE
+            made[name] = min(value, fields["patch_size"] * window * 2 ** (len(stages) - 1)) if fits else IMAGE
         elif stages and name in ("patch_size", "window_size"):
             continue
         elif name in ("patch_size", "patch_dim"):

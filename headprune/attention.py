@@ -59,6 +59,28 @@ class HeadTable:
 
 
 @dataclass(frozen=True)
+class HeadGate:
+    """Where a factor on each head's output can be applied, if not at the input of W_O.
+
+    Attributes:
+        module: Qualified name of a module between the attention and W_O, such as a norm or a dropout.
+        dim: The dimension of its input that the heads lie along.
+        features: ``features[h]`` along ``dim`` belong to head ``h``.
+    """
+
+    module: str
+    dim: int
+    features: tuple[tuple[int, ...], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"module": self.module, "dim": self.dim, "features": [_to_ranges(f) for f in self.features]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> HeadGate:
+        return cls(data["module"], data["dim"], tuple(_from_ranges(text) for text in data["features"]))
+
+
+@dataclass(frozen=True)
 class HeadArgument:
     """An argument of the attention module that may hold something for each head, such as ALiBi's bias.
 
@@ -91,6 +113,7 @@ class AttentionLayer:
         reason: Why not, if not.
         output_projection: W_O; its ``features`` are the input columns of each head. Where heads are concatenated and
             returned without a W_O, it names the attention module, and ``features`` index its output.
+        gate: Where heads can be masked instead, where they cannot be told apart at W_O.
         projections: Every other projection that holds features of single heads (query, key,
             value, a per-head gate, fused or separate).
         selections: Modules that compute something over all heads, such as a norm of the queries; they and what feeds
@@ -116,6 +139,7 @@ class AttentionLayer:
     prunable: bool = True
     reason: str = ""
     output_projection: HeadFeatures | None = None
+    gate: HeadGate | None = None
     projections: tuple[HeadFeatures, ...] = ()
     selections: tuple[HeadFeatures, ...] = ()
     tables: tuple[HeadTable, ...] = ()
@@ -127,8 +151,8 @@ class AttentionLayer:
 
     @property
     def maskable(self) -> bool:
-        """Whether single heads can be switched off at the input of W_O."""
-        return self.output_projection is not None
+        """Whether single heads can be switched off."""
+        return self.output_projection is not None or self.gate is not None
 
     @property
     def concatenates(self) -> bool:
@@ -157,6 +181,7 @@ class AttentionLayer:
     def to_json(self) -> dict[str, Any]:
         fields = asdict(self)
         fields["output_projection"] = self.output_projection.to_json() if self.output_projection else None
+        fields["gate"] = self.gate.to_json() if self.gate else None
         fields["projections"] = [p.to_json() for p in self.projections]
         fields["selections"] = [p.to_json() for p in self.selections]
         fields["tables"] = [t.to_json() for t in self.tables]
@@ -167,6 +192,7 @@ class AttentionLayer:
         fields = dict(data)
         output = data["output_projection"]
         fields["output_projection"] = HeadFeatures.from_json(output) if output else None
+        fields["gate"] = HeadGate.from_json(data["gate"]) if data.get("gate") else None
         fields["projections"] = tuple(HeadFeatures.from_json(p) for p in data["projections"])
         # Files from before these were traced have none; a prune that would need them fails its proof.
         fields["selections"] = tuple(HeadFeatures.from_json(p) for p in data.get("selections", ()))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer, check_heads
+from headprune.attention import AttentionLayer, HeadGate, check_heads
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example
 from headprune.modules import exact_attention
@@ -43,9 +43,10 @@ def gated(model: nn.Module, layers: Sequence[AttentionLayer], gates: Mapping[str
         stack.enter_context(exact_attention(model))
         for name, gate in gates.items():
             layer = by_name[name]
-            if layer.output_projection is None:
+            place = layer.output_projection or layer.gate
+            if place is None:
                 raise HeadPruneError(f"Layer {name} cannot be masked: {layer.reason}.")
-            module, hook = model.get_submodule(layer.output_projection.module), _Gate(layer, gate)
+            module, hook = model.get_submodule(place.module), _Gate(layer, gate)
             if layer.concatenates:
                 stack.callback(module.register_forward_hook(hook.on_output).remove)
             else:
@@ -102,10 +103,12 @@ class _Gate:
     """Forward pre-hook on W_O; without a W_O, forward hook on the attention module."""
 
     def __init__(self, layer: AttentionLayer, gate: Tensor) -> None:
-        assert layer.output_projection is not None
+        place = layer.output_projection or layer.gate
+        assert place is not None
         self.name = layer.name
         self.gate = gate
-        self.features = layer.output_projection.features
+        self.features = place.features
+        self.dim = place.dim if isinstance(place, HeadGate) else -1
         self.owner: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -119,6 +122,10 @@ class _Gate:
         return (self._gated(output[0]), *output[1:]) if isinstance(output, tuple) else self._gated(output)
 
     def _gated(self, hidden: Tensor) -> Tensor:
+        return self._scaled(hidden.movedim(self.dim, -1)).movedim(-1, self.dim)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """``hidden``, which has the heads' features last, times their gates."""
         gate = self.gate.to(hidden.device, hidden.dtype)
         gate = torch.cat([gate, gate.new_ones(*gate.shape[:-1], 1)], dim=-1)
         factor = gate[..., self._owner_of(hidden)]  # [features] or [batch, features]

@@ -168,7 +168,7 @@ def _masked_answers(
     with mask(model, drop, layers=layers):
         for candidate in (example, *variants(example)[:1], *scrambled(example, _vocabulary(model))):
             try:
-                reference.append((candidate, answers(call(model, candidate))))
+                reference.append((candidate, _answer(model, candidate)))
             except Exception:
                 if candidate is example:
                     raise
@@ -199,7 +199,7 @@ def _attempt(
     try:
         journal.remove(model, removal)
         for batch, expected in reference:
-            got = answers(call(model, batch))
+            got = _answer(model, batch)
             if [g.shape for g in got] != [e.shape for e in expected]:
                 return worst, "the pruned model's outputs have another shape"
             for g, e in zip(got, expected, strict=True):
@@ -229,7 +229,7 @@ def _culprits(
     for layer in touched:
         alone = {layer.name: drop[layer.name]}
         with mask(model, alone, layers=layers):
-            reference = [(batch, answers(call(model, batch))) for batch in inputs]
+            reference = [(batch, _answer(model, batch)) for batch in inputs]
         for removal in _ways([layer], alone):
             journal = _Journal()
             why = _attempt(model, journal, removal, reference, tolerance)[-1]
@@ -239,6 +239,14 @@ def _culprits(
         else:
             culprits.append(layer)
     return culprits
+
+
+def _answer(model: nn.Module, batch: Example) -> list[Tensor]:
+    """What the model answers, with the same random numbers each time: some draw masks or noise even in evaluation."""
+    device = model_device(model)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        return answers(call(model, batch))
 
 
 def answers(output: Any) -> list[Tensor]:
@@ -417,9 +425,9 @@ class _Journal:
                 self._slice_parameter(module, statistic, features, dim)
             self._set(module, "num_features", size)
         elif isinstance(module, nn.modules.conv._ConvNd) and name == "weight" and dim == 0:
-            if module.groups == module.out_channels == module.in_channels:  # a filter for every feature
-                self._set(module, "groups", size)
-                self._set(module, "in_channels", size)
+            if module.groups > 1:  # filters for some features, such as each head's: whole groups go
+                self._set(module, "groups", module.groups * size // module.out_channels)
+                self._set(module, "in_channels", module.in_channels * size // module.out_channels)
             self._set(module, "out_channels", size)
 
     def _slice_parameter(self, module: nn.Module, name: str, features: _Features, dim: int) -> int:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures, HeadTable, ghosts
+from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures, HeadGate, HeadTable, ghosts
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import Example, call, model_device, move, tensors
 from headprune.modules import EmptyAttention, MultiheadAttention, exact_attention
@@ -112,6 +112,9 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Take back what modules note about themselves, such as D2L's ``attention_weights``: it holds the traced graph."""
     before = [(m, dict(m.__dict__)) for m in model.modules()]
     caches = [(v, dict(v)) for _, attributes in before for k, v in attributes.items() if type(v) is dict and k[0] != "_"]
+    for cache, content in caches:  # what was kept of earlier calls hides where it came from
+        if any(isinstance(v, Tensor) for v in content.values()):
+            cache.clear()
     try:
         yield
     finally:
@@ -145,8 +148,8 @@ class _Heads:
     indices: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def plain(cls, count: int) -> _Heads:
-        return cls(1, tuple((h,) for h in range(count)))
+    def along(cls, dim: int, count: int) -> _Heads:
+        return cls(dim, tuple((h,) for h in range(count)))
 
     def repeated(self, size: int) -> _Heads:
         """The same heads in a tensor with fewer of them, each serving several (grouped keys and values)."""
@@ -178,6 +181,8 @@ class _Attention:
     cross: bool = False
     output: str = ""
     columns: list[set[int]] = field(default_factory=list)
+    passed: list[tuple[str, Tensor]] = field(default_factory=list)  # modules called on the way to W_O, with their input
+    pairwise: bool = True  # scores of one token with another; not so: a softmax over channels, streams, points
     returned: list[set[int]] = field(default_factory=list)  # head -> features of the module's output, if apart
     selections: dict[str, list[set[int]]] = field(default_factory=dict)  # module over all heads -> head -> features
     reason: str = ""
@@ -218,7 +223,7 @@ class _Tracer(TorchFunctionMode):
         self.arguments: dict[str, set[int]] = {}
         self.results: dict[str, Any] = {}
         self.mixers: dict[str, Tensor] = {}  # outputs of small modules that may mix the heads, such as norms
-        self.owner: dict[int, str] = {}  # module by its weight's memory, so that weight.T is known too
+        self.owner: dict[int, list[str]] = {}  # module by its weight's memory, so that weight.T is known too
         self.tensors: dict[int, str] = {}  # names of parameters and buffers
         self.given: dict[str, dict[str | int, Tensor]] = {}  # module -> argument -> floating-point tensor
         self.cached: set[str] = set()  # modules that were given a cache
@@ -235,7 +240,7 @@ class _Tracer(TorchFunctionMode):
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
                 if parameter.ndim == 2:
-                    self.owner.setdefault(_memory(parameter), name)
+                    self.owner.setdefault(_memory(parameter), []).append(name)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -250,6 +255,10 @@ class _Tracer(TorchFunctionMode):
                     self.given[name] = {
                         k: v for k, v in every.items() if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 2
                     }
+                    if args and isinstance(args[0], Tensor) and args[0].requires_grad:
+                        for attention in self.found:
+                            if not attention.output and not attention.reason and len(attention.passed) < 12:
+                                attention.passed.append((name, args[0]))
                     if any(v is not None and "past" in k for k, v in kwargs.items()):
                         self.cached.add(name)
 
@@ -274,8 +283,9 @@ class _Tracer(TorchFunctionMode):
             return self._on_softmax(func, args, kwargs)
         if func in _LINEAR:
             weights = (_memory(a) for a in args if isinstance(a, Tensor) and a.ndim == 2)
-            owner = next((self.owner[w] for w in weights if w in self.owner), None)
-            if owner is not None:
+            owners = next((self.owner[w] for w in weights if w in self.owner), None)
+            if owners:  # several, where modules share a weight
+                owner = self.running[-1] if self.running and self.running[-1] in owners else owners[0]
                 return self._on_linear(owner, func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -288,22 +298,32 @@ class _Tracer(TorchFunctionMode):
             return out
         as_module = bool(self.running) and self.running[-1] == owner
         self._match_output(owner, as_module, source)
+        if source.ndim > 3 and self._inside_heads(owner, source):
+            return out
         leaf: Tensor = out.detach().requires_grad_()
         self.calls[id(leaf)] = _LinearCall(owner, as_module, source, leaf)
         return leaf.clone()  # a copy, since models may write into it
+
+    def _inside_heads(self, owner: str, source: Tensor) -> bool:
+        """Whether a linear layer works on heads that the same module has split already, as on relative positions."""
+        around = [name for name in self.running if name and name != owner]
+        calls = [self.calls[id(leaf)].module for leaf in _leaves(source) if id(leaf) in self.calls]
+        return bool(calls and around) and all(name.startswith(f"{around[-1]}.") for name in calls)
 
     def _on_sdpa(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         query, key, value, mask, _, is_causal = _sdpa_arguments(*args, **kwargs)
         result: Tensor = func(*args, **kwargs).detach().requires_grad_()
         heads = self._heads(query)
         attention = _Attention(
-            self._attention_module(), tuple(self.running), result, heads or _Heads.plain(0),
+            self._attention_module(), tuple(self.running), result, heads or _Heads.along(1, 0),
             causal=is_causal or _is_causal_mask(mask), fused=True, tokens=query.shape[-2],
         )  # fmt: skip
         self.found.append(attention)
         if heads is None:
             attention.reason = f"its query has shape {tuple(query.shape)}, in which no heads can be told apart"
             return result.clone()
+        first = (0,) * (query.ndim - 2)
+        attention.pairwise = self._pairwise(key[first] @ query[(*first, -1)])
         attention.query_rows = self._rows(query, heads)
         _merge(attention.rows, attention.query_rows)
         for tensor in (query, key):
@@ -322,7 +342,8 @@ class _Tracer(TorchFunctionMode):
     def _on_softmax(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         out: Tensor = func(*args, **kwargs)
         scores = args[0] if args else kwargs["input"]
-        if not out.is_floating_point() or not scores.requires_grad:
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if not out.is_floating_point() or not scores.requires_grad or dim not in (-1, out.ndim - 1):
             return out
         heads = self._heads(scores)
         if heads is None:
@@ -333,6 +354,7 @@ class _Tracer(TorchFunctionMode):
             causal=_is_upper_zero(out), fused=False, tokens=out.shape[-2],
         )  # fmt: skip
         self.found.append(attention)
+        attention.pairwise = self._pairwise(scores[(0,) * (scores.ndim - 2) + (-1,)])
         attention.query_rows = self._rows(scores, heads)
         self._note_selections(attention, scores, heads)
         self._note_tables(attention, scores, heads)
@@ -344,14 +366,16 @@ class _Tracer(TorchFunctionMode):
 
     def _heads(self, tensor: Tensor) -> _Heads | None:
         """Where the heads of queries or scores are; None where there are none to be told apart."""
-        if tensor.ndim == 4:
+        if tensor.ndim >= 4:
             if not tensor.shape[1]:
                 return None
-            heads = _Heads.plain(tensor.shape[1])
+            heads = _Heads.along(1, tensor.shape[1])
             # (batch, tokens, heads, …), as sliding windows and deformable attention have it: tokens all read alike.
-            last = _Heads(2, tuple((h,) for h in range(tensor.shape[2])))
-            if len(heads) > 1 and 1 < len(last) <= 256 and self._alike(tensor, heads) and not self._alike(tensor, last):
-                return last
+            if len(heads) > 1 and self._alike(tensor, heads):
+                for dim in range(2, tensor.ndim - 1):
+                    others = _Heads.along(dim, tensor.shape[dim])
+                    if 1 < len(others) <= 256 and not self._alike(tensor, others):
+                        return others
             return heads
         if tensor.ndim != 3 or not tensor.requires_grad:
             return None
@@ -365,6 +389,15 @@ class _Tracer(TorchFunctionMode):
         if len(groups) < 2 or len({len(g) for g in groups.values()}) > 1:
             return None  # a softmax over classes or experts, or one head
         return _Heads(0, tuple(tuple(g) for g in groups.values()))
+
+    def _pairwise(self, row: Tensor) -> bool:
+        """Whether a query's scores ``[keys]`` depend on several tokens, as a softmax of queries with keys does."""
+        leaves = [leaf for leaf in _leaves(row) if id(leaf) in self.calls and leaf.ndim > 1]
+        if not leaves or len(row) < 2:
+            return True  # nothing says that they do not
+        gradients = torch.autograd.grad(row, leaves, self._noise(row), retain_graph=True, allow_unused=True)
+        tokens = [int((g.flatten(0, -2) != 0).any(-1).sum()) for g in gradients if g is not None]
+        return max(tokens, default=2) > 1
 
     def _alike(self, tensor: Tensor, heads: _Heads) -> bool:
         """Whether all heads read the same features of every projection, and of some."""
@@ -449,6 +482,21 @@ class _Tracer(TorchFunctionMode):
             attention.columns = self._columns(attention, source)
             self._note_values(attention, attention.columns, source, list(reached.values()))
 
+    def _gate(self, attention: _Attention) -> HeadGate | None:
+        """The first module between the attention and W_O that still has the heads apart."""
+        if len(attention.heads) < 2:
+            return None
+        names = [name for name, _ in attention.passed]
+        for name, tensor in attention.passed:
+            # One that is called twice, such as a dropout, would gate something else as well.
+            if names.count(name) > 1 or not any(leaf is attention.result for leaf in _leaves(tensor)):
+                continue
+            for dim in (-1, *((1,) if tensor.ndim > 3 else ())):
+                columns = self._columns(attention, tensor, dim)
+                if all(columns) and not _overlap(columns):
+                    return HeadGate(name, dim, tuple(tuple(sorted(c)) for c in columns))
+        return None
+
     def _match_concatenation(self, name: str, output: Any) -> None:
         """Note where the heads are in what attention module ``name`` returns: without a W_O, that is the place to gate."""
         returned = output[0] if isinstance(output, tuple) and output else output
@@ -463,8 +511,8 @@ class _Tracer(TorchFunctionMode):
                     attention.returned = columns
                     self._note_values(attention, columns, returned, list(reached.values()))
 
-    def _columns(self, attention: _Attention, source: Tensor) -> list[set[int]]:
-        """The features of ``source`` that each head's result reaches."""
+    def _columns(self, attention: _Attention, source: Tensor, dim: int = -1) -> list[set[int]]:
+        """The features of ``source`` along ``dim`` that each head's result reaches."""
         cotangent = torch.zeros_like(source, requires_grad=True)
         (back,) = torch.autograd.grad(source, attention.result, cotangent, create_graph=True)
         heads, columns = attention.heads, []
@@ -473,7 +521,7 @@ class _Tracer(TorchFunctionMode):
             where = torch.tensor(indices, device=tangent.device)
             tangent.index_copy_(heads.dim, where, self._noise(heads.take(tangent, h)))
             (forward,) = torch.autograd.grad(back, cotangent, tangent, retain_graph=True)
-            columns.append(_used(forward))
+            columns.append(_used(forward.movedim(dim, -1)))
         return columns
 
     def _note_values(
@@ -514,7 +562,7 @@ class _Tracer(TorchFunctionMode):
     def _attention_module(self) -> str:
         """The innermost running module that is more than a softmax or dropout: one with parameters."""
         for name in reversed(self.running):
-            if any(p.ndim == 2 for p in self.modules[name].parameters()):
+            if any(p.ndim >= 2 for p in self.modules[name].parameters()):
                 return name
         return self.running[-1] if self.running else ""
 
@@ -533,13 +581,17 @@ class _Tracer(TorchFunctionMode):
                 attention.output, attention.columns = attention.module, attention.returned
             if not attention.fused and not attention.output and not attention.rows:
                 continue  # a softmax that is no attention, such as a router's
+            apart = attention.columns and all(attention.columns) and not _overlap(attention.columns)
+            others = any(a.pairwise and a.module == attention.module for a in self.found)
+            if not attention.pairwise and (others or not apart):
+                continue  # over channels, streams or a convolution's taps
             known = unique.setdefault(attention.module, [])
             same = next((a for a in known if a.rows == attention.rows), None)
             if same is None:
                 known.append(attention)
             elif (same.output, same.columns) != (attention.output, attention.columns):
                 same.reason = f"its result goes through two output projections, {same.output} and {attention.output}"
-                same.columns = []
+                same.columns, same.passed = [], []
         made: list[AttentionLayer] = []
         for calls in unique.values():
             for number, attention in enumerate(calls, 1):
@@ -551,10 +603,15 @@ class _Tracer(TorchFunctionMode):
         kind = "cross" if attention.cross else "decoder" if attention.causal else "encoder"
         reason = attention.reason or _separable(attention)
         output = None
-        if attention.output and attention.columns and not _overlap(attention.columns):
+        if attention.output and attention.columns and all(attention.columns) and not _overlap(attention.columns):
             output = HeadFeatures(attention.output, tuple(tuple(sorted(c)) for c in attention.columns))
         projections = []
+        attention.columns = _filled(attention.columns)
         for module, rows in attention.rows.items():
+            rows = _filled(rows)
+            outside = not f"{module}.".startswith(f"{attention.module}." if attention.module else "")
+            if outside and any(module in a.rows and a.module != attention.module for a in self.found):
+                continue  # something that several layers take their heads of, such as a position bias: it stays whole
             shared = set.intersection(*rows) if heads > 1 else set()
             own = [r - shared for r in rows]  # features that all heads use stay (MQA, latent attention)
             if any(own):
@@ -571,9 +628,8 @@ class _Tracer(TorchFunctionMode):
         )
         tables = tuple(t for t in tables if t.name.rpartition(".")[0] not in attention.selections)
         owners = tuple(t.name.rpartition(".")[0] for t in tables)
-        inner = owners + tuple(
-            n for n in attention.running if n == attention.module or n.startswith(attention.module + ".")
-        )
+        inner = dict.fromkeys((*owners, *self._counting(attention)))
+        gate = self._gate(attention) if output is None and attention.output and not suffix else None
         shape = self.results.get(attention.module)
         inside = f"{attention.output}.".startswith(f"{attention.module}.") if attention.module else True
         bypass = "ghost"
@@ -596,11 +652,22 @@ class _Tracer(TorchFunctionMode):
         return AttentionLayer(
             name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=kv_heads, groups=groups,
             head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
-            output_projection=output, projections=tuple(projections), tables=tables,
+            output_projection=output, gate=gate, projections=tuple(projections), tables=tables,
             selections=tuple(HeadFeatures(n, tuple(tuple(sorted(r)) for r in rows)) for n, rows in attention.selections.items()),
-            arguments=self._head_arguments(attention), inner_modules=tuple(dict.fromkeys(inner)),
+            arguments=self._head_arguments(attention), inner_modules=tuple(inner),
             bypass=bypass, output_arity=shape or 0, output_inside=inside,
         )  # fmt: skip
+
+    def _counting(self, attention: _Attention) -> list[str]:
+        """Modules that may count the heads: the attention module and those inside, but no layers with weights of their own."""
+        inside = f"{attention.module}." if attention.module else ""
+        below = [n for n in self.modules if n == attention.module or n.startswith(inside)]
+        if any(a.module != attention.module and a.module in below for a in self.found):
+            below = [n for n in attention.running if n in below]
+        return [
+            n for n in below
+            if n == attention.module or not any(p.ndim > 1 for p in self.modules[n].parameters(recurse=False))
+        ]  # fmt: skip
 
     def _unsliceable(self, attention: _Attention, output: HeadFeatures | None, projections: list[HeadFeatures]) -> str:
         for part in (output, *projections):
@@ -635,6 +702,24 @@ def _separable(attention: _Attention) -> str:
         if groups and (sorted(members) != list(range(len(attention.heads))) or len({len(g) for g in groups}) > 1):
             return "its heads share features of the projections in a way that is no grouping"
     return ""
+
+
+def _filled(rows: list[set[int]]) -> list[set[int]]:
+    """Rows with the gaps closed that an activation left: a feature that was zero for every token of the example.
+
+    A feature of no head belongs to the heads on both sides of it, if those are the same.
+    """
+    users: dict[int, frozenset[int]] = {}
+    for h, features in enumerate(rows):
+        for feature in features:
+            users[feature] = users.get(feature, frozenset()) | {h}
+    filled = [set(r) for r in rows]
+    known = sorted(users)
+    for before, after in zip(known, known[1:], strict=False):
+        if users[before] == users[after]:
+            for h in users[before]:
+                filled[h].update(range(before + 1, after))
+    return filled
 
 
 def _groups(attention: _Attention) -> tuple[tuple[int, ...], ...]:

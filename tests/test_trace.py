@@ -77,14 +77,19 @@ def test_shared_module_is_one_layer() -> None:
     assert layer.num_heads == 4
 
 
-def test_norm_over_all_heads_is_refused() -> None:
+def test_norm_over_all_heads_is_kept_whole() -> None:
     config = tf.Olmo2Config(
         vocab_size=100, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48, pad_token_id=0
     )
-    layers = hp.find_attention(randomise(tf.Olmo2ForCausalLM(config)), text())
-    assert not any(layer.prunable for layer in layers)
-    assert "norm over all heads" in layers[0].reason
-    assert all(layer.maskable for layer in layers)
+    model = randomise(tf.Olmo2ForCausalLM(config))
+    layers = hp.find_attention(model, text())
+    assert {s.module.rpartition(".")[2] for s in layers[0].selections} == {"q_norm", "k_norm"}
+    hp.prune(model, {layers[0].name: [1, 2]}, text())
+    again = hp.find_attention(model, text())
+    assert [layer.num_heads for layer in again] == [2, 4]
+    hp.prune(model, {again[0].name: [1], again[1].name: [0]}, text())
+    assert model.model.layers[0].self_attn.q_norm.weight.numel() == 32
+    assert model.model.layers[0].self_attn.v_proj.weight.shape == (8, 32)
 
 
 def test_modes_weights_and_gradients_are_left_alone() -> None:
