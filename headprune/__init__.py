@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headprune.errors import HeadPruneError as HeadPruneError
     from headprune.errors import PruneError as PruneError
     from headprune.gates import mask as mask
+    from headprune.modules import stand_in as stand_in
     from headprune.planning import PruningPlan as PruningPlan
     from headprune.planning import plan as plan
     from headprune.scoring import HeadScores as HeadScores
@@ -34,6 +35,7 @@ _HOME = {
     "HeadPruneError": "errors",
     "PruneError": "errors",
     "mask": "gates",
+    "stand_in": "modules",
     "PruningPlan": "planning",
     "plan": "planning",
     "HeadScores": "scoring",

@@ -122,6 +122,8 @@ class AttentionLayer:
         arguments: Arguments whose shape says that they may hold something for each head; the proof tells.
         inner_modules: Modules that may hold head counts as integers: the attention module and
             those below it that were running when attention was computed.
+        side_modules: Others below it that may: what runs before the attention, such as relative positions, but
+            also what counts heads of its own.
         bypass: How the layer is taken out when all of its heads go. ``"stub"``: the attention
             module is replaced; ``"slice"``: it works without any head; ``"ghost"``: one head (or
             group) stays with zero output, because a cache or a later layer needs what the module computes.
@@ -145,6 +147,7 @@ class AttentionLayer:
     tables: tuple[HeadTable, ...] = ()
     arguments: tuple[HeadArgument, ...] = ()
     inner_modules: tuple[str, ...] = ()
+    side_modules: tuple[str, ...] = ()
     bypass: str = "ghost"
     output_arity: int = 0
     output_inside: bool = True
@@ -199,6 +202,7 @@ class AttentionLayer:
         fields["tables"] = tuple(HeadTable.from_json(t) for t in data.get("tables", ()))
         fields["arguments"] = tuple(HeadArgument(**a) for a in data.get("arguments", ()))
         fields["inner_modules"] = tuple(data["inner_modules"])
+        fields["side_modules"] = tuple(data.get("side_modules", ()))
         fields["groups"] = tuple(tuple(g) for g in data["groups"])
         return cls(**fields)
 

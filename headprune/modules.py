@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -151,9 +151,89 @@ class ConfigView:
         setattr(self.original, name, value)
 
 
+Rule = Callable[[Any], nn.Module]
+_RULES: dict[str, Rule] = {}
+
+
+def stand_in(attention: type[nn.Module] | str) -> Callable[[Rule], Rule]:
+    """Declare how to rebuild an attention class that cannot be traced as it is written.
+
+    headprune needs softmax attention (`scaled_dot_product_attention` or a softmax over the keys) whose heads reach one
+    linear layer, called as a module. A class that does otherwise, for instance with W_O in an ``einsum``, is replaced by
+    what the rule returns: while it is traced or masked, and for good when it is pruned.
+
+    Args:
+        attention: The class, or its qualified name where importing it is not wanted. Subclasses are not meant.
+
+    Returns:
+        A decorator for the rule: it takes the module and returns one that takes the same arguments, answers the same,
+        and shares the weights (a view, no copy). See docs/support-a-model.md.
+    """
+    name = attention if isinstance(attention, str) else _qualified(attention)
+
+    def declare(rule: Rule) -> Rule:
+        _RULES[name] = rule
+        return rule
+
+    return declare
+
+
 def convert(module: nn.Module) -> nn.Module | None:
-    """An exact stand-in for ``module`` if its class needs one, else None."""
-    return MultiheadAttention(module) if type(module) is nn.MultiheadAttention else None
+    """An exact stand-in for ``module`` if a rule declares one for its class, else None."""
+    rule = _RULES.get(_qualified(type(module)))
+    return None if rule is None else rule(module).train(module.training)
+
+
+def rebuilt(module: nn.Module, methods: dict[str, Any]) -> Any:
+    """A module that shares everything with ``module``, and can be given other methods and parts."""
+    base = type(module)
+    new = object.__new__(type(f"Traceable{base.__name__}", (base,), {**methods, "__module__": __name__}))
+    # Its own dicts, so that parts can be added and taken away.
+    new.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()}
+    return new
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@stand_in(nn.MultiheadAttention)
+def _torch(module: nn.MultiheadAttention) -> nn.Module:
+    return MultiheadAttention(module)
+
+
+@stand_in("transformers.models.xlnet.modeling_xlnet.XLNetRelativeAttention")
+def _xlnet(module: Any) -> nn.Module:
+    """W_O is a parameter ``[d_model, heads, head_dim]`` in an einsum."""
+
+    def post_attention(self: Any, h: Tensor, attn_vec: Tensor, residual: bool = True) -> Tensor:
+        attended = self.dropout(self.o_proj(attn_vec.flatten(-2)))
+        normed: Tensor = self.layer_norm(attended + h if residual else attended)
+        return normed
+
+    new = rebuilt(module, {"post_attention": post_attention})
+    weight = new._parameters.pop("o")
+    new.o_proj = _linear(weight.detach().flatten(1), None, weight.requires_grad)
+    return new
+
+
+@stand_in("transformers.models.wavlm.modeling_wavlm.WavLMAttention")
+def _wavlm(module: Any) -> nn.Module:
+    """Everything happens in `torch.nn.functional.multi_head_attention_forward`."""
+
+    def attend(self: Any, hidden: Tensor, attention_mask: Tensor | None, bias: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (
+            proj(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        scores = q @ k.transpose(-2, -1) * self.scaling + bias.view(len(hidden), -1, *bias.shape[1:])
+        if attention_mask is not None:
+            scores = scores.masked_fill(attention_mask.ne(1)[:, None, None], float("-inf"))
+        weights = F.softmax(scores, dim=-1)
+        attended = F.dropout(weights, self.dropout, self.training) @ v
+        return self.out_proj(attended.transpose(1, 2).flatten(2)), weights.mean(1, keepdim=True).expand_as(weights)
+
+    return rebuilt(module, {"torch_multi_head_self_attention": attend})  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from headprune.planning import PruningPlan
 from headprune.trace import evaluating, find_attention
 
 _RECORD = "_headprune_record"
+_TRIED = "tried before"  # another way that comes to the same changes
 
 # Relative tolerances of the proof: what summing the same products in another order may change.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -56,6 +57,7 @@ class Removal:
     widths: str
     cut_arguments: bool
     own_config: bool = False  # whether the modules' counts in their config change too
+    side_modules: bool = False  # whether modules beside the attention computation count its heads as well
     narrow: bool = False  # whether the modules are told that their input is as narrow as their heads are now
 
     def to_json(self) -> dict[str, Any]:
@@ -65,6 +67,7 @@ class Removal:
             "widths": self.widths,
             "cut_arguments": self.cut_arguments,
             "own_config": self.own_config,
+            "side_modules": self.side_modules,
             "narrow": self.narrow,
         }
 
@@ -72,7 +75,7 @@ class Removal:
     def from_json(cls, data: Mapping[str, Any]) -> Removal:
         layers = tuple(AttentionLayer.from_json(d) for d in data["layers"])
         drop = {k: list(v) for k, v in data["drop"].items()}
-        flags = {name: data.get(name, False) for name in ("cut_arguments", "own_config", "narrow")}
+        flags = {name: data.get(name, False) for name in ("cut_arguments", "own_config", "side_modules", "narrow")}
         return cls(layers, drop, data["widths"], **flags)
 
 
@@ -110,18 +113,18 @@ def prune(
     tolerance = max((_TOLERANCE.get(p.dtype, 0.0) for p in model.parameters()), default=_TOLERANCE[torch.float32])
     with evaluating(model), torch.no_grad():
         reference = _masked_answers(model, move(example, model_device(model)), drop, layers)
-        failures = []
+        failures, tried = [], set[tuple[str, ...]]()
         for removal in _ways(touched, drop):
             journal = _Journal()
             try:
-                difference, why = _attempt(model, journal, removal, reference, tolerance)
+                difference, why = _attempt(model, journal, removal, reference, tolerance, tried)
             except BaseException:  # an interrupt must not leave half a prune either
                 journal.undo()
                 raise
             if not why:
                 break
             journal.undo()
-            failures.append(why)
+            failures += [why] if why != _TRIED else []
         else:
             culprits = _culprits(model, touched, drop, [batch for batch, _ in reference], layers, tolerance)
             names = ", ".join(c.name for c in culprits[:3]) or "these layers together"
@@ -193,11 +196,15 @@ def _attempt(
     removal: Removal,
     reference: Sequence[tuple[Example, list[Tensor]]],
     tolerance: float,
+    tried: set[tuple[str, ...]],
 ) -> tuple[float, str]:
     """Remove and compare. Returns the largest relative difference, and why it failed ("" if it did not)."""
     worst = 0.0
     try:
         journal.remove(model, removal)
+        if (changes := tuple(journal.changes)) in tried:
+            return worst, _TRIED
+        tried.add(changes)
         for batch, expected in reference:
             got = _answer(model, batch)
             if [g.shape for g in got] != [e.shape for e in expected]:
@@ -230,9 +237,10 @@ def _culprits(
         alone = {layer.name: drop[layer.name]}
         with mask(model, alone, layers=layers):
             reference = [(batch, _answer(model, batch)) for batch in inputs]
+        tried = set[tuple[str, ...]]()
         for removal in _ways([layer], alone):
             journal = _Journal()
-            why = _attempt(model, journal, removal, reference, tolerance)[-1]
+            why = _attempt(model, journal, removal, reference, tolerance, tried)[-1]
             journal.undo()
             if not why:
                 break
@@ -281,9 +289,11 @@ def _ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
     """What a trace cannot decide, tried in this order; the proof picks."""
     # An argument with as many entries as heads may be something for each head; where it is, leaving it fails.
     arguments = (False, True) if any(layer.arguments for layer in layers) else (False,)
+    sides = (False, True) if any(layer.side_modules for layer in layers) else (False,)
     return [
-        Removal(tuple(layers), drop, widths, cut, own, narrow)
+        Removal(tuple(layers), drop, widths, cut, own, side, narrow)
         for narrow in (False, True)
+        for side in sides
         for own in (False, True)
         for cut in arguments
         for widths in _WIDTHS
@@ -315,6 +325,7 @@ class _Journal:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+        self.changes: list[str] = []  # what was set where, to tell two ways apart
 
     def undo(self) -> None:
         """Take every change back, the last one first."""
@@ -366,7 +377,7 @@ class _Journal:
             key = next(p for p in layer.projections if p.module.endswith("k_proj"))
             for name in ("bias_k", "bias_v"):
                 self._slice_parameter(attention, name, _surviving(key, kept), dim=2)
-        for name in layer.inner_modules:
+        for name in (*layer.inner_modules, *(layer.side_modules if removal.side_modules else ())):
             module = model.get_submodule(name)
             counts = _Counts(layer, len(kept), _groups_left(layer, kept), is_width)
             for attribute, new in counts.changed(vars(module)).items():
@@ -444,6 +455,8 @@ class _Journal:
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         """Set a plain attribute."""
         had, old = name in module.__dict__, module.__dict__.get(name)
+        own = value.own if isinstance(value, ConfigView) else value
+        self.changes.append(f"{id(module)} {name} {own if isinstance(own, int | dict | tuple) else type(own)}")
         module.__dict__[name] = value
         self._undo.append(lambda: module.__dict__.update({name: old}) if had else module.__dict__.pop(name, None))
 

@@ -628,7 +628,8 @@ class _Tracer(TorchFunctionMode):
         )
         tables = tuple(t for t in tables if t.name.rpartition(".")[0] not in attention.selections)
         owners = tuple(t.name.rpartition(".")[0] for t in tables)
-        inner = dict.fromkeys((*owners, *self._counting(attention)))
+        counting = self._counting(attention)
+        inner = dict.fromkeys((*owners, *(n for n in attention.running if n in counting)))
         gate = self._gate(attention) if output is None and attention.output and not suffix else None
         shape = self.results.get(attention.module)
         inside = f"{attention.output}.".startswith(f"{attention.module}.") if attention.module else True
@@ -654,7 +655,7 @@ class _Tracer(TorchFunctionMode):
             head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
             output_projection=output, gate=gate, projections=tuple(projections), tables=tables,
             selections=tuple(HeadFeatures(n, tuple(tuple(sorted(r)) for r in rows)) for n, rows in attention.selections.items()),
-            arguments=self._head_arguments(attention), inner_modules=tuple(inner),
+            arguments=self._head_arguments(attention), inner_modules=tuple(inner), side_modules=tuple(n for n in counting if n not in inner),
             bypass=bypass, output_arity=shape or 0, output_inside=inside,
         )  # fmt: skip
 
@@ -662,7 +663,7 @@ class _Tracer(TorchFunctionMode):
         """Modules that may count the heads: the attention module and those inside, but no layers with weights of their own."""
         inside = f"{attention.module}." if attention.module else ""
         below = [n for n in self.modules if n == attention.module or n.startswith(inside)]
-        if any(a.module != attention.module and a.module in below for a in self.found):
+        if not attention.module or any(a.module != attention.module and a.module in below for a in self.found):
             below = [n for n in attention.running if n in below]
         return [
             n for n in below
@@ -695,7 +696,7 @@ def _separable(attention: _Attention) -> str:
         return f"the heads are mixed before the output projection {attention.output}"
     if len(attention.heads) > 1:
         queries = [*attention.query_rows.values(), *attention.selections.values()]
-        if queries and all(r == rows[0] for rows in queries for r in rows):
+        if queries and not attention.tables and all(r == rows[0] for rows in queries for r in rows):
             return "its heads are computed from the same query features (something mixes them)"
         groups = _groups(attention)
         members = [h for group in groups for h in group]
