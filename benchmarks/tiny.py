@@ -81,7 +81,7 @@ class _Recipe:
         return self.heads * self.head_dim
 
 
-_RECIPES = (_Recipe(4, 16, 2), _Recipe(4, 128, 2), _Recipe(4, 64, 2), _Recipe(4, 32, 4), _Recipe(8, 16, 2))
+_RECIPES = (_Recipe(4, 16, 2), _Recipe(4, 128, 2), _Recipe(4, 64, 2), _Recipe(4, 48, 2), _Recipe(4, 32, 4), _Recipe(8, 16, 2))
 
 
 def _model(model_type: str, recipe: _Recipe) -> tuple[nn.Module, PretrainedConfig]:
@@ -159,11 +159,15 @@ def _shrunk(config: PretrainedConfig, recipe: _Recipe) -> dict[str, Any]:
         elif stages and name == "embed_dim" and type(value) is int:
             made[name] = 16 * stages[0]
         elif stages and name == "hidden_size":
-            continue  # worked out from embed_dim
+            if "embed_dim_per_stage" in fields:
+                made[name] = 16
+            continue  # mostly worked out from embed_dim
         elif name in ("mamba_n_heads", "mamba_num_heads"):
             expand = fields.get("mamba_expand", fields.get("expand", 2))
             made[name] = 4
             made["mamba_d_head" if "mamba_d_head" in fields else "mamba_head_dim"] = int(expand * recipe.width) // 4
+        elif name == "attn_layer_indices":
+            made[name] = [1]
         elif name in ("mamba_d_head", "mamba_head_dim"):
             continue
         elif name == "mamba_d_ssm":
@@ -231,10 +235,10 @@ def _sub(config: PretrainedConfig, recipe: _Recipe) -> Any:
         default = vars(type(config)())
         own = {
             k: v for k, v in vars(config).items()
-            if not k.startswith("_") and type(v) in (bool, str, list) and v != default.get(k) and k not in ("layer_types", "stage_names")
+            if not k.startswith("_") and type(v) in (bool, str) and v != default.get(k) and k != "transformers_version"
         }  # fmt: skip
-        own = {k: v for k, v in own.items() if k in ("out_features", "out_indices") or type(v) is not list}
-        own.pop("transformers_version", None)
+        if (kept := getattr(config, "out_features", None)) and kept != getattr(type(config)(), "out_features", None):
+            own["out_features"] = kept
         try:
             return tiny_config(type(config), recipe, own)
         except Exception:
@@ -295,7 +299,7 @@ def _shrunk_list(name: str, value: list[int], divisor: int) -> list[int]:
     if name in ("image_size", "input_size"):
         return [IMAGE] * len(value)
     if name in ("depths", "blocks_per_stage", "stage_num_blocks", "num_block_repeats", "block_sizes", "n_attn_blocks", "depth"):
-        return [min(v, 2) for v in value]
+        return [min(v, 3 if name == "depth" else 2) for v in value]
     if name in ("conv_dim", "tdnn_dim"):
         return [32] * len(value)
     if "per_stage" in name and "embed_dim" in name:
