@@ -10,7 +10,7 @@ from torch import nn
 
 import headprune as hp
 from tests.test_surgery import check
-from tests.textbook import BertSelfAttention, Classifier, D2LMultiHead, EncoderDecoder, LinearNames
+from tests.textbook import BertSelfAttention, Classifier, D2LMultiHead, EncoderDecoder, LinearNames, MinGPT
 from tests.zoo import randomise
 
 
@@ -28,6 +28,7 @@ CLASSES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "linear names": lambda: (Classifier(LinearNames(), LinearNames(), 32, 3), hidden(32)),
     "d2l": lambda: (Classifier(D2LMultiHead(), D2LMultiHead(bias=True), 32, 3), (hidden(32), torch.tensor([4, 6, 2]))),
     "d2l without lengths": lambda: (Classifier(D2LMultiHead(), D2LMultiHead(), 32, 3), hidden(32)),
+    "mingpt": lambda: (MinGPT(), tokens(8, 3)),
     "encoder-decoder": lambda: (EncoderDecoder(), (tokens(7, 0), tokens(5, 1))),
     "bert, two reshapes": lambda: (Classifier(BertSelfAttention(2), BertSelfAttention(2), 768, 1), hidden(768)),
     "bert, one reshape": lambda: (Classifier(BertSelfAttention(1), BertSelfAttention(1), 768, 1), hidden(768)),
@@ -45,7 +46,7 @@ def test_found(name: str) -> None:
     layers = hp.find_attention(model, example)
     assert all(layer.prunable for layer in layers), [layer.reason for layer in layers]
     assert {(a.num_heads, a.head_dim) for a in layers} == {(12, 64) if "bert" in name else (4, 8)}
-    kinds = ["encoder"] * 2 + ["decoder", "cross"] * 2 if name == "encoder-decoder" else ["encoder"] * 2
+    kinds = {"encoder-decoder": ["encoder"] * 2 + ["decoder", "cross"] * 2, "mingpt": ["decoder"] * 2}.get(name, ["encoder"] * 2)
     assert [layer.kind for layer in layers] == kinds
 
 
@@ -63,7 +64,8 @@ def test_pruned_some_and_all(name: str) -> None:
 def test_scored(name: str) -> None:
     model, example = made(name)
     inputs = example if isinstance(example, tuple) else (example,)
-    labels = torch.randint(0, 3, (3,)) if name != "encoder-decoder" else tokens(5, 2)
+    texts = {"encoder-decoder": tokens(5, 2), "mingpt": tokens(8, 4)}
+    labels = texts.get(name, torch.randint(0, 3, (3,)))
 
     def loss_fn(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if out.ndim == 2:

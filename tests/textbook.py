@@ -163,3 +163,54 @@ class EncoderDecoder(nn.Module):
         for block in self.decoder:
             hidden = block(hidden, future, memory, padding)
         return self.out(hidden)
+
+
+class MinGPTAttention(nn.Module):
+    """Fused QKV, a causal ``bias`` buffer, ``C // n_head``; the heads go straight into the residual stream."""
+
+    def __init__(self, n_embd: int = 32, n_head: int = 4, block_size: int = 16) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(n_embd, 3 * n_embd)
+        self.attn_dropout = nn.Dropout(0.1)
+        self.register_buffer("bias", torch.tril(torch.ones(block_size, block_size)).view(1, 1, block_size, block_size))
+        self.n_head = n_head
+        self.n_embd = n_embd
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
+        att = self.attn_dropout(F.softmax(att, dim=-1))
+        return (att @ v).transpose(1, 2).contiguous().view(B, T, C)
+
+
+class MinGPT(nn.Module):
+    """Two blocks of `MinGPTAttention` and a token at a time to predict."""
+
+    def __init__(self, n_embd: int = 32, vocabulary: int = 30) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, n_embd)
+        self.wpe = nn.Embedding(16, n_embd)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "ln_1": nn.LayerNorm(n_embd), "attn": MinGPTAttention(n_embd), "ln_2": nn.LayerNorm(n_embd),
+                    "mlp": nn.Sequential(nn.Linear(n_embd, 48), nn.GELU(), nn.Linear(48, n_embd)),
+                }
+            )
+            for _ in range(2)
+        )  # fmt: skip
+        self.ln_f = nn.LayerNorm(n_embd)
+        self.lm_head = nn.Linear(n_embd, vocabulary, bias=False)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))
+        for block in self.blocks:
+            x = x + block["attn"](block["ln_1"](x))
+            x = x + block["mlp"](block["ln_2"](x))
+        logits: Tensor = self.lm_head(self.ln_f(x))
+        return logits
