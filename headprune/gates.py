@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, HeadGate, check_heads
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example
-from headprune.modules import exact_attention
+from headprune.modules import exact_attention, uncompiled
 from headprune.trace import find_attention
 
 
@@ -40,6 +40,7 @@ def gated(model: nn.Module, layers: Sequence[AttentionLayer], gates: Mapping[str
     """
     by_name = {layer.name: layer for layer in layers}
     with ExitStack() as stack:
+        stack.enter_context(uncompiled())
         stack.enter_context(exact_attention(model))
         for name, gate in gates.items():
             layer = by_name[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -234,6 +235,22 @@ def _wavlm(module: Any) -> nn.Module:
         return self.out_proj(attended.transpose(1, 2).flatten(2)), weights.mean(1, keepdim=True).expand_as(weights)
 
     return rebuilt(module, {"torch_multi_head_self_attention": attend})  # type: ignore[no-any-return]
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run what `torch.compile` has compiled as the plain Python it was: compiled code does not see new hooks."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def forget_compiled() -> None:
+    """Compile anew: what was compiled before a module changed may not notice."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures, Head
 from headprune.errors import HeadPruneError, PruneError, first_line
 from headprune.gates import mask
 from headprune.inputs import Example, call, model_device, move, scrambled, tensors, variants
-from headprune.modules import ConfigView, EmptyAttention, MultiheadAttention, convert
+from headprune.modules import ConfigView, EmptyAttention, MultiheadAttention, convert, forget_compiled, uncompiled
 from headprune.planning import PruningPlan
 from headprune.trace import evaluating, find_attention
 
@@ -38,7 +38,7 @@ class Proof:
         difference: Largest difference between the masked and the pruned model's outputs, as a share of
             that output's largest value.
         tolerance: What ``difference`` had to stay under.
-        inputs: How many differently shaped inputs were compared.
+        inputs: How many differently shaped inputs were compared; generation with a cache counts as one.
         ghosts: Layers without heads that still hold one head with zero output (for their cache).
     """
 
@@ -109,9 +109,10 @@ def prune(
     modes = {layer.name: model.get_submodule(layer.module).training for layer in touched if layer.prunable}
     for layer in touched:
         _check_possible(layer, drop[layer.name])
+        _check_present(model, layer)
 
     tolerance = max((_TOLERANCE.get(p.dtype, 0.0) for p in model.parameters()), default=_TOLERANCE[torch.float32])
-    with evaluating(model), torch.no_grad():
+    with uncompiled(), evaluating(model), torch.no_grad():
         reference = _masked_answers(model, move(example, model_device(model)), drop, layers)
         failures, tried = [], set[tuple[str, ...]]()
         for removal in _ways(touched, drop):
@@ -132,6 +133,7 @@ def prune(
                 f"The heads of {names} cannot be removed exactly: {failures[-1]}. The model is unchanged.",
                 "Mask them instead (headprune.mask), or leave that layer out of the plan.",
             )
+    forget_compiled()
     for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of what it replaced
         model.get_submodule(name.partition("#")[0]).train(training)
     _remember(model, removal)
@@ -176,6 +178,11 @@ def _masked_answers(
                 if candidate is example:
                     raise
                 continue  # a model may refuse an input that was only derived
+        if prompt := _prompt(model, example):
+            try:
+                reference.append((prompt, _sure(_answer(model, prompt))))
+            except Exception:
+                pass  # not every model that could generate does so from its example alone
     if not any(torch.isfinite(t).any() for t in reference[0][1]):
         raise HeadPruneError("The masked model's outputs are not finite, so a prune cannot be proved on them.")
     return reference
@@ -207,6 +214,7 @@ def _attempt(
         tried.add(changes)
         for batch, expected in reference:
             got = _answer(model, batch)
+            got = got[: len(expected)] if isinstance(batch, _Prompt) else got
             if [g.shape for g in got] != [e.shape for e in expected]:
                 return worst, "the pruned model's outputs have another shape"
             for g, e in zip(got, expected, strict=True):
@@ -236,7 +244,7 @@ def _culprits(
     for layer in touched:
         alone = {layer.name: drop[layer.name]}
         with mask(model, alone, layers=layers):
-            reference = [(batch, _answer(model, batch)) for batch in inputs]
+            reference = [(b, _sure(_answer(model, b)) if isinstance(b, _Prompt) else _answer(model, b)) for b in inputs]
         tried = set[tuple[str, ...]]()
         for removal in _ways([layer], alone):
             journal = _Journal()
@@ -249,11 +257,44 @@ def _culprits(
     return culprits
 
 
+class _Prompt(dict[str, Any]):
+    """An example to go on from, token by token, with a cache."""
+
+
+def _prompt(model: nn.Module, example: Example) -> _Prompt | None:
+    """The part of an example that a text generator goes on from; None if the model is none."""
+    able = getattr(model, "can_generate", None)
+    if not isinstance(example, Mapping) or "input_ids" not in example or not callable(able) or not able():
+        return None
+    return _Prompt({k: v for k, v in example.items() if not k.startswith(("decoder_", "labels"))})
+
+
+def _continued(model: nn.Module, prompt: _Prompt) -> list[Tensor]:
+    """The scores of three tokens that the model generates, greedily and with a cache."""
+    pad = getattr(cast(Any, model).config, "pad_token_id", None)
+    out = cast(Any, model).generate(
+        **prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False, num_beams=1, use_cache=True, output_logits=True,
+        return_dict_in_generate=True, pad_token_id=pad if isinstance(pad, int) else 0,
+    )  # fmt: skip
+    return [s.detach().float() for s in out.logits]
+
+
+def _sure(scores: list[Tensor]) -> list[Tensor]:
+    """Scores up to the first token that is chosen by a hair: rounding may choose another, and all after it differ."""
+    for step, each in enumerate(scores, 1):
+        first, second = each.topk(2, dim=-1).values.unbind(-1)
+        if ((first - second) <= 1e-2 * each.abs().amax(-1)).any():
+            return scores[:step]
+    return scores
+
+
 def _answer(model: nn.Module, batch: Example) -> list[Tensor]:
     """What the model answers, with the same random numbers each time: some draw masks or noise even in evaluation."""
     device = model_device(model)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
+        if isinstance(batch, _Prompt):
+            return _continued(model, batch)
         return answers(call(model, batch))
 
 
@@ -314,6 +355,16 @@ def _check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:
             f"Drop whole groups (such as heads {', '.join(map(str, layer.units[0]))}) "
             "or the same number of heads from each.",
         )
+
+
+def _check_present(model: nn.Module, layer: AttentionLayer) -> None:
+    """Refuse weights that are not in memory: they cannot be cut, nor the result proved."""
+    for name, parameter in model.get_submodule(layer.module).named_parameters():
+        if parameter.is_meta:
+            raise HeadPruneError(
+                f"Layer {layer.name} cannot be pruned: {name} is not in memory (offloaded, or on the meta device).",
+                "Load the weights first, or onto a device that holds them all.",
+            )
 
 
 def _ghosts(layers: Sequence[AttentionLayer], drop: Heads) -> tuple[str, ...]:

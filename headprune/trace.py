@@ -30,7 +30,8 @@ from torch.overrides import TorchFunctionMode
 from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures, HeadGate, HeadTable, ghosts
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import Example, call, model_device, move, tensors
-from headprune.modules import EmptyAttention, MultiheadAttention, exact_attention
+from headprune.meta import Materialised
+from headprune.modules import EmptyAttention, MultiheadAttention, exact_attention, uncompiled
 
 _SDPA = F.scaled_dot_product_attention
 _SOFTMAX: set[Callable[..., Any]] = {F.softmax, torch.softmax, Tensor.softmax}
@@ -41,7 +42,8 @@ def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
     """Every attention layer that runs when ``model`` sees ``example``, in order of execution.
 
     Args:
-        model: Any module, in any mode; it is left as it was.
+        model: Any module, in any mode; it is left as it was. Its weights may be on the meta device (structure is
+            all that is read), spread over devices, or brought in as they are needed by accelerate's hooks.
         example: A dict of tensors (keyword arguments), a tensor, or a tuple (positional arguments);
             two rows and at least two tokens tell the most. It is moved to the model's device.
 
@@ -52,8 +54,9 @@ def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
     Raises:
         HeadPruneError: The model refuses the example, or it has no softmax attention.
     """
-    given = move(example, model_device(model))
-    with evaluating(model), exact_attention(model), _attributes_kept(model), torch.enable_grad():
+    device = model_device(model)
+    given = move(example, "cpu" if device.type == "meta" else device)
+    with uncompiled(), evaluating(model), exact_attention(model), _attributes_kept(model), torch.enable_grad():
         try:
             layers = _traced(model, given, buffers=True)
         except Exception:
@@ -75,7 +78,12 @@ def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
 
 def _traced(model: nn.Module, example: Example, *, buffers: bool) -> list[AttentionLayer]:
     tracer = _Tracer(model)
-    with _differentiable(model, buffers), tracer.watching(), tracer:
+    with ExitStack() as stack:
+        stack.enter_context(_differentiable(model, buffers))
+        stack.enter_context(tracer.watching())
+        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+            stack.enter_context(Materialised(tracer.tensors))
+        stack.enter_context(tracer)
         call(model, example)
     return tracer.layers()
 
@@ -220,7 +228,7 @@ class _Tracer(TorchFunctionMode):
         self.model = model
         self.modules: dict[str, nn.Module] = {}
         self.running: list[str] = []
-        self.arguments: dict[str, set[int]] = {}
+        self.arguments: dict[str, list[Tensor]] = {}
         self.results: dict[str, Any] = {}
         self.mixers: dict[str, Tensor] = {}  # outputs of small modules that may mix the heads, such as norms
         self.owner: dict[int, list[str]] = {}  # module by its weight's memory, so that weight.T is known too
@@ -250,7 +258,7 @@ class _Tracer(TorchFunctionMode):
 
                 def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
                     self.running.append(name)
-                    self.arguments[name] = {id(t) for t in tensors((args, kwargs))}
+                    self.arguments[name] = [t for t in tensors((args, kwargs)) if t.ndim]
                     every = {**dict(enumerate(args)), **kwargs}
                     self.given[name] = {
                         k: v for k, v in every.items() if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 2
@@ -282,17 +290,28 @@ class _Tracer(TorchFunctionMode):
         if func in _SOFTMAX:
             return self._on_softmax(func, args, kwargs)
         if func in _LINEAR:
-            weights = (_memory(a) for a in args if isinstance(a, Tensor) and a.ndim == 2)
-            owners = next((self.owner[w] for w in weights if w in self.owner), None)
-            if owners:  # several, where modules share a weight
-                owner = self.running[-1] if self.running and self.running[-1] in owners else owners[0]
+            weights = [a for a in args if isinstance(a, Tensor) and a.ndim == 2]
+            if (owner := self._owner(weights)) is not None:
                 return self._on_linear(owner, func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _owner(self, weights: list[Tensor]) -> str | None:
+        """The module that one of these belongs to."""
+        if self.running:  # its weight may have come in just for this call (accelerate)
+            own = self.modules[self.running[-1]]._parameters.values()
+            if any(w is p for w in weights for p in own):
+                return self.running[-1]
+        owners: list[str] = next((self.owner[_memory(w)] for w in weights if _memory(w) in self.owner), [])
+        if self.running and self.running[-1] in owners:  # several, where modules share a weight
+            return self.running[-1]
+        return owners[0] if owners else None
 
     # -- the three events -------------------------------------------------------------------
 
     def _on_linear(self, owner: str, func: Any, args: Any, kwargs: Any) -> Tensor:
-        source = next((a for a in args if isinstance(a, Tensor) and _memory(a) not in self.owner and a.ndim > 1), None)
+        own = [id(p) for p in self.modules[owner]._parameters.values()]
+        operands = [a for a in args if isinstance(a, Tensor) and id(a) not in own and _memory(a) not in self.owner]
+        source = next((a for a in operands if a.ndim > 1), None)
         out: Tensor = func(*args, **kwargs)
         if source is None or not out.is_floating_point():
             return out
@@ -545,19 +564,34 @@ class _Tracer(TorchFunctionMode):
                         rows.setdefault(module, [set() for _ in columns])[h] |= _used(gradient)
         used.merge_into(attention.tables)
 
-    def _note_sources(self, attention: _Attention, query: Tensor, key: Tensor) -> None:
-        """Cross-attention: keys are projected from another argument of the module than queries."""
-        given = self.arguments.get(attention.module, set())
-        modules = dict.fromkeys(
-            self.calls[id(x)].module for t in (query, key) for x in _leaves(t) if id(x) in self.calls
-        )
-        sources = {
-            name: {id(c.source) for c in self.calls.values() if c.module == name} & given for name in modules
-        }  # fmt: skip
-        distinct = {frozenset(s) for s in sources.values() if s}
-        attention.cross = len(distinct) > 1 or (
-            len(modules) > 1 and len(given) > 1 and any(not s for s in sources.values()) and bool(distinct)
-        )
+    def _note_sources(self, attention: _Attention, *parts: Tensor) -> None:
+        """Cross-attention: some projections read an argument of the module that no other projection reads."""
+        given = {id(t): t for t in self.arguments.get(attention.module, [])}
+        read: set[frozenset[int]] = set()
+        batch: set[int] = set()
+        for part in parts:
+            for leaf in _leaves(part):
+                if id(leaf) in self.calls:
+                    read.add(frozenset(self._origins(self.calls[id(leaf)].source, given)))
+                    batch.add(self.calls[id(leaf)].source.shape[0])
+        # Relative positions are projected from an argument too, but it has no rows of the batch.
+        rows = max(batch, default=0)
+        hidden = {names & {n for n in names if given[n].shape[0] == rows} for names in read if names}
+        hidden = {names for names in hidden if names}
+        attention.cross = len(hidden) > 1 and not set.intersection(*map(set, hidden))
+
+    def _origins(self, source: Tensor, given: dict[int, Tensor]) -> set[int]:
+        """The arguments, of those ``given``, that a projection's input was computed from, also by way of other projections."""
+        if id(source) in given:
+            return {id(source)}
+        computed = [t for t in given.values() if t.requires_grad and source.requires_grad]
+        if computed:
+            gradients = torch.autograd.grad(source.sum(), computed, retain_graph=True, allow_unused=True)
+            if found := {id(t) for t, g in zip(computed, gradients, strict=True) if g is not None}:
+                return found
+        calls = [self.calls[id(leaf)] for leaf in _leaves(source) if id(leaf) in self.calls]
+        inner = [call for call in calls if call.source is not source and call.module.startswith(self._attention_module())]
+        return {name for call in inner for name in self._origins(call.source, given)}
 
     def _attention_module(self) -> str:
         """The innermost running module that is more than a softmax or dropout: one with parameters."""
@@ -646,6 +680,8 @@ class _Tracer(TorchFunctionMode):
             bypass = "stub"
         if suffix and not reason:
             reason = f"{attention.module} computes several attentions, and their head counts cannot be told apart"
+        if gate and not _is_plain(self.modules[gate.module]):
+            reason = f"{gate.module} ({type(self.modules[gate.module]).__name__}) has no plain weight matrix to slice (quantised?)"
         if attention.module in ghosts(self.model):
             reason, output = "all of its heads were pruned; one stays with zero output, for the cache", None
         if not reason:
@@ -680,10 +716,18 @@ class _Tracer(TorchFunctionMode):
             weight = getattr(module, "weight", None)
             if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or not weight.is_floating_point():
                 return f"{part.module} ({type(module).__name__}) has no plain weight matrix to slice (quantised?)"
+            if hasattr(weight, "placements"):
+                return f"the weight of {part.module} is spread over devices (tensor parallel): prune before distributing it"
             uses = [n for n, m in self.modules.items() if getattr(m, "weight", None) is weight]
             if len(uses) > 1:
                 return f"the weight of {part.module} is shared with {uses[1] if uses[0] == part.module else uses[0]}"
         return ""
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module has no packed numbers, as quantised layers have."""
+    held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return not any(t.dtype in (torch.int8, torch.uint8, torch.int32) and t.numel() > 1 for t in held)
 
 
 def _separable(attention: _Attention) -> str:
@@ -794,9 +838,10 @@ def _is_causal_mask(mask: Tensor | None) -> bool:
 
 def _is_upper_zero(probabilities: Tensor) -> bool:
     t, s = probabilities.shape[-2:]
-    if t != s or t < 2:
+    if s not in (t, t + 1) or t < 2:  # one more where there is an attention sink
         return False
-    ones = torch.ones(t, s, dtype=torch.bool, device=probabilities.device).triu(1)
+    probabilities = probabilities[..., :t]
+    ones = torch.ones(t, t, dtype=torch.bool, device=probabilities.device).triu(1)
     return not bool(probabilities[..., ones].any()) and bool(probabilities[..., ones.T].any())
 
 

@@ -1,0 +1,81 @@
+"""Run a model whose weights are on the meta device, with random numbers in their place, one tensor at a time.
+
+Tracing needs a model's structure, not its weights, so a model built under ``torch.device("meta")`` can be
+traced before anything is loaded. Large tensors live only for the call that reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_LARGE = 1_000_000  # elements; smaller tensors are kept, so that derivatives lead to them
+_SHIFTS = 4096
+
+
+class Materialised(TorchFunctionMode):
+    """While this mode is on, meta tensors count as random tensors on the CPU.
+
+    Args:
+        names: ``{id of a tensor: name}``; what is put in a named tensor's place is added under the same name.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names = names
+        self.made: dict[int, Tensor] = {}
+        self.pools: dict[torch.dtype, Tensor] = {}
+        self.calls = 0
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            device = func(*args)
+            return torch.device("cpu") if device.type == "meta" else device
+        return func(*self._real(args), **self._real(kwargs or {}))
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value) if value.is_meta else value
+        if isinstance(value, torch.device):
+            return torch.device("cpu") if value.type == "meta" else value
+        if isinstance(value, Mapping):
+            return {k: self._real(v) for k, v in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self._real(v) for v in value)
+        return value
+
+    def _tensor(self, meta: Tensor) -> Tensor:
+        if id(meta) in self.made:
+            return self.made[id(meta)]
+        if not meta.is_floating_point():
+            # Positions and indices: zero is always one. Masks: everything is seen.
+            real = torch.full(meta.shape, meta.dtype in (torch.bool, torch.uint8), dtype=meta.dtype)
+        elif meta.ndim < 2:
+            real = torch.rand(meta.shape, generator=self.generator).to(meta.dtype) + 0.5
+        elif meta.numel() > _LARGE:
+            # A piece of one random vector, each tensor another piece: drawing billions of numbers would take minutes.
+            pool = self._pool(meta.dtype, meta.numel() + _SHIFTS)
+            self.calls += 1
+            shift = 16 * self.calls % _SHIFTS
+            return pool[shift : shift + meta.numel()].view(meta.shape)
+        else:
+            real = self._noise(meta.shape, meta.dtype)
+        real.requires_grad_(meta.requires_grad and real.is_floating_point())
+        self.made[id(meta)] = real
+        if id(meta) in self.names:
+            self.names[id(real)] = self.names[id(meta)]
+        return real
+
+    def _pool(self, dtype: torch.dtype, size: int) -> Tensor:
+        if dtype not in self.pools or self.pools[dtype].numel() < size:
+            self.pools[dtype] = self._noise((size,), dtype)
+        return self.pools[dtype]
+
+    def _noise(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.02
+        return (torch.randn(tuple(shape), generator=self.generator) * scale).to(dtype)
