@@ -233,6 +233,7 @@ class _Tracer(TorchFunctionMode):
         self.mixers: dict[str, Tensor] = {}  # outputs of small modules that may mix the heads, such as norms
         self.owner: dict[int, list[str]] = {}  # module by its weight's memory, so that weight.T is known too
         self.tensors: dict[int, str] = {}  # names of parameters and buffers
+        self.ndim: dict[str, int] = {}
         self.given: dict[str, dict[str | int, Tensor]] = {}  # module -> argument -> floating-point tensor
         self.cached: set[str] = set()  # modules that were given a cache
         self.calls: dict[int, _LinearCall] = {}  # by id of the leaf
@@ -245,6 +246,7 @@ class _Tracer(TorchFunctionMode):
         self.modules = dict(self.model.named_modules())
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             self.tensors[id(tensor)] = name
+            self.ndim[name] = tensor.ndim
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
                 if parameter.ndim == 2:
@@ -684,6 +686,9 @@ class _Tracer(TorchFunctionMode):
             reason = f"{gate.module} ({type(self.modules[gate.module]).__name__}) has no plain weight matrix to slice (quantised?)"
         if attention.module in ghosts(self.model):
             reason, output = "all of its heads were pruned; one stays with zero output, for the cache", None
+        matrices = [t for t in tables if self.ndim[t.name] > 1] if not projections else projections
+        if not reason and not matrices:
+            reason = f"no weights of {attention.module} were found that belong to single heads (quantised?)"
         if not reason:
             reason = self._unsliceable(attention, output, projections)
         return AttentionLayer(
