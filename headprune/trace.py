@@ -17,7 +17,7 @@ Nothing here is trusted blindly: `headprune.prune` proves every removal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,7 +84,7 @@ def _traced(model: nn.Module, example: Example, *, buffers: bool) -> list[Attent
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
             stack.enter_context(Materialised(tracer.tensors))
         stack.enter_context(tracer)
-        call(model, example)
+        tracer.note_bypass(call(model, example))
     return tracer.layers()
 
 
@@ -189,6 +189,7 @@ class _Attention:
     cross: bool = False
     output: str = ""
     columns: list[set[int]] = field(default_factory=list)
+    bypass: str = ""  # what else its result reaches, past W_O
     passed: list[tuple[str, Tensor]] = field(default_factory=list)  # modules called on the way to W_O, with their input
     pairwise: bool = True  # scores of one token with another; not so: a softmax over channels, streams, points
     returned: list[set[int]] = field(default_factory=list)  # head -> features of the module's output, if apart
@@ -234,7 +235,7 @@ class _Tracer(TorchFunctionMode):
         self.owner: dict[int, list[str]] = {}  # module by its weight's memory, so that weight.T is known too
         self.tensors: dict[int, str] = {}  # names of parameters and buffers
         self.ndim: dict[str, int] = {}
-        self.given: dict[str, dict[str | int, Tensor]] = {}  # module -> argument -> floating-point tensor
+        self.given: dict[str, dict[str | int, Tensor]] = {}  # module -> argument -> tensor that may be a bias or mask
         self.cached: set[str] = set()  # modules that were given a cache
         self.calls: dict[int, _LinearCall] = {}  # by id of the leaf
         self.found: list[_Attention] = []
@@ -263,7 +264,7 @@ class _Tracer(TorchFunctionMode):
                     self.arguments[name] = [t for t in tensors((args, kwargs)) if t.ndim]
                     every = {**dict(enumerate(args)), **kwargs}
                     self.given[name] = {
-                        k: v for k, v in every.items() if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 2
+                        k: v for k, v in every.items() if isinstance(v, Tensor) and (v.is_floating_point() or v.dtype == torch.bool) and v.ndim > 2
                     }
                     if args and isinstance(args[0], Tensor) and args[0].requires_grad:
                         for attention in self.found:
@@ -489,12 +490,14 @@ class _Tracer(TorchFunctionMode):
 
     def _match_output(self, owner: str, as_module: bool, source: Tensor) -> None:
         """If ``source``, a linear's input, depends on an attention's result, that linear is its W_O."""
-        pending = [a for a in self.found if not a.output and not a.reason]
-        if not pending or not source.requires_grad:
+        if not self.found or not source.requires_grad:
             return
         reached = {id(leaf): leaf for leaf in _leaves(source)}
-        for attention in pending:
-            if id(attention.result) not in reached:
+        for attention in self.found:
+            if id(attention.result) not in reached or attention.reason:
+                continue
+            if attention.output:
+                attention.bypass = attention.bypass or owner
                 continue
             attention.output = owner
             if not as_module:
@@ -502,6 +505,17 @@ class _Tracer(TorchFunctionMode):
                 continue
             attention.columns = self._columns(attention, source)
             self._note_values(attention, attention.columns, source, list(reached.values()))
+
+    def note_bypass(self, output: Any) -> None:
+        """Look whether heads reach the model's output past their W_O."""
+        if isinstance(output, Mapping):
+            output = {k: v for k, v in output.items() if "attentions" not in k}
+        elif isinstance(output, tuple | list):
+            output = output[:1]
+        reached = {id(leaf) for tensor in tensors(output) for leaf in _leaves(tensor)}
+        for attention in self.found:
+            if attention.output and id(attention.result) in reached:
+                attention.bypass = attention.bypass or "the model's output"
 
     def _gate(self, attention: _Attention) -> HeadGate | None:
         """The first module between the attention and W_O that still has the heads apart."""
@@ -598,7 +612,9 @@ class _Tracer(TorchFunctionMode):
     def _attention_module(self) -> str:
         """The innermost running module that is more than a softmax or dropout: one with parameters."""
         for name in reversed(self.running):
-            if any(p.ndim >= 2 for p in self.modules[name].parameters()):
+            module = self.modules[name]
+            packed = (b for b in module.buffers() if not b.is_floating_point() and b.dtype != torch.bool)
+            if any(t.ndim >= 2 for t in (*module.parameters(), *packed)):
                 return name
         return self.running[-1] if self.running else ""
 
@@ -613,8 +629,11 @@ class _Tracer(TorchFunctionMode):
         """One per attention module; several, where one module computes attention from several projections."""
         unique: dict[str, list[_Attention]] = {}
         for attention in self.found:
-            if attention.returned and (not attention.columns or _overlap(attention.columns)):
+            if attention.returned and (not attention.columns or _overlap(attention.columns) or attention.bypass):
                 attention.output, attention.columns = attention.module, attention.returned
+            elif attention.bypass and not attention.reason and not _overlap(attention.columns):
+                attention.reason = f"its heads reach {attention.bypass} past the output projection {attention.output}"
+                attention.columns, attention.passed = [], []
             if not attention.fused and not attention.output and not attention.rows:
                 continue  # a softmax that is no attention, such as a router's
             apart = attention.columns and all(attention.columns) and not _overlap(attention.columns)
@@ -687,7 +706,7 @@ class _Tracer(TorchFunctionMode):
         if attention.module in ghosts(self.model):
             reason, output = "all of its heads were pruned; one stays with zero output, for the cache", None
         matrices = [t for t in tables if self.ndim[t.name] > 1] if not projections else projections
-        if not reason and not matrices:
+        if not reason and not matrices and not attention.selections:
             reason = f"no weights of {attention.module} were found that belong to single heads (quantised?)"
         if not reason:
             reason = self._unsliceable(attention, output, projections)

@@ -1,5 +1,7 @@
 """Tracing finds the right heads, and leaves the model as it was."""
 
+import copy
+
 import pytest
 import torch
 import transformers as tf
@@ -166,6 +168,65 @@ def test_a_result_with_two_output_projections() -> None:
     assert not layer.prunable
     assert not layer.maskable
     assert "two output projections" in layer.reason
+
+
+class Bare(nn.Module):
+    """Attention without W_O."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.width = 4, 16
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_linear_that_reads_the_residual_stream_is_no_output_projection(after: int) -> None:
+    """The heads go on past it: zeros at its input would not remove them, and would remove what was there before."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.mlp = Bare(), nn.Linear(16, 16)
+            self.head = nn.ModuleList(nn.Linear(16, 3) for _ in range(after))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.attention(x)
+            x = x + self.mlp(x).relu()
+            return self.head[0](x) if after else x
+
+    model, x = randomise(Residual()), torch.randn(2, 5, 16)
+    (layer,) = hp.find_attention(model, x)
+    assert layer.concatenates
+    with torch.no_grad(), hp.mask(model, {layer.name: [1, 2]}, layers=[layer]):
+        masked = model(x)
+    brute = copy.deepcopy(model)
+    with torch.no_grad():
+        brute.attention.qkv.weight[36:44] = 0  # the values of heads 1 and 2
+        brute.attention.qkv.bias[36:44] = 0
+        torch.testing.assert_close(masked, brute(x))
+    hp.prune(model, {layer.name: [1, 2]}, x, layers=[layer])
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), masked)
+
+
+def test_a_result_that_goes_two_ways() -> None:
+    class Ways(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.o1, self.o2 = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
+            attended = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            return self.o1(attended) + self.o2(attended)
+
+    (layer,) = hp.find_attention(Ways(), torch.randn(2, 3, 16))
+    assert not layer.maskable
+    assert "reach o2 past the output projection o1" in layer.reason
 
 
 def test_two_attentions_in_one_module_are_both_told() -> None:
