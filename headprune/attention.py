@@ -17,7 +17,8 @@ class HeadFeatures:
     """The features of one projection that belong to each head.
 
     Attributes:
-        module: Qualified name of the linear module (``nn.Linear`` or transformers' ``Conv1D``).
+        module: Qualified name of the linear module (``nn.Linear``, transformers' ``Conv1D``, or a convolution with a
+            kernel of 1).
         features: ``features[h]`` are the indices that head ``h`` uses. For W_O they index its
             input, for every other projection its output. A feature may serve several heads
             (key/value groups); it can go only when all of them go.
@@ -60,10 +61,11 @@ class HeadTable:
 
 @dataclass(frozen=True)
 class HeadGate:
-    """Where a factor on each head's output can be applied, if not at the input of W_O.
+    """Where a factor on each head's output can be applied, if not at the last dimension of W_O's input.
 
     Attributes:
-        module: Qualified name of a module between the attention and W_O, such as a norm or a dropout.
+        module: Qualified name of a module between the attention and W_O, such as a norm or a dropout, or of a W_O
+            that is a convolution.
         dim: The dimension of its input that the heads lie along.
         features: ``features[h]`` along ``dim`` belong to head ``h``.
     """
@@ -113,7 +115,7 @@ class AttentionLayer:
         reason: Why not, if not.
         output_projection: W_O; its ``features`` are the input columns of each head. Where heads are concatenated and
             returned without a W_O, it names the attention module, and ``features`` index its output.
-        gate: Where heads can be masked instead, where they cannot be told apart at W_O.
+        gate: Where heads are masked instead, where they cannot be told apart in the last dimension of W_O's input.
         projections: Every other projection that holds features of single heads (query, key,
             value, a per-head gate, fused or separate).
         selections: Modules that compute something over all heads, such as a norm of the queries; they and what feeds

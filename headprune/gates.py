@@ -44,7 +44,7 @@ def gated(model: nn.Module, layers: Sequence[AttentionLayer], gates: Mapping[str
         stack.enter_context(exact_attention(model))
         for name, gate in gates.items():
             layer = by_name[name]
-            place = layer.output_projection or layer.gate
+            place = layer.gate or layer.output_projection
             if place is None:
                 raise HeadPruneError(f"Layer {name} cannot be masked: {layer.reason}.")
             module, hook = model.get_submodule(place.module), _Gate(layer, gate)
@@ -104,7 +104,7 @@ class _Gate:
     """Forward pre-hook on W_O; without a W_O, forward hook on the attention module."""
 
     def __init__(self, layer: AttentionLayer, gate: Tensor) -> None:
-        place = layer.output_projection or layer.gate
+        place = layer.gate or layer.output_projection
         assert place is not None
         self.name = layer.name
         self.gate = gate

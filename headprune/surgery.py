@@ -447,16 +447,14 @@ class _Journal:
 
     def _slice(self, module: nn.Module, features: _Features, *, output: bool) -> None:
         """Keep some input or output features of a linear module."""
-        linear = isinstance(module, nn.Linear)
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        dim = 0 if output == linear else 1  # nn.Linear stores [out, in], Conv1D [in, out]
+        linear = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+        dim = 0 if output == linear else 1  # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out]
         size = self._slice_parameter(module, "weight", features, dim)
         if output:
             self._slice_parameter(module, "bias", features, 0)
-        name = ("out_features" if output else "in_features") if linear else ("nf" if output else "nx")
-        if hasattr(module, name):
-            self._set(module, name, size)
+        for name in ("out_features", "out_channels", "nf") if output else ("in_features", "in_channels", "nx"):
+            if hasattr(module, name):
+                self._set(module, name, size)
 
     def _select(self, module: nn.Module, features: _Features) -> None:
         """Let only some features of a module's output through."""

@@ -35,6 +35,7 @@ from headprune.modules import EmptyAttention, MultiheadAttention, exact_attentio
 
 _SDPA = F.scaled_dot_product_attention
 _SOFTMAX: set[Callable[..., Any]] = {F.softmax, torch.softmax, Tensor.softmax}
+_CONV: set[Callable[..., Any]] = {F.conv1d, F.conv2d}  # linear layers over channels, where the kernel is 1 wide
 _LINEAR: set[Callable[..., Any]] = {F.linear, torch.addmm, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 
 
@@ -142,6 +143,11 @@ class _LinearCall:
     as_module: bool  # called through nn.Module.__call__, so that a hook on it runs
     source: Tensor  # its input
     leaf: Tensor  # its output, as the start of a new graph
+    dim: int = -1  # the dimension of its features: 1 for a convolution
+
+    def used(self, gradient: Tensor) -> set[int]:
+        """The features that a gradient with respect to ``leaf`` says are used."""
+        return _used(gradient.movedim(self.dim, -1))
 
 
 @dataclass(frozen=True)
@@ -189,6 +195,7 @@ class _Attention:
     cross: bool = False
     output: str = ""
     columns: list[set[int]] = field(default_factory=list)
+    output_dim: int = -1  # the dimension of W_O's input that its columns lie along
     bypass: str = ""  # what else its result reaches, past W_O
     passed: list[tuple[str, Tensor]] = field(default_factory=list)  # modules called on the way to W_O, with their input
     pairwise: bool = True  # scores of one token with another; not so: a softmax over channels, streams, points
@@ -234,7 +241,8 @@ class _Tracer(TorchFunctionMode):
         self.mixers: dict[str, Tensor] = {}  # outputs of small modules that may mix the heads, such as norms
         self.owner: dict[int, list[str]] = {}  # module by its weight's memory, so that weight.T is known too
         self.tensors: dict[int, str] = {}  # names of parameters and buffers
-        self.ndim: dict[str, int] = {}
+        self.shape: dict[str, torch.Size] = {}
+        self.sizes: dict[tuple[str, str], int] = {}  # (linear, "in" or "out") -> features
         self.given: dict[str, dict[str | int, Tensor]] = {}  # module -> argument -> tensor that may be a bias or mask
         self.cached: set[str] = set()  # modules that were given a cache
         self.calls: dict[int, _LinearCall] = {}  # by id of the leaf
@@ -247,10 +255,10 @@ class _Tracer(TorchFunctionMode):
         self.modules = dict(self.model.named_modules())
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             self.tensors[id(tensor)] = name
-            self.ndim[name] = tensor.ndim
+            self.shape[name] = tensor.shape
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
-                if parameter.ndim == 2:
+                if parameter.ndim >= 2 and set(parameter.shape[2:]) <= {1}:
                     self.owner.setdefault(_memory(parameter), []).append(name)
 
     @contextmanager
@@ -296,6 +304,11 @@ class _Tracer(TorchFunctionMode):
             weights = [a for a in args if isinstance(a, Tensor) and a.ndim == 2]
             if (owner := self._owner(weights)) is not None:
                 return self._on_linear(owner, func, args, kwargs)
+        if func in _CONV:
+            weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+            plain = isinstance(weight, Tensor) and set(weight.shape[2:]) == {1} and weight.shape[1] == args[0].shape[1]
+            if plain and (owner := self._owner([weight])) is not None:
+                return self._on_linear(owner, func, args, kwargs, dim=1)
         return func(*args, **kwargs)
 
     def _owner(self, weights: list[Tensor]) -> str | None:
@@ -311,7 +324,7 @@ class _Tracer(TorchFunctionMode):
 
     # -- the three events -------------------------------------------------------------------
 
-    def _on_linear(self, owner: str, func: Any, args: Any, kwargs: Any) -> Tensor:
+    def _on_linear(self, owner: str, func: Any, args: Any, kwargs: Any, dim: int = -1) -> Tensor:
         own = [id(p) for p in self.modules[owner]._parameters.values()]
         operands = [a for a in args if isinstance(a, Tensor) and id(a) not in own and _memory(a) not in self.owner]
         source = next((a for a in operands if a.ndim > 1), None)
@@ -319,11 +332,12 @@ class _Tracer(TorchFunctionMode):
         if source is None or not out.is_floating_point():
             return out
         as_module = bool(self.running) and self.running[-1] == owner
-        self._match_output(owner, as_module, source)
-        if source.ndim > 3 and self._inside_heads(owner, source):
+        self.sizes[owner, "in"], self.sizes[owner, "out"] = source.shape[dim], out.shape[dim]
+        matched = self._match_output(owner, as_module, source, dim)
+        if not matched and source.ndim > 3 and self._inside_heads(owner, source):
             return out
         leaf: Tensor = out.detach().requires_grad_()
-        self.calls[id(leaf)] = _LinearCall(owner, as_module, source, leaf)
+        self.calls[id(leaf)] = _LinearCall(owner, as_module, source, leaf, dim)
         return leaf.clone()  # a copy, since models may write into it
 
     def _inside_heads(self, owner: str, source: Tensor) -> bool:
@@ -418,7 +432,9 @@ class _Tracer(TorchFunctionMode):
         if not leaves or len(row) < 2:
             return True  # nothing says that they do not
         gradients = torch.autograd.grad(row, leaves, self._noise(row), retain_graph=True, allow_unused=True)
-        tokens = [int((g.flatten(0, -2) != 0).any(-1).sum()) for g in gradients if g is not None]
+        along = [self.calls[id(leaf)].dim for leaf in leaves]
+        moved = [g.movedim(dim, -1) for g, dim in zip(gradients, along, strict=True) if g is not None]
+        tokens = [int((g.flatten(0, -2) != 0).any(-1).sum()) for g in moved]
         return max(tokens, default=2) > 1
 
     def _alike(self, tensor: Tensor, heads: _Heads) -> bool:
@@ -437,7 +453,8 @@ class _Tracer(TorchFunctionMode):
             gradients = torch.autograd.grad(part, leaves, self._noise(part), retain_graph=True, allow_unused=True)
             for leaf, gradient in zip(leaves, gradients, strict=True):
                 if gradient is not None:
-                    rows.setdefault(self.calls[id(leaf)].module, [set() for _ in heads.indices])[h] |= _used(gradient)
+                    call_ = self.calls[id(leaf)]
+                    rows.setdefault(call_.module, [set() for _ in heads.indices])[h] |= call_.used(gradient)
         return rows
 
     def _note_selections(self, attention: _Attention, tensor: Tensor, heads: _Heads) -> None:
@@ -488,10 +505,11 @@ class _Tracer(TorchFunctionMode):
                 found.append(HeadArgument(key, dim, True))
         return tuple(found)
 
-    def _match_output(self, owner: str, as_module: bool, source: Tensor) -> None:
-        """If ``source``, a linear's input, depends on an attention's result, that linear is its W_O."""
+    def _match_output(self, owner: str, as_module: bool, source: Tensor, dim: int) -> bool:
+        """If ``source``, a linear's input, depends on an attention's result, that linear is its W_O. Whether it is one's."""
+        matched = False
         if not self.found or not source.requires_grad:
-            return
+            return matched
         reached = {id(leaf): leaf for leaf in _leaves(source)}
         for attention in self.found:
             if id(attention.result) not in reached or attention.reason:
@@ -499,12 +517,13 @@ class _Tracer(TorchFunctionMode):
             if attention.output:
                 attention.bypass = attention.bypass or owner
                 continue
-            attention.output = owner
+            attention.output, attention.output_dim, matched = owner, dim, True
             if not as_module:
                 attention.reason = f"its output projection ({owner}) is not called as a module"
                 continue
-            attention.columns = self._columns(attention, source)
-            self._note_values(attention, attention.columns, source, list(reached.values()))
+            attention.columns = self._columns(attention, source, dim)
+            self._note_values(attention, attention.columns, source.movedim(dim, -1), list(reached.values()))
+        return matched
 
     def note_bypass(self, output: Any) -> None:
         """Look whether heads reach the model's output past their W_O."""
@@ -575,9 +594,9 @@ class _Tracer(TorchFunctionMode):
             used.add(h, leaves, gradients)
             for leaf, gradient in zip(leaves, gradients, strict=True):
                 if gradient is not None and id(leaf) in self.calls:
-                    module = self.calls[id(leaf)].module
+                    call_ = self.calls[id(leaf)]
                     for rows in (attention.rows, *(() if attention.fused else (attention.value_rows,))):
-                        rows.setdefault(module, [set() for _ in columns])[h] |= _used(gradient)
+                        rows.setdefault(call_.module, [set() for _ in columns])[h] |= call_.used(gradient)
         used.merge_into(attention.tables)
 
     def _note_sources(self, attention: _Attention, *parts: Tensor) -> None:
@@ -657,13 +676,13 @@ class _Tracer(TorchFunctionMode):
         heads = len(attention.heads)
         kind = "cross" if attention.cross else "decoder" if attention.causal else "encoder"
         reason = attention.reason or _separable(attention)
+        attention.columns = _filled(attention.columns, self.sizes.get((attention.output, "in"), 0))
         output = None
         if attention.output and attention.columns and all(attention.columns) and not _overlap(attention.columns):
             output = HeadFeatures(attention.output, tuple(tuple(sorted(c)) for c in attention.columns))
         projections = []
-        attention.columns = _filled(attention.columns)
         for module, rows in attention.rows.items():
-            rows = _filled(rows)
+            rows = _filled(rows, self.sizes.get((module, "out"), 0))
             outside = not f"{module}.".startswith(f"{attention.module}." if attention.module else "")
             if outside and any(module in a.rows and a.module != attention.module for a in self.found):
                 continue  # something that several layers take their heads of, such as a position bias: it stays whole
@@ -676,7 +695,7 @@ class _Tracer(TorchFunctionMode):
         if not groups and heads > 1 and any(all(r == rows[0] != set() for r in rows) for rows in attention.value_rows.values()):
             kv_heads = 1
         tables = tuple(
-            HeadTable(name, dim, tuple(tuple(sorted(i)) for i in indices))
+            HeadTable(name, dim, tuple(tuple(sorted(i)) for i in _filled(indices, self.shape[name][dim])))
             for (name, dim), indices in attention.tables.items()
             # One that other layers read too must stay whole.
             if f"{name}.".startswith(f"{attention.module}.") and sum((name, dim) in a.tables for a in self.found) == 1
@@ -686,6 +705,8 @@ class _Tracer(TorchFunctionMode):
         counting = self._counting(attention)
         inner = dict.fromkeys((*owners, *(n for n in attention.running if n in counting)))
         gate = self._gate(attention) if output is None and attention.output and not suffix else None
+        if output is not None and attention.output_dim != -1:
+            gate = HeadGate(output.module, attention.output_dim, output.features)
         shape = self.results.get(attention.module)
         inside = f"{attention.output}.".startswith(f"{attention.module}.") if attention.module else True
         bypass = "ghost"
@@ -693,6 +714,7 @@ class _Tracer(TorchFunctionMode):
             bypass = "slice"
         elif (
             kind == "encoder"
+            and attention.output_dim == -1
             and attention.tokens > 1
             and shape is not None
             and attention.module not in self.cached
@@ -701,11 +723,11 @@ class _Tracer(TorchFunctionMode):
             bypass = "stub"
         if suffix and not reason:
             reason = f"{attention.module} computes several attentions, and their head counts cannot be told apart"
-        if gate and not _is_plain(self.modules[gate.module]):
+        if gate and output is None and not _is_plain(self.modules[gate.module]):
             reason = f"{gate.module} ({type(self.modules[gate.module]).__name__}) has no plain weight matrix to slice (quantised?)"
         if attention.module in ghosts(self.model):
             reason, output = "all of its heads were pruned; one stays with zero output, for the cache", None
-        matrices = [t for t in tables if self.ndim[t.name] > 1] if not projections else projections
+        matrices = [t for t in tables if len(self.shape[t.name]) > 1] if not projections else projections
         if not reason and not matrices and not attention.selections:
             reason = f"no weights of {attention.module} were found that belong to single heads (quantised?)"
         if not reason:
@@ -738,7 +760,8 @@ class _Tracer(TorchFunctionMode):
                 continue  # concatenated heads, without a W_O
             module = self.modules[part.module]
             weight = getattr(module, "weight", None)
-            if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or not weight.is_floating_point():
+            plain = isinstance(weight, nn.Parameter) and weight.is_floating_point() and weight.ndim >= 2
+            if not plain or set(weight.shape[2:]) - {1}:
                 return f"{part.module} ({type(module).__name__}) has no plain weight matrix to slice (quantised?)"
             if hasattr(weight, "placements"):
                 return f"the weight of {part.module} is spread over devices (tensor parallel): prune before distributing it"
@@ -773,16 +796,22 @@ def _separable(attention: _Attention) -> str:
     return ""
 
 
-def _filled(rows: list[set[int]]) -> list[set[int]]:
-    """Rows with the gaps closed that an activation left: a feature that was zero for every token of the example.
+def _filled(rows: list[set[int]], size: int) -> list[set[int]]:
+    """Rows with the gaps closed that an activation left: features that were zero for every token of the example.
 
-    A feature of no head belongs to the heads on both sides of it, if those are the same.
+    A feature of no head belongs to the heads on both sides of it, if those are the same; and where every head has its own
+    block of ``size / heads`` features, to the head of that block. If that is not so, the proof will say.
     """
     users: dict[int, frozenset[int]] = {}
     for h, features in enumerate(rows):
         for feature in features:
             users[feature] = users.get(feature, frozenset()) | {h}
+    if not users or len(users) == size:
+        return rows
     filled = [set(r) for r in rows]
+    block, rest = divmod(size, len(rows))
+    if block and not rest and len(users) > size // 2 and all(u == {f // block} for f, u in users.items()):
+        return [set(range(h * block, (h + 1) * block)) for h in range(len(rows))]
     known = sorted(users)
     for before, after in zip(known, known[1:], strict=False):
         if users[before] == users[after]:
