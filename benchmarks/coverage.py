@@ -3,10 +3,10 @@
     python benchmarks/coverage.py                      # writes docs/coverage.md
     python benchmarks/coverage.py --only bert t5       # prints these
     python benchmarks/coverage.py --check              # fails if a type of docs/coverage.md that worked stopped working
+    python benchmarks/coverage.py --json 5.0.json      # under another transformers: the rows, for …
+    python benchmarks/coverage.py --others 5.0.json    # … a section on what differs there
 
-Nothing here is fitted to a list of models: a config class is made small by the usual names of its fields, a forward is tried with the
-usual inputs, and what cannot be built is said. "exact" means: masked logits equal pruned logits, checked by headprune's own proof and
-again here on an input that the proof has not seen.
+Nothing here is fitted to a list of models: `tiny.py` shrinks any config by what its fields are called, and what cannot be built is said.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from headprune.inputs import call
 from headprune.modules import exact_attention
 from headprune.surgery import answers
 
+STATUSES = ("exact", "in part", "masked", "refused", "no attention", "not built", "too slow", "WRONG", "CRASH")
 LIMIT = 40  # seconds for one type
 
 
@@ -168,7 +169,15 @@ def mask_is_right(model: nn.Module, layer: hp.AttentionLayer, layers: list[Any],
 
 def examine(model_type: str) -> dict[str, Any]:
     """One row of the table."""
-    row: dict[str, Any] = {"type": model_type, "layers": 0, "mask": 0, "prune": 0, "groups": "", "why": "", "status": "not built"}
+    row: dict[str, Any] = {
+        "type": model_type,
+        "layers": 0,
+        "mask": 0,
+        "prune": 0,
+        "groups": "",
+        "why": "",
+        "status": "not built",
+    }
     started = time.monotonic()
     try:
         with limited(LIMIT), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -192,7 +201,10 @@ def trial(model: nn.Module, example: dict[str, Any]) -> dict[str, Any]:
         layers = hp.find_attention(model, example)
     except hp.HeadPruneError as error:
         return {"status": "no attention", "why": error.args[0][:160]}
-    row: dict[str, Any] = {"layers": len(layers), "groups": ", ".join(map(str, sorted({len(a.units[0]) for a in layers if a.groups})))}
+    row: dict[str, Any] = {
+        "layers": len(layers),
+        "groups": ", ".join(map(str, sorted({len(a.units[0]) for a in layers if a.groups}))),
+    }
     reasons = []
     for layer in layers:
         if not layer.maskable or not layer.prunable:
@@ -237,23 +249,58 @@ def removal_fails(model: nn.Module, drop: dict[str, list[int]], layers: list[Any
     return "" if close(answer(pruned, unseen), expected) else f"WRONG: pruning {', '.join(drop)} is not exact"
 
 
-def table(rows: list[dict[str, Any]], seconds: float) -> str:
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row["status"]] = counts.get(row["status"], 0) + 1
-    have = [r for r in rows if r["status"] not in ("not built", "no attention", "too slow")]
+def summary(rows: list[dict[str, Any]]) -> dict[str, int]:
+    counts = {s: sum(r["status"] == s for r in rows) for s in STATUSES}
+    have = [r for r in rows if r["layers"]]
+    return {**counts, "attention": len(have), "masked_all": sum(r["mask"] == r["layers"] for r in have)}
+
+
+def table(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
+    rows, counts = report["rows"], summary(report["rows"])
     lines = [
         "# Coverage",
         "",
-        f"Made by `python benchmarks/coverage.py` with transformers {transformers.__version__} and torch {torch.__version__} in "
-        f"{seconds:.0f} s: every model type, tiny and random. Of {len(rows)} types {len(have)} could be built and have softmax "
-        f"attention; heads can be masked exactly in all layers of {sum(r['mask'] == r['layers'] for r in have)} and pruned exactly "
-        f"in all layers of {counts.get('exact', 0)} (in some layers of {counts.get('in part', 0)} more). Wrong: "
-        f"{counts.get('WRONG', 0)}. Crashed: {counts.get('CRASH', 0)}.",
+        f"Made by `python benchmarks/coverage.py` with transformers {report['transformers']} and torch {report['torch']} in "
+        f"{report['seconds']:.0f} s on two processes: every type that `AutoModel` builds, tiny and random, offline. Nothing in the "
+        "script or in headprune knows the types by name (but the two declared stand-ins in `headprune/modules.py`).",
         "",
-        "“exact”: one head, or one key/value group, of each layer was removed, and the outputs equal the masked model's, on the proof's "
-        "inputs and on one that the proof has not seen. A type that is not built here may still work: it needs inputs or fields that "
-        "this script does not guess.",
+        f"- {len(rows)} types; {len(rows) - counts['not built']} were built, {counts['attention']} of those have softmax attention.",
+        f"- **Masked exactly in every layer: {counts['masked_all']} of {counts['attention']}.**",
+        f"- **Pruned exactly in every layer: {counts['exact']} of {counts['attention']}**; in some layers: {counts['in part']} more; the "
+        "rest is refused, with the reason below.",
+        f"- Wrong: {counts['WRONG']}. Crashed: {counts['CRASH']}. Took longer than {LIMIT} s: {counts['too slow']}.",
+        "",
+        "A mask is right if it does what zeros in place of the head's attention do (set by a `TorchFunctionMode` that knows nothing of "
+        "the trace). A prune is right if the pruned model answers as the masked one, on the proof's inputs and on one that the proof "
+        "has not seen; one head, or one key/value group, goes from every layer at once. A type that is not built here may still work: "
+        "it needs inputs, sizes or packages that this script does not guess or have.",
+        "",
+    ]
+    if others:
+        lines += [
+            "## Other versions of transformers",
+            "",
+            "| transformers | types | with attention | masked | pruned | in part | wrong, crashed |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for other in (report, *others):
+            n = summary(other["rows"])
+            lines.append(
+                f"| {other['transformers']} | {len(other['rows'])} | {n['attention']} | {n['masked_all']} | {n['exact']} | {n['in part']} | {n['WRONG'] + n['CRASH']} |"
+            )
+        now = {r["type"]: r for r in rows}
+        for other in others:
+            differ = [
+                f"{r['type']} ({r['status']}; {now[r['type']]['status']} in {report['transformers']})"
+                for r in other["rows"]
+                if r["type"] in now
+                and r["status"] != now[r["type"]]["status"]
+                and "not built" not in (r["status"], now[r["type"]]["status"])
+            ]
+            lines += ["", f"What differs in {other['transformers']}: {', '.join(differ) or 'nothing'}."]
+        lines.append("")
+    lines += [
+        "## Types",
         "",
         "| type | status | layers | masked | pruned | group | why not |",
         "|---|---|---|---|---|---|---|",
@@ -275,6 +322,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", help="these types")
     parser.add_argument("--output", type=Path, default=Path("docs/coverage.md"))
+    parser.add_argument("--json", type=Path, help="write the rows here, and no table")
+    parser.add_argument(
+        "--others", type=Path, nargs="*", default=[], help="rows of runs under other versions of transformers"
+    )
     parser.add_argument("--check", action="store_true", help="compare with the output file instead of writing it")
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
@@ -283,19 +334,26 @@ def main() -> None:
     started = time.monotonic()
     # A process serves a few dozen types, since each leaves its modules in memory.
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=50) as pool:
-        rows = list(track(pool.imap_unordered(examine, types), "model types", len(types), disable=not sys.stderr.isatty()))
+        rows = list(
+            track(pool.imap_unordered(examine, types), "model types", len(types), disable=not sys.stderr.isatty())
+        )
     rows.sort(key=lambda row: str(row["type"]))
+    report = {
+        "transformers": transformers.__version__, "torch": torch.__version__, "seconds": time.monotonic() - started, "rows": rows,
+    }  # fmt: skip
     if options.only:
         print(json.dumps(rows, indent=1))
         return
-    if options.check:
+    print(json.dumps({"types": len(rows), **summary(rows), "seconds": round(time.monotonic() - started)}))
+    if options.json:
+        options.json.write_text(json.dumps(report))
+    elif options.check:
         before = worked(options.output.read_text())
         lost = [r["type"] for r in rows if r["prune"] < before.get(r["type"], 0) or r["status"] in ("WRONG", "CRASH")]
-        print(f"{len(rows)} types; worse than {options.output}: {', '.join(lost) or 'none'}")
+        print(f"worse than {options.output}: {', '.join(lost) or 'none'}")
         sys.exit(1 if lost else 0)
-    options.output.write_text(table(rows, time.monotonic() - started))
-    summary = {s: sum(r["status"] == s for r in rows) for s in sorted({r["status"] for r in rows})}
-    print(json.dumps({"types": len(rows), **summary, "seconds": round(time.monotonic() - started)}))
+    else:
+        options.output.write_text(table(report, [json.loads(path.read_text()) for path in options.others]))
 
 
 if __name__ == "__main__":

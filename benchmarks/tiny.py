@@ -33,20 +33,30 @@ _KEEP = re.compile(
     r"decoder_config|out_features|out_indices|quantization|grid_pinpoints|hub|down_ops|bins$|tokens_per_|box|thickness|"
     r"num_blocks|conv_stride|_stages|prompt_(length|types)|segment_types|spectrogram|upsample|num_buckets|max_distance|iters$"
 )
-_TOKEN = re.compile(r"(token|pad|bos|eos|sep|cls|mask|boi|eoi|image|video|audio|start|end)_?(token)?_?(id|idx|index)s?$|_token_id$")
+_TOKEN = re.compile(
+    r"(token|pad|bos|eos|sep|cls|mask|boi|eoi|image|video|audio|start|end)_?(token)?_?(id|idx|index)s?$|_token_id$"
+)
 _LAYERS = re.compile(
     r"(^|_)(layers?|depth|blocks)$|^depth$|num_blocks$|layers_per_|num_self_attends_per_block|^num_hidden_layers|^conf_num_hidden_layers|_hidden_layers$|num_layers_per_stack|repeats$"
 )
 _KV = re.compile(r"(kv|key_value).*heads?$|heads?_?kv$|query_groups|^multi_query_group_num$")
 _HEADS = re.compile(r"heads?$|^num_attention_heads|attn_heads|attention_heads")
-_HEAD_DIM = re.compile(r"head_dim$|head_size$|^d_kv$|^dim_head$|^d_head$|^kv_channels$|^key_value_proj_dim$|attention_head_dim$|head_width$")
-_FF = re.compile(r"intermediate|ffn|feed_?forward|^d_ff$|^dff$|^dim_ff$|mlp_dim|^d_inner$|^n_inner$|linear_units|mlp_hidden|ff_dim")
+_HEAD_DIM = re.compile(
+    r"head_dim$|head_size$|^d_kv$|^dim_head$|^d_head$|^kv_channels$|^key_value_proj_dim$|attention_head_dim$|head_width$"
+)
+_FF = re.compile(
+    r"intermediate|ffn|feed_?forward|^d_ff$|^dff$|^dim_ff$|mlp_dim|^d_inner$|^n_inner$|linear_units|mlp_hidden|ff_dim"
+)
 _RANK = re.compile(r"rank$|lora|latent_dim|state_size|d_state|bottleneck")
 _WIDTHS = re.compile(
     r"(hidden_size|hidden_dim|d_model|n_embd|embed_dim|embedding_size|_dim|_size|width|channels|units|features|d_latents|dims)$"
 )
-_LENGTH = re.compile(r"max_position|n_positions|max_source|max_target|context_length|max_seq|^n_ctx$|max_length|block_size|chunk|window|max_.*positions|num_queries|num_latents|num_query|num_proposals|query_num|seq_length|num_patches")
-_EXPERTS = re.compile(r"experts(_per|$)|expert_num|num_local_experts|^n_group$|^topk_group$|moe_topk|moe_k$|experts_per_tok")
+_LENGTH = re.compile(
+    r"max_position|n_positions|max_source|max_target|context_length|max_seq|^n_ctx$|max_length|block_size|chunk|window|max_.*positions|num_queries|num_latents|num_query|num_proposals|query_num|seq_length|num_patches"
+)
+_EXPERTS = re.compile(
+    r"experts(_per|$)|expert_num|num_local_experts|^n_group$|^topk_group$|moe_topk|moe_k$|experts_per_tok"
+)
 
 
 def model_types() -> list[str]:
@@ -81,7 +91,14 @@ class _Recipe:
         return self.heads * self.head_dim
 
 
-_RECIPES = (_Recipe(4, 16, 2), _Recipe(4, 128, 2), _Recipe(4, 64, 2), _Recipe(4, 48, 2), _Recipe(4, 32, 4), _Recipe(8, 16, 2))
+_RECIPES = (
+    _Recipe(4, 16, 2),
+    _Recipe(4, 128, 2),
+    _Recipe(4, 64, 2),
+    _Recipe(4, 48, 2),
+    _Recipe(4, 32, 4),
+    _Recipe(8, 16, 2),
+)
 
 
 def _model(model_type: str, recipe: _Recipe) -> tuple[nn.Module, PretrainedConfig]:
@@ -112,7 +129,9 @@ def _without_timm(config: Any, recipe: _Recipe) -> None:
     config.use_timm_backbone = False
     config.backbone = None
     config.backbone_config = tiny_config(
-        CONFIG_MAPPING["resnet"], recipe, {"out_features": ["stage2", "stage3", "stage4"], "hidden_sizes": [16, 32, 48, 64]}
+        CONFIG_MAPPING["resnet"],
+        recipe,
+        {"out_features": ["stage2", "stage3", "stage4"], "hidden_sizes": [16, 32, 48, 64]},
     )
 
 
@@ -141,10 +160,21 @@ def tiny_config(config_class: Any, recipe: _Recipe, given: dict[str, Any] | None
 
 def _shrunk(config: PretrainedConfig, recipe: _Recipe) -> dict[str, Any]:
     """Constructor arguments for a smaller config of the same class."""
-    fields = {k: v for k, v in vars(config).items() if not k.startswith("_") and k not in ("dtype", "transformers_version")}
+    fields = {
+        k: v for k, v in vars(config).items() if not k.startswith("_") and k not in ("dtype", "transformers_version")
+    }
     made: dict[str, Any] = {}
-    width = next((fields[k] for k in ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "hidden_dim", "emb_dim") if type(fields.get(k)) is int), None)
-    heads = next((v for k, v in fields.items() if type(v) is int and v > 1 and _HEADS.search(k) and not _KV.search(k)), None)
+    width = next(
+        (
+            fields[k]
+            for k in ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "hidden_dim", "emb_dim")
+            if type(fields.get(k)) is int
+        ),
+        None,
+    )
+    heads = next(
+        (v for k, v in fields.items() if type(v) is int and v > 1 and _HEADS.search(k) and not _KV.search(k)), None
+    )
     head_dim = next((v for k, v in fields.items() if type(v) is int and _HEAD_DIM.search(k)), None)
     fixed_head_dim = "head_dim" in fields and head_dim
     ids = iter(range(20, 100))
@@ -276,7 +306,14 @@ def _split(total: int, parts: int) -> list[int]:
 
 def _layers(config: Any, name: str, recipe: _Recipe) -> int:
     """Two layers, or as many as are needed for every kind of layer to be there."""
-    kinds = next((getattr(config, n) for n in ("layer_types", "layers_block_type") if isinstance(getattr(config, n, None), list | tuple)), None)
+    kinds = next(
+        (
+            getattr(config, n)
+            for n in ("layer_types", "layers_block_type")
+            if isinstance(getattr(config, n, None), list | tuple)
+        ),
+        None,
+    )
     if kinds and name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
         seen = [kinds.index(k) + 1 for k in set(kinds)]
         return min(len(kinds), max(recipe.layers, *seen)) if seen else recipe.layers
@@ -285,7 +322,11 @@ def _layers(config: Any, name: str, recipe: _Recipe) -> int:
 
 def _list_divisor(fields: dict[str, Any]) -> int:
     """By what to divide stages' widths, so that the narrowest has about 16 features a head."""
-    widths = [v for k, v in fields.items() if isinstance(v, list | tuple) and _WIDTHS.search(k.removesuffix("s")) and v and all(type(i) is int for i in v)]
+    widths = [
+        v
+        for k, v in fields.items()
+        if isinstance(v, list | tuple) and _WIDTHS.search(k.removesuffix("s")) and v and all(type(i) is int for i in v)
+    ]
     smallest = min((min(w) for w in widths), default=0)
     divisor = 1
     while smallest // (2 * divisor) >= 16 and all(i % (2 * divisor) == 0 for w in widths for i in w):
@@ -298,7 +339,15 @@ def _shrunk_list(name: str, value: list[int], divisor: int) -> list[int]:
         return value
     if name in ("image_size", "input_size"):
         return [IMAGE] * len(value)
-    if name in ("depths", "blocks_per_stage", "stage_num_blocks", "num_block_repeats", "block_sizes", "n_attn_blocks", "depth"):
+    if name in (
+        "depths",
+        "blocks_per_stage",
+        "stage_num_blocks",
+        "num_block_repeats",
+        "block_sizes",
+        "n_attn_blocks",
+        "depth",
+    ):
         return [min(v, 3 if name == "depth" else 2) for v in value]
     if name in ("conv_dim", "tdnn_dim"):
         return [32] * len(value)
@@ -358,7 +407,15 @@ def candidates(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
     size = _number(config, "image_size", "img_size", "input_size", "crop_size", default=IMAGE)
     channels = _number(config, "num_channels", "in_chans", "in_channels", default=3)
     pixels = noise(2, channels, size, size)
-    bins = _number(config, "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_feat_size", "input_dim", default=80)
+    bins = _number(
+        config,
+        "num_mel_bins",
+        "input_feat_per_channel",
+        "feature_projection_input_dim",
+        "input_feat_size",
+        "input_dim",
+        default=80,
+    )
     width = _number(config, "hidden_size", "d_model", "n_embd", "embed_dim", default=WIDTH)
     frames = 2 * _number(config, "max_source_positions", default=32)
     words = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -378,7 +435,11 @@ def candidates(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
     if "image_embeddings" in parameters:
         usual["image_embeddings"] = noise(2, TOKENS, width)
-    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n != "self"]
+    required = [
+        n
+        for n, p in parameters.items()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n != "self"
+    ]
     forms: list[dict[str, Any]] = [
         words, {**words, "decoder_input_ids": ids[:, :6]}, {"input_ids": ids}, {"pixel_values": pixels}, {**words, "pixel_values": pixels},
         {**words, "bbox": boxes}, {"input_ids": ids, "bbox": boxes, "pixel_values": pixels, "attention_mask": words["attention_mask"]},
@@ -432,15 +493,35 @@ def candidates(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
         flat = noise(32, channels * t * patch * patch)
         grid = torch.tensor([[1, 4, 4], [1, 4, 4]])
         for name in ("hidden_states", "pixel_values", "pixel_values_videos"):
-            for grids in ("grid_thw", "image_grid_thw", "grid_hws", "image_grid_hws", "grid_hw", "target_sizes", "spatial_shapes"):
+            for grids in (
+                "grid_thw",
+                "image_grid_thw",
+                "grid_hws",
+                "image_grid_hws",
+                "grid_hw",
+                "target_sizes",
+                "spatial_shapes",
+            ):
                 forms.append({name: flat, grids: grid if "thw" in grids else grid[:, 1:]})
-        patches = {"pixel_values": flat.reshape(2, 16, -1), "pixel_attention_mask": usual["pixel_attention_mask"], "spatial_shapes": usual["spatial_shapes"]}
+        patches = {
+            "pixel_values": flat.reshape(2, 16, -1),
+            "pixel_attention_mask": usual["pixel_attention_mask"],
+            "spatial_shapes": usual["spatial_shapes"],
+        }
         forms += [patches, {**words, **patches}]
-        positions = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij"), -1).reshape(1, 16, 2).repeat(2, 1, 1)
+        positions = (
+            torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij"), -1)
+            .reshape(1, 16, 2)
+            .repeat(2, 1, 1)
+        )
         for name in ("pixel_position_ids", "image_position_ids", "position_ids"):
             forms.append({"pixel_values": flat.reshape(2, 16, -1), name: positions})
         merged = {"merge_sizes": torch.tensor([1, 1]), "grid_thw": grid}
-        forms += [{"pixel_values": flat, **merged}, {"hidden_states": flat, **merged}, {"pixel_values": flat.reshape(32, channels, patch, patch) if t == 1 else flat, "grid_thw": grid}]
+        forms += [
+            {"pixel_values": flat, **merged},
+            {"hidden_states": flat, **merged},
+            {"pixel_values": flat.reshape(32, channels, patch, patch) if t == 1 else flat, "grid_thw": grid},
+        ]
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     seen = set()
     for form in forms:

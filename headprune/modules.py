@@ -188,7 +188,7 @@ def convert(module: nn.Module) -> nn.Module | None:
 def rebuilt(module: nn.Module, methods: dict[str, Any]) -> Any:
     """A module that shares everything with ``module``, and can be given other methods and parts."""
     base = type(module)
-    new = object.__new__(type(f"Traceable{base.__name__}", (base,), {**methods, "__module__": __name__}))
+    new: Any = object.__new__(type(f"Traceable{base.__name__}", (base,), {**methods, "__module__": __name__}))
     # Its own dicts, so that parts can be added and taken away.
     new.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()}
     return new
@@ -234,7 +234,8 @@ def _wavlm(module: Any) -> nn.Module:
         attended = F.dropout(weights, self.dropout, self.training) @ v
         return self.out_proj(attended.transpose(1, 2).flatten(2)), weights.mean(1, keepdim=True).expand_as(weights)
 
-    return rebuilt(module, {"torch_multi_head_self_attention": attend})  # type: ignore[no-any-return]
+    new: nn.Module = rebuilt(module, {"torch_multi_head_self_attention": attend})
+    return new
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -179,10 +180,8 @@ def _masked_answers(
                     raise
                 continue  # a model may refuse an input that was only derived
         if prompt := _prompt(model, example):
-            try:
+            with suppress(Exception):  # not every model that could generate does so from its example alone
                 reference.append((prompt, _sure(_answer(model, prompt))))
-            except Exception:
-                pass  # not every model that could generate does so from its example alone
     if not any(torch.isfinite(t).any() for t in reference[0][1]):
         raise HeadPruneError("The masked model's outputs are not finite, so a prune cannot be proved on them.")
     return reference
@@ -396,7 +395,9 @@ class _Journal:
             self._replace_module(model, layer.module, stand_in)
             attention = stand_in
             for name, outer in model.named_modules():
-                if isinstance(outer, nn.TransformerEncoder) and f"{layer.module}.".startswith(f"{name}." if name else ""):
+                if isinstance(outer, nn.TransformerEncoder) and f"{layer.module}.".startswith(
+                    f"{name}." if name else ""
+                ):
                     self._set(outer, "use_nested_tensor", False)  # it needs the fused kernel that is gone
         kept = [h for h in range(layer.num_heads) if h not in set(dropped)]
         ghost = not kept and layer.bypass == "ghost"
@@ -448,7 +449,9 @@ class _Journal:
     def _slice(self, module: nn.Module, features: _Features, *, output: bool) -> None:
         """Keep some input or output features of a linear module."""
         linear = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
-        dim = 0 if output == linear else 1  # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out]
+        dim = (
+            0 if output == linear else 1
+        )  # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out]
         size = self._slice_parameter(module, "weight", features, dim)
         if output:
             self._slice_parameter(module, "bias", features, 0)
@@ -616,10 +619,8 @@ class _Placement:
     def __init__(self, part: HeadFeatures, stay: list[int], kept: list[int], earlier: _Placement | None) -> None:
         features = [f for h in stay for f in part.features[h]]
         computed = sorted(f for h in kept for f in part.features[h])
-        if earlier is not None:  # what the traced module returned was placed already, at the same features
-            self.width = earlier.width
-        else:
-            self.width = sum(map(len, part.features))
+        # What a second prune traced was placed already, at the same features.
+        self.width: int = sum(map(len, part.features)) if earlier is None else earlier.width
         self.source = [computed.index(f) for f in sorted(features)]
         self.target = sorted(features)
 
@@ -642,7 +643,7 @@ class _NarrowTensor(Tensor):
     What is computed from it is a plain tensor; only swapping other dimensions keeps the pretence.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     said: int
 
     @classmethod
@@ -660,7 +661,9 @@ class _NarrowTensor(Tensor):
 
     def transpose(self, dim0: int, dim1: int) -> Tensor:  # type: ignore[override]
         swapped = Tensor.transpose(self, dim0, dim1)
-        return swapped if self.ndim - 1 in (dim0 % self.ndim, dim1 % self.ndim) else _NarrowTensor.of(swapped, self.said)
+        return (
+            swapped if self.ndim - 1 in (dim0 % self.ndim, dim1 % self.ndim) else _NarrowTensor.of(swapped, self.said)
+        )
 
 
 def _told_narrow(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

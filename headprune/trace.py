@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -120,7 +121,9 @@ def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Take back what modules note about themselves, such as D2L's ``attention_weights``: it holds the traced graph."""
     before = [(m, dict(m.__dict__)) for m in model.modules()]
-    caches = [(v, dict(v)) for _, attributes in before for k, v in attributes.items() if type(v) is dict and k[0] != "_"]
+    caches = [
+        (v, dict(v)) for _, attributes in before for k, v in attributes.items() if type(v) is dict and k[0] != "_"
+    ]
     for cache, content in caches:  # what was kept of earlier calls hides where it came from
         if any(isinstance(v, Tensor) for v in content.values()):
             cache.clear()
@@ -258,7 +261,7 @@ class _Tracer(TorchFunctionMode):
             self.shape[name] = tensor.shape
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
-                if parameter.ndim >= 2 and set(parameter.shape[2:]) <= {1}:
+                if _is_matrix(parameter):
                     self.owner.setdefault(_memory(parameter), []).append(name)
 
     @contextmanager
@@ -272,7 +275,9 @@ class _Tracer(TorchFunctionMode):
                     self.arguments[name] = [t for t in tensors((args, kwargs)) if t.ndim]
                     every = {**dict(enumerate(args)), **kwargs}
                     self.given[name] = {
-                        k: v for k, v in every.items() if isinstance(v, Tensor) and (v.is_floating_point() or v.dtype == torch.bool) and v.ndim > 2
+                        k: v
+                        for k, v in every.items()
+                        if isinstance(v, Tensor) and (v.is_floating_point() or v.dtype == torch.bool) and v.ndim > 2
                     }
                     if args and isinstance(args[0], Tensor) and args[0].requires_grad:
                         for attention in self.found:
@@ -285,9 +290,9 @@ class _Tracer(TorchFunctionMode):
                     if self.running and self.running[-1] == name:
                         self.running.pop()
                     self.results[name] = _shape_of(output)
-                    if isinstance(output, Tensor) and output.requires_grad and output.grad_fn is not None:
-                        if any(p.ndim == 1 for p in self.modules[name].parameters(recurse=False)):
-                            self.mixers[name] = output
+                    scales = any(p.ndim == 1 for p in self.modules[name].parameters(recurse=False))
+                    if scales and isinstance(output, Tensor) and output.grad_fn is not None:
+                        self.mixers[name] = output
                     self._match_concatenation(name, output)
 
                 stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
@@ -359,7 +364,7 @@ class _Tracer(TorchFunctionMode):
             attention.reason = f"its query has shape {tuple(query.shape)}, in which no heads can be told apart"
             return result.clone()
         first = (0,) * (query.ndim - 2)
-        attention.pairwise = self._pairwise(key[first] @ query[(*first, -1)])
+        attention.pairwise = self._pairwise(key[first] @ query[first][-1])
         attention.query_rows = self._rows(query, heads)
         _merge(attention.rows, attention.query_rows)
         for tensor in (query, key):
@@ -470,7 +475,9 @@ class _Tracer(TorchFunctionMode):
         features: dict[str, list[set[int]]] = {}
         for h in range(len(heads)):
             part = heads.take(tensor, h)
-            gradients = torch.autograd.grad(part, list(mixers.values()), self._noise(part), retain_graph=True, allow_unused=True)
+            gradients = torch.autograd.grad(
+                part, list(mixers.values()), self._noise(part), retain_graph=True, allow_unused=True
+            )
             for name, gradient in zip(mixers, gradients, strict=True):
                 if gradient is not None:
                     features.setdefault(name, [set() for _ in range(len(heads))])[h] |= _used(gradient)
@@ -486,7 +493,9 @@ class _Tracer(TorchFunctionMode):
         used = _Uses(self.tensors, len(heads))
         for h in range(len(heads)):
             part = heads.take(tensor, h)
-            used.add(h, leaves, torch.autograd.grad(part, leaves, self._noise(part), retain_graph=True, allow_unused=True))
+            used.add(
+                h, leaves, torch.autograd.grad(part, leaves, self._noise(part), retain_graph=True, allow_unused=True)
+            )
         used.merge_into(attention.tables)
 
     def _head_arguments(self, attention: _Attention) -> tuple[HeadArgument, ...]:
@@ -625,7 +634,9 @@ class _Tracer(TorchFunctionMode):
             if found := {id(t) for t, g in zip(computed, gradients, strict=True) if g is not None}:
                 return found
         calls = [self.calls[id(leaf)] for leaf in _leaves(source) if id(leaf) in self.calls]
-        inner = [call for call in calls if call.source is not source and call.module.startswith(self._attention_module())]
+        inner = [
+            call for call in calls if call.source is not source and call.module.startswith(self._attention_module())
+        ]
         return {name for call in inner for name in self._origins(call.source, given)}
 
     def _attention_module(self) -> str:
@@ -692,7 +703,11 @@ class _Tracer(TorchFunctionMode):
                 projections.append(HeadFeatures(module, tuple(tuple(sorted(r)) for r in own)))
         groups = _groups(attention)
         kv_heads = len(groups) or heads
-        if not groups and heads > 1 and any(all(r == rows[0] != set() for r in rows) for rows in attention.value_rows.values()):
+        if (
+            not groups
+            and heads > 1
+            and any(all(r == rows[0] != set() for r in rows) for rows in attention.value_rows.values())
+        ):
             kv_heads = 1
         tables = tuple(
             HeadTable(name, dim, tuple(tuple(sorted(i)) for i in _filled(indices, self.shape[name][dim])))
@@ -727,8 +742,8 @@ class _Tracer(TorchFunctionMode):
             reason = f"{gate.module} ({type(self.modules[gate.module]).__name__}) has no plain weight matrix to slice (quantised?)"
         if attention.module in ghosts(self.model):
             reason, output = "all of its heads were pruned; one stays with zero output, for the cache", None
-        matrices = [t for t in tables if len(self.shape[t.name]) > 1] if not projections else projections
-        if not reason and not matrices and not attention.selections:
+        matrices = [t for t in tables if len(self.shape[t.name]) > 1]
+        if not reason and not (projections or matrices or attention.selections):
             reason = f"no weights of {attention.module} were found that belong to single heads (quantised?)"
         if not reason:
             reason = self._unsliceable(attention, output, projections)
@@ -760,8 +775,7 @@ class _Tracer(TorchFunctionMode):
                 continue  # concatenated heads, without a W_O
             module = self.modules[part.module]
             weight = getattr(module, "weight", None)
-            plain = isinstance(weight, nn.Parameter) and weight.is_floating_point() and weight.ndim >= 2
-            if not plain or set(weight.shape[2:]) - {1}:
+            if not isinstance(weight, nn.Parameter) or not weight.is_floating_point() or not _is_matrix(weight):
                 return f"{part.module} ({type(module).__name__}) has no plain weight matrix to slice (quantised?)"
             if hasattr(weight, "placements"):
                 return f"the weight of {part.module} is spread over devices (tensor parallel): prune before distributing it"
@@ -769,6 +783,11 @@ class _Tracer(TorchFunctionMode):
             if len(uses) > 1:
                 return f"the weight of {part.module} is shared with {uses[1] if uses[0] == part.module else uses[0]}"
         return ""
+
+
+def _is_matrix(weight: Tensor) -> bool:
+    """Whether a weight is ``[out, in]``, or that of a convolution with a kernel of 1."""
+    return weight.ndim >= 2 and set(weight.shape[2:]) <= {1}
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -813,7 +832,7 @@ def _filled(rows: list[set[int]], size: int) -> list[set[int]]:
     if block and not rest and len(users) > size // 2 and all(u == {f // block} for f, u in users.items()):
         return [set(range(h * block, (h + 1) * block)) for h in range(len(rows))]
     known = sorted(users)
-    for before, after in zip(known, known[1:], strict=False):
+    for before, after in pairwise(known):
         if users[before] == users[after]:
             for h in users[before]:
                 filled[h].update(range(before + 1, after))

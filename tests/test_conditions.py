@@ -84,7 +84,9 @@ def test_generation_under_a_mask(family: Any) -> None:
     layers = hp.find_attention(model, example)
     ids = {k: v[:2] for k, v in example.items() if not k.startswith("decoder")}
     with hp.mask(model, {a.name: list(a.units[0]) for a in layers}, layers=layers):
-        made = [model.generate(**ids, max_new_tokens=6, do_sample=False, use_cache=c, pad_token_id=0) for c in (True, False)]
+        made = [
+            model.generate(**ids, max_new_tokens=6, do_sample=False, use_cache=c, pad_token_id=0) for c in (True, False)
+        ]
     assert torch.equal(*made)
 
 
@@ -129,7 +131,12 @@ class Packed(nn.Module):
 def test_a_quantised_layer_is_named() -> None:
     model, example = bert()
     attention = model.bert.encoder.layer[0].attention
-    for holder, name in ((attention.self, "query"), (attention.self, "key"), (attention.self, "value"), (attention.output, "dense")):
+    for holder, name in (
+        (attention.self, "query"),
+        (attention.self, "key"),
+        (attention.self, "value"),
+        (attention.output, "dense"),
+    ):
         setattr(holder, name, Packed(getattr(holder, name)))
     layers = hp.find_attention(model, example)
     assert not layers[0].prunable

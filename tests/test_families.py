@@ -168,3 +168,14 @@ def test_a_declared_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(x), masked)
     assert model[0].out.weight.shape == (32, 16)
+
+
+def test_what_support_a_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document's own code, on a class that the code has never seen."""
+    monkeypatch.setattr("headprune.modules._RULES", {})
+    text = (Path(__file__).parents[1] / "docs" / "support-a-model.md").read_text()
+    blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
+    names: dict[str, Any] = {"__name__": "yours"}
+    for block in blocks[1:]:
+        exec(block, names)
+    assert names["model"][0].num_heads == 2

@@ -46,7 +46,9 @@ def test_found(name: str) -> None:
     layers = hp.find_attention(model, example)
     assert all(layer.prunable for layer in layers), [layer.reason for layer in layers]
     assert {(a.num_heads, a.head_dim) for a in layers} == {(12, 64) if "bert" in name else (4, 8)}
-    kinds = {"encoder-decoder": ["encoder"] * 2 + ["decoder", "cross"] * 2, "mingpt": ["decoder"] * 2}.get(name, ["encoder"] * 2)
+    kinds = {"encoder-decoder": ["encoder"] * 2 + ["decoder", "cross"] * 2, "mingpt": ["decoder"] * 2}.get(
+        name, ["encoder"] * 2
+    )
     assert [layer.kind for layer in layers] == kinds
 
 
