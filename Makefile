@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Workers for pytest: two, like the smallest machine this is developed on.
 JOBS ?= 2
 
-.PHONY: demo test test-slow lint types install clean
+.PHONY: demo test test-slow coverage lint types install clean
 
 demo: install  ## train, score, prune and report on scikit-learn's digits
 	@$(BIN)/headprune demo
@@ -16,6 +16,9 @@ test: install  ## the tests that take minutes, not hours
 
 test-slow: install  ## end-to-end runs, on minilm-rt too where it lies beside the checkout
 	$(BIN)/python -m pytest -q -m slow
+
+coverage: install  ## every model type of transformers, against docs/coverage.md; about four minutes
+	$(BIN)/python benchmarks/coverage.py --check
 
 lint: install
 	$(BIN)/ruff check .

@@ -212,8 +212,8 @@ def _xlnet(module: Any) -> nn.Module:
         normed: Tensor = self.layer_norm(attended + h if residual else attended)
         return normed
 
-    new = rebuilt(module, {"post_attention": post_attention})
-    weight = new._parameters.pop("o")
+    new: nn.Module = rebuilt(module, {"post_attention": post_attention})
+    weight: Any = new._parameters.pop("o")
     new.o_proj = _linear(weight.detach().flatten(1), None, weight.requires_grad)
     return new
 

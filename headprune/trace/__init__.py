@@ -1,0 +1,132 @@
+"""Find the attention layers of any model from one traced forward; no table of architectures.
+
+How it works. While the model runs on an example, every linear layer's output and every attention's
+result is replaced by an equal tensor that starts a new autograd graph. So the graph between two
+linear layers is small, and derivatives in it say which features belong to which head:
+
+* differentiate head ``h`` of the query, key and value (or of the eager scores) with respect to each
+  linear's output: the non-zero columns are that head's rows of that projection. Fused and interleaved
+  QKV, rotary embeddings and repeated key/value heads all read alike;
+* differentiate it with respect to the parameters and buffers too: one that each head reads in places of
+  its own (a relative position table, a sink, a slope) is cut there;
+* the first linear whose input depends on the attention's result is W_O, and the forward derivative
+  (by differentiating twice) of its input with respect to head ``h`` gives that head's columns.
+
+Nothing here is trusted blindly: `headprune.prune` proves every removal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from headprune.attention import AttentionLayer
+from headprune.errors import HeadPruneError, first_line
+from headprune.inputs import Example, call, model_device, move
+from headprune.modules import EmptyAttention, exact_attention, uncompiled
+from headprune.trace.layers import read_layers
+from headprune.trace.meta import Materialised
+from headprune.trace.tracer import Tracer
+
+__all__ = ["evaluating", "find_attention"]
+
+
+def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
+    """Every attention layer that runs when ``model`` sees ``example``, in order of execution.
+
+    Args:
+        model: Any module, in any mode; it is left as it was. Its weights may be on the meta device (structure is
+            all that is read), spread over devices, or brought in as they are needed by accelerate's hooks.
+        example: A dict of tensors (keyword arguments), a tensor, or a tuple (positional arguments);
+            two rows and at least two tokens tell the most. It is moved to the model's device.
+
+    Returns:
+        One `AttentionLayer` per attention module (a module that runs several times, as in ALBERT,
+        is one layer). Layers whose heads cannot be separated have ``prunable=False`` and a ``reason``.
+
+    Raises:
+        HeadPruneError: The model refuses the example, or it has no softmax attention.
+    """
+    device = model_device(model)
+    given = move(example, "cpu" if device.type == "meta" else device)
+    with uncompiled(), evaluating(model), exact_attention(model), _attributes_kept(model), torch.enable_grad():
+        try:
+            layers = _traced(model, given, buffers=True)
+        except Exception:
+            # Some buffers may not be differentiated, such as a batch norm's, or are written to.
+            try:
+                layers = _traced(model, given, buffers=False)
+            except Exception as error:
+                raise HeadPruneError(
+                    f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
+                    "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
+                ) from error
+    if not layers and not any(isinstance(m, EmptyAttention) for m in model.modules()):
+        raise HeadPruneError(
+            f"{type(model).__name__} has no softmax attention that headprune can see.",
+            "If attention only runs on longer or other inputs, pass such an example.",
+        )
+    return layers
+
+
+def _traced(model: nn.Module, example: Example, *, buffers: bool) -> list[AttentionLayer]:
+    tracer = Tracer(model)
+    with ExitStack() as stack:
+        stack.enter_context(_differentiable(model, buffers))
+        stack.enter_context(tracer.watching())
+        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+            stack.enter_context(Materialised(tracer.tensors))
+        stack.enter_context(tracer)
+        tracer.note_bypass(call(model, example))
+    return read_layers(tracer)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for every module, then each module's own mode again."""
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
+    """Let every parameter (and floating-point buffer) start a graph, frozen or not."""
+    tensors_ = [*model.parameters(), *(model.buffers() if buffers else ())]
+    every = {id(t): t for t in tensors_ if t.is_floating_point() and t.is_leaf}
+    before = [(t, t.requires_grad) for t in every.values()]
+    try:
+        for t, _ in before:
+            t.requires_grad_(True)
+        yield
+    finally:
+        for t, required in before:
+            t.requires_grad_(required)
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Take back what modules note about themselves, such as D2L's ``attention_weights``: it holds the traced graph."""
+    before = [(m, dict(m.__dict__)) for m in model.modules()]
+    caches = [
+        (v, dict(v)) for _, attributes in before for k, v in attributes.items() if type(v) is dict and k[0] != "_"
+    ]
+    for cache, content in caches:  # what was kept of earlier calls hides where it came from
+        if any(isinstance(v, Tensor) for v in content.values()):
+            cache.clear()
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for cache, content in caches:
+            cache.clear()
+            cache.update(content)

@@ -1,0 +1,103 @@
+"""Reading small autograd graphs: what depends on which features of which tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Where the heads are in a tensor: ``indices[h]`` of dimension ``dim``.
+
+    Four-dimensional attention has the heads in dimension 1; three-dimensional attention
+    (batch * heads, tokens, …), as OPT's time and D2L wrote it, mixes them with the batch in dimension 0.
+    """
+
+    dim: int
+    indices: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def along(cls, dim: int, count: int) -> Heads:
+        return cls(dim, tuple((h,) for h in range(count)))
+
+    def repeated(self, size: int) -> Heads:
+        """The same heads in a tensor with fewer of them, each serving several (grouped keys and values)."""
+        repeat = max(1, len(self) // size) if self.dim == 1 else 1
+        return Heads(self.dim, tuple(tuple(i // repeat for i in index) for index in self.indices))
+
+    def take(self, tensor: Tensor, head: int) -> Tensor:
+        return tensor.index_select(self.dim, torch.tensor(self.indices[head], device=tensor.device))
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class Uses:
+    """Which entries of parameters and buffers each head reads, along every dimension."""
+
+    def __init__(self, names: dict[int, str], heads: int) -> None:
+        self.names, self.heads = names, heads
+        self.used: dict[tuple[str, int], list[set[int]]] = {}
+
+    def add(self, head: int, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            if gradient is None or id(leaf) not in self.names:
+                continue
+            for dim in range(leaf.ndim):
+                empty = [set[int]() for _ in range(self.heads)]
+                self.used.setdefault((self.names[id(leaf)], dim), empty)[head] |= used(gradient.movedim(dim, -1))
+
+    def merge_into(self, tables: dict[tuple[str, int], list[set[int]]]) -> None:
+        """Keep those with entries that not all heads read."""
+        for key, heads in self.used.items():
+            shared = set.intersection(*heads)
+            if self.heads > 1 and all(h - shared for h in heads):
+                known = tables.setdefault(key, [set() for _ in heads])
+                tables[key] = [k | (h - shared) for k, h in zip(known, heads, strict=True)]
+
+
+def is_matrix(weight: Tensor) -> bool:
+    """Whether a weight is ``[out, in]``, or that of a convolution with a kernel of 1."""
+    return weight.ndim >= 2 and set(weight.shape[2:]) <= {1}
+
+
+def overlap(columns: list[set[int]]) -> bool:
+    return sum(map(len, columns)) != len(set().union(*columns))
+
+
+def merge(into: dict[str, list[set[int]]], rows: dict[str, list[set[int]]]) -> None:
+    for module, heads in rows.items():
+        mine = into.setdefault(module, [set() for _ in heads])
+        for h, features in enumerate(heads):
+            mine[h] = mine[h] | features
+
+
+def used(gradient: Tensor) -> set[int]:
+    """Indices of the last dimension that are not zero everywhere."""
+    flat = gradient.detach().nan_to_num().reshape(-1, gradient.shape[-1])
+    return set((flat != 0).any(dim=0).nonzero().flatten().tolist())
+
+
+def memory(tensor: Tensor) -> int:
+    """Where a tensor's numbers lie; the object itself for a meta tensor, which has none."""
+    return id(tensor) if tensor.device.type == "meta" else tensor.data_ptr()
+
+
+def leaves_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors where ``tensor``'s autograd graph starts."""
+    if tensor.is_leaf:
+        return [tensor] if tensor.requires_grad else []
+    seen, stack, leaves = set(), [tensor.grad_fn], []
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        stack.extend(n for n, _ in node.next_functions)
+    return leaves

@@ -1,0 +1,257 @@
+"""From a traced forward to the attention layers: which features belong to which head, and what can be cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures, HeadGate, HeadTable, ghosts
+from headprune.modules import MultiheadAttention
+from headprune.trace.graphs import is_matrix, leaves_of, overlap
+from headprune.trace.record import Attention
+from headprune.trace.tracer import Tracer
+
+
+def read_layers(trace: Tracer) -> list[AttentionLayer]:
+    """One per attention module; several, where one module computes attention from several projections."""
+    unique: dict[str, list[Attention]] = {}
+    for attention in trace.found:
+        if attention.returned and (not attention.columns or overlap(attention.columns) or attention.bypass):
+            attention.output, attention.columns = attention.module, attention.returned
+        elif attention.bypass and not attention.reason and not overlap(attention.columns):
+            attention.reason = f"its heads reach {attention.bypass} past the output projection {attention.output}"
+            attention.columns, attention.passed = [], []
+        if not attention.fused and not attention.output and not attention.rows:
+            continue  # a softmax that is no attention, such as a router's
+        apart = attention.columns and all(attention.columns) and not overlap(attention.columns)
+        others = any(a.pairwise and a.module == attention.module for a in trace.found)
+        if not attention.pairwise and (others or not apart):
+            continue  # over channels, streams or a convolution's taps
+        known = unique.setdefault(attention.module, [])
+        same = next((a for a in known if a.rows == attention.rows), None)
+        if same is None:
+            known.append(attention)
+        elif (same.output, same.columns) != (attention.output, attention.columns):
+            same.reason = f"its result goes through two output projections, {same.output} and {attention.output}"
+            same.columns, same.passed = [], []
+    made: list[AttentionLayer] = []
+    for calls in unique.values():
+        for number, attention in enumerate(calls, 1):
+            made.append(_layer(trace, len(made), attention, "" if number == 1 else f"#{number}"))
+    return made
+
+
+def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> AttentionLayer:
+    heads = len(attention.heads)
+    kind = "cross" if attention.cross else "decoder" if attention.causal else "encoder"
+    reason = attention.reason or _separable(attention)
+    attention.columns = _filled(attention.columns, trace.sizes.get((attention.output, "in"), 0))
+    output = None
+    if attention.output and attention.columns and all(attention.columns) and not overlap(attention.columns):
+        output = HeadFeatures(attention.output, tuple(tuple(sorted(c)) for c in attention.columns))
+    projections = []
+    for module, rows in attention.rows.items():
+        rows = _filled(rows, trace.sizes.get((module, "out"), 0))
+        outside = not f"{module}.".startswith(f"{attention.module}." if attention.module else "")
+        if outside and any(module in a.rows and a.module != attention.module for a in trace.found):
+            continue  # something that several layers take their heads of, such as a position bias: it stays whole
+        shared = set.intersection(*rows) if heads > 1 else set()
+        own = [r - shared for r in rows]  # features that all heads use stay (MQA, latent attention)
+        if any(own):
+            projections.append(HeadFeatures(module, tuple(tuple(sorted(r)) for r in own)))
+    groups = _groups(attention)
+    kv_heads = len(groups) or heads
+    if (
+        not groups
+        and heads > 1
+        and any(all(r == rows[0] != set() for r in rows) for rows in attention.value_rows.values())
+    ):
+        kv_heads = 1
+    tables = tuple(
+        HeadTable(name, dim, tuple(tuple(sorted(i)) for i in _filled(indices, trace.shape[name][dim])))
+        for (name, dim), indices in attention.tables.items()
+        # One that other layers read too must stay whole.
+        if f"{name}.".startswith(f"{attention.module}.") and sum((name, dim) in a.tables for a in trace.found) == 1
+    )
+    tables = tuple(t for t in tables if t.name.rpartition(".")[0] not in attention.selections)
+    owners = tuple(t.name.rpartition(".")[0] for t in tables)
+    counting = _counting(trace, attention)
+    inner = dict.fromkeys((*owners, *(n for n in attention.running if n in counting)))
+    gate = _gate(trace, attention) if output is None and attention.output and not suffix else None
+    if output is not None and attention.output_dim != -1:
+        gate = HeadGate(output.module, attention.output_dim, output.features)
+    shape = trace.results.get(attention.module)
+    inside = f"{attention.output}.".startswith(f"{attention.module}.") if attention.module else True
+    bypass = "ghost"
+    if isinstance(trace.modules[attention.module], MultiheadAttention):
+        bypass = "slice"
+    elif (
+        kind == "encoder"
+        and attention.output_dim == -1
+        and attention.tokens > 1
+        and shape is not None
+        and attention.module not in trace.cached
+        and not _has_other_weights(trace.modules, attention)
+    ):
+        bypass = "stub"
+    if suffix and not reason:
+        reason = f"{attention.module} computes several attentions, and their head counts cannot be told apart"
+    if gate and output is None and not _is_plain(trace.modules[gate.module]):
+        reason = f"{gate.module} ({type(trace.modules[gate.module]).__name__}) has no plain weight matrix to slice (quantised?)"
+    if attention.module in ghosts(trace.model):
+        reason, output = "all of its heads were pruned; one stays with zero output, for the cache", None
+    matrices = [t for t in tables if len(trace.shape[t.name]) > 1]
+    if not reason and not (projections or matrices or attention.selections):
+        reason = f"no weights of {attention.module} were found that belong to single heads (quantised?)"
+    if not reason:
+        reason = _unsliceable(trace, attention, output, projections)
+    return AttentionLayer(
+        name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=kv_heads, groups=groups,
+        head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
+        output_projection=output, gate=gate, projections=tuple(projections), tables=tables,
+        selections=tuple(HeadFeatures(n, tuple(tuple(sorted(r)) for r in rows)) for n, rows in attention.selections.items()),
+        arguments=_head_arguments(trace, attention), inner_modules=tuple(inner), side_modules=tuple(n for n in counting if n not in inner),
+        bypass=bypass, output_arity=shape or 0, output_inside=inside,
+    )  # fmt: skip
+
+
+def _counting(trace: Tracer, attention: Attention) -> list[str]:
+    """Modules that may count the heads: the attention module and those inside, but no layers with weights of their own."""
+    inside = f"{attention.module}." if attention.module else ""
+    below = [n for n in trace.modules if n == attention.module or n.startswith(inside)]
+    if not attention.module or any(a.module != attention.module and a.module in below for a in trace.found):
+        below = [n for n in attention.running if n in below]
+    return [
+        n for n in below
+        if n == attention.module or not any(p.ndim > 1 for p in trace.modules[n].parameters(recurse=False))
+    ]  # fmt: skip
+
+
+def _unsliceable(
+    trace: Tracer, attention: Attention, output: HeadFeatures | None, projections: list[HeadFeatures]
+) -> str:
+    for part in (output, *projections):
+        if part is None:
+            continue
+        if part.module == attention.module:
+            continue  # concatenated heads, without a W_O
+        module = trace.modules[part.module]
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, nn.Parameter) or not weight.is_floating_point() or not is_matrix(weight):
+            return f"{part.module} ({type(module).__name__}) has no plain weight matrix to slice (quantised?)"
+        if hasattr(weight, "placements"):
+            return f"the weight of {part.module} is spread over devices (tensor parallel): prune before distributing it"
+        uses = [n for n, m in trace.modules.items() if getattr(m, "weight", None) is weight]
+        if len(uses) > 1:
+            return f"the weight of {part.module} is shared with {uses[1] if uses[0] == part.module else uses[0]}"
+    return ""
+
+
+def _gate(trace: Tracer, attention: Attention) -> HeadGate | None:
+    """The first module between the attention and W_O that still has the heads apart."""
+    if len(attention.heads) < 2:
+        return None
+    names = [name for name, _ in attention.passed]
+    for name, tensor in attention.passed:
+        # One that is called twice, such as a dropout, would gate something else as well.
+        if names.count(name) > 1 or not any(leaf is attention.result for leaf in leaves_of(tensor)):
+            continue
+        for dim in (-1, *((1,) if tensor.ndim > 3 else ())):
+            columns = trace.columns_of(attention, tensor, dim)
+            if all(columns) and not overlap(columns):
+                return HeadGate(name, dim, tuple(tuple(sorted(c)) for c in columns))
+    return None
+
+
+def _head_arguments(trace: Tracer, attention: Attention) -> tuple[HeadArgument, ...]:
+    """Arguments of the attention module with a dimension for the heads."""
+    heads = len(attention.heads)
+    hidden = {id(call.source) for call in trace.calls.values()}  # what is projected is no bias
+    found = []
+    for key, tensor in trace.given.get(attention.module, {}).items():
+        dim = 1 if tensor.ndim == 4 else 0
+        if heads < 2 or tensor.ndim > 4 or id(tensor) in hidden:
+            continue
+        batch = attention.result.shape[0] // (1 if attention.heads.dim else heads)
+        if tensor.shape[dim] == heads:
+            found.append(HeadArgument(key, dim, False))
+        elif dim == 0 and tensor.shape[0] == batch * heads:
+            found.append(HeadArgument(key, dim, True))
+    return tuple(found)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module has no packed numbers, as quantised layers have."""
+    held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return not any(t.dtype in (torch.int8, torch.uint8, torch.int32) and t.numel() > 1 for t in held)
+
+
+def _separable(attention: Attention) -> str:
+    """Why the heads of this layer cannot be told apart, or ""."""
+    if not attention.output:
+        return "no output projection follows the attention"
+    if not attention.columns or not all(attention.columns):
+        return f"a head does not reach the output projection {attention.output}"
+    if overlap(attention.columns):
+        return f"the heads are mixed before the output projection {attention.output}"
+    if len(attention.heads) > 1:
+        queries = [*attention.query_rows.values(), *attention.selections.values()]
+        if queries and not attention.tables and all(r == rows[0] for rows in queries for r in rows):
+            return "its heads are computed from the same query features (something mixes them)"
+        groups = _groups(attention)
+        members = [h for group in groups for h in group]
+        if groups and (sorted(members) != list(range(len(attention.heads))) or len({len(g) for g in groups}) > 1):
+            return "its heads share features of the projections in a way that is no grouping"
+    return ""
+
+
+def _filled(rows: list[set[int]], size: int) -> list[set[int]]:
+    """Rows with the gaps closed that an activation left: features that were zero for every token of the example.
+
+    A feature of no head belongs to the heads on both sides of it, if those are the same; and where every head has its own
+    block of ``size / heads`` features, to the head of that block. If that is not so, the proof will say.
+    """
+    users: dict[int, frozenset[int]] = {}
+    for h, features in enumerate(rows):
+        for feature in features:
+            users[feature] = users.get(feature, frozenset()) | {h}
+    if not users or len(users) == size:
+        return rows
+    filled = [set(r) for r in rows]
+    block, rest = divmod(size, len(rows))
+    if block and not rest and len(users) > size // 2 and all(u == {f // block} for f, u in users.items()):
+        return [set(range(h * block, (h + 1) * block)) for h in range(len(rows))]
+    known = sorted(users)
+    for before, after in pairwise(known):
+        if users[before] == users[after]:
+            for h in users[before]:
+                filled[h].update(range(before + 1, after))
+    return filled
+
+
+def _groups(attention: Attention) -> tuple[tuple[int, ...], ...]:
+    """The heads that share features with some others but not with all: key/value groups. () where none do."""
+    heads = len(attention.heads)
+    group = {h: frozenset({h}) for h in range(heads)}
+    for rows in (*attention.rows.values(), *attention.selections.values()):
+        users: dict[int, set[int]] = {}
+        for h, features in enumerate(rows):
+            for feature in features:
+                users.setdefault(feature, set()).add(h)
+        for together in {frozenset(u) for u in users.values() if len(u) < heads}:
+            whole = frozenset().union(*(group[h] for h in together))
+            group.update(dict.fromkeys(whole, whole))
+    groups = sorted({tuple(sorted(g)) for g in group.values()})
+    return tuple(groups) if any(len(g) > 1 for g in groups) else ()
+
+
+def _has_other_weights(modules: dict[str, nn.Module], attention: Attention) -> bool:
+    """Whether a stub would remove more than attention: parameters besides the projections."""
+    below = set(attention.rows) | {attention.output}
+    root = modules[attention.module]
+    for name, module in root.named_modules(prefix=attention.module):
+        if name not in below and any(True for _ in module.parameters(recurse=False)):
+            return True
+    return False
