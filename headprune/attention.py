@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -131,6 +132,7 @@ class AttentionLayer:
             group) stays with zero output, because a cache or a later layer needs what the module computes.
         output_arity: Length of the tuple the attention module returns, 0 for a bare tensor.
         output_inside: Whether W_O is called inside the attention module.
+        concatenates: Whether the module returns its heads side by side, without an output projection.
     """
 
     name: str
@@ -153,16 +155,12 @@ class AttentionLayer:
     bypass: str = "ghost"
     output_arity: int = 0
     output_inside: bool = True
+    concatenates: bool = False
 
     @property
     def maskable(self) -> bool:
         """Whether single heads can be switched off."""
         return self.output_projection is not None or self.gate is not None
-
-    @property
-    def concatenates(self) -> bool:
-        """Whether the module returns its heads side by side, without an output projection."""
-        return self.output_projection is not None and self.output_projection.module == self.module
 
     @property
     def module(self) -> str:
@@ -244,10 +242,14 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
             )
         layer = by_name[name]
         listed = list(indices) if isinstance(indices, Iterable) else [indices]
-        if not all(isinstance(h, int) for h in listed):
+        try:
+            if any(isinstance(h, bool) for h in listed):
+                raise TypeError
+            listed = [operator.index(h) for h in listed]
+        except TypeError:
             raise HeadPruneError(
                 f"Layer {name}: {indices!r} is no list of heads.", "Heads are whole numbers, such as [0, 3]."
-            )
+            ) from None
         for h in listed:
             if not 0 <= h < layer.num_heads:
                 raise HeadPruneError(

@@ -47,7 +47,13 @@ def gated(model: nn.Module, layers: Sequence[AttentionLayer], gates: Mapping[str
             place = layer.gate or layer.output_projection
             if place is None:
                 raise HeadPruneError(f"Layer {name} cannot be masked: {layer.reason}.")
-            module, hook = model.get_submodule(place.module), _Gate(layer, gate)
+            try:
+                module, hook = model.get_submodule(place.module), _Gate(layer, gate)
+            except AttributeError:
+                raise HeadPruneError(
+                    f"This model has no module {place.module}: the layers were traced on another model, or it was pruned since.",
+                    "Call find_attention again.",
+                ) from None
             if layer.concatenates:
                 stack.callback(module.register_forward_hook(hook.on_output).remove)
             else:

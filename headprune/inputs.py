@@ -36,6 +36,17 @@ def move(value: Any, device: torch.device | str) -> Any:
     return value
 
 
+def usable(value: Any) -> Any:
+    """``value`` with copies of tensors that were made in inference mode, which autograd refuses."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.is_inference() else value
+    if isinstance(value, Mapping):
+        return {k: usable(v) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(usable(v) for v in value)
+    return value
+
+
 def tensors(value: Any) -> list[Tensor]:
     """Every tensor in a nested structure, depth first. Caches and other objects are left out."""
     if isinstance(value, Tensor):
@@ -69,9 +80,35 @@ def variants(example: Example) -> list[Example]:
             if isinstance(labels := cut.get("labels"), Tensor) and labels.shape[:2] == (ids.shape[0], length):
                 cut["labels"] = labels[:, :shorter]
             found.append(cut)
+    if (padded := _padded(example)) is not None:
+        found.append(padded)
     if len(batch) == 1 and (rows := batch.pop()) > 1:
         found.append(first_rows(example, rows - 1))
     return found
+
+
+def _padded(example: Example) -> Example | None:
+    """The example with the last token of its first row the other way in every mask of it: padding, or none."""
+    changed = False
+
+    def other(value: Any) -> Any:
+        nonlocal changed
+        if not isinstance(value, Tensor) or value.ndim != 2 or value.shape[1] < 3 or value.numel() == 0:
+            return value
+        if value.dtype != torch.bool and bool(((value != 0) & (value != 1)).any()):
+            return value
+        changed = True
+        value = value.clone()
+        value[0, -1] = value[0, -1] == 0
+        return value
+
+    if isinstance(example, Mapping):
+        made: Example = {k: other(v) if "mask" in k else v for k, v in example.items()}
+    elif isinstance(example, tuple | list):
+        made = tuple(other(v) if isinstance(v, Tensor) and not v.is_floating_point() else v for v in example)
+    else:
+        return None
+    return made if changed else None
 
 
 def scrambled(example: Example, vocabulary: int) -> list[Example]:

@@ -181,7 +181,10 @@ def stand_in(attention: type[nn.Module] | str) -> Callable[[Rule], Rule]:
 
 def convert(module: nn.Module) -> nn.Module | None:
     """An exact stand-in for ``module`` if a rule declares one for its class, else None."""
-    rule = _RULES.get(_qualified(type(module)))
+    cls = type(module)
+    if isinstance(module, nn.MultiheadAttention) and cls.forward is nn.MultiheadAttention.forward:
+        return _torch(module)
+    rule = _RULES.get(_qualified(cls))
     return None if rule is None else rule(module).train(module.training)
 
 
@@ -198,9 +201,8 @@ def _qualified(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-@stand_in(nn.MultiheadAttention)
 def _torch(module: nn.MultiheadAttention) -> nn.Module:
-    return MultiheadAttention(module)
+    return MultiheadAttention(module).train(module.training)
 
 
 @stand_in("transformers.models.xlnet.modeling_xlnet.XLNetRelativeAttention")

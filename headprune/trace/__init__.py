@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, first_line
-from headprune.inputs import Example, call, model_device, move
+from headprune.inputs import Example, call, model_device, move, usable
 from headprune.modules import EmptyAttention, exact_attention, uncompiled
 from headprune.trace.layers import read_layers
 from headprune.trace.meta import Materialised
@@ -51,8 +51,15 @@ def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
         HeadPruneError: The model refuses the example, or it has no softmax attention.
     """
     device = model_device(model)
-    given = move(example, "cpu" if device.type == "meta" else device)
-    with uncompiled(), evaluating(model), exact_attention(model), _attributes_kept(model), torch.enable_grad():
+    given = usable(move(example, "cpu" if device.type == "meta" else device))
+    with (
+        torch.inference_mode(False),
+        uncompiled(),
+        evaluating(model),
+        exact_attention(model),
+        _attributes_kept(model),
+        torch.enable_grad(),
+    ):
         try:
             layers = _traced(model, given, buffers=True)
         except Exception:
@@ -118,6 +125,11 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
     caches = [
         (v, dict(v)) for _, attributes in before for k, v in attributes.items() if type(v) is dict and k[0] != "_"
     ]
+    lists = [(v, list(v)) for _, attributes in before for v in attributes.values() if type(v) is list]
+    buffers = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
+    copies: dict[int, Tensor] = {}
+    for held, content in buffers:  # a forward may write into them: into copies, then
+        held.update({k: copies.setdefault(id(b), b.detach().clone()) for k, b in content.items() if b is not None})
     for cache, content in caches:  # what was kept of earlier calls hides where it came from
         if any(isinstance(v, Tensor) for v in content.values()):
             cache.clear()
@@ -127,6 +139,8 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
         for module, attributes in before:
             module.__dict__.clear()
             module.__dict__.update(attributes)
-        for cache, content in caches:
+        for cache, content in (*caches, *buffers):
             cache.clear()
             cache.update(content)
+        for items, were in lists:
+            items[:] = were

@@ -87,6 +87,17 @@ def memory(tensor: Tensor) -> int:
     return id(tensor) if tensor.device.type == "meta" else tensor.data_ptr()
 
 
+def nodes_of(tensor: Tensor | None) -> set[object]:
+    """Every node of ``tensor``'s autograd graph."""
+    seen, stack = set[object](), [tensor.grad_fn if tensor is not None else None]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack.extend(n for n, _ in node.next_functions)
+    return seen
+
+
 def leaves_of(tensor: Tensor) -> list[Tensor]:
     """The tensors where ``tensor``'s autograd graph starts."""
     if tensor.is_leaf:

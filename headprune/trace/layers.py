@@ -9,7 +9,7 @@ from torch import nn
 
 from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures, HeadGate, HeadTable, ghosts
 from headprune.modules import MultiheadAttention
-from headprune.trace.graphs import is_matrix, leaves_of, overlap
+from headprune.trace.graphs import is_matrix, leaves_of, nodes_of, overlap
 from headprune.trace.record import Attention
 from headprune.trace.tracer import Tracer
 
@@ -20,6 +20,13 @@ def read_layers(trace: Tracer) -> list[AttentionLayer]:
     for attention in trace.found:
         if attention.returned and (not attention.columns or overlap(attention.columns) or attention.bypass):
             attention.output, attention.columns = attention.module, attention.returned
+            attention.concatenated, attention.output_dim, attention.reason = True, -1, ""
+        elif around := _around(attention):
+            attention.around, attention.columns = around, []
+            attention.reason = f"its output projection {around} is made of several layers: merge them (LoRA) first"
+        elif attention.output and not attention.reason and _elsewhere(trace, attention):
+            attention.reason = f"its output projection {attention.output} is also called on other data"
+            attention.columns, attention.passed = [], []
         elif attention.bypass and not attention.reason and not overlap(attention.columns):
             attention.reason = f"its heads reach {attention.bypass} past the output projection {attention.output}"
             attention.columns, attention.passed = [], []
@@ -90,6 +97,8 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
     elif (
         kind == "encoder"
         and attention.output_dim == -1
+        and not attention.concatenated
+        and (not inside or trace.returned.get(attention.module) == attention.output)
         and attention.tokens > 1
         and shape is not None
         and attention.module not in trace.cached
@@ -113,7 +122,7 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
         output_projection=output, gate=gate, projections=tuple(projections), tables=tables,
         selections=tuple(HeadFeatures(n, tuple(tuple(sorted(r)) for r in rows)) for n, rows in attention.selections.items()),
         arguments=_head_arguments(trace, attention), inner_modules=tuple(inner), side_modules=tuple(n for n in counting if n not in inner),
-        bypass=bypass, output_arity=shape or 0, output_inside=inside,
+        bypass=bypass, output_arity=shape or 0, output_inside=inside, concatenates=attention.concatenated,
     )  # fmt: skip
 
 
@@ -135,8 +144,8 @@ def _unsliceable(
     for part in (output, *projections):
         if part is None:
             continue
-        if part.module == attention.module:
-            continue  # concatenated heads, without a W_O
+        if part is output and attention.concatenated:
+            continue
         module = trace.modules[part.module]
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter) or not weight.is_floating_point() or not is_matrix(weight):
@@ -149,14 +158,30 @@ def _unsliceable(
     return ""
 
 
+def _elsewhere(trace: Tracer, attention: Attention) -> bool:
+    """Whether W_O is called more often than this attention module computes attention."""
+    own = [a for a in trace.found if a.module == attention.module and a.output == attention.output]
+    return trace.entered.get(attention.output, 0) > len(own)
+
+
+def _around(attention: Attention) -> str:
+    """The module that holds both W_O and what the heads reach past it; "" if there is none."""
+    if not attention.bypass or attention.reason:
+        return ""
+    parts = (attention.output, attention.bypass)
+    return next((name for name, _ in attention.passed if name and all(p.startswith(f"{name}.") for p in parts)), "")
+
+
 def _gate(trace: Tracer, attention: Attention) -> HeadGate | None:
     """The first module between the attention and W_O that still has the heads apart."""
     if len(attention.heads) < 2:
         return None
-    names = [name for name, _ in attention.passed]
+    calls = sum(a.module == attention.module for a in trace.found)
+    way = nodes_of(attention.source)
     for name, tensor in attention.passed:
-        # One that is called twice, such as a dropout, would gate something else as well.
-        if names.count(name) > 1 or not any(leaf is attention.result for leaf in leaves_of(tensor)):
+        # One that is called on other data too, such as a dropout, would gate that as well; one beside the way, nothing.
+        off = attention.around != name and (name not in trace.outputs or trace.outputs[name].grad_fn not in way)
+        if off or trace.entered[name] > calls or not any(leaf is attention.result for leaf in leaves_of(tensor)):
             continue
         for dim in (-1, *((1,) if tensor.ndim > 3 else ())):
             columns = trace.columns_of(attention, tensor, dim)

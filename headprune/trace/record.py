@@ -41,8 +41,11 @@ class Attention:
     tables: dict[tuple[str, int], list[set[int]]] = field(default_factory=dict)  # (tensor, dim) -> head -> indices
     cross: bool = False
     output: str = ""
+    concatenated: bool = False  # no W_O: ``output`` is the attention module itself
     columns: list[set[int]] = field(default_factory=list)
     output_dim: int = -1  # the dimension of W_O's input that its columns lie along
+    source: Tensor | None = None  # the input of W_O, or of what was taken for it
+    around: str = ""  # a module that W_O and what else its result reaches are parts of, such as LoRA's
     bypass: str = ""  # what else its result reaches, past W_O
     passed: list[tuple[str, Tensor]] = field(default_factory=list)  # modules called on the way to W_O, with their input
     pairwise: bool = True  # scores of one token with another; not so: a softmax over channels, streams, points

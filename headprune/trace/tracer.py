@@ -15,6 +15,23 @@ from headprune.inputs import tensors
 from headprune.trace.graphs import Heads, Uses, is_matrix, leaves_of, memory, merge, overlap, used
 from headprune.trace.record import Attention, LinearCall
 
+# Autograd's names of what changes no number.
+_SHAPES = {
+    f"{n}Backward"
+    for n in (
+        "Clone",
+        "View",
+        "UnsafeView",
+        "Alias",
+        "Transpose",
+        "Permute",
+        "Squeeze",
+        "Unsqueeze",
+        "ReshapeAlias",
+        "T",
+    )
+}
+_MOST_SLICES = 2048  # of (batch * heads, …), each of which is differentiated
 _SDPA = F.scaled_dot_product_attention
 _SOFTMAX: set[Callable[..., Any]] = {F.softmax, torch.softmax, Tensor.softmax}
 _CONV: set[Callable[..., Any]] = {F.conv1d, F.conv2d}  # linear layers over channels, where the kernel is 1 wide
@@ -32,6 +49,9 @@ class Tracer(TorchFunctionMode):
         self.arguments: dict[str, list[Tensor]] = {}
         self.results: dict[str, Any] = {}
         self.mixers: dict[str, Tensor] = {}  # outputs of small modules that may mix the heads, such as norms
+        self.returned: dict[str, str] = {}  # module -> the linear layer whose output, unchanged, it returned
+        self.outputs: dict[str, Tensor] = {}  # of modules between an attention and W_O
+        self.entered: dict[str, int] = {}  # how often each module was called
         self.owner: dict[int, list[str]] = {}  # module by its weight's memory, so that weight.T is known too
         self.tensors: dict[int, str] = {}  # names of parameters and buffers
         self.shape: dict[str, torch.Size] = {}
@@ -62,6 +82,7 @@ class Tracer(TorchFunctionMode):
 
                 def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
                     self.running.append(name)
+                    self.entered[name] = self.entered.get(name, 0) + 1
                     self.arguments[name] = [t for t in tensors((args, kwargs)) if t.ndim]
                     every = {**dict(enumerate(args)), **kwargs}
                     self.given[name] = {
@@ -76,14 +97,20 @@ class Tracer(TorchFunctionMode):
                     if any(v is not None and "past" in k for k, v in kwargs.items()):
                         self.cached.add(name)
 
-                def leave(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
+                def leave(_: nn.Module, __: Any, output: Any, name: str = name) -> Any:
                     if self.running and self.running[-1] == name:
                         self.running.pop()
                     self.results[name] = _shape_of(output)
+                    self._note_returned(name, output)
                     scales = any(p.ndim == 1 for p in self.modules[name].parameters(recurse=False))
                     if scales and isinstance(output, Tensor) and output.grad_fn is not None:
                         self.mixers[name] = output
                     self._match_concatenation(name, output)
+                    if isinstance(output, Tensor) and any(name in dict(a.passed) for a in self.found if not a.output):
+                        # A node of its own in the graph, to see whether W_O depends on it.
+                        self.outputs[name] = output.view_as(output)
+                        return self.outputs[name]
+                    return None
 
                 stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
@@ -93,6 +120,8 @@ class Tracer(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _SDPA:
             return self._on_sdpa(func, args, kwargs)
+        if func is F.multi_head_attention_forward:
+            self._on_hidden(args, kwargs)
         if func in _SOFTMAX:
             return self._on_softmax(func, args, kwargs)
         if func in _LINEAR:
@@ -170,28 +199,42 @@ class Tracer(TorchFunctionMode):
         self._note_sources(attention, query, key)
         return result.clone()
 
+    def _on_hidden(self, args: Any, kwargs: Any) -> None:
+        """Attention inside torch's own function, where nothing can be seen; at least it is told."""
+        heads = kwargs.get("num_heads", args[4] if len(args) > 4 else 1)
+        attention = Attention(
+            self._attention_module(), tuple(self.running), torch.zeros(0), Heads.along(1, heads),
+            causal=False, fused=True, tokens=1,
+        )  # fmt: skip
+        attention.reason = "it calls torch's multi_head_attention_forward, which hides its heads; declare a stand-in"
+        self.found.append(attention)
+
     def _on_softmax(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         out: Tensor = func(*args, **kwargs)
         scores = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if not out.is_floating_point() or not scores.requires_grad or dim not in (-1, out.ndim - 1):
+        if not out.is_floating_point() or not scores.requires_grad or dim is None:
             return out
+        scores = scores.movedim(dim, -1)  # the keys last, as most write it
         heads = self._heads(scores)
         if heads is None:
             return out
+        out = out.movedim(dim, -1)
         result: Tensor = out.detach().requires_grad_()
         attention = Attention(
             self._attention_module(), tuple(self.running), result, heads,
             causal=_is_upper_zero(out), fused=False, tokens=out.shape[-2],
         )  # fmt: skip
         self.found.append(attention)
-        attention.pairwise = self._pairwise(scores[(0,) * (scores.ndim - 2) + (-1,)])
+        # A softmax over another dimension is mostly no attention: it counts where its heads reach a W_O separately.
+        last = dim in (-1, out.ndim - 1)
+        attention.pairwise = last and self._pairwise(scores[(0,) * (scores.ndim - 2) + (-1,)])
         attention.query_rows = self._rows(scores, heads)
         self._note_selections(attention, scores, heads)
         self._note_tables(attention, scores, heads)
         merge(attention.rows, attention.query_rows)
         self._note_sources(attention, scores, scores)
-        return result.clone()
+        return result.clone().movedim(-1, dim)
 
     # -- reading the small graphs -----------------------------------------------------------
 
@@ -202,13 +245,13 @@ class Tracer(TorchFunctionMode):
                 return None
             heads = Heads.along(1, tensor.shape[1])
             # (batch, tokens, heads, …), as sliding windows and deformable attention have it: tokens all read alike.
-            if len(heads) > 1 and self._alike(tensor, heads):
+            if len(heads) == 1 or self._alike(tensor, heads):
                 for dim in range(2, tensor.ndim - 1):
                     others = Heads.along(dim, tensor.shape[dim])
                     if 1 < len(others) <= 256 and not self._alike(tensor, others):
                         return others
             return heads
-        if tensor.ndim != 3 or not tensor.requires_grad:
+        if tensor.ndim != 3 or not tensor.requires_grad or tensor.shape[0] > _MOST_SLICES:
             return None
         # (batch * heads, …): slices that read the same features of the projections are one head.
         each = Heads(0, tuple((i,) for i in range(tensor.shape[0])))
@@ -300,8 +343,8 @@ class Tracer(TorchFunctionMode):
             if attention.output:
                 attention.bypass = attention.bypass or owner
                 continue
-            attention.output, attention.output_dim, matched = owner, dim, True
-            if not as_module:
+            attention.output, attention.output_dim, attention.source, matched = owner, dim, source, True
+            if not as_module or owner == attention.module:
                 attention.reason = f"its output projection ({owner}) is not called as a module"
                 continue
             attention.columns = self.columns_of(attention, source, dim)
@@ -332,6 +375,18 @@ class Tracer(TorchFunctionMode):
                 if all(columns) and not overlap(columns):
                     attention.returned = columns
                     self._note_values(attention, columns, returned, list(reached.values()))
+
+    def _note_returned(self, name: str, output: Any) -> None:
+        """Remember which linear layer's output a module returns as it is, in another shape at most."""
+        returned = output[0] if isinstance(output, tuple) and output else output
+        node = returned.grad_fn if isinstance(returned, Tensor) else None
+        while node is not None and len(node.next_functions) == 1 and node.name().removesuffix("0") in _SHAPES:
+            node = node.next_functions[0][0]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) in self.calls:
+            self.returned[name] = self.calls[id(leaf)].module
+        else:
+            self.returned.pop(name, None)
 
     def columns_of(self, attention: Attention, source: Tensor, dim: int = -1) -> list[set[int]]:
         """The features of ``source`` along ``dim`` that each head's result reaches."""
