@@ -51,7 +51,8 @@ def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
         HeadPruneError: The model refuses the example, or it has no softmax attention.
     """
     device = model_device(model)
-    given = usable(move(example, "cpu" if device.type == "meta" else device))
+    with torch.inference_mode(False):
+        given = usable(move(example, "cpu" if device.type == "meta" else device))
     with (
         torch.inference_mode(False),
         uncompiled(),
