@@ -32,6 +32,7 @@ class MultiheadAttention(nn.Module):
         self.num_heads = source.num_heads
         self.head_dim = source.head_dim
         self.batch_first = source.batch_first
+        self.kept_heads: list[int] | None = None  # of those of a mask for each head
         self.dropout = source.dropout
         self.add_zero_attn = source.add_zero_attn
         self.training = source.training
@@ -82,6 +83,8 @@ class MultiheadAttention(nn.Module):
         mask = None if causal else _additive(attn_mask, q.dtype)
         if mask is not None and mask.dim() == 3:  # (batch * heads, T, S), as PyTorch takes it
             mask = mask.view(rows, -1, *mask.shape[1:])
+            if self.kept_heads is not None and mask.shape[1] != self.num_heads:
+                mask = mask[:, self.kept_heads]  # made for all heads, by what does not know that some are gone
         padding = _additive(key_padding_mask, q.dtype)
         if padding is not None:
             padding = padding[:, None, None, :]

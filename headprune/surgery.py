@@ -199,8 +199,7 @@ def _references(
                 if isinstance(batch, _Prompt):
                     found.append(_Reference(batch, (sure := _sure(masked)), [float("inf")] * len(sure)))
                     continue
-                pairs = zip(masked, _answer(model, batch), strict=True)
-                effect = [(m - d).nan_to_num(0, 0, 0).abs().max().item() if m.numel() else 0.0 for m, d in pairs]
+                effect = [_change(m, d) for m, d in zip(masked, _answer(model, batch), strict=True)]
                 found.append(_Reference(batch, masked, effect))
             except HeadPruneError:
                 raise
@@ -214,6 +213,13 @@ def _references(
     if not any(torch.isfinite(t).any() for t in found[0].masked):
         raise HeadPruneError("The masked model's outputs are not finite, so a prune cannot be proved on them.")
     return found
+
+
+def _change(masked: Tensor, dense: Tensor) -> float:
+    """How much a mask changed an output; infinitely, if it has another shape now (a length that the model decides)."""
+    if masked.shape != dense.shape:
+        return float("inf")
+    return (masked - dense).nan_to_num(0, 0, 0).abs().max().item() if masked.numel() else 0.0
 
 
 def _inputs(model: nn.Module, example: Example) -> list[Example]:
@@ -485,6 +491,8 @@ class _Journal:
                 with torch.no_grad():
                     output.weight.zero_()  # a fresh copy: _slice has just made it
         if isinstance(attention, MultiheadAttention):
+            known = attention.kept_heads or list(range(layer.num_heads))
+            self._set(attention, "kept_heads", [known[h] for h in kept])
             key = next(p for p in layer.projections if p.module.endswith("k_proj"))
             for name in ("bias_k", "bias_v"):
                 self._slice_parameter(attention, name, _surviving(key, kept), dim=2)
@@ -801,7 +809,7 @@ _HEADS = re.compile(r"heads$|^(n|num|nb)_?head$|^h$")
 _KV_HEADS = re.compile(r"(kv|key_value).*heads?$|heads?_?kv$|^n_?kv")
 _GROUPS = re.compile(r"(kv|key_value).*groups$|^n_rep$")
 _LENGTH = re.compile(
-    r"window|len|position|block|ctx|context|seq|token|vocab|patch|chunk|bucket|image|max_|stride|kernel"
+    r"window|len|position|block|ctx|context|seq|token|vocab|patch|chunk|bucket|image|max_|stride|kernel|landmark|latent|^num_"
 )
 _KV_WIDTH = re.compile(r"kv|key|value")
 _HEAD_WIDTH = re.compile(r"head_(dim|size)$|^(dim|size)_(per_)?head$|^(d_kv|d_k|d_v|d_head|key_value_proj_dim)$")
@@ -824,13 +832,18 @@ class _SharedPositionBias:
         self.num_heads = num_heads
         self.kept = kept
         self.whole: Tensor | None = None
+        self.taken: Tensor | None = None
+        self.dim = 1
 
     def compute(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.take(self.original(*args, **kwargs))
 
     def take(self, whole: Tensor) -> Tensor:
         self.whole = whole
-        return whole[:, self.kept]
+        # LongT5's local attention has its blocks before the heads.
+        self.dim = 1 if whole.shape[1] == self.num_heads or whole.ndim < 4 else 2
+        self.taken = whole.index_select(self.dim, torch.tensor(self.kept, device=whole.device))
+        return self.taken
 
 
 def _take_own_bias(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -843,7 +856,11 @@ def _take_own_bias(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> t
 def _restore_whole_bias(attention: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     bias: _SharedPositionBias = attention.__dict__["_headprune_bias"]
     hidden, own, *rest = output
-    whole, bias.whole = bias.whole, None
+    whole, taken, bias.whole, bias.taken = bias.whole, bias.taken, None, None
+    if whole is not None and taken is not None and own.ndim == taken.ndim:
+        # What the layer added for every head alike, such as a mask, the next layers need too.
+        added = own.narrow(bias.dim, 0, 1) - taken.narrow(bias.dim, 0, 1)
+        whole = torch.where(added == 0, whole, whole + added)
     if whole is None:  # cross-attention's first layer: zeros, alike for every head
         whole = own[:, :1].expand(-1, bias.num_heads, -1, -1)
     return (hidden, whole, *rest)
