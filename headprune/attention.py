@@ -85,17 +85,21 @@ class HeadGate:
 
 @dataclass(frozen=True)
 class HeadArgument:
-    """An argument of the attention module that may hold something for each head, such as ALiBi's bias.
+    """An argument of the attention module that holds something for each head, such as ALiBi's bias.
 
     Attributes:
         key: Its keyword, or its position.
-        dim: The dimension with as many entries as heads (times the batch, if ``folded``).
+        dim: The dimension that the heads lie along: it has as many entries as heads (times the batch, if ``folded``), or
+            else the entries of ``features``.
         folded: Whether that dimension is (batch * heads).
+        features: ``features[h]`` along ``dim`` belong to head ``h``, as the trace has seen. () where only the shape says
+            that there may be something for each head; the proof tells.
     """
 
     key: str | int
     dim: int
     folded: bool
+    features: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,12 +121,14 @@ class AttentionLayer:
         output_projection: W_O; its ``features`` are the input columns of each head. Where heads are concatenated and
             returned without a W_O, it names the attention module, and ``features`` index its output.
         gate: Where heads are masked instead, where they cannot be told apart in the last dimension of W_O's input.
+        mixer: A norm over all heads between the attention and W_O (BitNet's) that leaves zeros zero. It stays whole: the
+            removed heads' zeros are put into its input, and what it makes of the others goes on.
         projections: Every other projection that holds features of single heads (query, key,
             value, a per-head gate, fused or separate).
         selections: Modules that compute something over all heads, such as a norm of the queries; they and what feeds
             them stay whole, and only the kept heads' features are taken from their output.
         tables: Parameters and buffers with entries of their own for each head.
-        arguments: Arguments whose shape says that they may hold something for each head; the proof tells.
+        arguments: Arguments that hold something for each head, or whose shape says that they may.
         inner_modules: Modules that may hold head counts as integers: the attention module and
             those below it that were running when attention was computed.
         side_modules: Others below it that may: what runs before the attention, such as relative positions, but
@@ -146,6 +152,7 @@ class AttentionLayer:
     reason: str = ""
     output_projection: HeadFeatures | None = None
     gate: HeadGate | None = None
+    mixer: str = ""
     projections: tuple[HeadFeatures, ...] = ()
     selections: tuple[HeadFeatures, ...] = ()
     tables: tuple[HeadTable, ...] = ()
@@ -200,7 +207,10 @@ class AttentionLayer:
         # Files from before these were traced have none; a prune that would need them fails its proof.
         fields["selections"] = tuple(HeadFeatures.from_json(p) for p in data.get("selections", ()))
         fields["tables"] = tuple(HeadTable.from_json(t) for t in data.get("tables", ()))
-        fields["arguments"] = tuple(HeadArgument(**a) for a in data.get("arguments", ()))
+        fields["arguments"] = tuple(
+            HeadArgument(a["key"], a["dim"], a["folded"], tuple(map(tuple, a.get("features", ()))))
+            for a in data.get("arguments", ())
+        )
         fields["inner_modules"] = tuple(data["inner_modules"])
         fields["side_modules"] = tuple(data.get("side_modules", ()))
         fields["groups"] = tuple(tuple(g) for g in data["groups"])

@@ -393,7 +393,7 @@ _WIDTHS: dict[str, Callable[[str], bool]] = {
 def _ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
     """What a trace cannot decide, tried in this order; the proof picks."""
     # An argument with as many entries as heads may be something for each head; where it is, leaving it fails.
-    arguments = (False, True) if any(layer.arguments for layer in layers) else (False,)
+    arguments = (False, True) if any(not a.features for layer in layers for a in layer.arguments) else (False,)
     sides = (False, True) if any(layer.side_modules for layer in layers) else (False,)
     return [
         Removal(tuple(layers), drop, widths, cut, own, side, narrow)
@@ -440,6 +440,7 @@ class _Journal:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._slices: dict[tuple[int, int, tuple[int, ...]], Tensor] = {}  # so that what is shared stays shared
         self.changes: list[str] = []  # what was set where, to tell two ways apart
 
     def undo(self) -> None:
@@ -485,11 +486,13 @@ class _Journal:
         if layer.concatenates:
             self._place(output, layer.output_projection, [] if ghost else kept, kept)
         else:
+            if layer.mixer and layer.gate:
+                mixer, heads = model.get_submodule(layer.mixer), HeadFeatures(layer.mixer, layer.gate.features)
+                self._place(mixer, heads, kept, kept, before=True)
+                self._select(mixer, _surviving(layer.output_projection, kept))
             self._slice(output, _surviving(layer.output_projection, kept), output=False)
             if ghost:
-                assert isinstance(output.weight, Tensor)
-                with torch.no_grad():
-                    output.weight.zero_()  # a fresh copy: _slice has just made it
+                self._zero(output)
         if isinstance(attention, MultiheadAttention):
             known = attention.kept_heads or list(range(layer.num_heads))
             self._set(attention, "kept_heads", [known[h] for h in kept])
@@ -498,7 +501,7 @@ class _Journal:
                 self._slice_parameter(attention, name, _surviving(key, kept), dim=2)
         for name in (*layer.inner_modules, *(layer.side_modules if removal.side_modules else ())):
             module = model.get_submodule(name)
-            counts = _Counts(layer, len(kept), _groups_left(layer, kept), is_width)
+            counts = _Counts(layer, len(kept), _groups_left(layer, kept), is_width, name != layer.module)
             for attribute, new in counts.changed(vars(module)).items():
                 self._set(module, attribute, new)
             if removal.own_config:
@@ -510,8 +513,8 @@ class _Journal:
             self._narrow(attention, layer.num_heads * layer.head_dim, len(kept) * layer.head_dim)
         if shares_bias:
             self._index_position_bias(attention, layer.num_heads, kept)
-        elif removal.cut_arguments:
-            self._index_arguments(attention, layer, kept)
+        elif arguments := tuple(a for a in layer.arguments if a.features or removal.cut_arguments):
+            self._index_arguments(attention, arguments, layer.num_heads, kept)
 
     def _slice(self, module: nn.Module, features: _Features, *, output: bool) -> None:
         """Keep some input or output features of a linear module."""
@@ -533,11 +536,24 @@ class _Journal:
             self._undo.append(module.register_forward_hook(_selected).remove)
         self._set(module, "_headprune_selection", _Selection(features, earlier))
 
-    def _place(self, module: nn.Module, part: HeadFeatures, stay: Sequence[int], kept: Sequence[int]) -> None:
-        """Put the kept heads' output of a module without W_O where it was among all heads; zeros elsewhere."""
+    def _zero(self, output: nn.Module) -> None:
+        """Let a W_O that has just been sliced give nothing."""
+        held, old = output._parameters, output._parameters["weight"]
+        assert old is not None
+        held["weight"] = nn.Parameter(torch.zeros_like(old), requires_grad=old.requires_grad)
+        self._undo.append(lambda: held.__setitem__("weight", old))
+
+    def _place(
+        self, module: nn.Module, part: HeadFeatures, stay: Sequence[int], kept: Sequence[int], *, before: bool = False
+    ) -> None:
+        """Put the kept heads' output where it was among all heads, with zeros elsewhere.
+
+        What returns its heads side by side does so to its output, a norm over all of them to its input (``before``).
+        """
         earlier: _Placement | None = module.__dict__.get("_headprune_placement")
         if earlier is None:
-            self._undo.append(module.register_forward_hook(_placed).remove)
+            hook = module.register_forward_pre_hook(_placed_before) if before else module.register_forward_hook(_placed)
+            self._undo.append(hook.remove)
         self._set(module, "_headprune_placement", _Placement(part, list(stay), list(kept), earlier))
 
     def _narrow(self, module: nn.Module, width: int, new: int) -> None:
@@ -566,8 +582,11 @@ class _Journal:
         if old is None:
             return 0
         index = features.index(old.shape[dim], old.device)
-        new: Tensor = old.detach().index_select(dim, index)
-        held[name] = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+        key = (id(old), dim, tuple(index.tolist()))
+        if key not in self._slices:
+            new: Tensor = old.detach().index_select(dim, index)
+            self._slices[key] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        new = held[name] = self._slices[key]
         self._undo.append(lambda: held.__setitem__(name, old))
         return new.shape[dim]
 
@@ -625,10 +644,12 @@ class _Journal:
         self._set(attention, "_headprune_bias", bias)
         self._set(attention, "compute_bias", bias.compute)
 
-    def _index_arguments(self, attention: nn.Module, layer: AttentionLayer, kept: Sequence[int]) -> None:
+    def _index_arguments(
+        self, attention: nn.Module, arguments: tuple[HeadArgument, ...], num_heads: int, kept: Sequence[int]
+    ) -> None:
         earlier: _HeadArguments | None = attention.__dict__.get("_headprune_arguments")
         if earlier is None:
-            own = _HeadArguments(layer.arguments, layer.num_heads, list(kept))
+            own = _HeadArguments(arguments, num_heads, list(kept))
             self._undo.append(attention.register_forward_pre_hook(_take_own_arguments, with_kwargs=True).remove)
         else:  # heads of a second prune count within what the first one kept
             own = _HeadArguments(earlier.arguments, earlier.num_heads, [earlier.kept[h] for h in kept])
@@ -644,6 +665,9 @@ class _HeadArguments:
     kept: list[int]
 
     def take(self, value: Any, argument: HeadArgument) -> Any:
+        if argument.features and isinstance(value, Tensor):
+            features = _surviving(HeadFeatures("", argument.features), self.kept)
+            return value.index_select(argument.dim, features.index(value.shape[argument.dim], value.device))
         if not isinstance(value, Tensor) or value.ndim <= argument.dim or value.shape[argument.dim] % self.num_heads:
             return value
         if argument.folded:  # (batch * heads, …)
@@ -692,6 +716,7 @@ class _Placement:
         self.target = sorted(features)
 
     def place(self, output: Tensor) -> Tensor:
+        """``output``, which has the kept heads, with a place for every head."""
         source, target = (torch.tensor(i, dtype=torch.long, device=output.device) for i in (self.source, self.target))
         whole = output.new_zeros(*output.shape[:-1], self.width)
         return whole.index_copy(-1, target, output.index_select(-1, source))
@@ -702,6 +727,11 @@ def _placed(module: nn.Module, args: Any, output: Any) -> Any:
     if isinstance(output, tuple):
         return (placement.place(output[0]), *output[1:])
     return placement.place(output)
+
+
+def _placed_before(module: nn.Module, args: Any) -> Any:
+    placement: _Placement = module.__dict__["_headprune_placement"]
+    return (placement.place(args[0]), *args[1:])
 
 
 class _NarrowTensor(Tensor):
@@ -782,6 +812,7 @@ class _Counts:
     heads: int
     groups: int
     is_width: Callable[[str], bool]
+    beside: bool  # not the attention module itself: one that works on keys or values calls those its heads
 
     def changed(self, fields: Mapping[str, Any]) -> dict[str, int]:
         """The integers among ``fields`` that count heads or their features, with their new values."""
@@ -796,6 +827,8 @@ class _Counts:
                 found[name] = self.groups
             elif _HEADS.search(name) and value == layer.num_heads:
                 found[name] = self.heads
+            elif _HEADS.search(name) and value == kv and self.beside:
+                found[name] = self.groups
             elif (_HEAD_WIDTH.search(name) and value == layer.head_dim) or _LENGTH.search(name):
                 continue
             elif self.is_width(name) and value == layer.num_heads * layer.head_dim:

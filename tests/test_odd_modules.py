@@ -1,6 +1,7 @@
 """Plain modules that once fooled the trace, a mask or the proof. Each was silently wrong, or left something behind."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -346,3 +347,61 @@ def test_mistakes_are_told_in_a_line() -> None:
         pass
     with torch.no_grad():
         assert torch.isfinite(call(model, x)).all()
+
+
+class Pair(nn.Module):
+    """Two attention modules with the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Attention(), Attention()
+        self.tie()
+
+    def tie(self) -> None:
+        for name in ("qkv", "o"):
+            for key in ("weight", "bias"):
+                setattr(getattr(self.second, name), key, getattr(getattr(self.first, name), key))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(x + self.first(x))
+
+
+@pytest.mark.parametrize(("second", "shared"), [([1], True), ([2], False), ([], False), ([0, 1, 2, 3], False)])
+def test_shared_weights_stay_shared_where_the_same_heads_go(second: list[int], shared: bool, tmp_path: Path) -> None:
+    model = randomise(Pair())
+    x = torch.randn(2, 6, WIDTH)
+    drop = {"first": [1], "second": second}
+    with hp.mask(model, drop, x):
+        expected = model(x)
+    hp.prune(model, drop, x)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    assert (model.first.o.weight is getattr(getattr(model.second, "o", None), "weight", None)) == shared
+    hp.save(model, tmp_path / "pruned")
+    again = hp.load(tmp_path / "pruned", Pair())
+    torch.testing.assert_close(again(x), model(x))
+
+
+class RMSNormBefore(Attention):
+    """As BitNet: a norm that leaves zeros zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.norm(self.attend(x)))
+
+
+def test_a_norm_over_all_heads_before_the_output_projection() -> None:
+    model = randomise(RMSNormBefore())
+    x = torch.randn(2, 6, WIDTH)
+    for heads, left in (([0, 2], 16), ([1], 8)):
+        with hp.mask(model, {"": heads}, x):
+            expected = model(x)
+        hp.prune(model, {"": heads}, x)
+        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+        assert model.o.weight.shape == (WIDTH, left)
+    # A mean over all heads would give the removed ones something: only masked, and the reason says so.
+    other = randomise(NormBefore())
+    with pytest.raises(hp.HeadPruneError, match="mixed before the output projection"):
+        hp.prune(other, {"": [0]}, x)

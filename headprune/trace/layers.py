@@ -87,6 +87,11 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
     counting = _counting(trace, attention)
     inner = dict.fromkeys((*owners, *(n for n in attention.running if n in counting)))
     gate = _gate(trace, attention) if output is None and attention.output and not suffix else None
+    mixer = gate.module if gate and not attention.concatenated and _keeps_zeros(trace, attention, gate) else ""
+    if gate and mixer:
+        place = sorted(f for features in gate.features for f in features)
+        output = HeadFeatures(attention.output, tuple(tuple(place.index(f) for f in own) for own in gate.features))
+        reason = attention.reason
     if output is not None and attention.output_dim != -1:
         gate = HeadGate(output.module, attention.output_dim, output.features)
     shape = trace.results.get(attention.module)
@@ -119,7 +124,7 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
     return AttentionLayer(
         name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=kv_heads, groups=groups,
         head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
-        output_projection=output, gate=gate, projections=tuple(projections), tables=tables,
+        output_projection=output, gate=gate, mixer=mixer, projections=tuple(projections), tables=tables,
         selections=tuple(HeadFeatures(n, tuple(tuple(sorted(r)) for r in rows)) for n, rows in attention.selections.items()),
         arguments=_head_arguments(trace, attention), inner_modules=tuple(inner), side_modules=tuple(n for n in counting if n not in inner),
         bypass=bypass, output_arity=shape or 0, output_inside=inside, concatenates=attention.concatenated,
@@ -152,9 +157,6 @@ def _unsliceable(
             return f"{part.module} ({type(module).__name__}) has no plain weight matrix to slice (quantised?)"
         if hasattr(weight, "placements"):
             return f"the weight of {part.module} is spread over devices (tensor parallel): prune before distributing it"
-        uses = [n for n, m in trace.modules.items() if getattr(m, "weight", None) is weight]
-        if len(uses) > 1:
-            return f"the weight of {part.module} is shared with {uses[1] if uses[0] == part.module else uses[0]}"
     return ""
 
 
@@ -190,12 +192,36 @@ def _gate(trace: Tracer, attention: Attention) -> HeadGate | None:
     return None
 
 
+def _keeps_zeros(trace: Tracer, attention: Attention, gate: HeadGate) -> bool:
+    """Whether the module of a gate, a norm over all heads before W_O, makes nothing of heads that give nothing."""
+    module, width = trace.modules[gate.module], dict(attention.passed)[gate.module].shape[-1]
+    entries = sum(map(len, gate.features))
+    if gate.dim != -1 or entries != trace.sizes.get((attention.output, "in")) or gate.module == attention.output:
+        return False
+    held = next(module.parameters(), None)
+    if held is not None and held.is_meta:
+        return True  # nothing can be tried here, nor pruned
+    try:
+        with torch.no_grad():
+            probe = torch.linspace(-1, 2, width).repeat(2, 1)
+            probe[:, list(gate.features[0])] = 0.0
+            given = probe if held is None else probe.to(held.device, held.dtype)
+            out = module.forward(given)  # itself: an earlier prune left hooks that place and select
+            return bool(out.shape == given.shape and ((out == 0) == (given == 0)).all())
+    except Exception:  # it takes something else
+        return False
+
+
 def _head_arguments(trace: Tracer, attention: Attention) -> tuple[HeadArgument, ...]:
-    """Arguments of the attention module with a dimension for the heads."""
+    """Arguments of the attention module with something for each head."""
     heads = len(attention.heads)
     hidden = {id(call.source) for call in trace.calls.values()}  # what is projected is no bias
     found = []
     for key, tensor in trace.given.get(attention.module, {}).items():
+        read = attention.arguments.get(key, [set[int]()])
+        if all(read) and any(own != read[0] for own in read) and set().union(*read) == set(range(tensor.shape[-1])):
+            found.append(HeadArgument(key, -1, False, tuple(tuple(sorted(own)) for own in read)))
+            continue
         dim = 1 if tensor.ndim == 4 else 0
         if heads < 2 or tensor.ndim > 4 or id(tensor) in hidden:
             continue

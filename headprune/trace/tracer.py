@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headprune.inputs import tensors
-from headprune.trace.graphs import Heads, Uses, is_matrix, leaves_of, memory, merge, overlap, used
+from headprune.trace.graphs import Heads, Uses, is_matrix, leaves_of, memory, merge, nodes_of, overlap, used
 from headprune.trace.record import Attention, LinearCall
 
 # Autograd's names of what changes no number.
@@ -193,6 +193,7 @@ class Tracer(TorchFunctionMode):
         merge(attention.rows, attention.value_rows)
         for tensor in (query, key, value):
             self._note_tables(attention, tensor, heads.repeated(tensor.shape[1]))
+            self._note_arguments(attention, tensor, heads.repeated(tensor.shape[1]))
         if mask is not None and mask.requires_grad and mask.ndim == query.ndim and mask.shape[1] == query.shape[1]:
             merge(attention.rows, self._rows(mask, heads))
             self._note_tables(attention, mask, heads)
@@ -232,6 +233,7 @@ class Tracer(TorchFunctionMode):
         attention.query_rows = self._rows(scores, heads)
         self._note_selections(attention, scores, heads)
         self._note_tables(attention, scores, heads)
+        self._note_arguments(attention, scores, heads)
         merge(attention.rows, attention.query_rows)
         self._note_sources(attention, scores, scores)
         return result.clone().movedim(-1, dim)
@@ -330,6 +332,22 @@ class Tracer(TorchFunctionMode):
                 h, leaves, torch.autograd.grad(part, leaves, self._noise(part), retain_graph=True, allow_unused=True)
             )
         used.merge_into(attention.tables)
+
+    def _note_arguments(self, attention: Attention, tensor: Tensor, heads: Heads) -> None:
+        """Arguments of the attention module that each head of ``tensor`` reads in features of its own, by no projection."""
+        given = {k: t for k, t in self.given.get(attention.module, {}).items() if t.grad_fn is not None}
+        if len(heads) < 2 or not given or not tensor.requires_grad:
+            return
+        way = nodes_of(tensor)
+        given = {k: t for k, t in given.items() if t.grad_fn in way}
+        for h in range(len(heads) if given else 0):
+            part = heads.take(tensor, h)
+            gradients = torch.autograd.grad(
+                part, list(given.values()), self._noise(part), retain_graph=True, allow_unused=True
+            )
+            for key, gradient in zip(given, gradients, strict=True):
+                if gradient is not None:
+                    attention.arguments.setdefault(key, [set() for _ in heads.indices])[h] |= used(gradient)
 
     def _match_output(self, owner: str, as_module: bool, source: Tensor, dim: int) -> bool:
         """If ``source``, a linear's input, depends on an attention's result, that linear is its W_O. Whether it is one's."""
