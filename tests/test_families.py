@@ -40,6 +40,7 @@ EXACT = {
     "bitnet": "a norm over all heads before W_O",
     "neomme": "an argument that is added to the heads' values",
     "inkling2_text": "a convolution that calls key/value heads its heads",
+    "dab-detr": "queries that are projected outside the attention module",
     "zamba2": "several layers share their weights",
 }  # fmt: skip
 

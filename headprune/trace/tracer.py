@@ -339,7 +339,10 @@ class Tracer(TorchFunctionMode):
         if len(heads) < 2 or not given or not tensor.requires_grad:
             return
         way = nodes_of(tensor)
-        given = {k: t for k, t in given.items() if t.grad_fn in way}
+        # What a projection made is cut there.
+        given = {
+            k: t for k, t in given.items() if t.grad_fn in way and not any(id(leaf) in self.calls for leaf in leaves_of(t))
+        }
         for h in range(len(heads) if given else 0):
             part = heads.take(tensor, h)
             gradients = torch.autograd.grad(
