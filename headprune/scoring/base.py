@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,38 @@ from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.jsonio import read_json, write_json
 
-Progress = Callable[[int, int], None]
-"""Called with (steps done, steps in all)."""
+
+
+class Progress(Protocol):
+    """Hears how far a long run is."""
+
+    def __call__(self, done: int, total: int, note: str = "") -> None:
+        """``done`` of ``total`` steps; ``note`` is what else a waiting person wants to know."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What methods may be told; each reads what concerns it, and None leaves it to the method.
+
+    Attributes:
+        keep: How many heads are going to stay: where adaptive methods look closest, and what learned gates aim at.
+        examples: How many examples to ablate exactly, at most; gradients on all of them carry the rest.
+        seconds: The time to spend, about.
+        max_memory: Bytes that a method may use beyond the model; None takes half of what is free.
+        normalise: Divide each layer's scores by their L2 norm (Michel et al., section 4.1, after Molchanov et al. 2017).
+        steps: Training steps of learned gates, or points of integration.
+        permutations: Most permutations that Shapley values are sampled from.
+        sparsity: Weight of the L0 penalty per head, where no count is aimed at.
+    """
+
+    keep: int | None = None
+    examples: int | None = None
+    seconds: float | None = None
+    max_memory: int | None = None
+    normalise: bool = False
+    steps: int | None = None
+    permutations: int | None = None
+    sparsity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -30,7 +60,8 @@ class HeadScores:
         examples: How many examples were used.
         layers: The layers that were scored.
         model: Fingerprint of the model's weights.
-        details: What else the method tells (such as the mean loss).
+        details: What else the method tells (such as the mean loss, or why there is no standard error).
+        matrix: For methods that weigh pairs: ``[heads, heads]``, in the order of `flat`.
     """
 
     method: str
@@ -41,10 +72,19 @@ class HeadScores:
     layers: tuple[AttentionLayer, ...]
     model: str = ""
     details: dict[str, Any] = field(default_factory=dict)
+    matrix: Tensor | None = None
 
     def flat(self) -> Tensor:
         """All values in the order of ``layers``, ``[heads]``."""
         return torch.cat([self.values[layer.name] for layer in self.layers])
+
+    def flat_stderr(self) -> Tensor:
+        """All standard errors in the order of ``layers``, ``[heads]``."""
+        return torch.cat([self.stderr[layer.name] for layer in self.layers])
+
+    def labels(self) -> list[str]:
+        """Every head's short address, in the same order."""
+        return [layer.label(h) for layer in self.layers for h in range(layer.num_heads)]
 
     def to_json(self) -> dict[str, Any]:
         def numbers(tensors: Mapping[str, Tensor]) -> dict[str, list[float | None]]:
@@ -58,6 +98,7 @@ class HeadScores:
             "values": numbers(self.values),
             "stderr": numbers(self.stderr),
             "details": self.details,
+            **({} if self.matrix is None else {"matrix": [[float(f"{x:.7g}") for x in r] for r in self.matrix.tolist()]}),
         }
 
     @classmethod
@@ -71,6 +112,7 @@ class HeadScores:
         scores = cls(
             data["method"], data["unit"], tensors(data["values"]), tensors(data["stderr"]), data["examples"],
             tuple(layers), data["model"], dict(data["details"]),
+            torch.tensor(data["matrix"], dtype=torch.float64) if "matrix" in data else None,
         )  # fmt: skip
         for layer in scores.layers:
             if len(scores.values[layer.name]) != layer.num_heads or len(scores.stderr[layer.name]) != layer.num_heads:
@@ -129,6 +171,8 @@ class Problem:
         losses: Per-example losses ``[batch]`` of the model on a batch; differentiable under grad mode.
         seed: For methods that draw.
         progress: Called as work goes on.
+        settings: What the user asked for.
+        store: Where finished parts of the work are kept, so that an interrupted run goes on where it was.
     """
 
     model: nn.Module
@@ -137,6 +181,30 @@ class Problem:
     losses: Callable[[Any], Tensor]
     seed: int
     progress: Progress
+    settings: Settings = field(default_factory=Settings)
+    store: Store = field(default_factory=lambda: Store())
+
+    @property
+    def examples(self) -> int:
+        return sum(size for _, size in self.batches)
+
+    @property
+    def heads(self) -> int:
+        """Heads of all layers; methods give them in the layers' order."""
+        return sum(layer.num_heads for layer in self.layers)
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """``[..., heads]`` as ``{layer_name: [..., num_heads]}``."""
+        parts = torch.split(flat, [layer.num_heads for layer in self.layers], dim=-1)
+        return {layer.name: part for layer, part in zip(self.layers, parts, strict=True)}
+
+
+class Store:
+    """Keeps finished parts of a long computation. This one forgets; `headprune.scoring.resume` has one on disk."""
+
+    def get(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
+        """What ``compute`` gives, or gave for this key in an earlier run of the very same computation."""
+        return compute()
 
 
 @dataclass(frozen=True)
@@ -154,12 +222,23 @@ class Samples:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A method's result: ``[heads]`` values and standard errors, over so many examples."""
+    """A method's result.
+
+    Attributes:
+        values: ``[heads]``.
+        stderr: ``[heads]``; NaN where there is none, and then ``details["stderr"]`` says why.
+        examples: How many were used.
+        details: What else is worth telling.
+        effects: ``[examples, heads]`` whose mean the values are, where there are such: ranks are bootstrapped from them.
+        matrix: ``[heads, heads]``, for methods that weigh pairs.
+    """
 
     values: Tensor
     stderr: Tensor
     examples: int
     details: dict[str, Any] = field(default_factory=dict)
+    effects: Tensor | None = None
+    matrix: Tensor | None = None
 
     @classmethod
     def mean_of(cls, samples: Samples, **details: Any) -> Estimate:
@@ -167,7 +246,10 @@ class Estimate:
         effects = samples.effects
         n = len(effects)
         stderr = effects.std(dim=0) / n**0.5 if n > 1 else torch.full_like(effects[0], float("nan"))
-        return cls(effects.mean(dim=0), stderr, n, {"mean_loss": samples.losses.mean().item(), **details})
+        details = {"mean_loss": samples.losses.mean().item(), **details}
+        if n == 1:
+            details["stderr"] = "none from a single example"
+        return cls(effects.mean(dim=0), stderr, n, details, effects)
 
 
 @dataclass(frozen=True)
