@@ -16,11 +16,11 @@ from headprune.loss import ExampleLoss, batch_size, inputs_of
 from headprune.modules import exact_attention
 from headprune.scoring import ablation, gradient, random
 from headprune.scoring.agreement import agreement
-from headprune.scoring.base import METHODS, HeadScores, Method, Problem, Progress, load_scores, method, save_scores
+from headprune.scoring.base import METHODS, HeadScores, Method, Problem, Progress, Settings, load_scores, method, save_scores
 from headprune.trace import evaluating, find_attention
 
 __all__ = [
-    "METHODS", "HeadScores", "Method", "Problem", "ablation", "agreement", "gradient",
+    "METHODS", "HeadScores", "Method", "Problem", "Settings", "ablation", "agreement", "gradient",
     "load_scores", "method", "random", "save_scores", "score",
 ]  # fmt: skip
 
@@ -33,6 +33,7 @@ def score(
     loss_fn: Callable[..., Tensor] | None = None,
     layers: Sequence[AttentionLayer] | None = None,
     seed: int = 0,
+    settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> HeadScores:
     """Score the importance of every maskable head.
@@ -45,7 +46,8 @@ def score(
             with labels: the loss is then the model's own, per example.
         layers: From `headprune.find_attention`, to save the trace.
         seed: For methods that draw.
-        progress: Called with (steps done, steps in all).
+        settings: How long, how much memory, and what single methods may be told.
+        progress: Called with (steps done, steps in all, note).
 
     Returns:
         `HeadScores`: values and standard errors per layer, in float64. They do not depend on the batch
@@ -76,7 +78,8 @@ def score(
             [(batch, batch_size(batch)) for batch in kept],
             lambda batch: _finite(losses(batch)),
             seed,
-            progress or (lambda done, steps: None),
+            progress or _silent,
+            settings or Settings(),
         )
         estimate = chosen.run(problem)
     sizes = [layer.num_heads for layer in maskable]
@@ -90,7 +93,12 @@ def score(
         layers=tuple(maskable),
         model=fingerprint(model),
         details=estimate.details,
+        matrix=None if estimate.matrix is None else estimate.matrix.cpu().double(),
     )
+
+
+def _silent(done: int, total: int, note: str = "") -> None:
+    pass
 
 
 def _finite(losses: Tensor) -> Tensor:
