@@ -162,17 +162,25 @@ def inputs_of(model: nn.Module, batch: Any) -> Any:
 
 def singles(batch: Any) -> list[Any]:
     """A batch as batches of one example."""
-    return [_row(batch, i, size) for size in [batch_size(batch)] for i in range(size)]
+    return [rows_of(batch, [i]) for i in range(batch_size(batch))]
 
 
-def _row(batch: Any, i: int, size: int) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[i : i + 1] if batch.ndim and batch.shape[0] == size else batch
-    if isinstance(batch, Mapping):
-        return {k: _row(v, i, size) for k, v in batch.items()}
-    if isinstance(batch, tuple | list):
-        return tuple(_row(v, i, size) for v in batch)
-    return batch
+def rows_of(batch: Any, index: Sequence[int]) -> Any:
+    """Some examples of a batch, in this order; what is not per example stays as it is."""
+    size = batch_size(batch)
+
+    def take(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            if not part.ndim or part.shape[0] != size:
+                return part
+            return part.index_select(0, torch.as_tensor(list(index), device=part.device))
+        if isinstance(part, Mapping):
+            return {k: take(v) for k, v in part.items()}
+        if isinstance(part, tuple | list):
+            return tuple(take(v) for v in part)
+        return part
+
+    return take(batch)
 
 
 def _takes(model: nn.Module, name: str) -> bool:

@@ -1,43 +1,436 @@
-"""Losses under many gates at once, recomputed only from where the gates are."""
+"""Losses under many gates at once, recomputed only from where the gates are.
+
+A gate of layer l changes nothing that was computed before it. So the dense pass keeps what every module returned, and
+a replay hands that out again: each module that had finished when the first gate came is not run, but answers as it did. As all of a
+layer's heads start from the same state, they run as one batch: row ``k * batch + i`` is example ``i`` under gates ``k``.
+
+Nothing here knows an architecture: which modules had finished is read off one run, which dimension of an
+output is the batch off a second with another batch size. A layer whose replay does not give the plain
+forward's losses on a small batch is computed plainly, and `Replay.notes` says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from headprune.attention import AttentionLayer
+from headprune.errors import HeadPruneError
 from headprune.gates import gated
+from headprune.inputs import model_device
+from headprune.loss import batch_size, rows_of
+from headprune.memory import free_memory, halving
 from headprune.scoring.base import Problem
+
+_TRIED_ROWS = 4  # examples on which every layer's replay is compared with a plain forward
+# Rows times tokens past which a larger batch only leaves a CPU's cache; a GPU takes what fits.
+_CPU_TOKENS = 2048
 
 
 class Replay:
-    """The losses of a problem's batches under gates."""
+    """The losses of a problem's batches under gates.
+
+    Attributes:
+        notes: Layers that are computed by plain forwards, and why; what a report should say.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.notes: list[str] = []
+        self.budget = problem.settings.max_memory or free_memory(model_device(problem.model)) // 2
+        self.stacks = False
+        self.starts: dict[str, _Start] = {}
+        self.bytes_per_row = 0
+        with torch.no_grad():
+            self._study()
 
     @contextmanager
     def of(self, batch: Any, size: int) -> Iterator[Recording]:
         """Run the dense model on ``batch``, and keep what later gates will not change."""
         with torch.no_grad():
-            yield Recording(self, batch, self.problem.losses(batch).cpu().double())
+            yield Recording(self, batch, size)
+
+    def _study(self) -> None:
+        """Find out what can be replayed, and try it."""
+        batch, size = max(self.problem.batches, key=lambda pair: pair[1])
+        few = rows_of(batch, range(min(size, _TRIED_ROWS)))
+        try:
+            two, three = (_observe(self.problem, rows_of(few, index)) for index in ([0, 1 % size], [0, 1 % size, 0]))
+            starts = _starts(self.problem, two, three)
+            self.bytes_per_row = two.largest // 2
+        except HeadPruneError:
+            raise
+        except Exception as error:  # a model that takes only one batch size, for instance
+            self.notes.append(f"every head by a plain forward ({type(error).__name__} while replaying was tried)")
+            return
+        self.stacks = True
+        for layer in self.problem.layers:
+            tried = [s for s in (starts.get(layer.name), _Start()) if s is not None]
+            good = next((s for s in tried if self._agrees(layer.name, s, few)), None)
+            if good is not None:
+                self.starts[layer.name] = good
+            if good is not tried[0] or not good.skipped:
+                how = "plain forwards" if good is None else "whole forwards of stacked heads"
+                self.notes.append(f"{layer.name} by {how}: a replay from there did not give the same losses")
+
+    def _agrees(self, name: str, start: _Start, few: Any) -> bool:
+        """Whether a replay from ``start`` gives a plain forward's losses, for the layer's first and last head."""
+        heads = next(layer.num_heads for layer in self.problem.layers if layer.name == name)
+        gates = torch.ones(2, heads)
+        gates[0, 0] = gates[1, -1] = 0.0
+        try:
+            recording = Recording(self, few, batch_size(few), {name: start})
+            replayed = recording._stacked({name: gates}, name)
+            plain = torch.stack([recording._plain({name: row}) for row in gates])
+        except HeadPruneError:
+            raise
+        except Exception:
+            return False
+        scale = plain.abs().max().clamp(min=1e-6)
+        return bool((replayed - plain).abs().max() <= _tolerance(self.problem.model) * scale)
 
 
 class Recording:
-    """One batch's dense pass."""
+    """One batch's dense pass.
 
-    def __init__(self, replay: Replay, batch: Any, dense: Tensor) -> None:
-        self.replay, self.batch, self.dense = replay, batch, dense
+    Attributes:
+        dense: The dense losses, ``[examples]``, float64.
+    """
+
+    def __init__(self, replay: Replay, batch: Any, size: int, starts: Mapping[str, _Start] | None = None) -> None:
+        self.replay, self.batch, self.size = replay, batch, size
+        self.starts = replay.starts if starts is None else starts
+        self._kept: dict[tuple[str, int], Any] = {}
+        self._window: set[str] = set()
+        self.dense = self._record(next(iter(self.starts), ""))
 
     def losses(self, gates: Tensor) -> Tensor:
         """The loss of every example under every row of ``gates`` ``[rows, heads]``: ``[rows, examples]``, float64."""
         problem = self.replay.problem
-        found = []
+        by_layer = {k: g for k, g in problem.split(gates).items() if bool((g != 1).any())}
+        if not by_layer:
+            return self.dense.expand(len(gates), -1)
+        first = next(iter(by_layer))
         with torch.no_grad():
-            for row in gates:
-                with gated(problem.model, problem.layers, problem.split(row)):
-                    found.append(problem.losses(self.batch).cpu().double())
-        return torch.stack(found)
+            if not self.replay.stacks or any(name not in self.starts for name in by_layer):
+                rows = [{k: g[i] for k, g in by_layer.items()} for i in range(len(gates))]
+                return torch.stack([self._plain(row) for row in rows])
+            if first not in self._window:
+                self._record(first)
+            done: list[Tensor] = []
+            for part in halving(range(len(gates)), self._rows_at_once()):
+                with part as index:
+                    done.append(self._stacked({k: g[list(index)] for k, g in by_layer.items()}, first))
+            return torch.cat(done)
+
+    def _rows_at_once(self) -> int:
+        """How many gate vectors fit in memory, and are worth stacking."""
+        limit = self.replay.budget // max(1, self.replay.bytes_per_row * self.size)
+        if model_device(self.replay.problem.model).type == "cpu":
+            limit = min(limit, _CPU_TOKENS // max(1, self.size * _tokens(self.batch)))
+        return max(1, limit)
+
+    def _plain(self, gates: Mapping[str, Tensor]) -> Tensor:
+        problem = self.replay.problem
+        with gated(problem.model, problem.layers, gates):
+            return problem.losses(self.batch).cpu().double()
+
+    def _stacked(self, gates: Mapping[str, Tensor], first: str) -> Tensor:
+        """Losses ``[rows, examples]`` under gates ``{layer: [rows, heads]}``, from layer ``first`` on."""
+        problem, rows = self.replay.problem, len(next(iter(gates.values())))
+        each = {k: g.repeat_interleave(self.size, 0) for k, g in gates.items()}
+        batch = rows_of(self.batch, list(range(self.size)) * rows)
+        with ExitStack() as stack:
+            stack.enter_context(gated(problem.model, problem.layers, each))
+            stack.enter_context(_answering(problem.model, self.starts[first].skipped, self._kept, rows))
+            return problem.losses(batch).cpu().double().view(rows, self.size)
+
+    def _record(self, first: str) -> Tensor:
+        """Run the dense model, and keep what the layers from ``first`` on start from, as many as memory allows."""
+        self._kept.clear()
+        self._window.clear()
+        wanted: dict[tuple[str, int], _Output] = {}
+        names = list(self.starts)
+        held = 0
+        for name in names[names.index(first) :] if first in names else []:
+            new = {k: o for k, o in self.starts[name].skipped.items() if k not in wanted}
+            held += sum(o.bytes_per_row for o in new.values()) * self.size
+            if self._window and held > self.replay.budget // 2:
+                break
+            wanted.update(new)
+            self._window.add(name)
+        with torch.no_grad(), _keeping(self.replay.problem.model, wanted, self._kept):
+            return self.replay.problem.losses(self.batch).cpu().double()
+
+
+# -- what a forward calls ---------------------------------------------------------------------
+
+
+@dataclass
+class _Output:
+    """What one call of a module returns, as two batch sizes show it."""
+
+    dims: tuple[int | None, ...]  # per tensor, the dimension of the batch; None where there is none
+    changed: bool  # written to after it was returned: a copy must be kept
+    bytes_per_row: int
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The calls that a replay answers from memory: (module, number of the call) -> its output."""
+
+    skipped: dict[tuple[str, int], _Output] = field(default_factory=dict)
+
+
+@dataclass
+class _Call:
+    module: str
+    number: int
+    entered: int
+    left: int
+    output: Any
+    versions: list[int]
+    inside: list[_Call]
+
+
+class _Observed:
+    """Every module call of one forward, as a tree in time."""
+
+    def __init__(self) -> None:
+        self.clock = 0
+        self.roots: list[_Call] = []
+        self.gates: dict[str, int] = {}  # layer -> when its gate came first
+        self.counts: dict[str, int] = {}
+        self.open: list[_Call] = []
+        self.largest = 0  # bytes of the largest output
+
+    def tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+
+def _observe(problem: Problem, batch: Any) -> _Observed:
+    """Watch one dense forward."""
+    seen = _Observed()
+    places: dict[str, list[AttentionLayer]] = {}
+    for layer in problem.layers:
+        place = layer.gate or layer.output_projection
+        assert place is not None  # it is maskable
+        places.setdefault(place.module, []).append(layer)
+
+    def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            number = seen.counts.get(name, 0)
+            seen.counts[name] = number + 1
+            call = _Call(name, number, seen.tick(), 0, None, [], [])
+            (seen.open[-1].inside if seen.open else seen.roots).append(call)
+            for layer in places.get(name, ()):
+                if not layer.concatenates:
+                    seen.gates.setdefault(layer.name, seen.tick())
+            seen.open.append(call)
+            try:
+                call.output = original(*args, **kwargs)
+            finally:
+                seen.open.pop()
+            for layer in places.get(name, ()):
+                if layer.concatenates:
+                    seen.gates.setdefault(layer.name, seen.tick())
+            call.left = seen.tick()
+            found = _tensors(call.output)
+            call.versions = [t._version for t in found or ()]
+            seen.largest = max(seen.largest, sum(t.numel() * t.element_size() for t in found or ()))
+            return call.output
+
+        return run
+
+    with _wrapped(problem.model, dict(problem.model.named_modules()), around):
+        problem.losses(batch)
+    return seen
+
+
+def _starts(problem: Problem, two: _Observed, three: _Observed) -> dict[str, _Start]:
+    """For every layer, the outermost calls that had returned before its gate came."""
+    other = {(c.module, c.number): c for c in _all_calls(three.roots)}
+    outputs: dict[tuple[str, int], _Output | None] = {}
+    for call in _all_calls(two.roots):
+        twin = other.get((call.module, call.number))
+        outputs[call.module, call.number] = _compared(call, twin) if twin is not None else None
+    # A module of which one output cannot be kept always runs, so that the number of a call tells which it is.
+    opaque = {name for (name, _), output in outputs.items() if output is None}
+    opaque |= {name for name, count in two.counts.items() if three.counts.get(name) != count}
+    return {
+        layer.name: _Start(dict(_finished(two.roots, two.gates[layer.name], outputs, opaque)))
+        for layer in problem.layers
+        if layer.name in two.gates
+    }
+
+
+def _finished(
+    calls: Sequence[_Call], gate: int, outputs: Mapping[tuple[str, int], _Output | None], opaque: set[str]
+) -> Iterator[tuple[tuple[str, int], _Output]]:
+    for call in calls:
+        if call.entered > gate:
+            return
+        key = (call.module, call.number)
+        output = outputs[key]
+        if call.left < gate and call.module not in opaque and output is not None:
+            yield key, output
+        else:
+            yield from _finished(call.inside, gate, outputs, opaque)
+
+
+def _compared(call: _Call, twin: _Call) -> _Output | None:
+    """How an output depends on the batch size, from calls with 2 and with 3 examples; None if it cannot be kept."""
+    a, b = _tensors(call.output), _tensors(twin.output)
+    if a is None or b is None or len(a) != len(b):
+        return None
+    dims: list[int | None] = []
+    for x, y in zip(a, b, strict=True):
+        differing = [d for d, (m, n) in enumerate(zip(x.shape, y.shape, strict=False)) if m != n]
+        if x.ndim != y.ndim or len(differing) > 1:
+            return None
+        if differing and 3 * x.shape[differing[0]] != 2 * y.shape[differing[0]]:
+            return None
+        dims.append(differing[0] if differing else None)
+    changed = any(t._version != v for t, v in zip(a, call.versions, strict=True))
+    own = sum(t.numel() * t.element_size() for t, d in zip(a, dims, strict=True) if d is not None)
+    return _Output(tuple(dims), changed, own // 2)
+
+
+def _all_calls(calls: Sequence[_Call]) -> Iterator[_Call]:
+    for call in calls:
+        yield call
+        yield from _all_calls(call.inside)
+
+
+# -- keeping and answering --------------------------------------------------------------------
+
+
+@contextmanager
+def _keeping(
+    model: nn.Module, wanted: Mapping[tuple[str, int], _Output], kept: dict[tuple[str, int], Any]
+) -> Iterator[None]:
+    """Note what the wanted calls return."""
+    counts: dict[str, int] = {}
+
+    def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            key = (name, counts.get(name, 0))
+            counts[name] = key[1] + 1
+            output = original(*args, **kwargs)
+            if key in wanted:
+                kept[key] = _mapped(output, lambda t, _: t.clone()) if wanted[key].changed else output
+            return output
+
+        return run
+
+    modules = {name: model.get_submodule(name) for name, _ in wanted}
+    with _wrapped(model, modules, around):
+        yield
+
+
+@contextmanager
+def _answering(
+    model: nn.Module, skipped: Mapping[tuple[str, int], _Output], kept: Mapping[tuple[str, int], Any], rows: int
+) -> Iterator[None]:
+    """Let modules return what they returned before, once for every row of gates, instead of running."""
+    queues: dict[str, list[tuple[str, int]]] = {}
+    for key in sorted(skipped):
+        queues.setdefault(key[0], []).append(key)
+
+    def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        queue = list(queues[name])
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not queue:
+                return original(*args, **kwargs)
+            key = queue.pop(0)
+            dims = skipped[key].dims
+
+            def repeated(t: Tensor, i: int) -> Tensor:
+                dim = dims[i]
+                # A copy in any case: what comes next may write into it.
+                return t.clone() if dim is None else torch.cat([t] * rows, dim)
+
+            return _mapped(kept[key], repeated)
+
+        return run
+
+    with _wrapped(model, {name: model.get_submodule(name) for name in queues}, around):
+        yield
+
+
+@contextmanager
+def _wrapped(
+    model: nn.Module, modules: Mapping[str, nn.Module], around: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Put something around the calls of modules, hooks included."""
+    changed: list[nn.Module] = []
+    try:
+        for name, module in modules.items():
+            if "_call_impl" in module.__dict__:
+                continue  # one module under two names
+            module.__dict__["_call_impl"] = around(name, module._call_impl)
+            changed.append(module)
+        yield
+    finally:
+        for module in changed:
+            del module.__dict__["_call_impl"]
+
+
+class _OpaqueError(Exception):
+    """An output that is not made of tensors and plain values."""
+
+
+def _tensors(value: Any) -> list[Tensor] | None:
+    """The tensors of an output in `_mapped`'s order; None where it holds what cannot be kept, such as a cache."""
+    found: list[Tensor] = []
+
+    def note(t: Tensor, _: int) -> Tensor:
+        found.append(t)
+        return t
+
+    try:
+        _mapped(value, note)
+    except _OpaqueError:
+        return None
+    return found
+
+
+def _mapped(value: Any, change: Callable[[Tensor, int], Tensor]) -> Any:
+    """``value`` with ``change(tensor, number)`` in place of every tensor."""
+    number = -1
+
+    def walk(part: Any) -> Any:
+        nonlocal number
+        if isinstance(part, Tensor):
+            number += 1
+            return change(part, number)
+        if part is None or isinstance(part, bool | int | float | str):
+            return part
+        if isinstance(part, Mapping):
+            made = {k: walk(v) for k, v in part.items()}
+            return made if type(part) is dict else type(part)(**made)
+        if type(part) in (tuple, list):
+            return type(part)(walk(p) for p in part)
+        if isinstance(part, tuple) and hasattr(part, "_fields"):
+            return type(part)(*(walk(p) for p in part))
+        raise _OpaqueError
+
+    return walk(value)
+
+
+def _tolerance(model: nn.Module) -> float:
+    kinds = {p.dtype for p in model.parameters()}
+    return 2e-2 if torch.bfloat16 in kinds else 3e-3 if torch.float16 in kinds else 1e-5
+
+
+def _tokens(batch: Any) -> int:
+    """Tokens of an example, about: what a text's ids say."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else 16

@@ -1,0 +1,68 @@
+"""How much memory there is, and what to do when it runs out."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headprune.errors import HeadPruneError
+
+_UNKNOWN = 2 << 30  # bytes to assume where nobody says
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux
+        return _UNKNOWN
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on any device."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def halving(items: Sequence[Any], size: int) -> Iterator[Any]:
+    """Parts of ``items``, each in a context; a part for which memory runs out is given again in halves.
+
+    >>> [list(part.items) for part in halving(range(5), 2)]
+    [[0, 1], [2, 3], [4]]
+    """
+    start = 0
+    while start < len(items):
+        part = _Part(items[start : start + size])
+        yield part
+        if part.failed:
+            size = max(1, len(part.items) // 2)
+            continue
+        start += len(part.items)
+
+
+class _Part:
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items, self.failed = items, False
+
+    def __enter__(self) -> Sequence[Any]:
+        return self.items
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if error is None or not is_out_of_memory(error):
+            return False
+        if len(self.items) == 1:
+            raise HeadPruneError(
+                "Memory ran out even for one head at a time.", "Use a smaller --batch-size or shorter examples."
+            ) from error
+        self.failed = True
+        del error, trace
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return True
