@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from headprune.gates import gated, zero_gates
 from headprune.scoring.base import Estimate, Problem, Samples, method
+from headprune.scoring.replay import Replay
 
 
 @method("ablation", unit="loss (nats) added when the head is removed")
@@ -15,18 +16,29 @@ def ablation(problem: Problem) -> Estimate:
     Section 3.1 of Michel et al. (2019), with the loss in place of the metric. A negative score says that
     the model is better off without the head. The standard error is that of the paired differences.
     """
-    steps = 1 + sum(layer.num_heads for layer in problem.layers)
+    replay = Replay(problem)
+    return Estimate.mean_of(exact(problem, replay), replayed=replay.notes or "every layer")
 
-    def losses() -> torch.Tensor:
-        with torch.no_grad():
-            return torch.cat([problem.losses(batch).cpu().double() for batch, _ in problem.batches])
 
-    dense = losses()
-    problem.progress(1, steps)
-    columns = []
-    for layer in problem.layers:
-        for head in range(layer.num_heads):
-            with gated(problem.model, problem.layers, zero_gates({layer.name: [head]}, problem.layers)):
-                columns.append(losses() - dense)
-            problem.progress(1 + len(columns), steps)
-    return Estimate.mean_of(Samples(torch.stack(columns, dim=1), dense))
+def exact(problem: Problem, replay: Replay) -> Samples:
+    """Every head's effect on every example."""
+    found = []
+    steps = len(problem.batches) * problem.heads
+    for i, (batch, size) in enumerate(problem.batches):
+
+        def compute(i: int = i, batch: object = batch, size: int = size) -> Tensor:
+            with replay.of(batch, size) as recording:
+                columns = [recording.dense]
+                for gates in one_by_one(problem):
+                    columns += list(recording.losses(gates))
+                    problem.progress(i * problem.heads + len(columns) - 1, steps)
+            return torch.stack(columns, dim=1)
+
+        found.append(problem.store.get(f"{i}", compute))
+    losses = torch.cat(found)
+    return Samples(losses[:, 1:] - losses[:, :1], losses[:, 0])
+
+
+def one_by_one(problem: Problem) -> list[Tensor]:
+    """For every layer, gates ``[num_heads, heads]`` that each remove one of its heads."""
+    return list((1 - torch.eye(problem.heads)).split([layer.num_heads for layer in problem.layers]))
