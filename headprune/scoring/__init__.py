@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,21 @@ from headprune.loss import ExampleLoss, batch_size, inputs_of
 from headprune.modules import exact_attention
 from headprune.scoring import ablation, gradient, random
 from headprune.scoring.agreement import agreement
-from headprune.scoring.base import METHODS, HeadScores, Method, Problem, Progress, Settings, load_scores, method, save_scores
+from headprune.scoring.base import (
+    METHODS,
+    Estimate,
+    HeadScores,
+    Method,
+    Problem,
+    Progress,
+    Settings,
+    Store,
+    load_scores,
+    method,
+    save_scores,
+)
+from headprune.scoring.resume import DiskStore, work_key
+from headprune.scoring.stability import stability
 from headprune.trace import evaluating, find_attention
 
 __all__ = [
@@ -34,6 +50,7 @@ def score(
     layers: Sequence[AttentionLayer] | None = None,
     seed: int = 0,
     settings: Settings | None = None,
+    work: Path | None = None,
     progress: Progress | None = None,
 ) -> HeadScores:
     """Score the importance of every maskable head.
@@ -47,6 +64,8 @@ def score(
         layers: From `headprune.find_attention`, to save the trace.
         seed: For methods that draw.
         settings: How long, how much memory, and what single methods may be told.
+        work: A folder for finished parts: the same call goes on there after an interruption, and gives what it
+            would have given without. Parts of any other model, data, seed or setting are never used.
         progress: Called with (steps done, steps in all, note).
 
     Returns:
@@ -81,20 +100,37 @@ def score(
             progress or _silent,
             settings or Settings(),
         )
-        estimate = chosen.run(problem)
+        own = fingerprint(model)
+        store = DiskStore(work / f"{method}-{work_key(problem, method, own, loss_fn)}") if work is not None else Store()
+        estimate = _normalised(chosen.run(replace(problem, store=store)), maskable, problem.settings.normalise)
+    details = dict(estimate.details)
+    if isinstance(store, DiskStore) and store.found:
+        details["resumed"] = f"{store.found} parts were finished by an earlier, interrupted run"
+    if (stable := stability(estimate, seed)) is not None:
+        details["stability"] = stable
     sizes = [layer.num_heads for layer in maskable]
     names = [layer.name for layer in maskable]
     return HeadScores(
         method=method,
-        unit=chosen.unit,
+        unit=chosen.unit + (", each layer divided by its L2 norm" if problem.settings.normalise else ""),
         values=dict(zip(names, torch.split(estimate.values.cpu().double(), sizes), strict=True)),
         stderr=dict(zip(names, torch.split(estimate.stderr.cpu().double(), sizes), strict=True)),
         examples=estimate.examples,
         layers=tuple(maskable),
-        model=fingerprint(model),
-        details=estimate.details,
+        model=own,
+        details=details,
         matrix=None if estimate.matrix is None else estimate.matrix.cpu().double(),
     )
+
+
+def _normalised(estimate: Estimate, layers: Sequence[AttentionLayer], wanted: bool) -> Estimate:
+    """Each layer's scores divided by their L2 norm, if wanted (Michel et al. 2019, section 4.1)."""
+    if not wanted:
+        return estimate
+    norms = [v.norm().clamp(min=1e-300).expand(len(v)) for v in estimate.values.split([a.num_heads for a in layers])]
+    norm = torch.cat(norms)
+    effects = None if estimate.effects is None else estimate.effects / norm
+    return replace(estimate, values=estimate.values / norm, stderr=estimate.stderr / norm, effects=effects)
 
 
 def _silent(done: int, total: int, note: str = "") -> None:

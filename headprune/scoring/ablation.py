@@ -7,6 +7,7 @@ from torch import Tensor
 
 from headprune.scoring.base import Estimate, Problem, Samples, method
 from headprune.scoring.replay import Replay
+from headprune.scoring.sampled import sampled
 
 
 @method("ablation", unit="loss (nats) added when the head is removed")
@@ -15,8 +16,12 @@ def ablation(problem: Problem) -> Estimate:
 
     Section 3.1 of Michel et al. (2019), with the loss in place of the metric. A negative score says that
     the model is better off without the head. The standard error is that of the paired differences.
+    Where ``settings.examples`` or ``settings.seconds`` do not allow all examples, `sampled` estimates it.
     """
     replay = Replay(problem)
+    limited = problem.settings.examples is not None and problem.settings.examples < problem.examples
+    if limited or problem.settings.seconds is not None:
+        return sampled(problem, replay)
     return Estimate.mean_of(exact(problem, replay), replayed=replay.notes or "every layer")
 
 
@@ -41,4 +46,4 @@ def exact(problem: Problem, replay: Replay) -> Samples:
 
 def one_by_one(problem: Problem) -> list[Tensor]:
     """For every layer, gates ``[num_heads, heads]`` that each remove one of its heads."""
-    return list((1 - torch.eye(problem.heads)).split([layer.num_heads for layer in problem.layers]))
+    return list(torch.split(1 - torch.eye(problem.heads), [layer.num_heads for layer in problem.layers]))

@@ -1,0 +1,202 @@
+"""Ablation from few examples: gradients on all of them say what to expect, and where to look.
+
+For example i and head h let ``a`` be the effect of removing the head (the loss without it minus the dense loss) and
+``g = -dL/dxi`` what the gradient expects it to be. With ``g`` known for all N examples and ``a`` for those in a
+sample S, in which example i is with probability ``pi_i``, the difference estimator (Särndal, Swensson and Wretman
+1992, "Model Assisted Survey Sampling", section 6.3)
+
+    score_h = mean_i(g_ih) + 1/N sum over i in S of (a_ih - g_ih) / pi_i
+
+is unbiased for the full-data mean of ``a``, whatever the gradient is worth. Few examples carry nearly all of the effect, so ``pi_i`` is
+proportional to the size of the example's gradient (with a floor). Poisson sampling with permanent random numbers
+(Brewer, Early and Joyce 1972) makes a larger sample contain the smaller one; its variance has an unbiased estimate.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from scipy.stats import t as student
+from torch import Tensor
+
+from headprune.loss import rows_of
+from headprune.scoring.base import Estimate, Problem
+from headprune.scoring.gradient import gate_gradients
+from headprune.scoring.replay import Replay
+
+_FLOOR = 0.2  # of the mean gradient: examples with hardly any gradient must be looked at, too
+_FIRST = 0.6  # of the budget for all heads alike; the rest for those whose interval straddles the cut
+_ROUNDS = 4
+_PROBE = 0.02  # of the examples, to see how long ablation takes
+
+
+@dataclass(frozen=True)
+class _State:
+    """What is known so far.
+
+    Attributes:
+        expected: g, ``[examples, heads]``.
+        effects: a, ``[examples, heads]``; NaN where not yet looked.
+        size: ``[examples]``, what inclusion is proportional to.
+        luck: ``[examples]``, each example's permanent random number.
+        wanted: ``[heads]``, expected number of examples in each head's sample.
+    """
+
+    expected: Tensor
+    effects: Tensor
+    size: Tensor
+    luck: Tensor
+    wanted: Tensor
+
+    def inclusion(self) -> Tensor:
+        """``pi``, ``[examples, heads]``."""
+        levels = {w: inclusion(self.size, w) for w in set(self.wanted.tolist())}
+        return torch.stack([levels[w] for w in self.wanted.tolist()], dim=1)
+
+
+def sampled(problem: Problem, replay: Replay) -> Estimate:
+    """Zero ablation within ``settings.examples`` ablated examples per head (on average), or ``settings.seconds``."""
+    began = time.monotonic()
+    gradients = gate_gradients(replace(problem, progress=lambda done, total, note="": None))
+    expected, n = -gradients.effects, len(gradients.losses)
+    generator = torch.Generator().manual_seed(problem.seed)
+    length = expected.norm(dim=1)
+    size = length / length.mean() + _FLOOR if length.any() else torch.ones(n, dtype=torch.float64)
+    state = _State(
+        expected, torch.full_like(expected, float("nan")), size, torch.rand(n, generator=generator, dtype=torch.float64),
+        torch.zeros(problem.heads, dtype=torch.float64),
+    )  # fmt: skip
+    budget = _budget(problem, replay, state, began) * problem.heads
+    cut = problem.settings.keep
+    share = _FIRST if cut is not None else 1.0
+    state = _look(problem, replay, state, torch.full_like(state.wanted, share * budget / problem.heads), 1)
+    for number in range(2, _ROUNDS + 2):
+        left = budget - state.wanted.sum().item()
+        unsure = _straddling(problem, state, cut)
+        if cut is None or left < unsure.sum() or not unsure.any():
+            break
+        more = left / (_ROUNDS + 2 - number) / unsure.sum()
+        state = _look(problem, replay, state, torch.where(unsure, state.wanted + more, state.wanted).clamp(max=n), number)
+    values, variance = estimate(state)
+    share_of = ((state.effects.nan_to_num() ** 2) / state.inclusion()).sum(0) / n - values**2
+    looked = (~state.effects.isnan()).sum(0).double()
+    details = {
+        "mean_loss": gradients.losses.mean().item(),
+        "ablated": looked.mean().item(),
+        "ablated_most": int(looked.max()),
+        "sampling_stderr": [float(f"{v:.6g}") for v in variance.sqrt().tolist()],
+        "estimated": f"gradients on all {n} examples, ablation on {looked.mean():.0f} of them per head",
+        "replayed": replay.notes or "every layer",
+    }
+    return Estimate(values, (variance + share_of.clamp(min=0) / n).sqrt(), n, details)
+
+
+def estimate(state: _State) -> tuple[Tensor, Tensor]:
+    """Every head's score, and the variance of its difference from what all examples would give, ``[heads]`` each.
+
+    The unbiased estimate of the variance misses what was not seen: a head of whose rare large effects none was in the
+    sample looks certain. So none is taken to be surer, for the size of its gradients, than its neighbours on average.
+    """
+    n = len(state.size)
+    pi = state.inclusion()
+    seen = ~state.effects.isnan()
+    residual = (state.effects - state.expected).where(seen, torch.zeros((), dtype=torch.float64))
+    values = state.expected.mean(0) + (residual / pi).sum(0) / n
+    own = ((1 - pi) * (residual / pi) ** 2).sum(0) / n**2
+    # What a sample of this size leaves open, were the residual as large as the gradient.
+    scale = ((1 - pi) / pi * state.expected**2).sum(0) / n**2
+    pooled = scale * own.sum() / scale.sum().clamp(min=1e-300)
+    return values, torch.maximum(own, pooled)
+
+
+def inclusion(size: Tensor, wanted: float) -> Tensor:
+    """Probabilities proportional to ``size`` that sum to ``wanted``; those that would pass 1 are 1."""
+    n = len(size)
+    if wanted >= n:
+        return torch.ones_like(size)
+    certain = torch.zeros(n, dtype=torch.bool)
+    while True:
+        share = (wanted - certain.sum()) * size / size[~certain].sum()
+        over = ~certain & (share >= 1)
+        if not over.any():
+            return torch.where(certain, torch.ones_like(size), share)
+        certain |= over
+
+
+def _budget(problem: Problem, replay: Replay, state: _State, began: float) -> float:
+    """Examples to ablate per head: what was asked for, or what the time allows."""
+    n = len(state.size)
+    asked = problem.settings.examples
+    wanted = float(min(asked, n)) if asked is not None else float(n)
+    if problem.settings.seconds is None:
+        return wanted
+
+    def measure() -> Tensor:
+        spent = time.monotonic() - began
+        probe = max(1.0, _PROBE * n)
+        started = time.monotonic()
+        _look(problem, replay, state, torch.full_like(state.wanted, probe), 0)
+        each = (time.monotonic() - started) / probe
+        assert problem.settings.seconds is not None
+        return torch.tensor([max((problem.settings.seconds - spent) / each, probe)], dtype=torch.float64)
+
+    return min(wanted, float(problem.store.get("budget", measure)))
+
+
+def _straddling(problem: Problem, state: _State, keep: int | None) -> Tensor:
+    """``[heads]``: whose interval holds the score at the cut, so that more examples may change the plan."""
+    values, variance = estimate(state)
+    if keep is None or not 0 < keep < len(values):
+        return torch.zeros(len(values), dtype=torch.bool)
+    order = values.sort(descending=True).values
+    cut = (order[keep - 1] + order[keep]) / 2
+    quantile = float(student.ppf(0.975, max(1.0, state.wanted.min().item() - 1)))
+    return ((values - cut).abs() <= quantile * variance.sqrt()) & (state.wanted < len(state.size))
+
+
+def _look(problem: Problem, replay: Replay, state: _State, wanted: Tensor, number: int) -> _State:
+    """Ablate what larger samples hold more than the ones so far."""
+    grown = replace(state, wanted=wanted, effects=state.effects.clone())
+    before, after = state.inclusion() if state.wanted.any() else torch.zeros_like(state.expected), grown.inclusion()
+    luck = state.luck[:, None]
+    new = (luck < after) & ~(luck < before)
+    start, done, steps = 0, 0, int(new.sum())
+    for i, (batch, size) in enumerate(problem.batches):
+        part = new[start : start + size]
+        rows = part.any(1).nonzero().flatten().tolist()
+        if rows:
+
+            def compute(batch: object = batch, rows: list[int] = rows, part: Tensor = part) -> Tensor:
+                return _effects(problem, replay, batch, rows, part[rows].any(0))
+
+            found = problem.store.get(f"round{number}-{i}", compute)
+            where = torch.zeros_like(part)
+            where[rows] = True
+            full = torch.zeros_like(part, dtype=torch.float64)
+            full[rows] = found
+            grown.effects[start : start + size][part & where] = full[part & where]
+        start += size
+        done += int(part.sum())
+        problem.progress(done, max(steps, 1), f"widest interval ±{_widest(grown):.2g}" if i + 1 == len(problem.batches) else "")
+    return grown
+
+
+def _effects(problem: Problem, replay: Replay, batch: object, rows: list[int], heads: Tensor) -> Tensor:
+    """Effects ``[rows, heads]`` of removing each of some heads; zeros for the others."""
+    effects = torch.zeros(len(rows), problem.heads, dtype=torch.float64)
+    with replay.of(rows_of(batch, rows), len(rows)) as recording:
+        start = 0
+        for layer in problem.layers:
+            own = [start + h for h in range(layer.num_heads) if heads[start + h]]
+            start += layer.num_heads
+            if own:
+                gates = torch.ones(len(own), problem.heads)
+                gates[range(len(own)), own] = 0.0
+                effects[:, own] = (recording.losses(gates) - recording.dense).T
+    return effects
+
+
+def _widest(state: _State) -> float:
+    return 1.96 * float(estimate(state)[1].max().sqrt())
