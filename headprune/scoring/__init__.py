@@ -127,7 +127,7 @@ def _normalised(estimate: Estimate, layers: Sequence[AttentionLayer], wanted: bo
     """Each layer's scores divided by their L2 norm, if wanted (Michel et al. 2019, section 4.1)."""
     if not wanted:
         return estimate
-    norms = [v.norm().clamp(min=1e-300).expand(len(v)) for v in estimate.values.split([a.num_heads for a in layers])]
+    norms = [v.norm().clamp(min=1e-300).expand(len(v)) for v in torch.split(estimate.values, [a.num_heads for a in layers])]
     norm = torch.cat(norms)
     effects = None if estimate.effects is None else estimate.effects / norm
     return replace(estimate, values=estimate.values / norm, stderr=estimate.stderr / norm, effects=effects)
