@@ -7,7 +7,7 @@ hooks, so fused attention kernels stay in use and the model's weights are never 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,12 +21,21 @@ from headprune.modules import exact_attention, uncompiled
 from headprune.trace import find_attention
 
 
+Fill = Callable[[Tensor], Tensor]
+"""What a closed gate lets through in the head's place: from W_O's input (features last) to a tensor of its shape."""
+
+
 class RowsError(HeadPruneError):
     """W_O sees rows that are not the batch's, so there cannot be one gate per example."""
 
 
 @contextmanager
-def gated(model: nn.Module, layers: Sequence[AttentionLayer], gates: Mapping[str, Tensor]) -> Iterator[None]:
+def gated(
+    model: nn.Module,
+    layers: Sequence[AttentionLayer],
+    gates: Mapping[str, Tensor],
+    fill: Mapping[str, Fill] | None = None,
+) -> Iterator[None]:
     """Multiply heads' outputs by gates while the context lasts. No hook is left behind.
 
     Args:
@@ -34,6 +43,7 @@ def gated(model: nn.Module, layers: Sequence[AttentionLayer], gates: Mapping[str
         layers: From `headprune.find_attention`.
         gates: ``{layer_name: gates}``, each ``[num_heads]``, or ``[batch, num_heads]`` for one
             gate per example. Layers that are not named pass unchanged.
+        fill: What comes in a head's place, times (1 - gate): ``{layer_name: fill}``; nothing, where not given.
 
     Raises:
         HeadPruneError: A layer whose heads cannot be told apart at W_O's input.
@@ -48,7 +58,7 @@ def gated(model: nn.Module, layers: Sequence[AttentionLayer], gates: Mapping[str
             if place is None:
                 raise HeadPruneError(f"Layer {name} cannot be masked: {layer.reason}.")
             try:
-                module, hook = model.get_submodule(place.module), _Gate(layer, gate)
+                module, hook = model.get_submodule(place.module), _Gate(layer, gate, (fill or {}).get(name))
             except AttributeError:
                 raise HeadPruneError(
                     f"This model has no module {place.module}: the layers were traced on another model, or it was pruned since.",
@@ -109,11 +119,12 @@ def _known(
 class _Gate:
     """Forward pre-hook on W_O; without a W_O, forward hook on the attention module."""
 
-    def __init__(self, layer: AttentionLayer, gate: Tensor) -> None:
+    def __init__(self, layer: AttentionLayer, gate: Tensor, fill: Fill | None = None) -> None:
         place = layer.gate or layer.output_projection
         assert place is not None
         self.name = layer.name
         self.gate = gate
+        self.fill = fill
         self.features = place.features
         self.dim = place.dim if isinstance(place, HeadGate) else -1
         self.owner: Tensor | None = None
@@ -137,7 +148,7 @@ class _Gate:
         gate = torch.cat([gate, gate.new_ones(*gate.shape[:-1], 1)], dim=-1)
         factor = gate[..., self._owner_of(hidden)]  # [features] or [batch, features]
         if gate.ndim == 1:
-            return hidden * factor
+            return self._mixed(hidden, factor)
         if hidden.shape[0] != gate.shape[0]:
             # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
             if hidden.shape[0] % gate.shape[0]:
@@ -145,7 +156,10 @@ class _Gate:
                     f"Layer {self.name}: {hidden.shape[0]} rows cannot be told apart as {gate.shape[0]} examples."
                 )
             factor = factor.repeat_interleave(hidden.shape[0] // gate.shape[0], dim=0)
-        return hidden * factor.view(-1, *[1] * (hidden.ndim - 2), hidden.shape[-1])
+        return self._mixed(hidden, factor.view(-1, *[1] * (hidden.ndim - 2), hidden.shape[-1]))
+
+    def _mixed(self, hidden: Tensor, factor: Tensor) -> Tensor:
+        return hidden * factor if self.fill is None else hidden * factor + self.fill(hidden) * (1 - factor)
 
     def _owner_of(self, hidden: Tensor) -> Tensor:
         """The head of each input feature of W_O; features of no head get the constant 1 behind the gates."""

@@ -19,6 +19,8 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import call, tensors
 
 IGNORED = -100
+TEACHER = "headprune_teacher"  # in a batch: the dense model's log-probabilities
+_DRAWN = "headprune_drawn"  # labels drawn from them
 _LABELS = ("labels", "start_positions", "end_positions")
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -47,12 +49,25 @@ class ExampleLoss:
     Args:
         model: A transformers model, or any module whose output has ``logits`` (or is the logits).
         loss_fn: ``loss_fn(output, labels)`` giving ``[batch]``; batches are then pairs ``(inputs, labels)``.
+        distil: Whether the loss is the divergence from the dense model's answers. Also so where there are no labels.
+        seed: For the labels that are drawn from the dense model, to differentiate (`slopes`).
+
+    Attributes:
+        about: What the loss is, for reports.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None = None, *, distil: bool = False, seed: int = 0) -> None:
         self.model = model
         self.loss_fn = loss_fn
+        self.distils = distil
+        self.seed = seed
         self._one_by_one = False
+
+    @property
+    def about(self) -> str:
+        if self.loss_fn is not None:
+            return "the given function"
+        return "divergence (KL) from the dense model's answers" if self.distils else "the model's own"
 
     def prepare(self, batches: Sequence[Any]) -> list[Any]:
         """Check against the model's own loss; a model with a loss of its own gets batches of one.
@@ -60,13 +75,19 @@ class ExampleLoss:
         Call this first, outside of any gate. Returns the batches to use.
         """
         if self.loss_fn is None:
-            self._check(batches[0])
+            first = batches[0]
+            self.distils |= isinstance(first, Mapping) and not any(name in first for name in _LABELS)
+            if self.distils:
+                return [self._taught(batch, self.seed + i) for i, batch in enumerate(batches)]
+            self._check(first)
         return [row for batch in batches for row in singles(batch)] if self._one_by_one else list(batches)
 
     def __call__(self, batch: Any) -> Tensor:
         """Losses ``[batch]``; differentiable under grad mode."""
         if self.loss_fn is not None:
             return self._custom(batch)
+        if self.distils:
+            return self._divergence(batch)
         if self._one_by_one:
             return self._own_loss(batch).reshape(1)
         loss = self._outcome(batch).loss
@@ -76,6 +97,45 @@ class ExampleLoss:
                 "The first dimension of logits and labels must be the batch.",
             )
         return loss
+
+    def slopes(self, batch: Any) -> Tensor:
+        """Cross-entropy against labels drawn from the dense model, ``[batch]``.
+
+        A divergence from the dense model has no gradient at the dense model, but the mean square of these gradients is its
+        curvature there (the Fisher information).
+        """
+        logits = self._logits(batch)
+        drawn = F.nll_loss(F.log_softmax(logits, -1).movedim(-1, 1), batch[_DRAWN], reduction="none")
+        return _mean_of_tokens(drawn, batch)
+
+    def _taught(self, batch: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        """A batch with the dense model's answers."""
+        with torch.no_grad():
+            known = F.log_softmax(self._logits(batch), dim=-1)
+        generator = torch.Generator().manual_seed(seed)
+        uniform = torch.rand(*known.shape[:-1], 1, generator=generator, dtype=torch.float64).to(known.device)
+        drawn = (known.double().exp().cumsum(-1) < uniform).sum(-1).clamp(max=known.shape[-1] - 1)
+        return {**batch, TEACHER: known, _DRAWN: drawn}
+
+    def _divergence(self, batch: Mapping[str, Any]) -> Tensor:
+        known = batch[TEACHER]
+        now = F.log_softmax(self._logits(batch), dim=-1)
+        return _mean_of_tokens(F.kl_div(now, known, reduction="none", log_target=True).sum(-1), batch)
+
+    def _logits(self, batch: Mapping[str, Any]) -> Tensor:
+        """``[batch, (tokens,) classes]``, in float32 or wider."""
+        if not isinstance(batch, Mapping):
+            raise HeadPruneError("Batches without labels must be dicts.", "Give dicts that the model accepts.")
+        keep = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        hidden = (TEACHER, _DRAWN, *(() if keep else _LABELS))
+        output = call(self.model, {k: v for k, v in batch.items() if k not in hidden})
+        logits = getattr(output, "logits", output)
+        if not isinstance(logits, Tensor) or logits.ndim < 2 or logits.shape[0] != batch_size(batch):
+            raise HeadPruneError(
+                "The batches have no labels, and the model gives no logits to compare with the dense model's.",
+                'Give dicts with "labels", or pairs (inputs, labels) together with loss_fn=.',
+            )
+        return logits if logits.dtype == torch.float64 else logits.float()
 
     def outcome(self, batch: Any) -> Outcome:
         """Cross-entropy and predictions, whatever loss the model was trained with."""
@@ -153,11 +213,23 @@ def batch_size(batch: Any) -> int:
     return found[0].shape[0]
 
 
+def _mean_of_tokens(values: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """``[batch]`` of ``[batch]`` or ``[batch, tokens]``, without padding."""
+    if values.ndim == 1:
+        return values
+    values = values.flatten(1)
+    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+    if not isinstance(mask, Tensor) or mask.shape != values.shape:
+        return values.mean(1)
+    return (values * (mask != 0)).sum(1) / (mask != 0).sum(1).clamp(min=1)
+
+
 def inputs_of(model: nn.Module, batch: Any) -> Any:
     """What the model is called with: without labels, where it does not take them."""
     if not isinstance(batch, Mapping):
         return batch[0] if isinstance(batch, tuple | list) else batch
-    return batch if _takes(model, "labels") else {k: v for k, v in batch.items() if k not in _LABELS}
+    hidden = (TEACHER, _DRAWN, *(() if _takes(model, "labels") else _LABELS))
+    return {k: v for k, v in batch.items() if k not in hidden}
 
 
 def singles(batch: Any) -> list[Any]:

@@ -23,6 +23,7 @@ from headprune.scoring.base import (
     Estimate,
     HeadScores,
     Method,
+    NotFiniteError,
     Problem,
     Progress,
     Settings,
@@ -47,6 +48,7 @@ def score(
     method: str = "gradient",
     *,
     loss_fn: Callable[..., Tensor] | None = None,
+    distil: bool = False,
     layers: Sequence[AttentionLayer] | None = None,
     seed: int = 0,
     settings: Settings | None = None,
@@ -61,6 +63,8 @@ def score(
         method: ``"gradient"``, ``"ablation"``, ``"random"``, or one registered with `headprune.scoring.method`.
         loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``. Not needed for dicts
             with labels: the loss is then the model's own, per example.
+        distil: Measure the divergence from the dense model's answers (KL, nats) instead of a loss. So it is anyway
+            where there are neither labels nor a ``loss_fn``.
         layers: From `headprune.find_attention`, to save the trace.
         seed: For methods that draw.
         settings: How long, how much memory, and what single methods may be told.
@@ -82,8 +86,8 @@ def score(
     kept = [move(batch, device) for batch in batches]
     if not kept:
         raise HeadPruneError("There are no examples to score on.", "Check the dataset, its split and --limit.")
-    losses = ExampleLoss(model, loss_fn)
-    with evaluating(model):
+    losses = ExampleLoss(model, loss_fn, distil=distil, seed=seed)
+    with evaluating(model), exact_attention(model):
         kept = losses.prepare(kept)
     if layers is None:
         layers = find_attention(model, inputs_of(model, kept[0]))
@@ -95,15 +99,16 @@ def score(
             model,
             maskable,
             [(batch, batch_size(batch)) for batch in kept],
-            lambda batch: _finite(losses(batch)),
+            lambda batch: _finite(problem, batch, losses(batch)),
             seed,
             progress or _silent,
             settings or Settings(),
+            slopes=losses.slopes if losses.distils else None,
         )
         own = fingerprint(model)
         store = DiskStore(work / f"{method}-{work_key(problem, method, own, loss_fn)}") if work is not None else Store()
         estimate = _normalised(chosen.run(replace(problem, store=store)), maskable, problem.settings.normalise)
-    details = dict(estimate.details)
+    details = {**estimate.details, "loss": losses.about}
     if isinstance(store, DiskStore) and store.found:
         details["resumed"] = f"{store.found} parts were finished by an earlier, interrupted run"
     if (stable := stability(estimate, seed)) is not None:
@@ -137,11 +142,8 @@ def _silent(done: int, total: int, note: str = "") -> None:
     pass
 
 
-def _finite(losses: Tensor) -> Tensor:
+def _finite(problem: Problem, batch: Any, losses: Tensor) -> Tensor:
     if not torch.isfinite(losses).all():
         row = int((~torch.isfinite(losses)).nonzero()[0])
-        value = losses[row].item()
-        raise HeadPruneError(
-            f"The loss of example {row} of a batch is {value}.", "Check its label and text, or use --dtype float32."
-        )
+        raise NotFiniteError(problem, batch, row, losses[row].item())
     return losses

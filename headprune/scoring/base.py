@@ -173,6 +173,8 @@ class Problem:
         progress: Called as work goes on.
         settings: What the user asked for.
         store: Where finished parts of the work are kept, so that an interrupted run goes on where it was.
+        slopes: Where the losses are divergences from the dense model, whose gradient is zero at the dense model: other
+            losses to differentiate, against labels drawn from the dense model. None where ``losses`` serve.
     """
 
     model: nn.Module
@@ -183,6 +185,7 @@ class Problem:
     progress: Progress
     settings: Settings = field(default_factory=Settings)
     store: Store = field(default_factory=lambda: Store())
+    slopes: Callable[[Any], Tensor] | None = None
 
     @property
     def examples(self) -> int:
@@ -197,6 +200,21 @@ class Problem:
         """``[..., heads]`` as ``{layer_name: [..., num_heads]}``."""
         parts = torch.split(flat, [layer.num_heads for layer in self.layers], dim=-1)
         return {layer.name: part for layer, part in zip(self.layers, parts, strict=True)}
+
+
+class NotFiniteError(HeadPruneError):
+    """A loss that is not finite."""
+
+    def __init__(self, problem: Problem, batch: Any, row: int, value: float) -> None:
+        self.row, self.value = row, value
+        start, place = 0, f"{row} of a batch"
+        for known, size in problem.batches:
+            if known is batch:
+                place = f"{start + row} (in the order given)"
+            start += size
+        super().__init__(
+            f"The loss of example {place} is {value}.", "Check its label and text, or use --dtype float32."
+        )
 
 
 class Store:

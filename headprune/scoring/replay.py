@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
-from headprune.gates import gated
+from headprune.gates import Fill, gated
 from headprune.inputs import model_device
 from headprune.loss import batch_size, rows_of
 from headprune.memory import free_memory, halving
-from headprune.scoring.base import Problem
+from headprune.scoring.base import NotFiniteError, Problem
 
 _TRIED_ROWS = 4  # examples on which every layer's replay is compared with a plain forward
 # Rows times tokens past which a larger batch only leaves a CPU's cache; a GPU takes what fits.
@@ -50,10 +50,16 @@ class Replay:
             self._study()
 
     @contextmanager
-    def of(self, batch: Any, size: int) -> Iterator[Recording]:
-        """Run the dense model on ``batch``, and keep what later gates will not change."""
+    def of(self, batch: Any, size: int, fill: Mapping[str, Fill] | None = None) -> Iterator[Recording]:
+        """Run the dense model on ``batch``, and keep what later gates will not change.
+
+        Args:
+            batch: From the problem, or some rows of one.
+            size: Its examples.
+            fill: What comes in the place of heads, for `gated`; rows come as (gates * examples).
+        """
         with torch.no_grad():
-            yield Recording(self, batch, size)
+            yield Recording(self, batch, size, fill=fill)
 
     def _study(self) -> None:
         """Find out what can be replayed, and try it."""
@@ -102,8 +108,15 @@ class Recording:
         dense: The dense losses, ``[examples]``, float64.
     """
 
-    def __init__(self, replay: Replay, batch: Any, size: int, starts: Mapping[str, _Start] | None = None) -> None:
-        self.replay, self.batch, self.size = replay, batch, size
+    def __init__(
+        self,
+        replay: Replay,
+        batch: Any,
+        size: int,
+        starts: Mapping[str, _Start] | None = None,
+        fill: Mapping[str, Fill] | None = None,
+    ) -> None:
+        self.replay, self.batch, self.size, self.fill = replay, batch, size, fill
         self.starts = replay.starts if starts is None else starts
         self._kept: dict[tuple[str, int], Any] = {}
         self._window: set[str] = set()
@@ -137,7 +150,7 @@ class Recording:
 
     def _plain(self, gates: Mapping[str, Tensor]) -> Tensor:
         problem = self.replay.problem
-        with gated(problem.model, problem.layers, gates):
+        with gated(problem.model, problem.layers, gates, self.fill), self._naming_rows():
             return problem.losses(self.batch).cpu().double()
 
     def _stacked(self, gates: Mapping[str, Tensor], first: str) -> Tensor:
@@ -146,9 +159,18 @@ class Recording:
         each = {k: g.repeat_interleave(self.size, 0) for k, g in gates.items()}
         batch = rows_of(self.batch, list(range(self.size)) * rows)
         with ExitStack() as stack:
-            stack.enter_context(gated(problem.model, problem.layers, each))
+            stack.enter_context(self._naming_rows())
+            stack.enter_context(gated(problem.model, problem.layers, each, self.fill))
             stack.enter_context(_answering(problem.model, self.starts[first].skipped, self._kept, rows))
             return problem.losses(batch).cpu().double().view(rows, self.size)
+
+    @contextmanager
+    def _naming_rows(self) -> Iterator[None]:
+        """A row of the stack is a row of the batch, for the user."""
+        try:
+            yield
+        except NotFiniteError as error:
+            raise NotFiniteError(self.replay.problem, self.batch, error.row % self.size, error.value) from None
 
     def _record(self, first: str) -> Tensor:
         """Run the dense model, and keep what the layers from ``first`` on start from, as many as memory allows."""
