@@ -216,6 +216,15 @@ def test_tokens_before_the_batch(method: str, length: int) -> None:
     torch.testing.assert_close(whole.flat_stderr(), parts.flat_stderr(), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("method", MEASURED)
+def test_a_loss_without_a_gradient(method: str) -> None:
+    """Only its value is told, such as whether the answer is wrong."""
+    model, x, y = randomise(TokensFirst()), torch.randn(3, 3, 16), torch.tensor([0, 2, 1])
+    a = score(model, (x, y), method, loss_fn=cross_entropy)
+    b = score(model, (x, y), method, loss_fn=lambda out, labels: (out.argmax(-1) != labels).float())
+    torch.testing.assert_close(a.flat(), b.flat(), rtol=1e-5, atol=1e-7)
+
+
 def test_heads_without_an_output_projection() -> None:
     """minGPT's heads go into the residual stream as they are, so their own norm is what they add; there is no W_O to weigh."""
     model, ids = made("mingpt")

@@ -72,9 +72,7 @@ def output_norm(problem: Problem) -> Estimate:
             losses = problem.losses(batch)
         return _row(problem, found, losses)
 
-    # Where tokens come before the batch, its examples cannot be told apart at W_O.
-    batches = problem.batches if _independent(problem) else _singles(problem)
-    return Estimate.mean_of(_samples(problem, "output-norm", batches, measure), **details)
+    return Estimate.mean_of(_samples(problem, "output-norm", _separable(problem), measure), **details)
 
 
 @method("weight-norm", unit="Frobenius norm of the head's columns of W_O")
@@ -86,9 +84,16 @@ def weight_norm(problem: Problem) -> Estimate:
     norms = [part.norm() for layer in problem.layers for part in _columns(problem.model, layer)]
     values = torch.stack([norm.cpu().double() for norm in norms])
     problem.progress(1, 1)
-    return Estimate(
-        values, torch.full_like(values, float("nan")), problem.examples, {"stderr": "it does not look at data"}
-    )
+    stderr = torch.full_like(values, float("nan"))
+    return Estimate(values, stderr, examples=0, details={"stderr": "it does not look at data"})
+
+
+def _separable(problem: Problem) -> Sequence[tuple[Any, int]]:
+    """Batches whose examples can be told apart at W_O: where tokens come before the batch, only one by one."""
+    try:
+        return problem.batches if _independent(problem) else _singles(problem)
+    except RuntimeError:  # the loss has no gradient, by which it would be seen
+        return _singles(problem)
 
 
 def _samples(problem: Problem, name: str, batches: Sequence[tuple[Any, int]], measure: Measure) -> Samples:
