@@ -19,6 +19,8 @@ from tests.test_trace import hooks
 from tests.zoo import ZOO, TorchEncoder, bert, gpt2, labelled, llama, randomise, t5, text, vit
 
 REAL_METHODS = [m for m in METHODS if m != "random"]
+LOOKING = [m for m in REAL_METHODS if m != "weight-norm"]  # at data
+WEIGHING = [m for m in REAL_METHODS if m not in ("entropy", "confidence")]  # what a head says, not where it looks
 
 
 def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
@@ -123,7 +125,9 @@ def test_batch_size_and_order_do_not_matter(method: str, name: str) -> None:
         s = hp.score(model, other, method)
         torch.testing.assert_close(s.flat(), reference.flat(), rtol=1e-4, atol=2e-6)
         for layer in s.layers:
-            torch.testing.assert_close(s.stderr[layer.name], reference.stderr[layer.name], rtol=1e-3, atol=2e-6)
+            torch.testing.assert_close(
+                s.stderr[layer.name], reference.stderr[layer.name], rtol=1e-3, atol=2e-6, equal_nan=True
+            )
 
 
 @pytest.mark.parametrize("method", REAL_METHODS)
@@ -138,7 +142,7 @@ def test_padding_adds_nothing(method: str, extra: int, rows: int, length: int) -
     torch.testing.assert_close(a.flat(), b.flat(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", REAL_METHODS)
+@pytest.mark.parametrize("method", WEIGHING)
 @pytest.mark.parametrize("name", ["bert", "vit", "llama"])
 def test_a_planted_dead_head_ranks_last(method: str, name: str) -> None:
     model, example = ZOO[name]()
@@ -255,7 +259,7 @@ def test_bad_labels(change: dict[str, Any], message: str) -> None:
         hp.score(model, [batch])
 
 
-@pytest.mark.parametrize("method", REAL_METHODS)
+@pytest.mark.parametrize("method", LOOKING)
 def test_a_loss_that_is_not_finite(method: str) -> None:
     model, example = bert()
     with torch.no_grad():

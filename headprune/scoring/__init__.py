@@ -16,7 +16,7 @@ from headprune.fingerprint import fingerprint
 from headprune.inputs import model_device, move
 from headprune.loss import ExampleLoss, batch_size, inputs_of
 from headprune.modules import exact_attention
-from headprune.scoring import ablation, gradient, random
+from headprune.scoring import ablation, gradient, random, statistics
 from headprune.scoring.agreement import agreement
 from headprune.scoring.base import (
     METHODS,
@@ -38,7 +38,7 @@ from headprune.trace import evaluating, find_attention
 
 __all__ = [
     "METHODS", "HeadScores", "Method", "Problem", "Settings", "ablation", "agreement", "gradient",
-    "load_scores", "method", "random", "save_scores", "score",
+    "load_scores", "method", "random", "save_scores", "score", "statistics",
 ]  # fmt: skip
 
 

@@ -1,0 +1,453 @@
+"""Entropy, confidence and norms against what models and matrices say themselves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headprune as hp
+from headprune.scoring.maps import attention_maps
+from tests.test_scores import TokensFirst, output_weight, scaled, split
+from tests.test_textbook import made
+from tests.test_trace import hooks
+from tests.textbook import Classifier, D2LMultiHead, MinGPT
+from tests.zoo import ZOO, TorchEncoder, bert, gpt2, labelled, llama, randomise, text
+
+FAMILIES = ["bert", "gpt2", "llama", "vit", "t5"]
+STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
+    "entropy": lambda p: (p * p.clamp(min=1e-30).log()).sum(-1),
+    "confidence": lambda p: p.max(-1).values,
+}
+MEASURED = [*STATISTICS, "output-norm"]
+
+
+def double(name: str, attention: str = "sdpa") -> tuple[nn.Module, dict[str, Tensor]]:
+    model, example = ZOO[name](attention)
+    batch = labelled(model, example)
+    return model.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def maps_of(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
+    """The model's own answer to ``output_attentions``, in the order in which its layers run."""
+    with torch.no_grad():
+        out = model(**batch, output_attentions=True)
+    if "attentions" in out:
+        return list(out.attentions)
+    pairs = zip(out.decoder_attentions, out.cross_attentions, strict=True)
+    return [*out.encoder_attentions, *(p for pair in pairs for p in pair)]
+
+
+def real_of(batch: dict[str, Tensor], layer: hp.AttentionLayer, tokens: int) -> Tensor:
+    if "attention_mask" not in batch:
+        return torch.ones(3, tokens, dtype=torch.bool)
+    if batch["labels"].ndim == 2 and layer.kind != "encoder" and batch["labels"].shape[1] == 5:  # T5's decoder
+        return batch["labels"] != -100
+    return batch["attention_mask"] == 1
+
+
+def mean_over_tokens(values: Tensor, real: Tensor) -> Tensor:
+    """``[heads]`` of ``[examples, heads, tokens]``, by loops."""
+    rows = [values[i][:, real[i]].mean(dim=1) for i in range(len(values))]
+    return torch.stack(rows)
+
+
+def score(model: nn.Module, batches: Any, method: str, **more: Any) -> hp.HeadScores:
+    return hp.score(model, batches if isinstance(batches, list) else [batches], method, **more)
+
+
+@pytest.mark.parametrize("method", STATISTICS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_of_attention_against_output_attentions(name: str, method: str) -> None:
+    """Fused kernels and eager softmax give what the model itself says its attention is."""
+    expected = None
+    for attention in ("eager", "sdpa"):
+        model, batch = double(name, attention)
+        s = score(model, batch, method)
+        assert hooks(model) == 0
+        if expected is None:
+            expected = maps_of(model, batch)
+        for layer, weights in zip(s.layers, expected, strict=True):
+            values = STATISTICS[method](weights)
+            rows = mean_over_tokens(values, real_of(batch, layer, weights.shape[2]))
+            torch.testing.assert_close(s.values[layer.name], rows.mean(0), rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(s.stderr[layer.name], rows.std(0) / 3**0.5, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_output_norm_against_slices_of_the_output_projection(name: str) -> None:
+    model, batch = double(name)
+    s = score(model, batch, "output-norm")
+    seen: dict[str, Tensor] = {}
+    handles = [
+        model.get_submodule(a.output_projection.module).register_forward_pre_hook(
+            lambda m, args, n=a.name: seen.update({n: args[0].detach()})
+        )
+        for a in s.layers
+    ]
+    with torch.no_grad():
+        model(**batch)
+    for handle in handles:
+        handle.remove()
+    for layer in s.layers:
+        weight, plain = output_weight(model, layer)
+        matrix = weight.detach() if plain else weight.detach().T
+        added = [seen[layer.name][..., list(own)] @ matrix[:, list(own)].T for own in layer.output_projection.features]
+        norms = torch.stack([(x**2).sum(-1).sqrt() for x in added], dim=1)
+        rows = mean_over_tokens(norms, real_of(batch, layer, norms.shape[-1]))
+        torch.testing.assert_close(s.values[layer.name], rows.mean(0), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(s.stderr[layer.name], rows.std(0) / 3**0.5, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weight_norm_against_slices_of_the_output_projection(name: str) -> None:
+    model, batch = double(name)
+    s = score(model, batch, "weight-norm")
+    for layer in s.layers:
+        weight, plain = output_weight(model, layer)
+        for head, own in enumerate(layer.output_projection.features):
+            part = weight[:, list(own)] if plain else weight[list(own)]
+            torch.testing.assert_close(s.values[layer.name][head], (part.detach() ** 2).sum().sqrt())
+    assert s.flat_stderr().isnan().all()
+    assert "does not look at data" in s.details["stderr"]
+
+
+@pytest.mark.parametrize("method", ["output-norm", "weight-norm"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_a_dead_head_has_no_norm(name: str, method: str) -> None:
+    model, example = ZOO[name]()
+    layers = hp.find_attention(model, example)
+    model = scaled(model, layers[1], 2, 0.0)
+    s = score(model, labelled(model, example), method, layers=layers)
+    assert s.values[layers[1].name][2] == 0
+    assert (s.flat() == 0).sum() == 1
+
+
+@pytest.mark.parametrize("method", MEASURED)
+def test_padding_of_the_decoder_adds_nothing(method: str) -> None:
+    """Also where the decoder is as long as the encoder's input, whose padding is elsewhere."""
+    model, _ = ZOO["t5"]()
+    labels = torch.randint(3, 90, (3, 5), generator=torch.Generator().manual_seed(4))
+    batch = {**text(), "labels": labels}
+    padded = {**batch, "labels": F.pad(labels, (0, 4), value=-100)}
+    assert padded["labels"].shape == padded["input_ids"].shape
+    a, b = score(model, batch, method), score(model, padded, method)
+    torch.testing.assert_close(a.flat(), b.flat(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", MEASURED)
+def test_padding_on_the_left_adds_nothing(method: str) -> None:
+    """A padded query at the left may look nowhere at all."""
+    model, _ = llama()
+    batch = labelled(model, {k: v[:2] for k, v in text().items()})
+    fill = {"input_ids": 7, "attention_mask": 0, "labels": -100}
+    padded = {k: F.pad(v, (3, 0), value=fill[k]) for k, v in batch.items()}
+    a, b = score(model, batch, method), score(model, padded, method)
+    torch.testing.assert_close(a.flat(), b.flat(), rtol=1e-4, atol=1e-6)
+
+
+def cross_entropy(out: Tensor, labels: Tensor) -> Tensor:
+    if out.ndim == 2:
+        return F.cross_entropy(out, labels, reduction="none")
+    return F.cross_entropy(out.transpose(1, 2), labels, reduction="none").mean(dim=1)
+
+
+class HeadsFirst(D2LMultiHead):
+    """(heads * batch, …) instead of (batch * heads, …)."""
+
+    def transpose_qkv(self, x: Tensor) -> Tensor:
+        x = x.reshape(x.shape[0], x.shape[1], self.num_heads, -1).permute(2, 0, 1, 3)
+        return x.reshape(-1, x.shape[2], x.shape[3])
+
+    def transpose_output(self, x: Tensor) -> Tensor:
+        x = x.reshape(self.num_heads, -1, x.shape[1], x.shape[2]).permute(1, 2, 0, 3)
+        return x.reshape(x.shape[0], x.shape[1], -1)
+
+
+@pytest.mark.parametrize("method", MEASURED)
+@pytest.mark.parametrize("name", ["linear names", "d2l", "mingpt", "encoder-decoder", "heads first", "torch"])
+def test_textbook_classes(name: str, method: str) -> None:
+    """Heads in the batch dimension, as D2L and others have them, in one batch and one by one."""
+    x = torch.randn(3, 6, 32, generator=torch.Generator().manual_seed(0))
+    if name == "heads first":
+        torch.manual_seed(0)
+        model, example = randomise(Classifier(HeadsFirst(), HeadsFirst(), 32, 3)), x
+    elif name == "torch":
+        model, example = randomise(TorchEncoder(batch_first=False)), x
+    else:
+        model, example = made(name)
+    inputs = example if isinstance(example, tuple) else (example,)
+    tokens = {"encoder-decoder": 5, "mingpt": 8}.get(name)
+    labels = torch.randint(0, 3, (3, tokens) if tokens else (3,), generator=torch.Generator().manual_seed(0))
+    whole = score(model, (inputs, labels), method, loss_fn=cross_entropy)
+    single = [(tuple(x[i : i + 1] for x in inputs), labels[i : i + 1]) for i in range(3)]
+    parts = score(model, single, method, loss_fn=cross_entropy)
+    torch.testing.assert_close(whole.flat(), parts.flat(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(whole.flat_stderr(), parts.flat_stderr(), rtol=1e-3, atol=1e-6)
+
+
+def test_heads_in_the_batch_dimension_are_told_apart() -> None:
+    """D2L keeps its weights: (batch * heads, queries, keys), padding by lengths."""
+    model, (x, lengths) = made("d2l")
+    labels = torch.tensor([0, 1, 2])
+    s = score(model, ((x, lengths), labels), "confidence", loss_fn=cross_entropy)
+    with torch.no_grad():
+        model(x, lengths)
+    for i, layer in enumerate(s.layers):
+        weights = model.layers[i].attention.attention_weights.view(3, 4, 6, 6)
+        torch.testing.assert_close(s.values[layer.name], weights.amax(-1).mean((0, 2)).double(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("length", [2, 5])
+@pytest.mark.parametrize("method", MEASURED)
+def test_tokens_before_the_batch(method: str, length: int) -> None:
+    """Also with as many tokens as examples, where no shape says which is which."""
+    model = randomise(TokensFirst())
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, length, 16, generator=generator), torch.tensor([0, 2])
+    whole = score(model, (x, y), method, loss_fn=cross_entropy)
+    parts = score(model, [(x[i : i + 1], y[i : i + 1]) for i in range(2)], method, loss_fn=cross_entropy)
+    torch.testing.assert_close(whole.flat(), parts.flat(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(whole.flat_stderr(), parts.flat_stderr(), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", MEASURED)
+def test_a_loss_without_a_gradient(method: str) -> None:
+    """Only its value is told, such as whether the answer is wrong."""
+    model, x, y = randomise(TokensFirst()), torch.randn(3, 3, 16), torch.tensor([0, 2, 1])
+    a = score(model, (x, y), method, loss_fn=cross_entropy)
+    b = score(model, (x, y), method, loss_fn=lambda out, labels: (out.argmax(-1) != labels).float())
+    torch.testing.assert_close(a.flat(), b.flat(), rtol=1e-5, atol=1e-7)
+
+
+def test_heads_without_an_output_projection() -> None:
+    """minGPT's heads go into the residual stream as they are, so their own norm is what they add; there is no W_O to weigh."""
+    model, ids = made("mingpt")
+    assert isinstance(model, MinGPT)
+    labels = torch.randint(0, 3, (3, 8))
+    s = score(model, ((ids,), labels), "output-norm", loss_fn=cross_entropy)
+    assert s.details["norm_before_output_projection"] == [layer.name for layer in s.layers]
+    outputs: list[Tensor] = []
+    handle = model.blocks[0]["attn"].register_forward_hook(lambda m, a, out: outputs.append(out.detach()))
+    with torch.no_grad():
+        model(ids)
+    handle.remove()
+    expected = outputs[0].view(3, 8, 4, 8).norm(dim=-1).mean((0, 1)).double()
+    torch.testing.assert_close(s.values["blocks.0.attn"], expected, rtol=1e-5, atol=1e-7)
+    with pytest.raises(hp.HeadPruneError, match=r"Layer blocks\.0\.attn: no columns of an output projection"):
+        score(model, ((ids,), labels), "weight-norm", loss_fn=cross_entropy)
+
+
+@pytest.mark.parametrize("method", ["output-norm", "weight-norm"])
+def test_a_weight_that_is_not_plain(method: str) -> None:
+    class Packed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight.float(), self.bias)
+
+    model, example = bert()
+    layers = hp.find_attention(model, example)
+    parent, name = layers[1].output_projection.module.rsplit(".", 1)
+    packed = Packed(32, 32)
+    packed.weight = nn.Parameter(torch.zeros(32, 32, dtype=torch.int8), requires_grad=False)
+    setattr(model.get_submodule(parent), name, packed)
+    with pytest.raises(hp.HeadPruneError, match=rf"Layer {layers[1].name}: .* no plain weight matrix"):
+        score(model, labelled(model, example), method, layers=layers)
+
+
+def test_a_convolution_as_output_projection() -> None:
+    """Norms of a W_O that is a convolution are those of the linear layer that it is."""
+
+    class Pixels(nn.Module):
+        def __init__(self, convolution: bool) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+            self.out = nn.Conv1d(16, 16, 1) if convolution else nn.Linear(16, 16)
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+            attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            flat = isinstance(self.out, nn.Linear)
+            out = self.out(attended) if flat else self.out(attended.transpose(1, 2)).transpose(1, 2)
+            return self.head((x + out).mean(dim=1))
+
+    linear = randomise(Pixels(False))
+    convolution = Pixels(True).eval()
+    convolution.load_state_dict({k: v[..., None] if k == "out.weight" else v for k, v in linear.state_dict().items()})
+    x = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0))
+    for method in (*MEASURED, "weight-norm"):
+        a, b = (score(m, (x, torch.tensor([0, 1, 2, 0])), method, loss_fn=cross_entropy) for m in (linear, convolution))
+        torch.testing.assert_close(a.flat(), b.flat(), rtol=1e-5, atol=1e-7)
+
+
+def test_calls_of_a_shared_layer_are_averaged() -> None:
+    """ALBERT runs one layer several times."""
+    import transformers as tf
+
+    config = tf.AlbertConfig(
+        vocab_size=100, embedding_size=16, hidden_size=32, num_attention_heads=4, num_hidden_layers=3,
+        intermediate_size=48, attn_implementation="eager",
+    )  # fmt: skip
+    model = randomise(tf.AlbertForSequenceClassification(config))
+    batch = labelled(model, text())
+    s = score(model, batch, "entropy")
+    assert len(s.layers) == 1
+    values = torch.stack([STATISTICS["entropy"](w) for w in maps_of(model, batch)]).mean(0)
+    rows = mean_over_tokens(values, batch["attention_mask"] == 1)
+    torch.testing.assert_close(s.flat(), rows.mean(0).double(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_pruned_model() -> None:
+    """Heads that stay score what they scored, in the first layer, and a layer without heads is not there."""
+    model, example = llama()
+    layers = hp.find_attention(model, example)
+    batch = labelled(model, example)
+    pruned = copy.deepcopy(model)
+    hp.prune(pruned, {layers[0].name: [2, 3], layers[1].name: list(range(6))}, example, layers=layers)
+    for method in (*MEASURED, "weight-norm"):
+        a, b = score(model, batch, method), score(pruned, batch, method)
+        kept = a.values[layers[0].name][[0, 1, 4, 5]]
+        torch.testing.assert_close(b.values[layers[0].name], kept, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", ["", "bool", "float"])
+@pytest.mark.parametrize("gqa", [False, True])
+def test_fused_attention_means_its_weights(gqa: bool, mask: str, causal: bool) -> None:
+    """The weights times the values are what `scaled_dot_product_attention` returns."""
+    if mask and causal:
+        return
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"is_causal": causal, "scale": 0.7, "enable_gqa": gqa}
+    if mask:
+        allowed = torch.rand(2, 1, 5, 7) > 0.3
+        given["attn_mask"] = allowed if mask == "bool" else torch.randn(2, 4, 5, 7).masked_fill(~allowed, float("-inf"))
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, **given)
+
+    q, (k, v) = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 2 if gqa else 4, 7, 8)
+    layer = hp.AttentionLayer("a", 0, "encoder", 4, 4, 8)
+    model = nn.ModuleDict({"a": Attention()})
+    with attention_maps(model, [layer]) as maps:
+        out = model["a"](q, k, v)
+    (weights,) = maps["a"]
+    torch.testing.assert_close(weights @ v.repeat_interleave(4 // v.shape[1], 1), out, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_query_that_looks_nowhere_is_zero(eager: bool) -> None:
+    class Attention(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            allowed = torch.ones(3, 3, dtype=torch.bool)
+            allowed[0] = False
+            if eager:
+                return F.softmax((q @ q.mT).masked_fill(~allowed, float("-inf")), dim=-1)
+            return F.scaled_dot_product_attention(q, q, q, allowed)
+
+    model = nn.ModuleDict({"a": Attention()})
+    with attention_maps(model, [hp.AttentionLayer("a", 0, "encoder", 4, 4, 8)]) as maps:
+        model["a"](torch.randn(2, 4, 3, 8))
+    (weights,) = maps["a"]
+    torch.testing.assert_close(weights.sum(-1), torch.tensor([0.0, 1, 1]).expand(2, 4, 3))
+
+
+def test_several_attentions_in_one_module() -> None:
+    """``name#2`` is what the module computes second."""
+
+    class Two(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> None:
+            F.softmax(torch.zeros(2, 9), dim=-1)  # no attention
+            F.softmax(x, dim=-1)
+            F.softmax(y, dim=-1)
+
+    model = nn.ModuleDict({"a": Two()})
+    first, second = (hp.AttentionLayer(name, i, "encoder", 4, 4, 8) for i, name in enumerate(("a", "a#2")))
+    x, y = torch.randn(2, 2, 4, 3, 3)
+    with attention_maps(model, [first, second]) as maps:
+        model["a"](x, y)
+        model["a"](y, x)
+    assert [len(maps["a"]), len(maps["a#2"])] == [2, 2]
+    assert torch.equal(maps["a"][0], x.softmax(-1))
+    assert torch.equal(maps["a#2"][0], y.softmax(-1))
+    with attention_maps(model, [second]) as maps:
+        model["a"](x, y)
+    assert torch.equal(maps["a#2"][0], y.softmax(-1))
+
+
+def test_windows_belong_to_their_example() -> None:
+    """Swin cuts windows out of every picture: [batch * windows, heads, queries, keys]."""
+    import transformers as tf
+
+    config = tf.SwinConfig(
+        image_size=16,
+        patch_size=2,
+        num_channels=1,
+        embed_dim=16,
+        depths=[2],
+        num_heads=[4],
+        window_size=4,
+        num_labels=3,
+    )
+    model = randomise(tf.SwinForImageClassification(config))
+    pixels = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    batch = {"pixel_values": pixels, "labels": torch.tensor([0, 2])}
+    for method in MEASURED:
+        whole, parts = score(model, batch, method), score(model, split(batch, 1), method)
+        torch.testing.assert_close(whole.flat(), parts.flat(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(whole.flat_stderr(), parts.flat_stderr(), rtol=1e-4, atol=1e-6)
+
+
+def test_weights_that_are_not_seen_name_the_layer() -> None:
+    model, example = gpt2()
+    layers = hp.find_attention(model, example)
+    with pytest.raises(hp.HeadPruneError, match=rf"Layer {layers[0].name}: its attention weights cannot be seen"):  # noqa: SIM117
+        with attention_maps(model, layers, 3):
+            pass
+    odd = [hp.AttentionLayer(layers[0].name, 0, "decoder", 5, 5, 8)]
+    with pytest.raises(hp.HeadPruneError, match="cannot be seen"), attention_maps(model, odd, 3):
+        model(**example)
+    assert hooks(model) == 0
+
+
+def test_an_interrupted_run_goes_on() -> None:
+    """Batches that are done are not run again."""
+    from headprune.inputs import call
+    from headprune.loss import ExampleLoss
+    from headprune.scoring import METHODS, Problem
+    from headprune.scoring.base import Store
+
+    class Kept(Store):
+        def __init__(self) -> None:
+            self.parts: dict[str, Tensor] = {}
+
+        def get(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
+            if key not in self.parts:
+                self.parts[key] = compute()
+            return self.parts[key]
+
+    model, example = bert()
+    batch, runs = labelled(model, example), []
+    layers = hp.find_attention(model, example)
+    model.register_forward_hook(lambda *_: runs.append(1))
+    assert call(model, batch) is not None
+    for method in STATISTICS:
+        store, losses = Kept(), ExampleLoss(model)
+        batches = [(row, 1) for row in split(batch, 1)]
+        problem = Problem(model, layers, batches, losses, 0, lambda *_: None, store=store)
+        first = METHODS[method].run(problem)
+        assert set(store.parts) == {f"{method}-{i}" for i in range(3)}
+        assert all(p.shape == (1, 13) and p.dtype == torch.float64 for p in store.parts.values())
+        del store.parts[f"{method}-1"]
+        runs.clear()
+        second = METHODS[method].run(problem)
+        assert len(runs) == 1
+        assert torch.equal(first.values, second.values)
+        assert first.effects is not None
+        assert torch.equal(first.effects.mean(0), first.values)
