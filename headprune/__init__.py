@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from headprune.planning import PruningPlan as PruningPlan
     from headprune.planning import plan as plan
     from headprune.scoring import HeadScores as HeadScores
-    from headprune.scoring.agreement import agreement as agreement
     from headprune.scoring import score as score
+    from headprune.scoring.agreement import agreement as agreement
     from headprune.surgery import Proof as Proof
     from headprune.surgery import prune as prune
     from headprune.trace import find_attention as find_attention

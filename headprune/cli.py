@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,7 +74,40 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Load and check everythi
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the run folder.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")]
-Methods = Annotated[list[str] | None, typer.Option("--method", "-m", help="ablation, gradient or random; repeatable.")]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method", "-m", help="Scoring method; repeatable. `headprune methods` lists them [ablation, gradient]."
+    ),
+]
+Examples = Annotated[
+    int | None,
+    typer.Option(min=2, help="Examples to ablate, at most; gradients carry the rest [all].", rich_help_panel="Scoring"),
+]
+Seconds = Annotated[
+    float | None, typer.Option("--time", min=0.1, help="Seconds to ablate for, about.", rich_help_panel="Scoring")
+]
+MaxMemory = Annotated[
+    str | None, typer.Option(help="For scoring, such as 4GB [half of what is free].", rich_help_panel="Scoring")
+]
+Normalise = Annotated[
+    bool, typer.Option("--normalise", help="Divide each layer's scores by their L2 norm.", rich_help_panel="Scoring")
+]
+Distil = Annotated[
+    bool,
+    typer.Option(
+        "--distil", help="Score by the divergence from the dense model, not by labels.", rich_help_panel="Scoring"
+    ),
+]
+Steps = Annotated[
+    int | None, typer.Option(min=1, help="Of l0, dsp and integrated-gradients.", rich_help_panel="Scoring")
+]
+Permutations = Annotated[int | None, typer.Option(min=1, help="Of shapley, at most.", rich_help_panel="Scoring")]
+Sparsity = Annotated[float | None, typer.Option(min=0, help="Of l0: the price of a head.", rich_help_panel="Scoring")]
+NoResume = Annotated[
+    bool,
+    typer.Option("--no-resume", help="Start anew, whatever an interrupted run has left.", rich_help_panel="Scoring"),
+]
 
 _DEFAULT_METHODS = ["ablation", "gradient"]
 
@@ -95,6 +129,24 @@ def score(
     max_length: MaxLength = None,
     batch_size: BatchSize = None,
     method: Methods = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            "--keep",
+            "-k",
+            help="The budget to be sharpest at, if --examples or --time is short.",
+            rich_help_panel="Scoring",
+        ),
+    ] = None,
+    examples: Examples = None,
+    seconds: Seconds = None,
+    max_memory: MaxMemory = None,
+    normalise: Normalise = False,
+    distil: Distil = False,
+    steps: Steps = None,
+    permutations: Permutations = None,
+    sparsity: Sparsity = None,
+    no_resume: NoResume = False,
     task: Task = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -120,6 +172,8 @@ def score(
             _print_layers(console, scene)
             console.result(f"Would score by {', '.join(methods)} and write {folder.path}. Nothing was written.")
             return
+        if no_resume:
+            folder.clear_unfinished()
         scene, scores = workflow.score_run(options, methods, folder, console)
         _print_scores(console, scores)
         console.result(f"\nReport: {folder.report_path}\nNext:   headprune prune --keep 50% -o {folder.path}")
@@ -147,6 +201,15 @@ def prune(
     max_length: MaxLength = None,
     batch_size: BatchSize = None,
     method: Methods = None,
+    examples: Examples = None,
+    seconds: Seconds = None,
+    max_memory: MaxMemory = None,
+    normalise: Normalise = False,
+    distil: Distil = False,
+    steps: Steps = None,
+    permutations: Permutations = None,
+    sparsity: Sparsity = None,
+    no_resume: NoResume = False,
     task: Task = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -167,7 +230,7 @@ def prune(
         if not keep:
             raise HeadPruneError("How many heads to keep?", "Say it with --keep, for instance --keep 50%.")
         source = _source(model, scores, output, console)
-        options = _options(source, dict(locals()))
+        options = _options(source, {**locals(), "keep": None if source else keep[0]})
         folder = _prune_folder(source, output, options.model, overwrite)
         if dry_run:
             found = source.read_scores() if source else []
@@ -179,6 +242,8 @@ def prune(
             first = "" if found else "score, then "
             console.result(f"Would {first}prune and write {folder.path}. Nothing was written.")
             return
+        if no_resume:
+            folder.clear_unfinished()
         results = workflow.prune_run(
             options, keep, method or ([] if source else _DEFAULT_METHODS), source, folder, console
         )
@@ -279,6 +344,23 @@ def bench(
         console.document({"rows": [row.to_json() for row in rows]})
 
 
+@app.command(epilog="Example: `headprune score MODEL -d DATASET --method fisher --method random`")
+def methods(json: Json = False) -> None:
+    """List the scoring methods, each with its unit."""
+    with _session(True, False, json) as console:
+        from rich.table import Table
+
+        from headprune.scoring import METHODS
+
+        table = Table(box=None)
+        for column in ("method", "what it is", "unit"):
+            table.add_column(column, overflow="fold")
+        for m in METHODS.values():
+            table.add_row(m.name, m.about, m.unit)
+        console.table(table)
+        console.document({"methods": [{"name": m.name, "about": m.about, "unit": m.unit} for m in METHODS.values()]})
+
+
 @app.command(epilog="Example: `headprune demo`")
 def demo(
     output: Output = None,
@@ -357,7 +439,10 @@ def _session(quiet: bool, verbose: bool, as_json: bool) -> Iterator[Console]:
         typer.echo(f"headprune: {error}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        typer.echo("headprune: interrupted; nothing was half-written.", err=True)
+        text = (
+            "headprune: interrupted; nothing was half-written, and scores go on where they were with the same command."
+        )
+        typer.echo(text, err=True)
         raise typer.Exit(130) from None
     except (typer.Exit, SystemExit):
         raise
@@ -392,21 +477,26 @@ def _options(source: RunFolder | None, given: dict[str, Any]) -> Options:
     from dataclasses import fields, replace
 
     from headprune.data import DataOptions
+    from headprune.scoring import Settings
     from headprune.workflow import Options
 
     data_names = {f.name for f in fields(DataOptions)}
     typed_data = {k: v for k, v in given.items() if k in data_names and v is not None}
-    names = {f.name for f in fields(Options)} - {"data"}
+    if given.get("max_memory") is not None:
+        given["max_memory"] = _bytes(given["max_memory"])
+    names = {f.name for f in fields(Settings)} - {"keep"}
+    settings = Settings(**{k: v for k, v in given.items() if k in names})
+    names = {f.name for f in fields(Options)} - {"data", "scoring"}
     typed = {k: v for k, v in given.items() if k in names and v is not None and v is not False}
     if source is not None:
         base = Options.from_json(source.read_run()["options"])
         typed.pop("model", None)
-        return replace(base, **typed, data=replace(base.data, **typed_data))
+        return replace(base, **typed, data=replace(base.data, **typed_data), scoring=settings)
     if "dataset" not in typed_data:
         raise HeadPruneError(
             "No dataset was given.", "Name one with -d, for instance: -d stanfordnlp/imdb, or -d data/train.jsonl."
         )
-    return Options(**typed, data=DataOptions(**typed_data))
+    return Options(**typed, data=DataOptions(**typed_data), scoring=settings)
 
 
 def _source(model: str | None, scores: Path | None, output: Path | None, console: Console) -> RunFolder | None:
@@ -443,6 +533,17 @@ def _prune_folder(source: RunFolder | None, output: Path | None, model: str, ove
             )
         output = None
     return choose_folder(output, Path(model.rstrip("/")).name, overwrite)
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)i?b?\s*", text.lower())
+    try:
+        size = int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " ")) if match else 0
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise HeadPruneError(f"--max-memory {text!r} is no amount of memory.", "Write it as 4GB or 500MB.")
+    return size
 
 
 def _numbers(flag: str, text: str) -> list[int]:

@@ -53,7 +53,7 @@ class Console:
         """A progress bar with time left; yields ``progress(done, total)``."""
         if self.quiet or not self.err.is_terminal:
             self.say(f"{label} …")
-            yield lambda done, total: None
+            yield lambda done, total, note="": None
             return
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -61,7 +61,11 @@ class Console:
         )  # fmt: skip
         with Progress(*columns, console=self.err, transient=True) as bars:
             task = bars.add_task(label, total=None)
-            yield lambda done, total: bars.update(task, completed=done, total=total)
+
+            def update(done: int, total: int, note: str = "") -> None:
+                bars.update(task, completed=done, total=total, description=f"{label} ({note})" if note else label)
+
+            yield update
 
 
 def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int]]]) -> Table:

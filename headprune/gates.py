@@ -20,9 +20,9 @@ from headprune.inputs import Example
 from headprune.modules import exact_attention, uncompiled
 from headprune.trace import find_attention
 
-
-Fill = Callable[[Tensor], Tensor]
-"""What a closed gate lets through in the head's place: from W_O's input (features last) to a tensor of its shape."""
+Fill = Callable[[Tensor, int], Tensor]
+"""What a closed gate lets through in the head's place: from W_O's input (features last), and how many gate vectors came for
+it (0: one for all its rows), to a tensor of its shape."""
 
 
 class RowsError(HeadPruneError):
@@ -159,7 +159,9 @@ class _Gate:
         return self._mixed(hidden, factor.view(-1, *[1] * (hidden.ndim - 2), hidden.shape[-1]))
 
     def _mixed(self, hidden: Tensor, factor: Tensor) -> Tensor:
-        return hidden * factor if self.fill is None else hidden * factor + self.fill(hidden) * (1 - factor)
+        if self.fill is None:
+            return hidden * factor
+        return hidden * factor + self.fill(hidden, len(self.gate) if self.gate.ndim > 1 else 0) * (1 - factor)
 
     def _owner_of(self, hidden: Tensor) -> Tensor:
         """The head of each input feature of W_O; features of no head get the constant 1 behind the gates."""

@@ -21,6 +21,7 @@ from headprune.planning import PruningPlan
 from headprune.scoring.base import HeadScores, load_scores, save_scores
 
 REPORTS = Path("reports")
+_UNFINISHED = ".unfinished"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,15 @@ class RunFolder:
     @property
     def report_path(self) -> Path:
         return self.path / "report.md"
+
+    @property
+    def unfinished(self) -> Path:
+        """Finished parts of a scoring run that is not through."""
+        return self.path / _UNFINISHED
+
+    def clear_unfinished(self) -> None:
+        """Remove the parts of an interrupted scoring run."""
+        shutil.rmtree(self.unfinished, ignore_errors=True)
 
     def plan_path(self, keep: int, first: bool) -> Path:
         """The first budget's plan is plan.json; further ones carry their number."""
@@ -106,16 +116,21 @@ def choose_folder(output: Path | None, model: str, overwrite: bool) -> RunFolder
     if output is None:
         stem = re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
         n = 1
-        while (REPORTS / f"{stem}-{n}").exists():
+        while _holds_something(REPORTS / f"{stem}-{n}"):
             n += 1
         return RunFolder(REPORTS / f"{stem}-{n}")
     if output.exists() and not output.is_dir():
         raise HeadPruneError(f"{output} is a file.", "Choose a folder with -o.")
-    if output.is_dir() and any(output.iterdir()) and not overwrite:
+    if _holds_something(output) and not overwrite:
         raise HeadPruneError(
             f"The folder {output} exists and is not empty.", "Choose another with -o, or add --overwrite."
         )
     return RunFolder(output)
+
+
+def _holds_something(folder: Path) -> bool:
+    """Whether there is more in a folder than a run that was interrupted, and can go on."""
+    return folder.exists() and any(p.name != _UNFINISHED for p in folder.iterdir())
 
 
 def newest_scores(output: Path | None, model: str | None = None) -> RunFolder | None:

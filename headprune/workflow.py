@@ -10,7 +10,7 @@ import datetime
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +30,8 @@ from headprune.models import LoadedModel, load_model
 from headprune.planning import Budget, PruningPlan, heads_to_keep, plan
 from headprune.runs import RunFolder
 from headprune.scoring import METHODS, HeadScores, score
-from headprune.scoring.base import Progress
+from headprune.scoring.base import Progress, Settings
+from headprune.scoring.resume import Work
 from headprune.surgery import answers, prune
 from headprune.trace import find_attention
 
@@ -41,7 +42,13 @@ _BOUND_LIMIT = 2_000_000_000  # parameters; above this a third copy of the model
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is asked for, besides its budget."""
+    """What a run is asked for.
+
+    Attributes:
+        distil: Score by the divergence from the dense model's answers, not by the labels.
+        keep: The budget that scoring should be sharpest at, where it cannot be sharp everywhere.
+        scoring: What the scoring methods are told.
+    """
 
     model: str
     data: DataOptions
@@ -51,13 +58,17 @@ class Options:
     seed: int = 0
     revision: str | None = None
     trust_remote_code: bool = False
+    distil: bool = False
+    keep: str | None = None
+    scoring: Settings = field(default_factory=Settings)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Options:
-        return cls(**{**data, "data": DataOptions(**data["data"])})
+        scoring = Settings(**data.get("scoring", {}))
+        return cls(**{**data, "data": DataOptions(**data["data"]), "scoring": scoring})
 
 
 class Console(Protocol):
@@ -127,21 +138,26 @@ def score_run(
         if name not in METHODS:
             raise HeadPruneError(f"There is no scoring method {name!r}.", f"Choose from {', '.join(METHODS)}.")
     scene = open_scene(options, console)
-    scores = _score_all(scene, methods, console)
+    scores = _score_all(scene, methods, folder, console)
     folder.clear_pruned()
     folder.write_scores(scores, _run_document(scene, started, methods))
+    folder.clear_unfinished()
     report.write(folder)
     return scene, scores
 
 
-def _score_all(scene: Scene, methods: Sequence[str], console: Console) -> list[HeadScores]:
+def _score_all(scene: Scene, methods: Sequence[str], folder: RunFolder, console: Console) -> list[HeadScores]:
     batches = list(scene.parts.score.batches())
     found = []
+    options, settings = scene.options, scene.options.scoring
+    if options.keep is not None:
+        settings = replace(settings, keep=heads_to_keep(options.keep, sum(a.num_heads for a in scene.layers)))
     for name in dict.fromkeys(methods):
         with console.track(f"scoring by {name}") as progress:
             began = time.monotonic()
             s = score(
-                scene.model, batches, name, layers=scene.layers, seed=scene.options.seed, progress=progress
+                scene.model, batches, name, layers=scene.layers, seed=options.seed, progress=progress,
+                distil=options.distil, settings=settings, work=Work(folder.unfinished, console.say),
             )  # fmt: skip
             s.details["seconds"] = round(time.monotonic() - began, 2)
         found.append(s)
@@ -214,7 +230,7 @@ def prune_run(
         )
     scene = open_scene(options, console)
     if source is None:
-        scores = _score_all(scene, methods, console)
+        scores = _score_all(scene, methods, folder, console)
         run = _run_document(scene, started, methods)
     else:
         _check_same(scene, scores, source)
@@ -271,6 +287,7 @@ def prune_run(
     run["seconds"] = [*run["seconds"][: len(run["commands"]) - 1], round(time.monotonic() - started, 1)]
     folder.write_run(run)
     write_json(folder.metrics_path, "metrics", metrics)
+    folder.clear_unfinished()
     report.write(folder)
     return results
 

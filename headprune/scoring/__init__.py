@@ -32,7 +32,7 @@ from headprune.scoring.base import (
     method,
     save_scores,
 )
-from headprune.scoring.resume import DiskStore, work_key
+from headprune.scoring.resume import DiskStore, Work
 from headprune.scoring.stability import stability
 from headprune.trace import evaluating, find_attention
 
@@ -52,7 +52,7 @@ def score(
     layers: Sequence[AttentionLayer] | None = None,
     seed: int = 0,
     settings: Settings | None = None,
-    work: Path | None = None,
+    work: Path | str | Work | None = None,
     progress: Progress | None = None,
 ) -> HeadScores:
     """Score the importance of every maskable head.
@@ -106,7 +106,8 @@ def score(
             slopes=losses.slopes if losses.distils else None,
         )
         own = fingerprint(model)
-        store = DiskStore(work / f"{method}-{work_key(problem, method, own, loss_fn)}") if work is not None else Store()
+        unfinished = Work(Path(work)) if isinstance(work, str | Path) else work
+        store = unfinished.store(problem, method, own, loss_fn) if unfinished else Store()
         estimate = _normalised(chosen.run(replace(problem, store=store)), maskable, problem.settings.normalise)
     details = {**estimate.details, "loss": losses.about}
     if isinstance(store, DiskStore) and store.found:
@@ -132,7 +133,9 @@ def _normalised(estimate: Estimate, layers: Sequence[AttentionLayer], wanted: bo
     """Each layer's scores divided by their L2 norm, if wanted (Michel et al. 2019, section 4.1)."""
     if not wanted:
         return estimate
-    norms = [v.norm().clamp(min=1e-300).expand(len(v)) for v in torch.split(estimate.values, [a.num_heads for a in layers])]
+    norms = [
+        v.norm().clamp(min=1e-300).expand(len(v)) for v in torch.split(estimate.values, [a.num_heads for a in layers])
+    ]
     norm = torch.cat(norms)
     effects = None if estimate.effects is None else estimate.effects / norm
     return replace(estimate, values=estimate.values / norm, stderr=estimate.stderr / norm, effects=effects)

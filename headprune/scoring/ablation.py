@@ -1,13 +1,24 @@
-"""Ablation scores: what the loss does when a head is taken away."""
+"""Ablation scores: what the loss does when a head is taken away, or says something else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from headprune.attention import AttentionLayer
+from headprune.gates import Fill, gated
 from headprune.scoring.base import Estimate, Problem, Samples, method
 from headprune.scoring.replay import Replay
 from headprune.scoring.sampled import sampled
+from headprune.scoring.statistics import real_tokens
+
+FillsOf = Callable[[int, int], Mapping[str, Fill]]
+"""(number of the first example, examples) of a batch to what comes in the heads' places, by layer."""
 
 
 @method("ablation", unit="loss (nats) added when the head is removed")
@@ -25,21 +36,64 @@ def ablation(problem: Problem) -> Estimate:
     return Estimate.mean_of(exact(problem, replay), replayed=replay.notes or "every layer")
 
 
-def exact(problem: Problem, replay: Replay) -> Samples:
-    """Every head's effect on every example."""
-    found = []
-    steps = len(problem.batches) * problem.heads
-    for i, (batch, size) in enumerate(problem.batches):
+@method("mean-ablation", unit="loss (nats) added when the head gives its mean")
+def mean_ablation(problem: Problem) -> Estimate:
+    """The head's output is replaced by its mean over the tokens of all examples, as Wang et al. (2022) do.
 
-        def compute(i: int = i, batch: object = batch, size: int = size) -> Tensor:
-            with replay.of(batch, size) as recording:
+    Section 2.1 of "Interpretability in the Wild" (arXiv:2211.00593). What a head adds alike everywhere, such as a bias,
+    does not count: after pruning, W_O's bias could hold it.
+    """
+    totals = _read(
+        problem, "mean", lambda tokens, example: torch.cat([tokens.new_tensor([len(tokens)]), tokens.sum(0)])
+    )
+    means = {name: each[:, 1:].sum(0) / each[:, 0].sum() for name, each in totals.items()}
+
+    def fills(start: int, size: int) -> dict[str, Fill]:
+        return {name: partial(_constant, mean) for name, mean in means.items()}
+
+    replay = Replay(problem)
+    return Estimate.mean_of(exact(problem, replay, fills), replayed=replay.notes or "every layer")
+
+
+@method("resample-ablation", unit="loss (nats) added when the head says what it said elsewhere")
+def resample_ablation(problem: Problem) -> Estimate:
+    """The head's output at each token is replaced by its output at a random token of a random example.
+
+    Resample ablation of Chan et al. (2022), "Causal Scrubbing", at the level of tokens: what is put in is as likely as
+    what was there, so the model stays among activations that it knows. One draw for each token, from the seed; the pool
+    has one token of every example.
+    """
+
+    def one(tokens: Tensor, example: int) -> Tensor:
+        return tokens[int(_draws(problem.seed, example, 1, len(tokens)))]
+
+    pools = _read(problem, "pool", one)
+
+    def fills(start: int, size: int) -> dict[str, Fill]:
+        return {name: _Elsewhere(pool, problem.seed + 1, start, size) for name, pool in pools.items()}
+
+    replay = Replay(problem)
+    return Estimate.mean_of(exact(problem, replay, fills), replayed=replay.notes or "every layer")
+
+
+def exact(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> Samples:
+    """Every head's effect on every example."""
+    found: list[Tensor] = []
+    steps = len(problem.batches) * problem.heads
+    start = 0
+    for i, (batch, size) in enumerate(problem.batches):
+        fill = fills(start, size) if fills else None
+
+        def compute(i: int = i, batch: Any = batch, size: int = size, fill: Any = fill) -> Tensor:
+            with replay.of(batch, size, fill) as recording:
                 columns = [recording.dense]
                 for gates in one_by_one(problem):
                     columns += list(recording.losses(gates))
-                    problem.progress(i * problem.heads + len(columns) - 1, steps)
+                    problem.progress(i * problem.heads + len(columns) - 1, steps, _widest(found, columns))
             return torch.stack(columns, dim=1)
 
         found.append(problem.store.get(f"{i}", compute))
+        start += size
     losses = torch.cat(found)
     return Samples(losses[:, 1:] - losses[:, :1], losses[:, 0])
 
@@ -47,3 +101,72 @@ def exact(problem: Problem, replay: Replay) -> Samples:
 def one_by_one(problem: Problem) -> list[Tensor]:
     """For every layer, gates ``[num_heads, heads]`` that each remove one of its heads."""
     return list(torch.split(1 - torch.eye(problem.heads), [layer.num_heads for layer in problem.layers]))
+
+
+def _widest(found: list[Tensor], columns: list[Tensor]) -> str:
+    """How wide the widest interval is so far, where a batch is through."""
+    if sum(map(len, found)) < 2:
+        return ""
+    effects = torch.cat(found)
+    error = (effects[:, 1:] - effects[:, :1]).std(0).max() / len(effects) ** 0.5
+    return f"widest interval ±{1.96 * error.item():.2g}"
+
+
+def _constant(value: Tensor, hidden: Tensor, gates: int) -> Tensor:
+    return value[: hidden.shape[-1]].to(hidden).expand_as(hidden)
+
+
+class _Elsewhere:
+    """For every token of ``size`` examples, what was said at some token of the pool."""
+
+    def __init__(self, pool: Tensor, seed: int, start: int, size: int) -> None:
+        self.pool, self.seed, self.start, self.size = pool, seed, start, size
+        self.drawn = torch.empty(0, 0, dtype=torch.long)
+
+    def __call__(self, hidden: Tensor, gates: int) -> Tensor:
+        copies = (gates or self.size) // self.size
+        tokens = hidden.numel() // (hidden.shape[-1] * copies * self.size)
+        if self.drawn.shape[1] != tokens:  # the same draws for an example in whatever batch it is
+            examples = range(self.start, self.start + self.size)
+            self.drawn = torch.stack([_draws(self.seed, i, tokens, len(self.pool)) for i in examples])
+        values = self.pool[self.drawn, : hidden.shape[-1]].to(hidden)
+        return values.repeat(copies, 1, 1).reshape(hidden.shape)
+
+
+def _draws(seed: int, example: int, count: int, below: int) -> Tensor:
+    generator = torch.Generator().manual_seed((seed << 32) + example)
+    return torch.randint(below, (count,), generator=generator)
+
+
+def _read(problem: Problem, key: str, take: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
+    """What ``take(tokens [tokens, features], example)`` makes of the input of every layer's W_O.
+
+    Returns:
+        ``{layer_name: [examples, width]}``, with zeros behind what a narrower layer gives.
+    """
+    found: dict[str, list[Tensor]] = {layer.name: [] for layer in problem.layers}
+    start = 0
+    for i, (batch, size) in enumerate(problem.batches):
+
+        def compute(batch: Any = batch, size: int = size, start: int = start) -> Tensor:
+            rows: dict[str, Tensor] = {}
+
+            def reading(layer: AttentionLayer, hidden: Tensor, gates: int) -> Tensor:
+                if layer.name not in rows:  # where a layer runs several times, its first says
+                    each = hidden.detach().reshape(size, -1, hidden.shape[-1]).cpu().double()
+                    real = real_tokens(problem.model, layer, batch, each.shape[1])
+                    kept = [e if real is None else e[real[r, 0].cpu()] for r, e in enumerate(each)]
+                    rows[layer.name] = torch.stack([take(k, start + r) for r, k in enumerate(kept)])
+                return torch.zeros_like(hidden)
+
+            ones = {layer.name: torch.ones(layer.num_heads) for layer in problem.layers}
+            reader: dict[str, Fill] = {layer.name: partial(reading, layer) for layer in problem.layers}
+            with torch.no_grad(), gated(problem.model, problem.layers, ones, reader):
+                problem.losses(batch)
+            width = max(r.shape[1] for r in rows.values())
+            return torch.stack([F.pad(rows[a.name], (0, width - rows[a.name].shape[1])) for a in problem.layers])
+
+        for name, own in zip(found, problem.store.get(f"{key}-{i}", compute), strict=True):
+            found[name].append(own)
+        start += size
+    return {name: torch.cat(parts) for name, parts in found.items()}

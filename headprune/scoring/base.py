@@ -15,7 +15,6 @@ from headprune.errors import HeadPruneError
 from headprune.jsonio import read_json, write_json
 
 
-
 class Progress(Protocol):
     """Hears how far a long run is."""
 
@@ -98,7 +97,11 @@ class HeadScores:
             "values": numbers(self.values),
             "stderr": numbers(self.stderr),
             "details": self.details,
-            **({} if self.matrix is None else {"matrix": [[float(f"{x:.7g}") for x in r] for r in self.matrix.tolist()]}),
+            **(
+                {}
+                if self.matrix is None
+                else {"matrix": [[float(f"{x:.7g}") for x in r] for r in self.matrix.tolist()]}
+            ),
         }
 
     @classmethod

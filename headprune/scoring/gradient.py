@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,30 @@ def gradient(problem: Problem) -> Estimate:
     return Estimate.mean_of(Samples(samples.effects.abs(), samples.losses))
 
 
+@method("signed-gradient", unit="loss (nats) that first order expects the removal to add")
+def signed_gradient(problem: Problem) -> Estimate:
+    """First-order Taylor expansion of ablation: the mean over examples of ``-dL/dxi``, signed.
+
+    Molchanov et al. (2017, arXiv:1611.06440), equation (6), before the absolute value, for the gate of a head. Effects
+    of opposite sign in different examples cancel, as they do in ablation; in `gradient` they add up.
+    """
+    samples = gate_gradients(problem)
+    return Estimate.mean_of(Samples(-samples.effects, samples.losses))
+
+
+@method("fisher", unit="nats² per unit of gate², mean square of the gradient")
+def fisher(problem: Problem) -> Estimate:
+    """Diagonal of the empirical Fisher information of the gates: the mean over examples of ``(dL/dxi)^2``.
+
+    Kwon et al. (2022, arXiv:2204.09656), equation (6) and section 4.1: half of it is the loss that second order expects
+    to be added when the head goes. `HeadScores.matrix` is the whole matrix, ``mean_i g_ih g_ik``, so that pairs of heads that
+    stand in for each other can be weighed (their section 4.2).
+    """
+    samples = gate_gradients(problem)
+    squares = Estimate.mean_of(Samples(samples.effects**2, samples.losses))
+    return replace(squares, matrix=samples.effects.T @ samples.effects / len(samples.effects))
+
+
 def gate_gradients(problem: Problem) -> Samples:
     """Signed ``dL_i/dxi_h`` of every example ``i`` and head ``h``, with all gates at 1."""
     effects, losses = [], []
@@ -32,11 +57,11 @@ def gate_gradients(problem: Problem) -> Samples:
     for p in trainable:  # only the gates' gradients are wanted: this halves the backward pass
         p.requires_grad_(False)
     try:
-        batches = problem.batches if _independent(problem) else _singles(problem)
+        batches = problem.batches if independent(problem) else in_singles(problem)
         for i, (batch, size) in enumerate(batches):
             gates = _gates(problem, size)
             with torch.enable_grad(), gated(problem.model, problem.layers, gates):
-                loss = problem.losses(batch)
+                loss = (problem.slopes or problem.losses)(batch)
                 effects.append(_rows(loss.sum(), gates).double())
             losses.append(loss.detach().cpu().double())
             problem.progress(i + 1, len(batches))
@@ -61,7 +86,7 @@ def _rows(loss: Tensor, gates: dict[str, Tensor]) -> Tensor:
     return torch.cat([torch.zeros_like(gate) if g is None else g for g, gate in pairs], dim=1)
 
 
-def _independent(problem: Problem) -> bool:
+def independent(problem: Problem) -> bool:
     """Whether each example's loss depends on its own gates alone, tried on a few examples.
 
     A module that puts tokens before the batch would mix them up.
@@ -80,5 +105,5 @@ def _independent(problem: Problem) -> bool:
     return not bool(first[1:].any())
 
 
-def _singles(problem: Problem) -> list[tuple[Any, int]]:
+def in_singles(problem: Problem) -> list[tuple[Any, int]]:
     return [(row, 1) for batch, _ in problem.batches for row in singles(batch)]

@@ -7,8 +7,8 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +100,34 @@ def work_key(problem: Problem, method: str, model: str, loss: Any = None) -> str
     return digest.hexdigest()[:16]
 
 
-def others(folder: Path, keys: Sequence[str]) -> list[Path]:
-    """Unfinished work in ``folder`` that is of another computation than ``keys``."""
-    return [p for p in sorted(folder.glob("*")) if p.is_dir() and p.name.rpartition("-")[2] not in keys]
+@dataclass(frozen=True)
+class Work:
+    """A folder for the unfinished work of scoring runs.
+
+    Attributes:
+        folder: One folder in it for every computation.
+        say: Told what is there already.
+    """
+
+    folder: Path
+    say: Callable[[str], None] = lambda text: None
+
+    def store(self, problem: Problem, method: str, model: str, loss: Any = None) -> DiskStore:
+        """The store of one computation, with what an earlier run of the very same has finished."""
+        own = self.folder / f"{method}-{work_key(problem, method, model, loss)}"
+        if parts := len(list(own.glob("*.npy"))):
+            self.say(f"{method}: going on with {parts} finished parts of an interrupted run (--no-resume starts anew).")
+        elif any(self.folder.glob(f"{method}-*")):
+            self.say(
+                f"{method}: unfinished work in {self.folder} is not used: its model, data, seed, options or versions were others."
+            )
+        return DiskStore(own)
 
 
 def _code(loss: Any) -> str:
     code = getattr(loss, "__code__", None)
-    return "" if loss is None else f"{getattr(loss, '__qualname__', type(loss).__qualname__)}:{code.co_code.hex() if code else ''}"
+    return (
+        ""
+        if loss is None
+        else f"{getattr(loss, '__qualname__', type(loss).__qualname__)}:{code.co_code.hex() if code else ''}"
+    )

@@ -60,7 +60,9 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
     """Zero ablation within ``settings.examples`` ablated examples per head (on average), or ``settings.seconds``."""
     began = time.monotonic()
     gradients = gate_gradients(replace(problem, progress=lambda done, total, note="": None))
-    expected, n = -gradients.effects, len(gradients.losses)
+    # A divergence from the dense model grows with the square.
+    expected = -gradients.effects if problem.slopes is None else gradients.effects**2 / 2
+    n = len(expected)
     generator = torch.Generator().manual_seed(problem.seed)
     length = expected.norm(dim=1)
     size = length / length.mean() + _FLOOR if length.any() else torch.ones(n, dtype=torch.float64)
@@ -78,7 +80,9 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
         if cut is None or left < unsure.sum() or not unsure.any():
             break
         more = left / (_ROUNDS + 2 - number) / unsure.sum()
-        state = _look(problem, replay, state, torch.where(unsure, state.wanted + more, state.wanted).clamp(max=n), number)
+        state = _look(
+            problem, replay, state, torch.where(unsure, state.wanted + more, state.wanted).clamp(max=n), number
+        )
     values, variance = estimate(state)
     share_of = ((state.effects.nan_to_num() ** 2) / state.inclusion()).sum(0) / n - values**2
     looked = (~state.effects.isnan()).sum(0).double()
@@ -179,7 +183,9 @@ def _look(problem: Problem, replay: Replay, state: _State, wanted: Tensor, numbe
             grown.effects[start : start + size][part & where] = full[part & where]
         start += size
         done += int(part.sum())
-        problem.progress(done, max(steps, 1), f"widest interval ±{_widest(grown):.2g}" if i + 1 == len(problem.batches) else "")
+        problem.progress(
+            done, max(steps, 1), f"widest interval ±{_widest(grown):.2g}" if i + 1 == len(problem.batches) else ""
+        )
     return grown
 
 

@@ -18,7 +18,7 @@ from headprune.errors import HeadPruneError
 from headprune.gates import RowsError
 from headprune.loss import IGNORED, inputs_of, singles
 from headprune.scoring.base import Estimate, Problem, Samples, method
-from headprune.scoring.gradient import _independent, _singles
+from headprune.scoring.gradient import in_singles, independent
 from headprune.scoring.maps import attention_maps
 from headprune.trace.graphs import is_matrix
 
@@ -66,7 +66,7 @@ def output_norm(problem: Problem) -> Estimate:
 
                 def take(hidden: Tensor, layer: AttentionLayer = layer) -> None:
                     norms = readers[layer.name].norms(hidden, size)
-                    found[layer.name].append(_mean(norms, _real(problem.model, layer, batch, norms.shape[-1])))
+                    found[layer.name].append(_mean(norms, real_tokens(problem.model, layer, batch, norms.shape[-1])))
 
                 stack.callback(readers[layer.name].hook(problem.model, take))
             losses = problem.losses(batch)
@@ -91,9 +91,9 @@ def weight_norm(problem: Problem) -> Estimate:
 def _separable(problem: Problem) -> Sequence[tuple[Any, int]]:
     """Batches whose examples can be told apart at W_O: where tokens come before the batch, only one by one."""
     try:
-        return problem.batches if _independent(problem) else _singles(problem)
+        return problem.batches if independent(problem) else in_singles(problem)
     except RuntimeError:  # the loss has no gradient, by which it would be seen
-        return _singles(problem)
+        return in_singles(problem)
 
 
 def _samples(problem: Problem, name: str, batches: Sequence[tuple[Any, int]], measure: Measure) -> Samples:
@@ -122,7 +122,7 @@ def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor])
     def measure(batch: Any, size: int) -> Tensor:
         def keep(layer: AttentionLayer, weights: Tensor) -> Tensor:
             looks = weights.sum(dim=-1) > 0  # a query that sees nothing is neither focused nor not
-            real = _real(problem.model, layer, batch, weights.shape[2])
+            real = real_tokens(problem.model, layer, batch, weights.shape[2])
             return _mean(statistic(weights), looks & real if real is not None else looks)
 
         with attention_maps(problem.model, problem.layers, size, keep) as found:
@@ -145,7 +145,7 @@ def _mean(values: Tensor, counted: Tensor | None) -> Tensor:
     return torch.where(counted, values, 0.0).sum(dim=-1) / counted.sum(dim=-1).clamp(min=1)
 
 
-def _real(model: nn.Module, layer: AttentionLayer, batch: Any, tokens: int) -> Tensor | None:
+def real_tokens(model: nn.Module, layer: AttentionLayer, batch: Any, tokens: int) -> Tensor | None:
     """Which of a layer's queries are no padding, ``[examples, 1, tokens]``; None where the batch does not say."""
     inputs = inputs_of(model, batch)
     if not isinstance(inputs, Mapping):

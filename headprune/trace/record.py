@@ -51,5 +51,7 @@ class Attention:
     pairwise: bool = True  # scores of one token with another; not so: a softmax over channels, streams, points
     returned: list[set[int]] = field(default_factory=list)  # head -> features of the module's output, if apart
     selections: dict[str, list[set[int]]] = field(default_factory=dict)  # module over all heads -> head -> features
-    arguments: dict[str | int, list[set[int]]] = field(default_factory=dict)  # argument of the module -> head -> features
+    arguments: dict[str | int, list[set[int]]] = field(
+        default_factory=dict
+    )  # argument of the module -> head -> features
     reason: str = ""

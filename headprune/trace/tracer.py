@@ -341,7 +341,9 @@ class Tracer(TorchFunctionMode):
         way = nodes_of(tensor)
         # What a projection made is cut there.
         given = {
-            k: t for k, t in given.items() if t.grad_fn in way and not any(id(leaf) in self.calls for leaf in leaves_of(t))
+            k: t
+            for k, t in given.items()
+            if t.grad_fn in way and not any(id(leaf) in self.calls for leaf in leaves_of(t))
         }
         for h in range(len(heads) if given else 0):
             part = heads.take(tensor, h)
