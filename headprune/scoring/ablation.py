@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -134,8 +135,7 @@ class _Elsewhere:
 
 
 def _draws(seed: int, example: int, count: int, below: int) -> Tensor:
-    generator = torch.Generator().manual_seed((seed << 32) + example)
-    return torch.randint(below, (count,), generator=generator)
+    return torch.from_numpy(np.random.default_rng((seed, example)).integers(below, size=count))
 
 
 def _read(problem: Problem, key: str, take: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
