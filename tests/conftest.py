@@ -105,3 +105,10 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split, count, seed in (("train", 60, 1), ("validation", 30, 2), ("test", 40, 3)):
         write_jsonl(folder / f"{split}.jsonl", sentences(count, seed))
     return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

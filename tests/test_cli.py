@@ -27,12 +27,6 @@ def run(*arguments: object, code: int = 0) -> Any:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def scored(here: Path, bert_folder: Path, data_folder: Path) -> Path:
     run("score", bert_folder, "-d", data_folder, "-L", 40, "-b", 16, "-q")
     return here / "reports" / "tiny-bert-1"

@@ -48,7 +48,9 @@ def test_replay_gives_the_plain_loops_numbers(name: str) -> None:
     assert (scores.flat() - expected.mean(1)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("name", ["albert", "mixtral", "swin", "xlnet", "zamba2", "longformer", "gemma3_text", "bitnet"])
+@pytest.mark.parametrize(
+    "name", ["albert", "mixtral", "swin", "xlnet", "zamba2", "longformer", "gemma3_text", "bitnet"]
+)
 def test_replay_of_any_model(name: str) -> None:
     """Layers that run several times, experts, windows: replayed or not, the numbers are a plain forward's."""
     model, example = built(name)
@@ -74,7 +76,9 @@ def test_replay_of_any_model(name: str) -> None:
 def problem_of(model: nn.Module, batches: list[Any], **more: Any) -> Problem:
     losses = ExampleLoss(model)
     layers = hp.find_attention(model, {k: v for k, v in batches[0].items() if k != "labels"})
-    return Problem(model, layers, [(b, batch_size(b)) for b in batches], losses, 0, lambda done, total, note="": None, **more)
+    return Problem(
+        model, layers, [(b, batch_size(b)) for b in batches], losses, 0, lambda done, total, note="": None, **more
+    )
 
 
 class Counting(nn.Module):
@@ -318,7 +322,9 @@ def test_distilled_tokens_leave_padding_out() -> None:
     example = text(2, 7)
     example["attention_mask"][:] = 1
     padded = {k: F.pad(v, (0, 3), value=0) for k, v in example.items()}
-    for method in ("ablation", "integrated-gradients") if "integrated-gradients" in hp.scoring.METHODS else ("ablation",):
+    for method in (
+        ("ablation", "integrated-gradients") if "integrated-gradients" in hp.scoring.METHODS else ("ablation",)
+    ):
         a, b = hp.score(model, [example], method), hp.score(model, [padded], method)
         torch.testing.assert_close(a.flat(), b.flat(), rtol=1e-3, atol=1e-5)
 

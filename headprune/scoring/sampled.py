@@ -33,7 +33,7 @@ _PROBE = 0.02  # of the examples, to see how long ablation takes
 
 
 @dataclass(frozen=True)
-class _State:
+class State:
     """What is known so far.
 
     Attributes:
@@ -50,6 +50,21 @@ class _State:
     luck: Tensor
     wanted: Tensor
 
+    @classmethod
+    def empty(cls, expected: Tensor, seed: int) -> State:
+        """Nothing ablated yet; every example has its number from the seed."""
+        n, heads = expected.shape
+        length = expected.norm(dim=1)
+        size = length / length.mean() + _FLOOR if length.any() else torch.ones(n, dtype=torch.float64)
+        luck = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return cls(
+            expected, torch.full_like(expected, float("nan")), size, luck, torch.zeros(heads, dtype=torch.float64)
+        )
+
+    def grown(self, wanted: Tensor) -> State:
+        """The same with larger samples, of which nothing more is known yet."""
+        return replace(self, wanted=wanted, effects=self.effects.clone())
+
     def inclusion(self) -> Tensor:
         """``pi``, ``[examples, heads]``."""
         levels = {w: inclusion(self.size, w) for w in set(self.wanted.tolist())}
@@ -63,13 +78,7 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
     # A divergence from the dense model grows with the square.
     expected = -gradients.effects if problem.slopes is None else gradients.effects**2 / 2
     n = len(expected)
-    generator = torch.Generator().manual_seed(problem.seed)
-    length = expected.norm(dim=1)
-    size = length / length.mean() + _FLOOR if length.any() else torch.ones(n, dtype=torch.float64)
-    state = _State(
-        expected, torch.full_like(expected, float("nan")), size, torch.rand(n, generator=generator, dtype=torch.float64),
-        torch.zeros(problem.heads, dtype=torch.float64),
-    )  # fmt: skip
+    state = State.empty(expected, problem.seed)
     budget = _budget(problem, replay, state, began) * problem.heads
     cut = problem.settings.keep
     share = _FIRST if cut is not None else 1.0
@@ -97,7 +106,7 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
     return Estimate(values, (variance + share_of.clamp(min=0) / n).sqrt(), n, details)
 
 
-def estimate(state: _State) -> tuple[Tensor, Tensor]:
+def estimate(state: State) -> tuple[Tensor, Tensor]:
     """Every head's score, and the variance of its difference from what all examples would give, ``[heads]`` each.
 
     The unbiased estimate of the variance misses what was not seen: a head of whose rare large effects none was in the
@@ -129,7 +138,7 @@ def inclusion(size: Tensor, wanted: float) -> Tensor:
         certain |= over
 
 
-def _budget(problem: Problem, replay: Replay, state: _State, began: float) -> float:
+def _budget(problem: Problem, replay: Replay, state: State, began: float) -> float:
     """Examples to ablate per head: what was asked for, or what the time allows."""
     n = len(state.size)
     asked = problem.settings.examples
@@ -149,7 +158,7 @@ def _budget(problem: Problem, replay: Replay, state: _State, began: float) -> fl
     return min(wanted, float(problem.store.get("budget", measure)))
 
 
-def _straddling(problem: Problem, state: _State, keep: int | None) -> Tensor:
+def _straddling(problem: Problem, state: State, keep: int | None) -> Tensor:
     """``[heads]``: whose interval holds the score at the cut, so that more examples may change the plan."""
     values, variance = estimate(state)
     if keep is None or not 0 < keep < len(values):
@@ -160,9 +169,9 @@ def _straddling(problem: Problem, state: _State, keep: int | None) -> Tensor:
     return ((values - cut).abs() <= quantile * variance.sqrt()) & (state.wanted < len(state.size))
 
 
-def _look(problem: Problem, replay: Replay, state: _State, wanted: Tensor, number: int) -> _State:
+def _look(problem: Problem, replay: Replay, state: State, wanted: Tensor, number: int) -> State:
     """Ablate what larger samples hold more than the ones so far."""
-    grown = replace(state, wanted=wanted, effects=state.effects.clone())
+    grown = state.grown(wanted)
     before, after = state.inclusion() if state.wanted.any() else torch.zeros_like(state.expected), grown.inclusion()
     luck = state.luck[:, None]
     new = (luck < after) & ~(luck < before)
@@ -204,5 +213,5 @@ def _effects(problem: Problem, replay: Replay, batch: object, rows: list[int], h
     return effects
 
 
-def _widest(state: _State) -> float:
+def _widest(state: State) -> float:
     return 1.96 * float(estimate(state)[1].max().sqrt())

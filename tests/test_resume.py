@@ -1,0 +1,177 @@
+"""Scoring runs that are interrupted, and go on."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import headprune as hp
+from headprune.scoring import METHODS, Settings
+from headprune.scoring.resume import Work
+from tests.test_scores import split
+from tests.zoo import bert, labelled, text
+
+KEPT = [m for m in METHODS if m not in ("random", "weight-norm")]
+
+
+def setting() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    model, _ = bert()
+    return model, split(labelled(model, text(8, 7)), 2)
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def stopping_after(calls: int) -> Any:
+    def progress(done: int, total: int, note: str = "") -> None:
+        nonlocal calls
+        calls -= 1
+        if calls == 0:
+            raise Interrupted
+
+    return progress
+
+
+@pytest.mark.parametrize("method", KEPT)
+def test_an_interrupted_run_gives_what_a_whole_one_gives(method: str, tmp_path: Path) -> None:
+    model, batches = setting()
+    settings = Settings(
+        examples=5 if method == "ablation" else None, steps=8 if method in ("l0", "dsp") else None, permutations=4
+    )
+    whole = hp.score(model, batches, method, settings=settings)
+    for stop in (2, 5, 9):
+        try:
+            hp.score(model, batches, method, settings=settings, work=tmp_path, progress=stopping_after(stop))
+        except Interrupted:
+            continue
+        break
+    said: list[str] = []
+    parts = list(tmp_path.glob("*/*.npy"))
+    resumed = hp.score(model, batches, method, settings=settings, work=Work(tmp_path, said.append))
+    assert torch.equal(resumed.flat(), whole.flat())
+    assert torch.equal(resumed.flat_stderr().nan_to_num(), whole.flat_stderr().nan_to_num())
+    assert parts
+    assert "going on with" in said[0]
+
+
+def test_other_models_data_seeds_and_options_are_never_mixed_in(tmp_path: Path) -> None:
+    model, batches = setting()
+    hp.score(model, batches, "ablation", work=tmp_path)
+    with torch.no_grad():
+        other = bert()[0]
+        other.classifier.weight[0, 0] += 1e-3
+    changed = [dict(b) for b in batches]
+    changed[2] = {**changed[2], "labels": 1 - changed[2]["labels"]}
+    said: list[str] = []
+    for arguments, options in (
+        ((other, batches), {}), ((model, changed), {}), ((model, batches), {"seed": 1}),
+        ((model, batches), {"settings": Settings(normalise=True)}), ((model, batches), {"distil": True}),
+        ((model, batches[:3]), {}),
+    ):  # fmt: skip
+        said.clear()
+        kept = hp.score(*arguments, "ablation", work=Work(tmp_path, said.append), **options)
+        assert "not used" in said[0], options
+        assert torch.equal(kept.flat(), hp.score(*arguments, "ablation", **options).flat())
+    said.clear()
+    hp.score(model, batches, "ablation", work=Work(tmp_path, said.append), settings=Settings(max_memory=1 << 30))
+    assert "going on" in said[0]  # how much memory there is changes no number
+
+
+def test_damaged_parts_are_computed_again(tmp_path: Path) -> None:
+    model, batches = setting()
+    whole = hp.score(model, batches, "ablation", work=tmp_path)
+    parts = sorted(tmp_path.glob("*/*.npy"))
+    parts[0].write_bytes(parts[0].read_bytes()[:-7])
+    parts[1].write_bytes(b"")
+    assert torch.equal(hp.score(model, batches, "ablation", work=tmp_path).flat(), whole.flat())
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = setting()
+    original, calls = os.replace, []
+
+    def full(a: Any, b: Any) -> None:
+        calls.append(b)
+        if len(calls) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(a, b)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(hp.HeadPruneError, match=r"No space left on device.*run the same command again"):
+        hp.score(model, batches, "ablation", work=tmp_path)
+    monkeypatch.setattr(os, "replace", original)
+    assert len(list(tmp_path.glob("*/*.npy"))) == 2
+    assert not list(tmp_path.glob("*/*.tmp"))
+    resumed = hp.score(model, batches, "ablation", work=tmp_path)
+    assert torch.equal(resumed.flat(), hp.score(model, batches, "ablation").flat())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_command_goes_on(how: int, here: Path, bert_folder: Path, data_folder: Path) -> None:
+    code = "import sys; from headprune.cli import main; main()"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "score",
+        str(bert_folder),
+        "-d",
+        str(data_folder),
+        "-b",
+        "1",
+        "-m",
+        "ablation",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=here, stderr=subprocess.PIPE, text=True, env=environment)
+    unfinished = here / "reports" / f"{bert_folder.name}-1" / ".unfinished"
+    deadline = time.monotonic() + 120
+    while process.poll() is None and not list(unfinished.glob("*/*.npy")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(how)
+    errors = process.communicate()[1]
+    parts = len(list(unfinished.glob("*/*.npy")))
+    if process.returncode == 0:
+        pytest.skip("the run was through before it could be stopped")
+    assert parts
+    assert not (unfinished.parent / "scores.json").exists()
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert "same command" in errors
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True, env=environment)
+    assert f"going on with {parts} finished parts" in " ".join(done.stderr.split())
+    assert not unfinished.exists()
+    fresh = subprocess.run(
+        [*command, "-o", "fresh"], cwd=here, capture_output=True, text=True, check=True, env=environment
+    )
+    assert fresh.returncode == 0
+    a, b = (hp.HeadScores.load(p / "scores.json") for p in (unfinished.parent, here / "fresh"))
+    assert torch.equal(a.flat(), b.flat())
+
+
+def test_no_resume(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    from typer.testing import CliRunner
+
+    from headprune.cli import app
+
+    left = here / "out" / ".unfinished" / "ablation-0123456789abcdef"
+    left.mkdir(parents=True)
+    (left / "0.npy").write_bytes(b"")
+    base = ["score", str(bert_folder), "-d", str(data_folder), "-m", "ablation", "-o", "out"]
+    result = CliRunner().invoke(app, [*base, "--dry-run"])
+    assert result.exit_code == 0, result.stderr
+    result = CliRunner().invoke(app, base)
+    assert "not used" in " ".join(result.stderr.split()), result.stderr
+    assert not (here / "out" / ".unfinished").exists()
+    (here / "out2" / ".unfinished" / "ablation-0").mkdir(parents=True)
+    result = CliRunner().invoke(app, [*base[:-1], "out2", "--no-resume"])
+    assert "not used" not in " ".join(result.stderr.split())
