@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, gated
@@ -27,31 +29,58 @@ def gradient(problem: Problem) -> Estimate:
 
 def gate_gradients(problem: Problem) -> Samples:
     """Signed ``dL_i/dxi_h`` of every example ``i`` and head ``h``, with all gates at 1."""
-    effects, losses = [], []
-    trainable = [p for p in problem.model.parameters() if p.requires_grad]
-    for p in trainable:  # only the gates' gradients are wanted: this halves the backward pass
+    parts = []
+    with frozen(problem.model):
+        batches = separate(problem)
+        for i, (batch, size) in enumerate(batches):
+            parts.append(slopes(problem, batch, size))
+            problem.progress(i + 1, len(batches))
+    return Samples(finite(torch.cat([p.effects for p in parts])), torch.cat([p.losses for p in parts]))
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No gradients for the weights while the context lasts: for gates alone, this halves the backward pass."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    for p in trainable:
         p.requires_grad_(False)
     try:
-        batches = problem.batches if _independent(problem) else _singles(problem)
-        for i, (batch, size) in enumerate(batches):
-            gates = _gates(problem, size)
-            with torch.enable_grad(), gated(problem.model, problem.layers, gates):
-                loss = problem.losses(batch)
-                effects.append(_rows(loss.sum(), gates).double())
-            losses.append(loss.detach().cpu().double())
-            problem.progress(i + 1, len(batches))
+        yield
     finally:
         for p in trainable:
             p.requires_grad_(True)
-    result = Samples(torch.cat(effects), torch.cat(losses))
-    if not result.effects.isfinite().all():
-        row = int((~result.effects.isfinite()).any(dim=1).nonzero()[0])
+
+
+def separate(problem: Problem) -> Sequence[tuple[Any, int]]:
+    """The problem's batches; one by one, where examples of a batch cannot have a gate each."""
+    if _independent(problem):
+        return problem.batches
+    return [(row, 1) for batch, _ in problem.batches for row in singles(batch)]
+
+
+def slopes(problem: Problem, batch: Any, size: int, at: float = 1.0) -> Samples:
+    """``dL_i/dxi_h`` of one batch from `separate`, and its losses, with all gates ``at`` one value."""
+    gates = _gates(problem, size, at)
+    with torch.enable_grad(), gated(problem.model, problem.layers, gates):
+        loss = problem.losses(batch)
+        return Samples(_rows(loss.sum(), gates), loss.detach().cpu().double())
+
+
+def finite(effects: Tensor) -> Tensor:
+    """``effects`` ``[examples, heads]``, if they are numbers.
+
+    Raises:
+        HeadPruneError: Some are not.
+    """
+    if not effects.isfinite().all():
+        row = int((~effects.isfinite()).any(dim=1).nonzero()[0])
         raise HeadPruneError(f"The gradient of example {row} is not finite.", "Leave it out, or use --dtype float32.")
-    return result
+    return effects
 
 
-def _gates(problem: Problem, size: int) -> dict[str, Tensor]:
-    return {a.name: torch.ones(size, a.num_heads, requires_grad=True) for a in problem.layers}
+def _gates(problem: Problem, size: int, at: float = 1.0) -> dict[str, Tensor]:
+    shapes = {layer.name: (size, layer.num_heads) for layer in problem.layers}
+    return {name: torch.full(shape, at, dtype=torch.float64, requires_grad=True) for name, shape in shapes.items()}
 
 
 def _rows(loss: Tensor, gates: dict[str, Tensor]) -> Tensor:
@@ -76,7 +105,3 @@ def _independent(problem: Problem) -> bool:
     except RowsError:
         return False
     return not bool(first[1:].any())
-
-
-def _singles(problem: Problem) -> list[tuple[Any, int]]:
-    return [(row, 1) for batch, _ in problem.batches for row in singles(batch)]
