@@ -14,14 +14,14 @@ from headprune.fingerprint import fingerprint
 from headprune.inputs import model_device, move
 from headprune.loss import ExampleLoss, batch_size, inputs_of
 from headprune.modules import exact_attention
-from headprune.scoring import ablation, gradient, path, random, shapley
+from headprune.scoring import ablation, gradient, learned, path, random, shapley
 from headprune.scoring.agreement import agreement
 from headprune.scoring.base import METHODS, HeadScores, Method, Problem, Progress, Settings, load_scores, method, save_scores
 from headprune.trace import evaluating, find_attention
 
 __all__ = [
     "METHODS", "HeadScores", "Method", "Problem", "Settings", "ablation", "agreement", "gradient",
-    "load_scores", "method", "path", "random", "save_scores", "score", "shapley",
+    "learned", "load_scores", "method", "path", "random", "save_scores", "score", "shapley",
 ]  # fmt: skip
 
 
