@@ -1,6 +1,5 @@
 """Integrated gradients against sums that must hold, and against a plain integral without any gate."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,10 +29,10 @@ def test_against_the_trapezoid_rule() -> None:
     """200 points, W_O's columns scaled, the model's own loss."""
     model, batches = small()
     layers = hp.find_attention(model, batches[0])
-    points = np.linspace(0, 1, 201)
+    points = torch.linspace(0, 1, 201, dtype=torch.float64)
     slopes = []
     for at in points:
-        gates = torch.full((6,), at, dtype=torch.float64, requires_grad=True)
+        gates = at.repeat(6).requires_grad_()
         weights = {}
         for layer, own in zip(layers, gates.split(3), strict=True):
             name = f"{layer.output_projection.module}.weight"
@@ -41,10 +40,10 @@ def test_against_the_trapezoid_rule() -> None:
         rows = [len(b["labels"]) for b in batches]
         losses = [torch.func.functional_call(model, weights, (), b).loss for b in batches]
         loss = sum(x * n for x, n in zip(losses, rows, strict=True)) / sum(rows)
-        slopes.append(torch.autograd.grad(loss, gates)[0].numpy())
-    expected = -np.trapezoid(np.array(slopes), points, axis=0)
+        slopes.append(torch.autograd.grad(loss, gates)[0])
+    expected = -torch.trapezoid(torch.stack(slopes), points, dim=0)
     found = run(problem(model, batches, Settings(steps=32)))
-    np.testing.assert_allclose(found.values.numpy(), expected, atol=2e-5)
+    torch.testing.assert_close(found.values, expected, atol=2e-5, rtol=0)
 
 
 def test_points_double_until_the_sum_is_right() -> None:

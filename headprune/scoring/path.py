@@ -22,8 +22,8 @@ def integrated_gradients(problem: Problem) -> Estimate:
     """Hao et al. (2021): gradients integrated while all gates go from 1 to 0 together, signed.
 
     "Self-Attention Attribution" (AAAI 2021, arXiv:2004.11207) with the gate in place of the attention matrix:
-    ``-E_x int_0^1 dL(x)/dxi_h (all gates at a) da``, by Gauss and Legendre's rule. By
-    completeness (Sundararajan et al. 2017, arXiv:1703.01365) an example's effects sum to ``L(no heads) - L``.
+    ``-E_x int_0^1 dL(x)/dxi_h (all gates at a) da``, by Gauss and Legendre's rule. By completeness (Sundararajan
+    et al. 2017, arXiv:1703.01365) an example's effects sum to ``L(no heads) - L``.
 
     Without ``settings.steps`` the points of integration double, from 4 to at most 64, whenever ``gap``, the mean
     absolute error of that sum relative to the mean absolute ``L(no heads) - L``, exceeds 1 %. ``details`` has both.
