@@ -50,7 +50,7 @@ class ExampleLoss:
         model: A transformers model, or any module whose output has ``logits`` (or is the logits).
         loss_fn: ``loss_fn(output, labels)`` giving ``[batch]``; batches are then pairs ``(inputs, labels)``.
         distil: Whether the loss is the divergence from the dense model's answers. Also so where there are no labels.
-        seed: For the labels that are drawn from the dense model, to differentiate (`slopes`).
+        seed: For the labels that are drawn from the dense model, to differentiate (`surrogate`).
 
     Attributes:
         about: What the loss is, for reports.
@@ -98,7 +98,7 @@ class ExampleLoss:
             )
         return loss
 
-    def slopes(self, batch: Any) -> Tensor:
+    def surrogate(self, batch: Any) -> Tensor:
         """Cross-entropy against labels drawn from the dense model, ``[batch]``.
 
         A divergence from the dense model has no gradient at the dense model, but the mean square of these gradients is its

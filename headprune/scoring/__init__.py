@@ -16,7 +16,7 @@ from headprune.fingerprint import fingerprint
 from headprune.inputs import model_device, move
 from headprune.loss import ExampleLoss, batch_size, inputs_of
 from headprune.modules import exact_attention
-from headprune.scoring import ablation, gradient, random, statistics
+from headprune.scoring import ablation, gradient, learned, path, random, shapley, statistics
 from headprune.scoring.agreement import agreement
 from headprune.scoring.base import (
     METHODS,
@@ -38,7 +38,7 @@ from headprune.trace import evaluating, find_attention
 
 __all__ = [
     "METHODS", "HeadScores", "Method", "Problem", "Settings", "ablation", "agreement", "gradient",
-    "load_scores", "method", "random", "save_scores", "score", "statistics",
+    "learned", "load_scores", "method", "path", "random", "save_scores", "score", "shapley", "statistics",
 ]  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def score(
             seed,
             progress or _silent,
             settings or Settings(),
-            slopes=losses.slopes if losses.distils else None,
+            surrogate=losses.surrogate if losses.distils else None,
         )
         own = fingerprint(model)
         unfinished = Work(Path(work)) if isinstance(work, str | Path) else work

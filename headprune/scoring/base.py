@@ -176,7 +176,7 @@ class Problem:
         progress: Called as work goes on.
         settings: What the user asked for.
         store: Where finished parts of the work are kept, so that an interrupted run goes on where it was.
-        slopes: Where the losses are divergences from the dense model, whose gradient is zero at the dense model: other
+        surrogate: Where the losses are divergences from the dense model, whose gradient is zero at the dense model: other
             losses to differentiate, against labels drawn from the dense model. None where ``losses`` serve.
     """
 
@@ -188,7 +188,7 @@ class Problem:
     progress: Progress
     settings: Settings = field(default_factory=Settings)
     store: Store = field(default_factory=lambda: Store())
-    slopes: Callable[[Any], Tensor] | None = None
+    surrogate: Callable[[Any], Tensor] | None = None
 
     @property
     def examples(self) -> int:

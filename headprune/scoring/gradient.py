@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, gated
 from headprune.loss import rows_of, singles
-from headprune.scoring.base import Estimate, Problem, Samples, method
+from headprune.scoring.base import Estimate, NotFiniteError, Problem, Samples, method
 
 
 @method("gradient", unit="loss (nats) per unit of gate, mean absolute value")
@@ -51,32 +53,69 @@ def fisher(problem: Problem) -> Estimate:
 
 
 def gate_gradients(problem: Problem) -> Samples:
-    """Signed ``dL_i/dxi_h`` of every example ``i`` and head ``h``, with all gates at 1."""
-    effects, losses = [], []
-    trainable = [p for p in problem.model.parameters() if p.requires_grad]
-    for p in trainable:  # only the gates' gradients are wanted: this halves the backward pass
+    """Signed ``dL_i/dxi_h`` of every example ``i`` and head ``h``, with all gates at 1; of `Problem.surrogate`, if there is one."""
+    told = problem if problem.surrogate is None else replace(problem, losses=problem.surrogate)
+    parts = []
+    with frozen(problem.model):
+        batches = separate(told)
+        for i, (batch, size) in enumerate(batches):
+
+            def compute(batch: Any = batch, size: int = size) -> Tensor:
+                part = slopes(told, batch, size)
+                return torch.cat([part.effects, part.losses[:, None]], dim=1)
+
+            parts.append(problem.store.get(f"gradient-{i}", compute))
+            problem.progress(i + 1, len(batches))
+    found = torch.cat(parts)
+    return Samples(finite(found[:, :-1]), found[:, -1])
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No gradients for the weights while the context lasts: for gates alone, this halves the backward pass."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    for p in trainable:
         p.requires_grad_(False)
     try:
-        batches = problem.batches if independent(problem) else in_singles(problem)
-        for i, (batch, size) in enumerate(batches):
-            gates = _gates(problem, size)
-            with torch.enable_grad(), gated(problem.model, problem.layers, gates):
-                loss = (problem.slopes or problem.losses)(batch)
-                effects.append(_rows(loss.sum(), gates).double())
-            losses.append(loss.detach().cpu().double())
-            problem.progress(i + 1, len(batches))
+        yield
     finally:
         for p in trainable:
             p.requires_grad_(True)
-    result = Samples(torch.cat(effects), torch.cat(losses))
-    if not result.effects.isfinite().all():
-        row = int((~result.effects.isfinite()).any(dim=1).nonzero()[0])
+
+
+def separate(problem: Problem) -> Sequence[tuple[Any, int]]:
+    """The problem's batches; one by one, where examples of a batch cannot have a gate each."""
+    return problem.batches if _independent(problem) else in_singles(problem)
+
+
+def in_singles(problem: Problem) -> list[tuple[Any, int]]:
+    """Every example as a batch of its own."""
+    return [(row, 1) for batch, _ in problem.batches for row in singles(batch)]
+
+
+def slopes(problem: Problem, batch: Any, size: int, at: float = 1.0) -> Samples:
+    """``dL_i/dxi_h`` of one batch from `separate`, and its losses, with all gates ``at`` one value."""
+    gates = _gates(problem, size, at)
+    with torch.enable_grad(), gated(problem.model, problem.layers, gates):
+        loss = problem.losses(batch)
+        return Samples(_rows(loss.sum(), gates), loss.detach().cpu().double())
+
+
+def finite(effects: Tensor) -> Tensor:
+    """``effects`` ``[examples, heads]``, if they are numbers.
+
+    Raises:
+        HeadPruneError: Some are not.
+    """
+    if not effects.isfinite().all():
+        row = int((~effects.isfinite()).any(dim=1).nonzero()[0])
         raise HeadPruneError(f"The gradient of example {row} is not finite.", "Leave it out, or use --dtype float32.")
-    return result
+    return effects
 
 
-def _gates(problem: Problem, size: int) -> dict[str, Tensor]:
-    return {a.name: torch.ones(size, a.num_heads, requires_grad=True) for a in problem.layers}
+def _gates(problem: Problem, size: int, at: float = 1.0) -> dict[str, Tensor]:
+    shapes = {layer.name: (size, layer.num_heads) for layer in problem.layers}
+    return {name: torch.full(shape, at, dtype=torch.float64, requires_grad=True) for name, shape in shapes.items()}
 
 
 def _rows(loss: Tensor, gates: dict[str, Tensor]) -> Tensor:
@@ -86,7 +125,7 @@ def _rows(loss: Tensor, gates: dict[str, Tensor]) -> Tensor:
     return torch.cat([torch.zeros_like(gate) if g is None else g for g, gate in pairs], dim=1)
 
 
-def independent(problem: Problem) -> bool:
+def _independent(problem: Problem) -> bool:
     """Whether each example's loss depends on its own gates alone, tried on a few examples.
 
     A module that puts tokens before the batch would mix them up.
@@ -100,10 +139,8 @@ def independent(problem: Problem) -> bool:
     try:
         with torch.enable_grad(), gated(problem.model, problem.layers, gates):
             first = _rows(problem.losses(batch)[0], gates)
+    except NotFiniteError:
+        return True  # the pass itself will say which example
     except RowsError:
         return False
     return not bool(first[1:].any())
-
-
-def in_singles(problem: Problem) -> list[tuple[Any, int]]:
-    return [(row, 1) for batch, _ in problem.batches for row in singles(batch)]

@@ -76,7 +76,7 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
     began = time.monotonic()
     gradients = gate_gradients(replace(problem, progress=lambda done, total, note="": None))
     # A divergence from the dense model grows with the square.
-    expected = -gradients.effects if problem.slopes is None else gradients.effects**2 / 2
+    expected = -gradients.effects if problem.surrogate is None else gradients.effects**2 / 2
     n = len(expected)
     state = State.empty(expected, problem.seed)
     budget = _budget(problem, replay, state, began) * problem.heads

@@ -18,7 +18,7 @@ from headprune.errors import HeadPruneError
 from headprune.gates import RowsError
 from headprune.loss import IGNORED, inputs_of, singles
 from headprune.scoring.base import Estimate, Problem, Samples, method
-from headprune.scoring.gradient import in_singles, independent
+from headprune.scoring.gradient import in_singles, separate
 from headprune.scoring.maps import attention_maps
 from headprune.trace.graphs import is_matrix
 
@@ -91,7 +91,7 @@ def weight_norm(problem: Problem) -> Estimate:
 def _separable(problem: Problem) -> Sequence[tuple[Any, int]]:
     """Batches whose examples can be told apart at W_O: where tokens come before the batch, only one by one."""
     try:
-        return problem.batches if independent(problem) else in_singles(problem)
+        return separate(problem)
     except RuntimeError:  # the loss has no gradient, by which it would be seen
         return in_singles(problem)
 

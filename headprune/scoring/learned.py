@@ -1,0 +1,157 @@
+"""Learned scores: gates trained on frozen weights until they say which heads to keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headprune.errors import HeadPruneError
+from headprune.gates import gated
+from headprune.scoring.base import Estimate, Problem, method
+from headprune.scoring.gradient import frozen, separate
+
+_STEPS, _EPOCHS = 200, 2  # the larger of the two
+_PART = 25  # steps between states that are stored
+_RATE, _MEAN, _SQUARE = 0.1, 0.9, 0.98  # Adam's, with one second moment for all heads
+_FASTEST = 1.0  # change of a parameter in a step
+
+_LOW, _HIGH, _TEMPERATURE = -0.1, 1.1, 2 / 3  # the hard concrete distribution
+_OPEN = 3.5  # log-odds to begin with
+
+_HOT, _COLD = 1.0, 0.1  # temperatures of the relaxed draw
+
+Draw = Callable[[Tensor, int, torch.Generator, float], Tensor]
+Penalty = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+
+@method("l0", unit="log-odds that the trained gate is open")
+def l0(problem: Problem) -> Estimate:
+    """Voita et al. (2019): random gates trained to close where the loss allows; the log-odds of staying open.
+
+    "Analyzing Multi-Head Self-Attention" (ACL 2019, arXiv:1905.09418): hard concrete gates (Louizos et al. 2018,
+    arXiv:1712.01312, equations 10 to 12), drawn for each example, minimise ``L + price * C`` where
+    ``C = sum_h P(gate_h > 0)`` is the expected number of open heads. The model's weights stay as they are.
+
+    The price is ``settings.sparsity`` if that is given without ``settings.keep``. Otherwise it is the Lagrange
+    multiplier of a target for C that falls to ``keep`` (half of the heads by default) in the first half of the steps:
+    the price at which a step leads there, to first order. ``details["open"]`` is C in the end.
+    """
+    heads, keep = problem.heads, _keep(problem)
+    fixed = problem.settings.sparsity if problem.settings.keep is None else None
+    begin = heads / (1 + math.exp(-_OPEN))
+
+    def draw(odds: Tensor, size: int, generator: torch.Generator, done: float) -> Tensor:
+        noise = torch.rand(size, heads, generator=generator, dtype=torch.float64).logit(1e-6)
+        alpha = odds + _TEMPERATURE * math.log(-_LOW / _HIGH)  # logarithmic; equation 12, solved for it
+        return (((noise + alpha) / _TEMPERATURE).sigmoid() * (_HIGH - _LOW) + _LOW).clamp(0, 1)
+
+    def penalty(odds: Tensor, slope: Tensor, speed: Tensor, done: float) -> Tensor:
+        opened = odds.sigmoid()
+        change = opened * (1 - opened)
+        if fixed is not None:
+            return fixed * change
+        excess = opened.sum() - (begin + (keep - begin) * min(1.0, 2 * done))
+        return change * (excess - speed * change @ slope) / (speed * change @ change).clamp(min=1e-30)
+
+    odds, steps = _train(problem, "l0", _OPEN, draw, penalty)
+    return _estimate(problem, odds, steps=steps, open=odds.sigmoid().sum().item())
+
+
+@method("dsp", unit="log weight of the head in the draw of those that stay")
+def dsp(problem: Problem) -> Estimate:
+    """Li et al. (2021): exactly K heads drawn without replacement by weights that are trained; the log weights.
+
+    "Differentiable Subset Pruning of Transformer Heads" (TACL 2021, arXiv:2108.04657), K being ``settings.keep`` or
+    half of the heads: the K largest of ``weight + Gumbel noise`` stay, and the gradient is that of the relaxed draw
+    (Xie and Ermon 2019, arXiv:1901.10517), whose temperature falls from 1 to 0.1. Straight through: the model only
+    ever runs with K whole heads, drawn for each example. The model's weights stay as they are.
+    """
+    heads, keep = problem.heads, _keep(problem)
+
+    def draw(weights: Tensor, size: int, generator: torch.Generator, done: float) -> Tensor:
+        keys = weights - torch.empty(size, heads, dtype=torch.float64).exponential_(generator=generator).log()
+        soft = _relaxed(keys, keep, _HOT * (_COLD / _HOT) ** done)
+        return torch.zeros_like(keys).scatter(1, keys.topk(keep).indices, 1.0) + (soft - soft.detach())
+
+    weights, steps = _train(problem, "dsp", 0.0, draw, lambda weights, slope, speed, done: torch.zeros_like(slope))
+    return _estimate(problem, weights, steps=steps, keep=keep)
+
+
+def _keep(problem: Problem) -> int:
+    """How many heads to aim at: within 1 and all, half of them by default."""
+    keep = problem.heads // 2 if problem.settings.keep is None else problem.settings.keep
+    return min(max(keep, 1), problem.heads)
+
+
+def _relaxed(keys: Tensor, keep: int, temperature: float) -> Tensor:
+    """A softened 0/1 vector of the ``keep`` largest keys: ``keep`` softmaxes, each without what the last ones took."""
+    total = torch.zeros_like(keys)
+    for _ in range(keep):
+        taken = (keys / temperature).softmax(dim=-1)
+        total, keys = total + taken, keys + (1 - taken).clamp(min=1e-12).log()
+    return total
+
+
+def _train(problem: Problem, name: str, start: float, draw: Draw, penalty: Penalty) -> tuple[Tensor, int]:
+    """Momentum on one parameter per head, with one step size for all: a head moves as far as it matters.
+
+    Args:
+        problem: Whose losses are to fall.
+        name: Begins the keys of what is stored.
+        start: The parameters to begin with.
+        draw: Gates ``[size, heads]`` for parameters, size, generator, and the share of steps done. The generator
+            comes from the seed and the step alone, so that a resumed training is the same to the bit.
+        penalty: What to add to the loss's gradient, for parameters, gradient, the step size, and the share of steps
+            done: parameters are about to move by ``-speed * (slope + penalty)``.
+
+    Returns:
+        Parameters ``[heads]``, and the number of steps.
+    """
+    state = torch.zeros(3, problem.heads, dtype=torch.float64)  # parameters, running means of slope and square
+    state[0] = start
+    with frozen(problem.model):
+        batches = separate(problem)
+        steps = problem.settings.steps or max(_STEPS, _EPOCHS * len(batches))
+
+        def gradient(parameters: Tensor, step: int) -> Tensor:
+            """Of the data's mean loss, as one batch shows it."""
+            batch, size = batches[step % len(batches)]
+            generator = torch.Generator().manual_seed((problem.seed * 2**24 + step) % 2**63)
+            parameters = parameters.clone().requires_grad_()
+            with torch.enable_grad():
+                gates = problem.split(draw(parameters, size, generator, step / steps))
+                with gated(problem.model, problem.layers, gates):
+                    loss = problem.losses(batch).sum() * (len(batches) / problem.examples)
+                    (slope,) = torch.autograd.grad(loss, parameters)
+            if not slope.isfinite().all():
+                raise HeadPruneError(
+                    f"The gradient of batch {step % len(batches)} is not finite.", "Use --dtype float32."
+                )
+            return slope
+
+        def part(state: Tensor, first: int) -> Tensor:
+            parameters, mean, square = state
+            for step in range(first, min(first + _PART, steps)):
+                slope = gradient(parameters, step)
+                mean = mean.lerp(slope, 1 - _MEAN)
+                square = square.lerp((slope**2).mean(), 1 - _SQUARE)
+                slope = mean / (1 - _MEAN ** (step + 1))  # both begin at 0
+                speed = _RATE / ((square / (1 - _SQUARE ** (step + 1))).sqrt() + 1e-12)
+                move = speed * (slope + penalty(parameters, slope, speed, step / steps))
+                parameters = parameters - move.clamp(-_FASTEST, _FASTEST)
+                problem.progress(step + 1, steps)
+            return torch.stack([parameters, mean, square])
+
+        for first in range(0, steps, _PART):
+            state = problem.store.get(f"{name}-{first}", partial(part, state, first))
+    return state[0], steps
+
+
+def _estimate(problem: Problem, values: Tensor, **details: Any) -> Estimate:
+    why = {"stderr": "none from one training run of the gates"}
+    return Estimate(values, torch.full_like(values, float("nan")), problem.examples, {**why, **details})
