@@ -560,18 +560,31 @@ def _numbers(flag: str, text: str) -> list[int]:
 
 
 def _print_scores(console: Console, scores: list[HeadScores]) -> None:
-    from itertools import combinations
+    from rich.table import Table
 
-    from headprune.scoring import agreement
+    from headprune.scoring.agreement import agreements, chance
 
     for s in scores:
         _print_heat(console, s, {})
-    for a, b in combinations(scores, 2):
-        both = agreement(a, b)
-        console.result(
-            f"\nRank agreement of {a.method} and {b.method}: Spearman {both.spearman:.2f}, Kendall {both.kendall:.2f}, "
-            f"{both.top_half:.0%} of the better half in common (50% by chance)."
-        )
+    for s in scores:
+        if stable := s.details.get("stability"):
+            console.result(
+                f"{s.method}: other examples would order the heads alike to Spearman {stable['spearman']:.2f}."
+            )
+    if not (pairs := agreements(scores)):
+        return
+    random = chance(len(scores[0].flat()))
+    table = Table(title="Rank agreement", title_justify="left", box=None)
+    for column in ("", "", "Spearman", "Kendall", "better half in common"):
+        table.add_column(column)
+    for both in pairs:
+        table.add_row(both.first, both.second, f"{both.spearman:.2f}", f"{both.kendall:.2f}", f"{both.top_half:.0%}")
+    table.add_row(
+        "random orders", "95 % within", f"±{random.spearman:.2f}", f"±{random.kendall:.2f}", f"{random.top_half:.0%}",
+        style="dim",
+    )  # fmt: skip
+    console.result("")
+    console.table(table)
 
 
 def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> None:
@@ -579,7 +592,7 @@ def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> 
 
     rows = [(f"L{a.index}", s.values[a.name].tolist(), drop.get(a.name, [])) for a in s.layers]
     console.result("")
-    console.table(heat_map(f"{s.method}: {s.unit}; {s.examples:,} examples", rows))
+    console.table(heat_map(f"{s.method}: {s.unit}; {s.basis}", rows, s.signed))
 
 
 def _print_layers(console: Console, scene: Scene) -> None:

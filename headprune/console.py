@@ -68,11 +68,13 @@ class Console:
             yield update
 
 
-def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int]]]) -> Table:
-    """Layers by heads, coloured by rank over the whole model: dark blue matters, red is harmful.
+def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int]]], signed: bool = True) -> Table:
+    """Layers by heads, coloured by rank over the whole model: dark blue matters, red is harmful (if ``signed``).
 
     Args:
+        title: Above it.
         rows: (layer's label, its heads' scores, heads to cross out).
+        signed: Whether scores below 0 say that a head is harmful.
     """
     flat = sorted(v for _, values, _ in rows for v in values)
     exponent = _exponent(max(map(abs, flat), default=1.0))
@@ -88,7 +90,7 @@ def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int
         for h, value in enumerate(values):
             share = flat.index(value) / max(len(flat) - 1, 1)
             shade = int(235 - 150 * share)
-            colour = f"rgb({shade},{shade},255)" if value >= 0 else "rgb(255,170,150)"
+            colour = f"rgb({shade},{shade},255)" if value >= 0 or not signed else "rgb(255,170,150)"
             text = f"{value / 10**exponent:.1f}" if numbers else " "
             if h in crossed:
                 text = "x" if not numbers else f"x{text}"

@@ -17,6 +17,8 @@ def write(folder: RunFolder) -> None:
     """
     run, scores, metrics = folder.read_run(), folder.read_scores(), folder.read_metrics()
     figures.importance(folder.path / "importance.png", scores, metrics)
+    if len([s for s in scores if s.method != "random"]) > 1:
+        figures.agreement(folder.path / "agreement.png", scores)
     if metrics is not None:
         figures.trade_off(folder.path / "tradeoff.png", metrics)
         figures.latency(folder.path / "latency.png", metrics)

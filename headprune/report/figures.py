@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headprune.scoring.agreement import agreements, chance
 from headprune.scoring.base import HeadScores
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 # Colours that stay apart for colour-blind readers (Okabe and Ito); grey is always the random control.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _GREY = "#7f7f7f"
+_COLUMNS = 3  # heat maps side by side
 
 
 def importance(path: Path, scores: Sequence[HeadScores], metrics: dict[str, Any] | None) -> None:
@@ -25,17 +27,21 @@ def importance(path: Path, scores: Sequence[HeadScores], metrics: dict[str, Any]
     layers = shown[0].layers
     widest = max(layer.num_heads for layer in layers)
     size = (1.6 + 0.42 * max(widest, 6), 1.2 + 0.36 * max(len(layers), 4))
-    figure, axes = _figure(size[0] * len(shown), size[1], len(shown))
+    columns = min(len(shown), _COLUMNS)
+    rows = -(-len(shown) // columns)
+    figure, axes = _figure(size[0] * columns, size[1] * rows, columns, rows)
+    for axis in axes[len(shown) :]:
+        axis.set_visible(False)
     drop = metrics["budgets"][0]["drop"] if metrics else {}
-    for axis, s in zip(axes, shown, strict=True):
+    for axis, s in zip(axes, shown, strict=False):
         grid = np.full((len(layers), widest), np.nan)
         for i, layer in enumerate(layers):
             grid[i, : layer.num_heads] = s.values[layer.name].numpy()
-        if np.nanmin(grid) < 0:
+        if s.signed and np.nanmin(grid) < 0:
             limit = float(np.nanmax(np.abs(grid))) or 1.0
             image = axis.imshow(grid, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
         else:
-            image = axis.imshow(grid, cmap="Blues", vmin=0, aspect="auto")
+            image = axis.imshow(grid, cmap="Blues", vmin=min(0.0, float(np.nanmin(grid))), aspect="auto")
         for i, layer in enumerate(layers):
             for h in drop.get(layer.name, ()):
                 axis.plot(h, i, marker="x", color="black", markersize=5, markeredgewidth=1)
@@ -46,6 +52,30 @@ def importance(path: Path, scores: Sequence[HeadScores], metrics: dict[str, Any]
         step = max(1, len(layers) // 16)
         axis.set_yticks(range(0, len(layers), step), [f"L{a.index}" for a in layers[::step]])
         figure.colorbar(image, ax=axis, shrink=0.9).set_label(s.unit.split(",")[0].split(" when ")[0], fontsize=8)
+    _save(figure, path)
+
+
+def agreement(path: Path, scores: Sequence[HeadScores]) -> None:
+    """Spearman's rho of every pair of methods, with how far random orders go in the title."""
+    shown = [s for s in scores if s.method != "random"]
+    names = [s.method for s in shown]
+    grid = np.eye(len(shown))
+    for a in agreements(shown):
+        i, j = names.index(a.first), names.index(a.second)
+        grid[i, j] = grid[j, i] = a.spearman
+    figure, (axis,) = _figure(2.6 + 0.62 * len(shown), 2.0 + 0.55 * len(shown), 1)
+    image = axis.imshow(grid, cmap="RdBu", vmin=-1, vmax=1)
+    for i, j in np.ndindex(*grid.shape):
+        dark = abs(grid[i, j]) > 0.6
+        text = "–" if np.isnan(grid[i, j]) else f"{grid[i, j]:.2f}"
+        axis.text(j, i, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+    axis.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    heads = len(shown[0].flat())
+    axis.set_title(
+        f"Spearman's rho over {heads} heads\n(random orders: within ±{chance(heads).spearman:.2f})", fontsize=9
+    )
+    figure.colorbar(image, ax=axis, shrink=0.8)
     _save(figure, path)
 
 
@@ -110,13 +140,13 @@ def _shape(row: dict[str, Any]) -> str:
     return f"batch {row['batch']}" + (f", {row['length']} tokens" if row["length"] else "")
 
 
-def _figure(width: float, height: float, columns: int) -> tuple[Figure, list[Any]]:
+def _figure(width: float, height: float, columns: int, rows: int = 1) -> tuple[Figure, list[Any]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
-    return figure, list(np.atleast_1d(figure.subplots(1, columns)))
+    return figure, list(np.atleast_1d(figure.subplots(rows, columns)).flat)
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
 from typing import Any
 
 from headprune.latency import WARM_UP
 from headprune.scoring import METHODS
-from headprune.scoring.agreement import agreement
+from headprune.scoring.agreement import agreements, chance
 from headprune.scoring.base import HeadScores
 
 _SHOWN = 8
+_PAIRS = 3  # pairs of methods that get a sentence each; more are in the table alone
 
 
 def render(name: str, run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[str, Any] | None) -> str:
@@ -23,7 +23,7 @@ def render(name: str, run: dict[str, Any], scores: Sequence[HeadScores], metrics
     ]
     if metrics is not None:
         sections += [_results(metrics), _trade_off(metrics, run), _latency(metrics, run)]
-    sections += [_importance(scores, metrics)]
+    sections += [_importance(scores, metrics), *_agreement(scores)]
     if metrics is not None:
         sections.append(_removed(metrics, scores))
     sections += [_method(run, scores, metrics), _reproduce(run)]
@@ -60,14 +60,15 @@ def _findings(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[s
     real = [s for s in scores if s.method != "random"]
     for s in real:
         yield _score_sentence(s)
-    for a, b in combinations(real, 2):
-        both = agreement(a, b)
+    pairs = agreements(scores)
+    for both in pairs if len(pairs) <= _PAIRS else []:
+        a, b = both.first, both.second
         if both.spearman != both.spearman:
-            yield f"{a.method.capitalize()} and {b.method} cannot be compared: one of them scores all heads alike."
+            yield f"{a.capitalize()} and {b} cannot be compared: one of them scores all heads alike."
             continue
         word = "agree" if both.spearman > 0.7 else "agree in part" if both.spearman > 0.3 else "hardly agree"
         yield (
-            f"{a.method.capitalize()} and {b.method} {word} on the order of the heads: Spearman {both.spearman:.2f}, "
+            f"{a.capitalize()} and {b} {word} on the order of the heads: Spearman {both.spearman:.2f}, "
             f"Kendall {both.kendall:.2f}; {100 * both.top_half:.0f} % of the better half are the same heads (50 % by chance)."
         )
 
@@ -128,12 +129,11 @@ def _speed_sentence(metrics: dict[str, Any]) -> str:
 
 
 def _score_sentence(s: HeadScores) -> str:
-    flat, error = s.flat(), _flat_error(s)
-    labels = [layer.label(h) for layer in s.layers for h in range(layer.num_heads)]
+    flat, error, labels = s.flat(), s.flat_stderr(), s.labels()
     order = flat.argsort(descending=True).tolist()
-    top = ", ".join(f"{labels[i]} ({flat[i]:.4f}±{error[i]:.4f})" for i in order[:3])
-    text = f"By {s.method} on {s.examples:,} examples the most important heads are {top}"
-    if float(flat.min()) < 0:
+    top = ", ".join(f"{labels[i]} ({_with_error(flat[i], error[i], '.4f', '±')})" for i in order[:3])
+    text = f"By {s.method} on {s.basis} the most important heads are {top}"
+    if s.signed and float(flat.min()) < 0 and bool(error.isfinite().all()):
         harmful = int(((flat + 1.96 * error) < 0).sum())
         unsure = int((flat.abs() < 1.96 * error).sum())
         text += (
@@ -143,10 +143,8 @@ def _score_sentence(s: HeadScores) -> str:
     return text + "."
 
 
-def _flat_error(s: HeadScores) -> Any:
-    import torch
-
-    return torch.cat([s.stderr[layer.name] for layer in s.layers])
+def _with_error(value: Any, error: Any, form: str, sign: str) -> str:
+    return f"{value:{form}}" if error != error else f"{value:{form}}{sign}{error:{form}}"
 
 
 # -- tables -----------------------------------------------------------------------------------
@@ -258,17 +256,18 @@ def _importance(scores: Sequence[HeadScores], metrics: dict[str, Any] | None) ->
     for s in scores:
         if s.method == "random":
             continue
-        flat, error = s.flat(), _flat_error(s)
-        labels = [layer.label(h) for layer in s.layers for h in range(layer.num_heads)]
+        flat, error, labels = s.flat(), s.flat_stderr(), s.labels()
         order = flat.argsort(descending=True).tolist()
 
         def row(indices: list[int], labels: list[str] = labels, flat: Any = flat, error: Any = error) -> str:
-            return ", ".join(f"{labels[i]} {flat[i]:.4g} ± {error[i]:.2g}" for i in indices)
+            return ", ".join(
+                f"{labels[i]} {flat[i]:.4g}" + ("" if error[i] != error[i] else f" ± {error[i]:.2g}") for i in indices
+            )
 
         shown = min(_SHOWN, len(order) // 2)
         seconds = f", {s.details['seconds']:,} s" if "seconds" in s.details else ""
         lines += [
-            f"**{s.method}** ({s.unit}; {s.examples:,} examples{seconds}; ± is the standard error)",
+            f"**{s.method}** ({s.unit}; {s.basis}{seconds}; {_certainty(s)})",
             "",
             f"- highest: {row(order[:shown])}",
             f"- lowest: {row(order[::-1][:shown])}",
@@ -276,6 +275,46 @@ def _importance(scores: Sequence[HeadScores], metrics: dict[str, Any] | None) ->
         ]
     lines.append("All values are in `scores.json`.")
     return "\n".join(lines)
+
+
+def _certainty(s: HeadScores) -> str:
+    """Standard errors, or why there are none, and whether other examples would order the heads alike."""
+    text = f"no standard error: {s.details['stderr']}" if "stderr" in s.details else "± is the standard error"
+    if "estimated" in s.details:
+        text += f"; {s.details['estimated']}"
+    if stable := s.details.get("stability"):
+        how = "examples drawn anew" if stable["by"] == "bootstrap" else "draws within the standard errors"
+        text += f"; {how} order the heads alike to Spearman {stable['spearman']:.2f}"
+    return text
+
+
+def _agreement(scores: Sequence[HeadScores]) -> list[str]:
+    """The table of every pair of methods, if there are several."""
+    pairs = agreements(scores)
+    if not pairs:
+        return []
+    heads = len(scores[0].flat())
+    random = chance(heads)
+    lines = [
+        "## Agreement of the methods",
+        "",
+        "![Spearman's rho of every pair of methods](agreement.png)",
+        "",
+        "| | | Spearman | Kendall | better half in common |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {a.first} | {a.second} | {_rank(a.spearman)} | {_rank(a.kendall)} | {a.top_half:.0%} |"
+            for a in sorted(pairs, key=lambda a: -(a.spearman if a.spearman == a.spearman else -2))
+        ),
+        "",
+        f"The random control: of orders of {heads} heads that know nothing of each other, 95 % stay within ±{random.spearman:.2f} "
+        f"(Spearman), ±{random.kendall:.2f} (Kendall), and share at most {random.top_half:.0%} of the better half.",
+    ]
+    return ["\n".join(lines)]
+
+
+def _rank(value: float) -> str:
+    return "–" if value != value else f"{value:.2f}"
 
 
 def _removed(metrics: dict[str, Any], scores: Sequence[HeadScores]) -> str:
@@ -325,13 +364,25 @@ def _method(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[str
         f"{parts['report']['examples']:,} of `{parts['report']['split']}`. No example is in two parts.",
         f"- Columns: {', '.join(f'{k} = `{v}`' for k, v in run['columns'].items())}.",
     ]
-    lines += [f"- {s.method}: {_about(s.method)}" for s in scores]
+    lines += [f"- {s.method}: {_about(s.method)}{_particulars(s)}" for s in scores]
     if metrics is not None:
         lines.append("- No weight was trained after pruning.")
     lines += [f"- {note}" for note in run["notes"]]
     fixed = [a for a in run["model"]["layers"] if not a["prunable"]]
     lines += [f"- {a['name']} cannot be pruned: {a['reason']}." for a in fixed]
     return "\n".join(lines)
+
+
+def _particulars(s: HeadScores) -> str:
+    """What was special in this run."""
+    said = []
+    if s.details.get("loss", "the model's own") != "the model's own":
+        said.append(f"The loss is {s.details['loss']}.")
+    if isinstance(s.details.get("replayed"), list):
+        said.append(f"Not replayed: {'; '.join(s.details['replayed'])}.")
+    if "resumed" in s.details:
+        said.append(f"{s.details['resumed'].capitalize()}.")
+    return "".join(f" {text}" for text in said)
 
 
 def _about(method: str) -> str:

@@ -81,6 +81,16 @@ class HeadScores:
         """All standard errors in the order of ``layers``, ``[heads]``."""
         return torch.cat([self.stderr[layer.name] for layer in self.layers])
 
+    @property
+    def signed(self) -> bool:
+        """Whether the scores estimate an added loss, so that below 0 a head is harmful."""
+        return " added" in self.unit
+
+    @property
+    def basis(self) -> str:
+        """``"512 examples"``, or that none were looked at."""
+        return f"{self.examples:,} examples" if self.examples else "no data"
+
     def labels(self) -> list[str]:
         """Every head's short address, in the same order."""
         return [layer.label(h) for layer in self.layers for h in range(layer.num_heads)]

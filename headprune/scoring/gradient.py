@@ -28,7 +28,7 @@ def gradient(problem: Problem) -> Estimate:
     return Estimate.mean_of(Samples(samples.effects.abs(), samples.losses))
 
 
-@method("signed-gradient", unit="loss (nats) that first order expects the removal to add")
+@method("signed-gradient", unit="loss (nats) that first order expects to be added by the removal")
 def signed_gradient(problem: Problem) -> Estimate:
     """First-order Taylor expansion of ablation: the mean over examples of ``-dL/dxi``, signed.
 
