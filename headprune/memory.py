@@ -58,7 +58,8 @@ class _Part:
             return False
         if len(self.items) == 1:
             raise HeadPruneError(
-                "Memory ran out even for one head at a time.", "Use a smaller --batch-size or shorter examples."
+                "Memory ran out even with the smallest stack.",
+                "Use a smaller --batch-size or shorter examples; in Python also model.gradient_checkpointing_enable().",
             ) from error
         self.failed = True
         del error, trace

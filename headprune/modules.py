@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -257,6 +257,24 @@ def forget_compiled() -> None:
     """Compile anew: what was compiled before a module changed may not notice."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+@contextmanager
+def wrapped(
+    modules: Mapping[str, nn.Module], around: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Put something around the calls of modules, hooks included."""
+    changed: list[nn.Module] = []
+    try:
+        for name, module in modules.items():
+            if "_call_impl" in module.__dict__:
+                continue  # one module under two names
+            module.__dict__["_call_impl"] = around(name, module._call_impl)
+            changed.append(module)
+        yield
+    finally:
+        for module in changed:
+            del module.__dict__["_call_impl"]
 
 
 @contextmanager

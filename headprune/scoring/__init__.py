@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,14 @@ def score(
     if not kept:
         raise HeadPruneError("There are no examples to score on.", "Check the dataset, its split and --limit.")
     losses = ExampleLoss(model, loss_fn, distil=distil, seed=seed)
-    with evaluating(model), exact_attention(model):
+    with evaluating(model), exact_attention(model), _uncached(model):
         kept = losses.prepare(kept)
     if layers is None:
         layers = find_attention(model, inputs_of(model, kept[0]))
     maskable = [layer for layer in layers if layer.maskable]
     if not maskable:
         raise HeadPruneError(f"No head of {type(model).__name__} can be masked: {layers[0].reason}.")
-    with evaluating(model), exact_attention(model):
+    with evaluating(model), exact_attention(model), _uncached(model):
         problem = Problem(
             model,
             maskable,
@@ -127,6 +128,21 @@ def score(
         details=details,
         matrix=None if estimate.matrix is None else estimate.matrix.cpu().double(),
     )
+
+
+@contextmanager
+def _uncached(model: nn.Module) -> Iterator[None]:
+    """No key/value cache: nothing is generated, and a block that runs again would find its own keys in it."""
+    # A decoder may have a config of its own.
+    configs: dict[int, Any] = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
+    caching = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
+    try:
+        for config in caching:
+            config.use_cache = False
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
 
 
 def _normalised(estimate: Estimate, layers: Sequence[AttentionLayer], wanted: bool) -> Estimate:

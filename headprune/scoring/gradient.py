@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, gated
 from headprune.loss import rows_of, singles
+from headprune.memory import halving
+from headprune.modules import wrapped
 from headprune.scoring.base import Estimate, NotFiniteError, Problem, Samples, method
 
 
@@ -61,8 +65,12 @@ def gate_gradients(problem: Problem) -> Samples:
         for i, (batch, size) in enumerate(batches):
 
             def compute(batch: Any = batch, size: int = size) -> Tensor:
-                part = slopes(told, batch, size)
-                return torch.cat([part.effects, part.losses[:, None]], dim=1)
+                done = []
+                for part in halving(range(size), size):
+                    with part as rows:
+                        some = slopes(told, batch if len(rows) == size else rows_of(batch, rows), len(rows))
+                        done.append(torch.cat([some.effects, some.losses[:, None]], dim=1))
+                return torch.cat(done)
 
             parts.append(problem.store.get(f"gradient-{i}", compute))
             problem.progress(i + 1, len(batches))
@@ -83,6 +91,23 @@ def frozen(model: nn.Module) -> Iterator[None]:
             p.requires_grad_(True)
 
 
+@contextmanager
+def checkpointed(model: nn.Module) -> Iterator[None]:
+    """Gradient checkpointing, where it is enabled in the model: it would only happen in training mode, with its dropout."""
+    layers: dict[str, nn.Module] = {}
+    if getattr(model, "is_gradient_checkpointing", False):
+        for name, module in model.named_modules():  # transformers' blocks; what they hold comes after them
+            block = any(c.__name__ == "GradientCheckpointingLayer" for c in type(module).__mro__)
+            if block and not any(name.startswith(f"{outer}.") for outer in layers):
+                layers[name] = module
+
+    def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(checkpoint, original, use_reentrant=False)
+
+    with wrapped(layers, around):
+        yield
+
+
 def separate(problem: Problem) -> Sequence[tuple[Any, int]]:
     """The problem's batches; one by one, where examples of a batch cannot have a gate each."""
     return problem.batches if _independent(problem) else in_singles(problem)
@@ -96,7 +121,7 @@ def in_singles(problem: Problem) -> list[tuple[Any, int]]:
 def slopes(problem: Problem, batch: Any, size: int, at: float = 1.0) -> Samples:
     """``dL_i/dxi_h`` of one batch from `separate`, and its losses, with all gates ``at`` one value."""
     gates = _gates(problem, size, at)
-    with torch.enable_grad(), gated(problem.model, problem.layers, gates):
+    with torch.enable_grad(), gated(problem.model, problem.layers, gates), checkpointed(problem.model):
         loss = problem.losses(batch)
         return Samples(_rows(loss.sum(), gates), loss.detach().cpu().double())
 

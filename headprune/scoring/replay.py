@@ -24,6 +24,7 @@ from headprune.gates import Fill, gated
 from headprune.inputs import model_device
 from headprune.loss import batch_size, rows_of
 from headprune.memory import free_memory, halving
+from headprune.modules import wrapped
 from headprune.scoring.base import NotFiniteError, Problem
 
 _TRIED_ROWS = 4  # examples on which every layer's replay is compared with a plain forward
@@ -265,7 +266,7 @@ def _observe(problem: Problem, batch: Any) -> _Observed:
 
         return run
 
-    with _wrapped(problem.model, dict(problem.model.named_modules()), around):
+    with wrapped(dict(problem.model.named_modules()), around):
         problem.losses(batch)
     return seen
 
@@ -347,7 +348,7 @@ def _keeping(
         return run
 
     modules = {name: model.get_submodule(name) for name, _ in wanted}
-    with _wrapped(model, modules, around):
+    with wrapped(modules, around):
         yield
 
 
@@ -378,26 +379,8 @@ def _answering(
 
         return run
 
-    with _wrapped(model, {name: model.get_submodule(name) for name in queues}, around):
+    with wrapped({name: model.get_submodule(name) for name in queues}, around):
         yield
-
-
-@contextmanager
-def _wrapped(
-    model: nn.Module, modules: Mapping[str, nn.Module], around: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Put something around the calls of modules, hooks included."""
-    changed: list[nn.Module] = []
-    try:
-        for name, module in modules.items():
-            if "_call_impl" in module.__dict__:
-                continue  # one module under two names
-            module.__dict__["_call_impl"] = around(name, module._call_impl)
-            changed.append(module)
-        yield
-    finally:
-        for module in changed:
-            del module.__dict__["_call_impl"]
 
 
 class _OpaqueError(Exception):
