@@ -16,7 +16,7 @@ TIMING = {"median": 2.0, "p95": 2.5, "runs": 20}
 
 def scores(values: list[float], method: str = "ablation") -> hp.HeadScores:
     return hp.HeadScores(
-        method, "loss (nats)", {LAYER.name: torch.tensor(values, dtype=torch.float64)},
+        method, "loss (nats) added when the head is removed", {LAYER.name: torch.tensor(values, dtype=torch.float64)},
         {LAYER.name: torch.full((4,), 0.01, dtype=torch.float64)}, 100, (LAYER,),
     )  # fmt: skip
 

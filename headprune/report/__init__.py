@@ -17,6 +17,7 @@ def write(folder: RunFolder) -> None:
     """
     run, scores, metrics = folder.read_run(), folder.read_scores(), folder.read_metrics()
     figures.importance(folder.path / "importance.png", scores, metrics)
+    (folder.path / "agreement.png").unlink(missing_ok=True)  # of an earlier run with more methods
     if len([s for s in scores if s.method != "random"]) > 1:
         figures.agreement(folder.path / "agreement.png", scores)
     if metrics is not None:
