@@ -33,7 +33,13 @@ def scored(here: Path, bert_folder: Path, data_folder: Path) -> Path:
 
 
 def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
-    assert {p.name for p in scored.iterdir()} == {"scores.json", "run.json", "report.md", "importance.png", "agreement.png"}
+    assert {p.name for p in scored.iterdir()} == {
+        "scores.json",
+        "run.json",
+        "report.md",
+        "importance.png",
+        "agreement.png",
+    }
     result = run("prune", "--keep", "50%")
     assert "tiny-bert-1/report.md" in result.stdout
     names = {
@@ -343,5 +349,11 @@ def test_a_failed_prune_loses_nothing(scored: Path, monkeypatch: pytest.MonkeyPa
 def test_scoring_again_leaves_no_figures_of_the_old_prune(scored: Path, bert_folder: Path, data_folder: Path) -> None:
     run("prune", "-k", 4, "-q")
     run("score", bert_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "-o", scored, "--overwrite", "-q")
-    assert {p.name for p in scored.iterdir()} == {"scores.json", "run.json", "report.md", "importance.png", "agreement.png"}
+    assert {p.name for p in scored.iterdir()} == {
+        "scores.json",
+        "run.json",
+        "report.md",
+        "importance.png",
+        "agreement.png",
+    }
     assert "pruned" not in (scored / "report.md").read_text().split("## How it was measured")[0]

@@ -161,6 +161,23 @@ def test_the_example_with_a_bad_loss_is_named() -> None:
             hp.score(model, broken, name, loss_fn=loss_fn, settings=Settings(steps=8))
 
 
+def test_examples_longer_than_the_model_allows() -> None:
+    model, _ = bert()
+    fits, long = labelled(model, text(2, 9)), labelled(model, text(2, 9))
+    most = model.config.max_position_embeddings
+    long = {**long, **{k: torch.ones(2, most + 3, dtype=torch.long) for k in ("input_ids", "attention_mask")}}
+    for name in ("gradient", "ablation", "entropy", "l0"):
+        with pytest.raises(hp.HeadPruneError, match=f"example 2 to 3.*{most + 3} tokens.*{most} positions"):
+            hp.score(model, [fits, long], name, settings=Settings(steps=4))
+
+
+def test_one_label_only() -> None:
+    model, _ = bert()
+    batch = {**text(6, 7), "labels": torch.ones(6, dtype=torch.long)}
+    for name in ("gradient", "ablation", "fisher", "shapley"):
+        assert hp.score(model, [batch], name, settings=Settings(permutations=2)).flat().isfinite().all()
+
+
 def test_a_single_example_has_no_standard_error_and_says_so() -> None:
     model, _ = bert()
     batch = labelled(model, text(1, 7))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.inputs import model_device, move
 from headprune.loss import ExampleLoss, batch_size, inputs_of
+from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention
 from headprune.scoring import ablation, gradient, learned, path, random, shapley, statistics
 from headprune.scoring.agreement import agreement
@@ -100,7 +101,7 @@ def score(
             model,
             maskable,
             [(batch, batch_size(batch)) for batch in kept],
-            lambda batch: _finite(problem, batch, losses(batch)),
+            lambda batch: _checked(problem, batch, losses),
             seed,
             progress or _silent,
             settings or Settings(),
@@ -161,8 +162,29 @@ def _silent(done: int, total: int, note: str = "") -> None:
     pass
 
 
-def _finite(problem: Problem, batch: Any, losses: Tensor) -> Tensor:
-    if not torch.isfinite(losses).all():
-        row = int((~torch.isfinite(losses)).nonzero()[0])
-        raise NotFiniteError(problem, batch, row, losses[row].item())
-    return losses
+def _checked(problem: Problem, batch: Any, losses: ExampleLoss) -> Tensor:
+    """A batch's losses, if the model runs on it and they are numbers."""
+    try:
+        found = losses(batch)
+    except HeadPruneError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise HeadPruneError(
+            f"The model does not run on {problem.place(batch)}: {type(error).__name__}: {first_line(error)}.",
+            f"Check what these examples hold{_too_long(problem.model, batch)}.",
+        ) from error
+    if not torch.isfinite(found).all():
+        row = int((~torch.isfinite(found)).nonzero()[0])
+        raise NotFiniteError(problem, batch, row, found[row].item())
+    return found
+
+
+def _too_long(model: nn.Module, batch: Any) -> str:
+    """That a batch has more tokens than the model has positions, if it has."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(ids, Tensor) or not isinstance(most, int) or ids.shape[-1] <= most:
+        return ""
+    return f": they have {ids.shape[-1]} tokens, the model has {most} positions (--max-length cuts them)"

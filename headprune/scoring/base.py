@@ -209,6 +209,16 @@ class Problem:
         """Heads of all layers; methods give them in the layers' order."""
         return sum(layer.num_heads for layer in self.layers)
 
+    def place(self, batch: Any, row: int | None = None) -> str:
+        """How to name a batch, or an example of it, to the user."""
+        start = 0
+        for known, size in self.batches:
+            if known is batch:
+                where = f"example {start + (row or 0)}"
+                return f"{where} (in the order given)" if row is not None else f"{where} to {start + size - 1}"
+            start += size
+        return f"example {row} of some" if row is not None else "some examples"
+
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """``[..., heads]`` as ``{layer_name: [..., num_heads]}``."""
         parts = torch.split(flat, [layer.num_heads for layer in self.layers], dim=-1)
@@ -220,13 +230,8 @@ class NotFiniteError(HeadPruneError):
 
     def __init__(self, problem: Problem, batch: Any, row: int, value: float) -> None:
         self.row, self.value = row, value
-        start, place = 0, f"{row} of a batch"
-        for known, size in problem.batches:
-            if known is batch:
-                place = f"{start + row} (in the order given)"
-            start += size
         super().__init__(
-            f"The loss of example {place} is {value}.", "Check its label and text, or use --dtype float32."
+            f"The loss of {problem.place(batch, row)} is {value}.", "Check its label and text, or use --dtype float32."
         )
 
 
