@@ -34,6 +34,7 @@ from headprune.scoring.base import (
     method,
     save_scores,
 )
+from headprune.scoring.replay import DisagreementError
 from headprune.scoring.resume import DiskStore, Work
 from headprune.scoring.stability import stability
 from headprune.trace import evaluating, find_attention
@@ -110,7 +111,12 @@ def score(
         own = fingerprint(model)
         unfinished = Work(Path(work)) if isinstance(work, str | Path) else work
         store = unfinished.store(problem, method, own, loss_fn) if unfinished else Store()
-        estimate = _normalised(chosen.run(replace(problem, store=store)), maskable, problem.settings.normalise)
+        try:
+            estimate = chosen.run(replace(problem, store=store))
+        except DisagreementError:
+            store.clear()
+            estimate = chosen.run(replace(problem, store=store, replays=False))
+        estimate = _normalised(estimate, maskable, problem.settings.normalise)
     details = {**estimate.details, "loss": losses.about}
     if isinstance(store, DiskStore) and store.found:
         details["resumed"] = f"{store.found} parts were finished by an earlier, interrupted run"

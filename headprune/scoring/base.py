@@ -188,6 +188,7 @@ class Problem:
         store: Where finished parts of the work are kept, so that an interrupted run goes on where it was.
         surrogate: Where the losses are divergences from the dense model, whose gradient is zero at the dense model: other
             losses to differentiate, against labels drawn from the dense model. None where ``losses`` serve.
+        replays: Whether losses under gates may be replayed.
     """
 
     model: nn.Module
@@ -199,6 +200,7 @@ class Problem:
     settings: Settings = field(default_factory=Settings)
     store: Store = field(default_factory=lambda: Store())
     surrogate: Callable[[Any], Tensor] | None = None
+    replays: bool = True
 
     @property
     def examples(self) -> int:
@@ -241,6 +243,9 @@ class Store:
     def get(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
         """What ``compute`` gives, or gave for this key in an earlier run of the very same computation."""
         return compute()
+
+    def clear(self) -> None:
+        """Forget all parts."""
 
 
 @dataclass(frozen=True)

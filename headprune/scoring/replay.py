@@ -5,8 +5,10 @@ a replay hands that out again: each module that had finished when the first gate
 layer's heads start from the same state, they run as one batch: row ``k * batch + i`` is example ``i`` under gates ``k``.
 
 Nothing here knows an architecture: which modules had finished is read off one run, which dimension of an
-output is the batch off a second with another batch size. A layer whose replay does not give the plain
-forward's losses on a small batch is computed plainly, and `Replay.notes` says so.
+output is the batch off a second with another batch size. Nothing is trusted: a layer whose replay does not give the plain
+forward's losses on a few examples is computed plainly, and `Replay.notes` says so; and on every batch one gate vector,
+of another layer each time, is computed both ways. Should they ever differ, `DisagreementError` makes `headprune.score` begin again,
+by plain forwards alone.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ _TRIED_ROWS = 4  # examples on which every layer's replay is compared with a pla
 _CPU_TOKENS = 2048
 
 
+class DisagreementError(Exception):
+    """A replay that did not give a plain forward's losses, on a batch of the data."""
+
+
 class Replay:
     """The losses of a problem's batches under gates.
 
@@ -46,6 +52,12 @@ class Replay:
         self.stacks = False
         self.starts: dict[str, _Start] = {}
         self.bytes_per_row = 0
+        self.recordings = 0
+        if not problem.replays:
+            self.notes.append(
+                "every head by a plain forward, since a replay did not give the same losses on some batch"
+            )
+            return
         with torch.no_grad():
             self._study()
 
@@ -116,6 +128,9 @@ class Recording:
         self.starts = replay.starts if starts is None else starts
         self._kept: dict[tuple[str, int], Any] = {}
         self._window: set[str] = set()
+        names = list(self.starts)
+        self._doubtful = names[replay.recordings % len(names)] if names and starts is None else ""
+        replay.recordings += starts is None
         self.dense = self._record(next(iter(self.starts), ""))
 
     def losses(self, gates: Tensor) -> Tensor:
@@ -135,7 +150,16 @@ class Recording:
             for part in halving(range(len(gates)), self._rows_at_once()):
                 with part as index:
                     done.append(self._stacked({k: g[list(index)] for k, g in by_layer.items()}, first))
+            if self._doubtful and (first == self._doubtful or len(by_layer) > 1):
+                self._compare(done[0][0], {k: g[0] for k, g in by_layer.items()})
             return torch.cat(done)
+
+    def _compare(self, replayed: Tensor, gates: Mapping[str, Tensor]) -> None:
+        """Compute one gate vector plainly, too."""
+        self._doubtful = ""  # once a batch
+        plain = self._plain(gates)
+        if (replayed - plain).abs().max() > _tolerance(self.replay.problem.model) * plain.abs().max().clamp(min=1e-6):
+            raise DisagreementError
 
     def _rows_at_once(self) -> int:
         """How many gate vectors fit in memory, and are worth stacking."""
