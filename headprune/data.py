@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError, first_line
-from headprune.loss import IGNORED
 from headprune.models import LoadedModel
 
 _BUILDERS = {

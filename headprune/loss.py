@@ -9,19 +9,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headprune.divergence import ADDED, IGNORED, LABELS, Divergence
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import call, tensors
 
-IGNORED = -100
-TEACHER = "headprune_teacher"  # in a batch: the dense model's log-probabilities
-_DRAWN = "headprune_drawn"  # labels drawn from them
-_LABELS = ("labels", "start_positions", "end_positions")
+_CHECKED = 4  # examples whose loss is compared with the model's own
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -50,7 +49,7 @@ class ExampleLoss:
         model: A transformers model, or any module whose output has ``logits`` (or is the logits).
         loss_fn: ``loss_fn(output, labels)`` giving ``[batch]``; batches are then pairs ``(inputs, labels)``.
         distil: Whether the loss is the divergence from the dense model's answers. Also so where there are no labels.
-        seed: For the labels that are drawn from the dense model, to differentiate (`surrogate`).
+        seed: For the labels that are drawn from the dense model, to differentiate (`Divergence.surrogate`).
 
     Attributes:
         about: What the loss is, for reports.
@@ -59,8 +58,8 @@ class ExampleLoss:
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None, *, distil: bool = False, seed: int = 0) -> None:
         self.model = model
         self.loss_fn = loss_fn
+        self.divergence = Divergence(model, seed)
         self.distils = distil
-        self.seed = seed
         self._one_by_one = False
 
     @property
@@ -74,12 +73,21 @@ class ExampleLoss:
 
         Call this first, outside of any gate. Returns the batches to use.
         """
-        if self.loss_fn is None:
-            first = batches[0]
-            self.distils |= isinstance(first, Mapping) and not any(name in first for name in _LABELS)
+        if self.loss_fn is not None:
             if self.distils:
-                return [self._taught(batch, self.seed + i) for i, batch in enumerate(batches)]
-            self._check(first)
+                raise HeadPruneError("Both a loss_fn and distil were given.", "Choose one.")
+            return list(batches)
+        batches = [_without_nothing(batch) for batch in batches]
+        labelled = [any(name in batch for name in LABELS) for batch in batches]
+        if any(labelled) and not all(labelled) and not self.distils:
+            raise HeadPruneError(
+                f"Batch {labelled.index(False)} has no labels, but others have.", "Label all, or none."
+            )
+        self.distils |= not any(labelled)
+        if self.distils:
+            starts = accumulate(map(batch_size, batches), initial=0)
+            return [self.divergence.taught(batch, start) for batch, start in zip(batches, starts, strict=False)]
+        self._check(batches)
         return [row for batch in batches for row in singles(batch)] if self._one_by_one else list(batches)
 
     def __call__(self, batch: Any) -> Tensor:
@@ -87,55 +95,20 @@ class ExampleLoss:
         if self.loss_fn is not None:
             return self._custom(batch)
         if self.distils:
-            return self._divergence(batch)
+            return self.divergence(batch)
         if self._one_by_one:
             return self._own_loss(batch).reshape(1)
-        loss = self._outcome(batch).loss
+        outcome = self._outcome(batch)
+        loss = outcome.loss
+        if loss.shape == outcome.tokens.shape and bool((outcome.tokens == 0).any()):
+            row = int((outcome.tokens == 0).nonzero()[0])
+            raise HeadPruneError(f"Example {row} of a batch has no label (all are {IGNORED}).", "Leave it out.")
         if loss.shape != (batch_size(batch),):
             raise HeadPruneError(
                 f"The model gave {tuple(loss.shape)} losses for {batch_size(batch)} examples.",
                 "The first dimension of logits and labels must be the batch.",
             )
         return loss
-
-    def surrogate(self, batch: Any) -> Tensor:
-        """Cross-entropy against labels drawn from the dense model, ``[batch]``.
-
-        A divergence from the dense model has no gradient at the dense model, but the mean square of these gradients is its
-        curvature there (the Fisher information).
-        """
-        logits = self._logits(batch)
-        drawn = F.nll_loss(F.log_softmax(logits, -1).movedim(-1, 1), batch[_DRAWN], reduction="none")
-        return _mean_of_tokens(drawn, batch)
-
-    def _taught(self, batch: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """A batch with the dense model's answers."""
-        with torch.no_grad():
-            known = F.log_softmax(self._logits(batch), dim=-1)
-        generator = torch.Generator().manual_seed(seed)
-        uniform = torch.rand(*known.shape[:-1], 1, generator=generator, dtype=torch.float64).to(known.device)
-        drawn = (known.double().exp().cumsum(-1) < uniform).sum(-1).clamp(max=known.shape[-1] - 1)
-        return {**batch, TEACHER: known, _DRAWN: drawn}
-
-    def _divergence(self, batch: Mapping[str, Any]) -> Tensor:
-        known = batch[TEACHER]
-        now = F.log_softmax(self._logits(batch), dim=-1)
-        return _mean_of_tokens(F.kl_div(now, known, reduction="none", log_target=True).sum(-1), batch)
-
-    def _logits(self, batch: Mapping[str, Any]) -> Tensor:
-        """``[batch, (tokens,) classes]``, in float32 or wider."""
-        if not isinstance(batch, Mapping):
-            raise HeadPruneError("Batches without labels must be dicts.", "Give dicts that the model accepts.")
-        keep = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
-        hidden = (TEACHER, _DRAWN, *(() if keep else _LABELS))
-        output = call(self.model, {k: v for k, v in batch.items() if k not in hidden})
-        logits = getattr(output, "logits", output)
-        if not isinstance(logits, Tensor) or logits.ndim < 2 or logits.shape[0] != batch_size(batch):
-            raise HeadPruneError(
-                "The batches have no labels, and the model gives no logits to compare with the dense model's.",
-                'Give dicts with "labels", or pairs (inputs, labels) together with loss_fn=.',
-            )
-        return logits if logits.dtype == torch.float64 else logits.float()
 
     def outcome(self, batch: Any) -> Outcome:
         """Cross-entropy and predictions, whatever loss the model was trained with."""
@@ -144,9 +117,11 @@ class ExampleLoss:
     def _custom(self, batch: Any) -> Tensor:
         assert self.loss_fn is not None
         if isinstance(batch, Mapping):
-            inputs, labels = {k: v for k, v in batch.items() if k not in _LABELS}, batch.get("labels")
-        else:
+            inputs, labels = {k: v for k, v in batch.items() if k not in LABELS}, batch.get("labels")
+        elif isinstance(batch, tuple | list) and len(batch) == 2:
             inputs, labels = batch
+        else:
+            raise HeadPruneError("A batch is no pair (inputs, labels).", "With loss_fn=, give pairs, or dicts.")
         loss = self.loss_fn(call(self.model, inputs), labels)
         size = batch_size(batch)
         if not isinstance(loss, Tensor) or loss.shape != (size,):
@@ -159,7 +134,7 @@ class ExampleLoss:
 
     def _outcome(self, batch: Mapping[str, Any]) -> Outcome:
         keep = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
-        given = batch if keep else {k: v for k, v in batch.items() if k not in _LABELS}
+        given = batch if keep else {k: v for k, v in batch.items() if k not in LABELS}
         output = call(self.model, given)
         outcome = _from_logits(output, batch, _shifts(self.model))
         if outcome is None:
@@ -171,33 +146,65 @@ class ExampleLoss:
         assert isinstance(loss, Tensor)
         return loss
 
-    def _check(self, batch: Any) -> None:
-        """Compare with the model's own loss on one example; if it computes another, use that, one by one."""
-        if not isinstance(batch, Mapping) or not any(name in batch for name in _LABELS):
-            raise HeadPruneError(
-                "The batches have no labels.",
-                'Give dicts with "labels", or pairs (inputs, labels) together with loss_fn=.',
-            )
-        _check_classes(self.model, batch)
-        one = singles(batch)[0]
-        with torch.no_grad():
-            if not _takes(self.model, "labels"):
-                return  # a plain module: the cross-entropy of its logits is all there is
-            try:
-                own = getattr(call(self.model, one), "loss", None)
-            except Exception as error:
-                raise HeadPruneError(
-                    f"The model does not take these labels: {type(error).__name__}: {first_line(error)}.",
-                    "Check their type and shape.",
-                ) from error
-            if own is None:
-                return
-            try:
-                mine = self._outcome(one).loss[0]
-            except Exception:  # whatever it is, this loss is not the usual one
-                mine = torch.full((), float("nan"))
-        close = torch.allclose(mine.float(), own.float().reshape(()), rtol=1e-2, atol=1e-4)
-        self._one_by_one = bool(own.isfinite()) and not close
+    def _check(self, batches: Sequence[Any]) -> None:
+        """Compare with the model's own loss on some examples; if it computes another, use that, one by one."""
+        for batch in batches:
+            _check_classes(self.model, batch)
+        if not _takes(self.model, "labels"):
+            return  # a plain module: the cross-entropy of its logits is all there is
+        for one in _telling(batches):
+            with torch.no_grad():
+                try:
+                    own = getattr(call(self.model, one), "loss", None)
+                except Exception as error:
+                    raise HeadPruneError(
+                        f"The model does not run on an example with these labels: {type(error).__name__}: {first_line(error)}.",
+                        f"Check their type and shape{too_long(self.model, one)}.",
+                    ) from error
+                if own is None:
+                    return
+                if not own.isfinite():  # of no label at all, for one
+                    continue
+                try:
+                    mine = self._outcome(one).loss[0]
+                except Exception:  # whatever it is, this loss is not the usual one
+                    mine = torch.full((), float("nan"))
+            if not torch.allclose(mine.float(), own.float().reshape(()), rtol=1e-2, atol=1e-4):
+                self._one_by_one = True
+
+
+def _without_nothing(batch: Any) -> dict[str, Any]:
+    """A batch without arguments that are None."""
+    if not isinstance(batch, Mapping):
+        raise HeadPruneError(
+            f"A batch is a {type(batch).__name__}, and there is no loss_fn.",
+            'Give dicts with "labels", or pairs (inputs, labels) together with loss_fn=.',
+        )
+    return {k: v for k, v in batch.items() if v is not None}
+
+
+def _telling(batches: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Single examples that would show another loss: of several batches, each the one with the fewest labels or tokens."""
+    found = []
+    for batch in list(batches)[:: max(1, len(batches) // _CHECKED)][:_CHECKED]:
+        labels, mask = batch.get("labels"), batch.get("attention_mask")
+        row = 0
+        if isinstance(labels, Tensor) and labels.ndim > 1:
+            counts = (labels != IGNORED).flatten(1).sum(1)
+            row = int(torch.where(counts == 0, counts.max() + 1, counts).argmin())
+        elif isinstance(mask, Tensor) and mask.ndim == 2:
+            row = int((mask != 0).sum(1).argmin())
+        found += [rows_of(batch, [0]), *([rows_of(batch, [row])] if row else [])]
+    return found
+
+
+def too_long(model: nn.Module, batch: Any) -> str:
+    """That a batch has more tokens than the model has positions, if it has."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(ids, Tensor) or not isinstance(most, int) or ids.shape[-1] <= most:
+        return ""
+    return f": they have {ids.shape[-1]} tokens, the model has {most} positions (--max-length cuts them)"
 
 
 def batch_size(batch: Any) -> int:
@@ -213,22 +220,11 @@ def batch_size(batch: Any) -> int:
     return found[0].shape[0]
 
 
-def _mean_of_tokens(values: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    """``[batch]`` of ``[batch]`` or ``[batch, tokens]``, without padding."""
-    if values.ndim == 1:
-        return values
-    values = values.flatten(1)
-    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
-    if not isinstance(mask, Tensor) or mask.shape != values.shape:
-        return values.mean(1)
-    return (values * (mask != 0)).sum(1) / (mask != 0).sum(1).clamp(min=1)
-
-
 def inputs_of(model: nn.Module, batch: Any) -> Any:
     """What the model is called with: without labels, where it does not take them."""
     if not isinstance(batch, Mapping):
         return batch[0] if isinstance(batch, tuple | list) else batch
-    hidden = (TEACHER, _DRAWN, *(() if _takes(model, "labels") else _LABELS))
+    hidden = (*ADDED, *(() if _takes(model, "labels") else LABELS))
     return {k: v for k, v in batch.items() if k not in hidden}
 
 

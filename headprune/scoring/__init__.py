@@ -15,9 +15,9 @@ from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.inputs import model_device, move
-from headprune.loss import ExampleLoss, batch_size, inputs_of
+from headprune.loss import ExampleLoss, batch_size, inputs_of, too_long
 from headprune.memory import is_out_of_memory
-from headprune.modules import exact_attention
+from headprune.modules import exact_attention, uncompiled
 from headprune.scoring import ablation, gradient, learned, path, random, shapley, statistics
 from headprune.scoring.agreement import agreement
 from headprune.scoring.base import (
@@ -84,20 +84,25 @@ def score(
     """
     if method not in METHODS:
         raise HeadPruneError(f"There is no scoring method {method!r}.", f"Choose from {', '.join(METHODS)}.")
-    chosen = METHODS[method]
+    chosen, settings = METHODS[method], settings or Settings()
+    settings.check()
+    if seed < 0:
+        raise HeadPruneError(f"The seed is {seed}.", "Give 0 or more.")
     device = model_device(model)
     kept = [move(batch, device) for batch in batches]
+    kept = [batch for batch in kept if batch_size(batch)]
     if not kept:
         raise HeadPruneError("There are no examples to score on.", "Check the dataset, its split and --limit.")
     losses = ExampleLoss(model, loss_fn, distil=distil, seed=seed)
-    with evaluating(model), exact_attention(model), _uncached(model):
+    with _calm(model):
         kept = losses.prepare(kept)
     if layers is None:
         layers = find_attention(model, inputs_of(model, kept[0]))
     maskable = [layer for layer in layers if layer.maskable]
     if not maskable:
-        raise HeadPruneError(f"No head of {type(model).__name__} can be masked: {layers[0].reason}.")
-    with evaluating(model), exact_attention(model), _uncached(model):
+        why = f": {layers[0].reason}" if layers else ""
+        raise HeadPruneError(f"No head of {type(model).__name__} can be masked{why}.")
+    with _calm(model):
         problem = Problem(
             model,
             maskable,
@@ -105,8 +110,8 @@ def score(
             lambda batch: _checked(problem, batch, losses),
             seed,
             progress or _silent,
-            settings or Settings(),
-            surrogate=losses.surrogate if losses.distils else None,
+            settings,
+            surrogate=losses.divergence.surrogate if losses.distils else None,
         )
         own = fingerprint(model)
         unfinished = Work(Path(work)) if isinstance(work, str | Path) else work
@@ -135,6 +140,13 @@ def score(
         details=details,
         matrix=None if estimate.matrix is None else estimate.matrix.cpu().double(),
     )
+
+
+@contextmanager
+def _calm(model: nn.Module) -> Iterator[None]:
+    """A model that answers alike every time: in evaluation mode, not compiled, heads apart, without a cache."""
+    with uncompiled(), evaluating(model), exact_attention(model), _uncached(model):
+        yield
 
 
 @contextmanager
@@ -179,18 +191,9 @@ def _checked(problem: Problem, batch: Any, losses: ExampleLoss) -> Tensor:
             raise
         raise HeadPruneError(
             f"The model does not run on {problem.place(batch)}: {type(error).__name__}: {first_line(error)}.",
-            f"Check what these examples hold{_too_long(problem.model, batch)}.",
+            f"Check what these examples hold{too_long(problem.model, batch)}.",
         ) from error
     if not torch.isfinite(found).all():
         row = int((~torch.isfinite(found)).nonzero()[0])
         raise NotFiniteError(problem, batch, row, found[row].item())
     return found
-
-
-def _too_long(model: nn.Module, batch: Any) -> str:
-    """That a batch has more tokens than the model has positions, if it has."""
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if not isinstance(ids, Tensor) or not isinstance(most, int) or ids.shape[-1] <= most:
-        return ""
-    return f": they have {ids.shape[-1]} tokens, the model has {most} positions (--max-length cuts them)"

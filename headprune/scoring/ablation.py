@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch import Tensor
 from headprune.attention import AttentionLayer
 from headprune.gates import Fill, gated
 from headprune.scoring.base import Estimate, Problem, Samples, method
+from headprune.scoring.gradient import separate
 from headprune.scoring.replay import Replay
 from headprune.scoring.sampled import sampled
 from headprune.scoring.statistics import real_tokens
 
-FillsOf = Callable[[int, int], Mapping[str, Fill]]
-"""(number of the first example, examples) of a batch to what comes in the heads' places, by layer."""
+FillsOf = Callable[[int, int, Any], Mapping[str, Fill]]
+"""(number of the first example, examples, batch) to what comes in the heads' places, by layer."""
 
 
 @method("ablation", unit="loss (nats) added when the head is removed")
@@ -44,12 +46,13 @@ def mean_ablation(problem: Problem) -> Estimate:
     Section 2.1 of "Interpretability in the Wild" (arXiv:2211.00593). What a head adds alike everywhere, such as a bias,
     does not count: after pruning, W_O's bias could hold it.
     """
+    problem = replace(problem, batches=separate(problem))
     totals = _read(
         problem, "mean", lambda tokens, example: torch.cat([tokens.new_tensor([len(tokens)]), tokens.sum(0)])
     )
     means = {name: each[:, 1:].sum(0) / each[:, 0].sum() for name, each in totals.items()}
 
-    def fills(start: int, size: int) -> dict[str, Fill]:
+    def fills(start: int, size: int, batch: Any) -> dict[str, Fill]:
         return {name: partial(_constant, mean) for name, mean in means.items()}
 
     replay = Replay(problem)
@@ -68,10 +71,17 @@ def resample_ablation(problem: Problem) -> Estimate:
     def one(tokens: Tensor, example: int) -> Tensor:
         return tokens[int(_draws(problem.seed, example, 1, len(tokens)))]
 
+    problem = replace(problem, batches=separate(problem))
     pools = _read(problem, "pool", one)
 
-    def fills(start: int, size: int) -> dict[str, Fill]:
-        return {name: _Elsewhere(pool, problem.seed + 1, start, size) for name, pool in pools.items()}
+    def fills(start: int, size: int, batch: Any) -> dict[str, Fill]:
+        def real(layer: AttentionLayer, tokens: int) -> Tensor | None:
+            return real_tokens(problem.model, layer, batch, tokens)
+
+        return {
+            layer.name: _Elsewhere(pools[layer.name], problem.seed + 1, start, size, partial(real, layer))
+            for layer in problem.layers
+        }
 
     replay = Replay(problem)
     return Estimate.mean_of(exact(problem, replay, fills), replayed=replay.notes or "every layer")
@@ -83,7 +93,7 @@ def exact(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> Sam
     steps = len(problem.batches) * problem.heads
     start = 0
     for i, (batch, size) in enumerate(problem.batches):
-        fill = fills(start, size) if fills else None
+        fill = fills(start, size, batch) if fills else None
 
         def compute(i: int = i, batch: Any = batch, size: int = size, fill: Any = fill) -> Tensor:
             with replay.of(batch, size, fill) as recording:
@@ -120,16 +130,20 @@ def _constant(value: Tensor, hidden: Tensor, gates: int) -> Tensor:
 class _Elsewhere:
     """For every token of ``size`` examples, what was said at some token of the pool."""
 
-    def __init__(self, pool: Tensor, seed: int, start: int, size: int) -> None:
-        self.pool, self.seed, self.start, self.size = pool, seed, start, size
+    def __init__(self, pool: Tensor, seed: int, start: int, size: int, real: Callable[[int], Tensor | None]) -> None:
+        self.pool, self.seed, self.start, self.size, self.real = pool, seed, start, size, real
         self.drawn = torch.empty(0, 0, dtype=torch.long)
 
     def __call__(self, hidden: Tensor, gates: int) -> Tensor:
         copies = (gates or self.size) // self.size
         tokens = hidden.numel() // (hidden.shape[-1] * copies * self.size)
-        if self.drawn.shape[1] != tokens:  # the same draws for an example in whatever batch it is
+        if self.drawn.shape[1] != tokens:  # the same draws for an example in whatever batch, with whatever padding
             examples = range(self.start, self.start + self.size)
-            self.drawn = torch.stack([_draws(self.seed, i, tokens, len(self.pool)) for i in examples])
+            drawn = torch.stack([_draws(self.seed, i, tokens, len(self.pool)) for i in examples])
+            real = self.real(tokens)
+            if real is not None:
+                drawn = drawn.gather(1, (real[:, 0].cpu().cumsum(1) - 1).clamp(min=0).expand(self.size, -1))
+            self.drawn = drawn
         values = self.pool[self.drawn, : hidden.shape[-1]].to(hidden)
         return values.repeat(copies, 1, 1).reshape(hidden.shape)
 
@@ -155,7 +169,8 @@ def _read(problem: Problem, key: str, take: Callable[[Tensor, int], Tensor]) -> 
                 if layer.name not in rows:  # where a layer runs several times, its first says
                     each = hidden.detach().reshape(size, -1, hidden.shape[-1]).cpu().double()
                     real = real_tokens(problem.model, layer, batch, each.shape[1])
-                    kept = [e if real is None else e[real[r, 0].cpu()] for r, e in enumerate(each)]
+                    seen = [None if real is None else real[r, 0].cpu() for r in range(size)]
+                    kept = [e if s is None or not s.any() else e[s] for e, s in zip(each, seen, strict=True)]
                     rows[layer.name] = torch.stack([take(k, start + r) for r, k in enumerate(kept)])
                 return torch.zeros_like(hidden)
 

@@ -46,6 +46,20 @@ class Settings:
     permutations: int | None = None
     sparsity: float | None = None
 
+    def check(self) -> None:
+        """Refuse what makes no sense.
+
+        Raises:
+            HeadPruneError: A number below what it may be.
+        """
+        least = {"keep": 1, "examples": 2, "max_memory": 1, "steps": 1, "permutations": 1, "sparsity": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and not value >= low:
+                raise HeadPruneError(f"{name} is {value}.", f"Give {low} or more.")
+        if self.seconds is not None and not self.seconds > 0:
+            raise HeadPruneError(f"The time to spend is {self.seconds} seconds.", "Give more than 0.")
+
 
 @dataclass(frozen=True)
 class HeadScores:

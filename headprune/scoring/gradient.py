@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, gated
-from headprune.loss import rows_of, singles
+from headprune.loss import batch_size, rows_of, singles
 from headprune.memory import halving
 from headprune.modules import wrapped
 from headprune.scoring.base import Estimate, NotFiniteError, Problem, Samples, method
@@ -39,6 +39,11 @@ def signed_gradient(problem: Problem) -> Estimate:
     Molchanov et al. (2017, arXiv:1611.06440), equation (6), before the absolute value, for the gate of a head. Effects
     of opposite sign in different examples cancel, as they do in ablation; in `gradient` they add up.
     """
+    if problem.surrogate is not None:
+        raise HeadPruneError(
+            "Without labels the loss has no gradient at the dense model, so its first order is nothing.",
+            "Score by ablation, or by fisher, its second order.",
+        )
     samples = gate_gradients(problem)
     return Estimate.mean_of(Samples(-samples.effects, samples.losses))
 
@@ -68,7 +73,7 @@ def gate_gradients(problem: Problem) -> Samples:
                 done = []
                 for part in halving(range(size), size):
                     with part as rows:
-                        some = slopes(told, batch if len(rows) == size else rows_of(batch, rows), len(rows))
+                        some = _slopes_of(told, batch if len(rows) == size else rows_of(batch, rows), len(rows))
                         done.append(torch.cat([some.effects, some.losses[:, None]], dim=1))
                 return torch.cat(done)
 
@@ -76,6 +81,17 @@ def gate_gradients(problem: Problem) -> Samples:
             problem.progress(i + 1, len(batches))
     found = torch.cat(parts)
     return Samples(finite(found[:, :-1]), found[:, -1])
+
+
+def _slopes_of(problem: Problem, batch: Any, size: int) -> Samples:
+    """The slopes of a batch; one by one, where W_O sees rows that are not this batch's."""
+    try:
+        return slopes(problem, batch, size)
+    except RowsError:
+        if size == 1:
+            raise
+        parts = [slopes(problem, row, 1) for row in singles(batch)]
+        return Samples(torch.cat([p.effects for p in parts]), torch.cat([p.losses for p in parts]))
 
 
 @contextmanager
@@ -145,6 +161,10 @@ def _gates(problem: Problem, size: int, at: float = 1.0) -> dict[str, Tensor]:
 
 def _rows(loss: Tensor, gates: dict[str, Tensor]) -> Tensor:
     """Derivative with respect to every gate, ``[batch, heads]``."""
+    if not loss.requires_grad:
+        raise HeadPruneError(
+            "The loss does not depend on any head by what can be differentiated.", "Score by ablation."
+        )
     gradients = torch.autograd.grad(loss, list(gates.values()), allow_unused=True)
     pairs = zip(gradients, gates.values(), strict=True)
     return torch.cat([torch.zeros_like(gate) if g is None else g for g, gate in pairs], dim=1)
@@ -158,8 +178,8 @@ def _independent(problem: Problem) -> bool:
     batch, size = max(problem.batches, key=lambda pair: pair[1])
     if size == 1:
         return True
-    size = min(size, 3)
-    batch = rows_of(batch, range(size))
+    batch = rows_of(batch, _unlike(batch, size))
+    size = batch_size(batch)
     gates = _gates(problem, size)
     try:
         with torch.enable_grad(), gated(problem.model, problem.layers, gates):
@@ -169,3 +189,12 @@ def _independent(problem: Problem) -> bool:
     except RowsError:
         return False
     return not bool(first[1:].any())
+
+
+def _unlike(batch: Any, size: int) -> list[int]:
+    """Up to three examples of a batch, of different length: padding may be cut out on the way."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return list(range(min(size, 3)))
+    order = (mask != 0).sum(1).argsort().tolist()
+    return list(dict.fromkeys((order[-1], order[0], order[len(order) // 2])))

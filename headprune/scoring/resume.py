@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import shutil
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headprune import __version__
 from headprune.errors import HeadPruneError
-from headprune.inputs import tensors
 from headprune.scoring.base import Problem, Store
 
 
@@ -74,30 +75,24 @@ def work_key(problem: Problem, method: str, model: str, loss: Any = None) -> str
 
     Args:
         model: The model's fingerprint.
-        loss: The user's own loss, if there is one: its code counts.
+        loss: The user's own loss, if there is one: its code counts, and what it refers to.
     """
     import transformers
 
-    digest = hashlib.sha256()
+    digest = _Digest()
     facts = {
         "method": method,
         "model": model,
         "seed": problem.seed,
         "settings": {k: v for k, v in asdict(problem.settings).items() if k != "max_memory"},
         "layers": [layer.to_json() for layer in problem.layers],
+        "distilled": problem.surrogate is not None,
         "versions": [__version__, torch.__version__, transformers.__version__],
         "device": next((p.device.type for p in problem.model.parameters()), "cpu"),
         "dtype": sorted({str(p.dtype) for p in problem.model.parameters()}),
-        "attention": str(getattr(getattr(problem.model, "config", None), "_attn_implementation", "")),
-        "loss": _code(loss),
     }
-    digest.update(json.dumps(facts, sort_keys=True).encode())
-    for batch, size in problem.batches:
-        digest.update(f"{size}:{sorted(batch) if isinstance(batch, dict) else type(batch).__name__};".encode())
-        for t in tensors(batch):
-            digest.update(f"{tuple(t.shape)}:{t.dtype};".encode())
-            digest.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]
+    digest.add([facts, _state(problem.model), problem.batches, loss])
+    return digest.hash.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -124,10 +119,74 @@ class Work:
         return DiskStore(own)
 
 
-def _code(loss: Any) -> str:
-    code = getattr(loss, "__code__", None)
-    return (
-        ""
-        if loss is None
-        else f"{getattr(loss, '__qualname__', type(loss).__qualname__)}:{code.co_code.hex() if code else ''}"
-    )
+class _Digest:
+    """A hash of values and of what they hold, in order. What cannot be told from others of its kind gets a hash of its own."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.sha256()
+        self.seen: dict[int, Any] = {}  # kept, so that no other value gets the same id
+
+    def add(self, value: Any) -> None:
+        """Hash a value: its type, and its parts."""
+        self.hash.update(f"<{type(value).__qualname__}>".encode())
+        if value is None or isinstance(value, bool | int | float | str | bytes | complex):
+            self.hash.update(repr(value).encode())
+        elif isinstance(value, torch.dtype | torch.device | torch.Size | Path | range):
+            self.hash.update(str(value).encode())
+        elif isinstance(value, Tensor):
+            self.hash.update(f"{tuple(value.shape)}:{value.dtype}".encode())
+            if value.device.type != "meta":
+                flat = value.detach().cpu().contiguous().reshape(-1)
+                self.hash.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+        elif isinstance(value, np.ndarray):
+            self.add(torch.from_numpy(np.ascontiguousarray(value)))
+        elif isinstance(value, type | ModuleType | BuiltinFunctionType | MethodWrapperType):
+            self.hash.update(f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}".encode())
+        elif id(value) in self.seen:
+            self.hash.update(b"again")
+        else:
+            self.seen[id(value)] = value
+            self._add_parts(value)
+
+    def _add_parts(self, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, part in value.items():
+                self.add(key)
+                self.add(part)
+        elif isinstance(value, tuple | list):
+            for part in value:
+                self.add(part)
+        elif isinstance(value, set | frozenset):
+            self.add(sorted(map(repr, value)))
+        elif isinstance(value, CodeType):
+            self.add([value.co_code, value.co_names, value.co_consts, value.co_varnames])
+        elif isinstance(value, FunctionType):
+            self.add([value.__module__, value.__qualname__, value.__code__, value.__defaults__, value.__kwdefaults__])
+            self.add([cell.cell_contents for cell in value.__closure__ or ()])
+            self.add({n: value.__globals__[n] for n in value.__code__.co_names if n in value.__globals__})
+        elif isinstance(value, MethodType):
+            self.add([value.__func__, value.__self__])
+        elif isinstance(value, partial):
+            self.add([value.func, value.args, value.keywords])
+        elif isinstance(value, nn.Module):
+            self.add([type(value).forward, dict(value.state_dict())])
+        elif hasattr(value, "__dict__") and type(value).__module__ != "builtins":
+            self.add([vars(type(value)).get("__call__"), vars(value)])
+        else:
+            self.add(uuid.uuid4().hex)
+
+
+def _state(model: nn.Module) -> list[Any]:
+    """What of a model its weights do not say: its config, buffers that are not saved, plain attributes."""
+    saved = set(model.state_dict())
+    config: Any = getattr(model, "config", None)
+    return [
+        config.to_dict() if hasattr(config, "to_dict") else None,
+        {name: buffer for name, buffer in model.named_buffers() if name not in saved},
+        {
+            f"{name}.{key}": value
+            for name, module in model.named_modules()
+            for key, value in vars(module).items()
+            if key != "training" and isinstance(value, bool | int | float | str)
+        },
+    ]

@@ -80,7 +80,7 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
     n = len(expected)
     state = State.empty(expected, problem.seed)
     budget = _budget(problem, replay, state, began) * problem.heads
-    cut = problem.settings.keep
+    cut = problem.settings.keep if (problem.settings.keep or 0) < problem.heads else None  # all: there is no cut
     share = _FIRST if cut is not None else 1.0
     state = _look(problem, replay, state, torch.full_like(state.wanted, share * budget / problem.heads), 1)
     for number in range(2, _ROUNDS + 2):
@@ -103,7 +103,10 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
         "estimated": f"gradients on all {n} examples, ablation on {looked.mean():.0f} of them per head",
         "replayed": replay.notes or "every layer",
     }
-    return Estimate(values, (variance + share_of.clamp(min=0) / n).sqrt(), n, details)
+    stderr = (variance + share_of.clamp(min=0) / max(n - 1, 1)).sqrt()
+    if n == 1:
+        details["stderr"] = "none from a single example"
+    return Estimate(values, stderr if n > 1 else torch.full_like(stderr, float("nan")), n, details)
 
 
 def estimate(state: State) -> tuple[Tensor, Tensor]:

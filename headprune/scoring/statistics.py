@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
+from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError
-from headprune.loss import IGNORED, inputs_of, singles
+from headprune.loss import inputs_of, singles
 from headprune.scoring.base import Estimate, Problem, Samples, method
 from headprune.scoring.gradient import in_singles, separate
 from headprune.scoring.maps import attention_maps
@@ -92,7 +93,7 @@ def _separable(problem: Problem) -> Sequence[tuple[Any, int]]:
     """Batches whose examples can be told apart at W_O: where tokens come before the batch, only one by one."""
     try:
         return separate(problem)
-    except RuntimeError:  # the loss has no gradient, by which it would be seen
+    except (RuntimeError, HeadPruneError):  # the loss has no gradient, by which it would be seen
         return in_singles(problem)
 
 

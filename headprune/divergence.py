@@ -1,0 +1,114 @@
+"""How far a model's answers are from those it gave when nothing was removed: a loss for data without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headprune.errors import HeadPruneError
+from headprune.inputs import call
+
+_KNOWN = "headprune_dense"  # in a batch: the dense model's logits
+_DRAWN = "headprune_drawn"  # labels drawn from them
+ADDED = (_KNOWN, _DRAWN)
+LABELS = ("labels", "start_positions", "end_positions")
+IGNORED = -100
+
+
+class Divergence:
+    """Divergence from the dense model's answers, per example, in nats.
+
+    Kullback-Leibler, dense from now (Hinton et al. 2015, at temperature 1): of softmax over classes, or, for a head
+    that gives several labels at once, of each label's sigmoid, summed. A head that gives real numbers is compared by
+    their squared difference. Tokens are averaged, padding left out.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self.model, self.seed = model, seed
+        config = getattr(model, "config", None)
+        self._several = getattr(config, "problem_type", None) == "multi_label_classification"
+
+    def taught(self, batch: Mapping[str, Any], start: int) -> dict[str, Any]:
+        """A batch with the dense model's answers, ``start`` being the number of its first example."""
+        with torch.no_grad():
+            known = self._logits(batch)
+        made = {**batch, _KNOWN: known}
+        if self._several or known.shape[-1] == 1:
+            return made
+        # The same draws for an example in whatever batch, with whatever padding.
+        chances = known.double().softmax(-1).cumsum(-1).cpu()
+        counted = _counted(made, chances[..., 0], self._labels_pad)
+        drawn = torch.zeros(chances.shape[:-1], dtype=torch.long)
+        for i, (rows, real) in enumerate(zip(chances, counted, strict=True)):
+            numbers = np.random.default_rng((self.seed, start + i)).random(int(real.sum()))
+            uniform = torch.from_numpy(numbers)[:, None]
+            drawn[i][real] = (rows[real].reshape(-1, rows.shape[-1]) < uniform).sum(-1).clamp(max=rows.shape[-1] - 1)
+        return {**made, _DRAWN: drawn.to(known.device)}
+
+    def __call__(self, batch: Mapping[str, Any]) -> Tensor:
+        """``[batch]``; differentiable under grad mode."""
+        known, now = batch[_KNOWN], self._logits(batch)
+        if self._several:
+            chance = known.sigmoid()
+            each = F.binary_cross_entropy_with_logits(now, chance, reduction="none")
+            each = (each - F.binary_cross_entropy_with_logits(known, chance, reduction="none")).sum(-1)
+        elif known.shape[-1] == 1:
+            each = ((now - known) ** 2).sum(-1)
+        else:
+            each = F.kl_div(now.log_softmax(-1), known.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+        return self._mean(each, batch)
+
+    def surrogate(self, batch: Mapping[str, Any]) -> Tensor:
+        """Cross-entropy against labels drawn from the dense model, ``[batch]``.
+
+        The divergence has no gradient at the dense model, but the mean square of these gradients is its curvature there
+        (the Fisher information).
+        """
+        if _DRAWN not in batch:
+            raise HeadPruneError(
+                "Without labels this model's answers are compared as numbers, and that has no gradient at the dense model.",
+                "Score by ablation, shapley or integrated-gradients.",
+            )
+        logits = self._logits(batch)
+        return self._mean(F.nll_loss(logits.log_softmax(-1).movedim(-1, 1), batch[_DRAWN], reduction="none"), batch)
+
+    @property
+    def _labels_pad(self) -> bool:
+        return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+
+    def _mean(self, each: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        if each.ndim == 1:
+            return each
+        counted = _counted(batch, each, self._labels_pad).to(each.device).flatten(1)
+        return (each.flatten(1) * counted).sum(1) / counted.sum(1).clamp(min=1)
+
+    def _logits(self, batch: Mapping[str, Any]) -> Tensor:
+        """``[batch, (tokens,) classes]``, in float32 or wider."""
+        if not isinstance(batch, Mapping):
+            raise HeadPruneError("Batches without labels must be dicts.", "Give dicts that the model accepts.")
+        hidden = (*ADDED, *(() if self._labels_pad else LABELS))
+        output = call(self.model, {k: v for k, v in batch.items() if k not in hidden})
+        logits = getattr(output, "logits", output)
+        if not isinstance(logits, Tensor) or logits.ndim < 2:
+            raise HeadPruneError(
+                "The batches have no labels, and the model gives no logits to compare with the dense model's.",
+                'Give dicts with "labels", or pairs (inputs, labels) together with loss_fn=.',
+            )
+        if logits.ndim > 3:  # images: [batch, classes, height, width]
+            logits = logits.movedim(1, -1).flatten(1, -2)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _counted(batch: Mapping[str, Any], values: Tensor, labels_pad: bool) -> Tensor:
+    """Which of ``[batch, tokens]`` (or ``[batch]``) are real."""
+    names = ("decoder_attention_mask",) if labels_pad else ("attention_mask",)
+    masks = [batch[n] != 0 for n in names if isinstance(batch.get(n), Tensor)]
+    if labels_pad and isinstance(batch.get("labels"), Tensor):
+        masks.append(batch["labels"] != IGNORED)
+    fitting = next((m for m in masks if m.shape == values.shape), None)
+    return torch.ones(values.shape, dtype=torch.bool) if fitting is None else fitting.cpu()
