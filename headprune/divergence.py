@@ -32,11 +32,14 @@ class Divergence:
         self.model, self.seed = model, seed
         config = getattr(model, "config", None)
         self._several = getattr(config, "problem_type", None) == "multi_label_classification"
+        self.about = "divergence (KL) from the dense model's answers"
 
     def taught(self, batch: Mapping[str, Any], start: int) -> dict[str, Any]:
         """A batch with the dense model's answers, ``start`` being the number of its first example."""
         with torch.no_grad():
             known = self._logits(batch)
+        if known.shape[-1] == 1 and not self._several:
+            self.about = "squared difference from the dense model's answers"
         made = {**batch, _KNOWN: known}
         if self._several or known.shape[-1] == 1:
             return made

@@ -20,7 +20,7 @@ from headprune.divergence import ADDED, IGNORED, LABELS, Divergence
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import call, tensors
 
-_CHECKED = 4  # examples whose loss is compared with the model's own
+_CHECKED = 4  # batches of which the loss of some examples is compared with the model's own
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -66,7 +66,7 @@ class ExampleLoss:
     def about(self) -> str:
         if self.loss_fn is not None:
             return "the given function"
-        return "divergence (KL) from the dense model's answers" if self.distils else "the model's own"
+        return self.divergence.about if self.distils else "the model's own"
 
     def prepare(self, batches: Sequence[Any]) -> list[Any]:
         """Check against the model's own loss; a model with a loss of its own gets batches of one.
@@ -184,7 +184,7 @@ def _without_nothing(batch: Any) -> dict[str, Any]:
 
 
 def _telling(batches: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Single examples that would show another loss: of several batches, each the one with the fewest labels or tokens."""
+    """Single examples that would show another loss: of several batches, the one with the fewest labels, and some others."""
     found = []
     for batch in list(batches)[:: max(1, len(batches) // _CHECKED)][:_CHECKED]:
         labels, mask = batch.get("labels"), batch.get("attention_mask")
@@ -194,7 +194,8 @@ def _telling(batches: Sequence[Mapping[str, Any]]) -> list[Any]:
             row = int(torch.where(counts == 0, counts.max() + 1, counts).argmin())
         elif isinstance(mask, Tensor) and mask.ndim == 2:
             row = int((mask != 0).sum(1).argmin())
-        found += [rows_of(batch, [0]), *([rows_of(batch, [row])] if row else [])]
+        size = batch_size(batch)
+        found += [rows_of(batch, [i]) for i in dict.fromkeys((0, row, size // 3, 2 * size // 3, size - 1))]
     return found
 
 

@@ -1,0 +1,316 @@
+"""Models and data that once got wrong scores, silently."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from torch import Tensor, nn
+
+import headprune as hp
+from headprune.scoring import Settings
+from headprune.scoring.resume import Work, _Digest
+from tests.test_scores import split
+from tests.zoo import _common, bert, labelled, llama, randomise, text
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (4, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Plain(nn.Module):
+    """Two layers and a classifier; ``x`` may be changed in between by what a test is about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Attention(), Attention(), nn.Linear(16, 3)
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.between(x + self.first(x))
+        return self.head((x + self.second(x)).mean(1))
+
+
+def cross_entropy(out: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(out, labels, reduction="none")
+
+
+def pair(rows: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 5, 16, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
+
+
+def without(model: nn.Module, layer: str, head: int, batches: list[Any]) -> Tensor:
+    """Brute force: W_O's columns are zero, each batch runs as it was given."""
+    weight = model.get_submodule(layer).o.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        dense = torch.cat([cross_entropy(model(x), y) for x, y in batches])
+        weight[:, 4 * head : 4 * head + 4] = 0
+        now = torch.cat([cross_entropy(model(x), y) for x, y in batches])
+        weight.copy_(kept)
+    return (now - dense).mean().double()
+
+
+class Capacity(Plain):
+    """The first forty tokens of a batch are treated otherwise."""
+
+    def between(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        return torch.cat([flat[:40] * 2, flat[40:]]).view(x.shape)
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> None:
+        x.mul_((x.abs().amax(-1, keepdim=True) < 2.2).to(x.dtype))
+
+
+class Written(Plain):
+    """A module that writes into its argument and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut = InPlace()
+
+    def between(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        self.cut(x)
+        return x
+
+
+class Remembering(nn.Module):
+    """Leaves something for a later layer, as shared key/value states do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.left = nn.Linear(16, 16), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left = self.linear(x).mean(1, keepdim=True)
+        return x
+
+
+class Shared(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.third = Remembering(), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.memory(x + self.first(x))
+        x = x + self.second(x) + self.memory.left
+        return self.head((x + self.third(x) * self.memory.left).mean(1))
+
+
+@pytest.mark.parametrize("kind", [Plain, Capacity, Written, Shared])
+@pytest.mark.parametrize("size", [1, 4, 12])
+def test_replay_of_odd_modules(kind: type[Plain], size: int) -> None:
+    model = randomise(kind())
+    x, y = pair(12)
+    batches = [(x[i : i + size], y[i : i + size]) for i in range(0, 12, size)]
+    scores = hp.score(model, batches, "ablation", loss_fn=cross_entropy)
+    for layer in scores.layers:
+        for head in (0, 2):
+            expected = without(model, layer.name, head, batches)
+            torch.testing.assert_close(scores.values[layer.name][head], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_in_any_order() -> None:
+    model = randomise(Plain())
+    batch = pair()
+    layers = hp.find_attention(model, batch[0])
+    for name in ("shapley", "integrated-gradients", "ablation"):
+        told = Settings(permutations=4, steps=16)
+        a = hp.score(model, [batch], name, loss_fn=cross_entropy, layers=layers, settings=told)
+        b = hp.score(model, [batch], name, loss_fn=cross_entropy, layers=layers[::-1], settings=told)
+        torch.testing.assert_close(a.flat().sum(), b.flat().sum(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(hp.HeadPruneError, match="can be masked"):
+        hp.score(model, [batch], loss_fn=cross_entropy, layers=[])
+
+
+def test_compiled_parts() -> None:
+    model = randomise(Plain())
+    batch = pair()
+    expected = hp.score(model, [batch], "ablation", loss_fn=cross_entropy)
+    model.first.q.compile(backend="eager")
+    model.second.compile(backend="eager")
+    model(batch[0])
+    for name in ("ablation", "output-norm"):
+        scores = hp.score(model, [batch], name, loss_fn=cross_entropy)
+    again = hp.score(model, [batch], "ablation", loss_fn=cross_entropy)
+    torch.testing.assert_close(again.flat(), expected.flat(), rtol=1e-4, atol=1e-6)
+    assert scores.flat().isfinite().all()
+
+
+# -- what an interrupted run is told apart by ---------------------------------------------------
+
+
+def scaling(factor: float) -> Any:
+    def loss(out: Tensor, labels: Tensor) -> Tensor:
+        return factor * cross_entropy(out, labels)
+
+    return loss
+
+
+def with_scale(out: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
+    return scale * cross_entropy(out, labels)
+
+
+class Loss:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, out: Tensor, labels: Tensor) -> Tensor:
+        return self.scale * cross_entropy(out, labels)
+
+
+def calling(inner: Any) -> Any:
+    code = {"inner": inner, "__name__": "elsewhere"}
+    exec("def loss(out, labels):\n    return inner(out, labels, reduction='none')", code)
+    return code["loss"]
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    (scaling(1.0), scaling(2.0)), (Loss(1.0), Loss(2.0)), (calling(F.cross_entropy), calling(F.multi_margin_loss)),
+    (functools.partial(with_scale, scale=1.0), functools.partial(with_scale, scale=2.0)), (cross_entropy, with_scale),
+])  # fmt: skip
+def test_losses_are_told_apart(first: Any, second: Any, tmp_path: Path) -> None:
+    model = randomise(Plain())
+    batch = pair()
+    a = hp.score(model, [batch], "ablation", loss_fn=first, work=tmp_path)
+    assert "resumed" not in hp.score(model, [batch], "ablation", loss_fn=second, work=tmp_path).details
+    again = hp.score(model, [batch], "ablation", loss_fn=first, work=tmp_path)
+    assert "resumed" in again.details
+    assert torch.equal(again.flat(), a.flat())
+
+
+def test_inputs_and_configs_are_told_apart(tmp_path: Path) -> None:
+    model, example = llama()
+    said: list[str] = []
+    batch = labelled(model, example)
+    hp.score(model, [batch], "ablation", work=tmp_path)
+    other, _ = llama()
+    other.model.rotary_emb.inv_freq *= 0.5  # in no state dict
+    hp.score(other, [batch], "ablation", work=Work(tmp_path, said.append))
+    assert ["not used" in text for text in said] == [True]
+    x, y = pair()
+    hashes = []
+    for value in ({"x": x, "y": y}, {"y": x, "x": y}, {"x": x, "y": y, "scale": 1.0}, {"x": x, "y": y, "scale": 5.0}):
+        digest = _Digest()
+        digest.add([value])
+        hashes.append(digest.hash.hexdigest())
+    assert len(set(hashes)) == 4
+
+
+# -- losses --------------------------------------------------------------------------------------
+
+
+class IgnoringZero(nn.Module):
+    """A loss of its own that shows only where labels are 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, _ = llama()
+
+    def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
+        out = self.inner(**inputs)
+        if labels is not None:
+            flat = out.logits[:, :-1].flatten(0, 1)
+            out.loss = F.cross_entropy(flat, labels[:, 1:].flatten(), ignore_index=0)
+        return out
+
+
+def test_a_loss_of_its_own_that_the_first_example_does_not_show() -> None:
+    model = IgnoringZero()
+    example = text(3, 8)
+    example["attention_mask"][:] = 1
+    labels = example["input_ids"].clone()
+    labels[2, 5:] = 0
+    batch = {**example, "labels": labels}
+    one = hp.score(model, [batch], "ablation").flat()
+    turned = hp.score(model, [{k: v.flip(0) for k, v in batch.items()}], "ablation").flat()
+    torch.testing.assert_close(one, turned, rtol=1e-4, atol=1e-6)
+
+
+def test_an_example_without_any_label_is_named() -> None:
+    model, _ = llama()
+    batch = labelled(model, text(3, 8))
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][1] = -100
+    with pytest.raises(hp.HeadPruneError, match="Example 1 of a batch has no label"):
+        hp.score(model, [batch], "ablation")
+
+
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
+def test_divergence_of_other_heads(problem: str) -> None:
+    """Real numbers by their squares, several labels each by its own chance."""
+    labels = 1 if problem == "regression" else 3
+    config = tf.BertConfig(**{**_common("sdpa", num_labels=labels), "problem_type": problem})
+    model = randomise(tf.BertForSequenceClassification(config))
+    example = text(4, 8)
+    layers = hp.find_attention(model, example)
+    scores = hp.score(model, [example], "ablation", layers=layers)
+    with torch.no_grad():
+        dense = model(**example).logits.double()
+        with hp.mask(model, {layers[1].name: [2]}, layers=layers):
+            now = model(**example).logits.double()
+    if labels == 1:
+        expected = ((now - dense) ** 2).mean()
+    else:
+        p, q = dense.sigmoid(), now.sigmoid()
+        expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum(-1).mean()
+    torch.testing.assert_close(scores.values[layers[1].name][2], expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(hp.HeadPruneError, match="no gradient at the dense model"):
+        hp.score(model, [example], "gradient", layers=layers)
+
+
+@pytest.mark.parametrize("method", ["gradient", "ablation"])
+def test_drawn_labels_do_not_depend_on_batches_or_padding(method: str) -> None:
+    model, _ = llama()
+    example = text(4, 7)
+    example["attention_mask"][:] = 1
+    batches = [{k: v[i : i + 1] for k, v in example.items()} for i in range(4)]
+    padded = {k: F.pad(v, (0, 3)) for k, v in example.items()}
+    a, b, c = (hp.score(model, x, method).flat() for x in ([example], batches, [padded]))
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-6)
+
+
+def test_labels_in_some_batches_only() -> None:
+    model, _ = bert()
+    first, second = split(labelled(model, text(4, 7)), 2)
+    del second["labels"]
+    with pytest.raises(hp.HeadPruneError, match="Batch 1 has no labels"):
+        hp.score(model, [first, second])
+    with pytest.raises(hp.HeadPruneError, match="Both a loss_fn and distil"):
+        hp.score(model, [first], distil=True, loss_fn=cross_entropy)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"examples": 1},
+        {"examples": 0},
+        {"seconds": 0},
+        {"keep": 0},
+        {"steps": -1},
+        {"permutations": 0},
+        {"sparsity": -0.5},
+    ],
+)
+def test_settings_that_make_no_sense(told: dict[str, Any]) -> None:
+    model, example = bert()
+    with pytest.raises(hp.HeadPruneError, match="Give"):
+        hp.score(model, [labelled(model, example)], "ablation", settings=Settings(**told))
+    with pytest.raises(hp.HeadPruneError, match="seed"):
+        hp.score(model, [labelled(model, example)], "random", seed=-1)
