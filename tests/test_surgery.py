@@ -182,7 +182,7 @@ def test_a_failed_prune_restores_the_model_bit_for_bit() -> None:
 def test_t5_failure_removes_the_bias_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, example = t5()
     layers = hp.find_attention(model, example)
-    monkeypatch.setattr("headprune.surgery._TOLERANCE", {torch.float32: -1.0})
+    monkeypatch.setattr("headprune.surgery.TOLERANCE", {torch.float32: -1.0})
     with pytest.raises(hp.PruneError):
         hp.prune(model, {layers[0].name: [0], layers[2].name: [1]}, example)
     assert hooks(model) == 0
@@ -191,12 +191,12 @@ def test_t5_failure_removes_the_bias_hooks(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_proof_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the wrong rows are cut, prune must notice."""
-    from headprune import surgery
+    from headprune.surgery import journal
 
     model, example = bert()
     layers = hp.find_attention(model, example)
-    real = surgery._surviving
-    monkeypatch.setattr(surgery, "_surviving", lambda part, kept: real(part, [(h + 1) % 4 for h in kept]))
+    real = journal.surviving
+    monkeypatch.setattr(journal, "surviving", lambda part, kept: real(part, [(h + 1) % 4 for h in kept]))
     with pytest.raises(hp.PruneError, match="differ from the masked model's"):
         # Shifting queries, keys, values and W_O alike would keep heads 1, 2: not the ones that were asked for.
         hp.prune(model, {layers[0].name: [2, 3]}, example)

@@ -1,0 +1,86 @@
+"""Which features, heads and integers are left of a layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headprune.attention import AttentionLayer, HeadFeatures
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of a projection that stay: all but those that belong to removed heads alone."""
+
+    kept: frozenset[int]
+    owned: frozenset[int]  # features that belong to some head; the others always stay
+
+    def index(self, size: int, device: torch.device) -> Tensor:
+        stay = [i for i in range(size) if i in self.kept or i not in self.owned]
+        return torch.tensor(stay, dtype=torch.long, device=device)
+
+
+def surviving(part: HeadFeatures, kept: Sequence[int]) -> Features:
+    """What stays of a projection with some heads."""
+    return Features(frozenset(i for h in kept for i in part.features[h]), all_features(part))
+
+
+def all_features(part: HeadFeatures) -> frozenset[int]:
+    """Features that belong to any head."""
+    return frozenset(i for features in part.features for i in features)
+
+
+def groups_left(layer: AttentionLayer, kept: Sequence[int]) -> int:
+    """Key/value groups that still have a head."""
+    if not layer.groups:
+        return 1 if layer.num_kv_heads == 1 else len(kept)
+    return sum(1 for unit in layer.units if set(unit) & set(kept))
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many heads and key/value groups a layer has left, for the integers by which modules count them."""
+
+    layer: AttentionLayer
+    heads: int
+    groups: int
+    is_width: Callable[[str], bool]
+    beside: bool  # not the attention module itself: one that works on keys or values calls those its heads
+
+    def changed(self, fields: Mapping[str, Any]) -> dict[str, int]:
+        """The integers among ``fields`` that count heads or their features, with their new values."""
+        layer, kv = self.layer, self.layer.num_kv_heads
+        found = {}
+        for name, value in fields.items():
+            if type(value) is not int or name.startswith("_"):
+                continue
+            if _GROUPS.search(name) and value == layer.num_heads // kv:
+                found[name] = self.heads // self.groups if self.groups else 1
+            elif _KV_HEADS.search(name) and value == kv:
+                found[name] = self.groups
+            elif _HEADS.search(name) and value == layer.num_heads:
+                found[name] = self.heads
+            elif _HEADS.search(name) and value == kv and self.beside:
+                found[name] = self.groups
+            elif (_HEAD_WIDTH.search(name) and value == layer.head_dim) or _LENGTH.search(name):
+                continue
+            elif self.is_width(name) and value == layer.num_heads * layer.head_dim:
+                found[name] = self.heads * layer.head_dim
+            elif self.is_width(name) and _KV_WIDTH.search(name) and value == kv * layer.head_dim:
+                found[name] = self.groups * layer.head_dim
+        return {name: new for name, new in found.items() if new != fields[name]}
+
+
+_HEADS = re.compile(r"heads$|^(n|num|nb)_?head$|^h$")
+_KV_HEADS = re.compile(r"(kv|key_value).*heads?$|heads?_?kv$|^n_?kv")
+_GROUPS = re.compile(r"(kv|key_value).*groups$|^n_rep$")
+_LENGTH = re.compile(
+    r"window|len|position|block|ctx|context|seq|token|vocab|patch|chunk|bucket|image|max_|stride|kernel|landmark|latent|^num_"
+)
+_KV_WIDTH = re.compile(r"kv|key|value")
+_HEAD_WIDTH = re.compile(r"head_(dim|size)$|^(dim|size)_(per_)?head$|^(d_kv|d_k|d_v|d_head|key_value_proj_dim)$")

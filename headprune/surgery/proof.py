@@ -1,0 +1,250 @@
+"""The proof: a pruned model must answer as the masked one did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from headprune.attention import AttentionLayer, Heads
+from headprune.errors import HeadPruneError, first_line
+from headprune.gates import mask
+from headprune.inputs import Example, call, model_device, scrambled, tensors, variants
+from headprune.modules import exact_attention
+from headprune.surgery.journal import Journal
+from headprune.surgery.removal import Removal, ways
+
+TRIED = "tried before"  # another way that comes to the same changes
+
+
+# Relative tolerances of the proof: what summing the same products in another order may change.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What `prune` checked.
+
+    Attributes:
+        difference: Largest difference between the masked and the pruned model's outputs, as a share of
+            that output's largest value.
+        tolerance: What ``difference`` had to stay under.
+        inputs: How many differently shaped inputs were compared; generation with a cache counts as one.
+        ghosts: Layers without heads that still hold one head with zero output (for their cache).
+    """
+
+    difference: float
+    tolerance: float
+    inputs: int
+    ghosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a pruned model has to answer.
+
+    Attributes:
+        batch: The input.
+        masked: The masked model's outputs.
+        effect: How much the mask changed each output, at most; infinite where that is not known.
+    """
+
+    batch: Example
+    masked: list[Tensor]
+    effect: list[float]
+
+
+def references(
+    model: nn.Module, inputs: Sequence[Example], drop: Heads, layers: Sequence[AttentionLayer]
+) -> list[Reference]:
+    """The masked model's answers to those inputs that it takes; it must take the first."""
+    found = []
+    with exact_attention(model):  # dense and masked by the same arithmetic
+        for number, batch in enumerate(inputs):
+            try:
+                with mask(model, drop, layers=layers):
+                    masked = _answer(model, batch)
+                if isinstance(batch, _Prompt):
+                    found.append(Reference(batch, (sure := _sure(masked)), [float("inf")] * len(sure)))
+                    continue
+                effect = [_change(m, d) for m, d in zip(masked, _answer(model, batch), strict=True)]
+                found.append(Reference(batch, masked, effect))
+            except HeadPruneError:
+                raise
+            except Exception as error:
+                if number == 0:
+                    raise HeadPruneError(
+                        f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
+                        "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
+                    ) from error
+                # A model may refuse an input that was only derived, or not generate from its example alone.
+    if not any(torch.isfinite(t).any() for t in found[0].masked):
+        raise HeadPruneError("The masked model's outputs are not finite, so a prune cannot be proved on them.")
+    return found
+
+
+def _change(masked: Tensor, dense: Tensor) -> float:
+    """How much a mask changed an output; infinitely, if it has another shape now (a length that the model decides)."""
+    if masked.shape != dense.shape:
+        return float("inf")
+    return (masked - dense).nan_to_num(0, 0, 0).abs().max().item() if masked.numel() else 0.0
+
+
+def inputs_for(model: nn.Module, example: Example) -> list[Example]:
+    """The example, one of another shape and padding, one of random content, and a prompt to go on from.
+
+    An example whose tokens are all alike makes attention uniform, and so hides a wrong one.
+    """
+    prompt = _prompt(model, example)
+    return [example, *variants(example)[:2], *scrambled(example, _vocabulary(model)), *([prompt] if prompt else [])]
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """How many tokens the model knows; 0 where it knows none, or does not say."""
+    try:
+        table = cast(Any, model).get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return 0
+    return table.num_embeddings if isinstance(table, nn.Embedding) else 0
+
+
+def attempt(
+    model: nn.Module,
+    journal: Journal,
+    removal: Removal,
+    reference: Sequence[Reference],
+    tolerance: float,
+    tried: set[tuple[str, ...]],
+) -> tuple[float, str]:
+    """Remove and compare. Returns the largest relative difference, and why it failed ("" if it did not)."""
+    worst = 0.0
+    try:
+        journal.remove(model, removal)
+        if (changes := tuple(journal.changes)) in tried:
+            return worst, TRIED
+        tried.add(changes)
+        for each in reference:
+            got = _answer(model, each.batch)
+            got = got[: len(each.masked)] if isinstance(each.batch, _Prompt) else got
+            if len(got) != len(each.masked) or got[0].shape != each.masked[0].shape:
+                return worst, "the pruned model's outputs have another shape"
+            for g, e, effect in zip(got, each.masked, each.effect, strict=True):
+                if _per_head(g.shape, e.shape):
+                    continue
+                if g.shape != e.shape:
+                    return worst, "the pruned model's outputs have another shape"
+                finite = torch.isfinite(e)
+                if not torch.equal(finite, torch.isfinite(g)):
+                    return worst, "the pruned model's outputs are not finite where the masked one's are"
+                if not finite.any():
+                    continue
+                scale = e[finite].abs().max().clamp(min=1e-30).item()
+                difference = (g[finite] - e[finite]).abs().max().item()
+                worst = max(worst, difference / scale)
+                # A model in which these heads hardly count would pass whatever is done to them.
+                if difference > max(0.05 * effect, 0.2 * tolerance * scale):
+                    return worst, f"its outputs differ from the masked model's by {worst:.2g} of their largest value"
+    except Exception as error:
+        return worst, f"the pruned model does not run ({type(error).__name__}: {first_line(error)})"
+    if worst > tolerance:
+        return worst, f"its outputs differ from the masked model's by {worst:.2g} of their largest value"
+    return worst, ""
+
+
+def failing_alone(
+    model: nn.Module,
+    touched: Sequence[AttentionLayer],
+    drop: Heads,
+    inputs: Sequence[Example],
+    layers: Sequence[AttentionLayer],
+    tolerance: float,
+) -> list[AttentionLayer]:
+    """The layers that fail when pruned alone."""
+    culprits = []
+    for layer in touched:
+        alone = {layer.name: drop[layer.name]}
+        reference = references(model, inputs, alone, layers)
+        tried = set[tuple[str, ...]]()
+        for removal in ways([layer], alone):
+            journal = Journal()
+            why = attempt(model, journal, removal, reference, tolerance, tried)[-1]
+            journal.undo()
+            if not why:
+                break
+        else:
+            culprits.append(layer)
+    return culprits
+
+
+def _per_head(got: torch.Size, expected: torch.Size) -> bool:
+    """Whether a tensor merely has fewer heads now, as attention maps and caches have."""
+    fewer = [g < e for g, e in zip(got, expected, strict=False) if g != e]
+    return len(got) == len(expected) > 2 and fewer == [True]
+
+
+class _Prompt(dict[str, Any]):
+    """An example to go on from, token by token, with a cache."""
+
+
+def _prompt(model: nn.Module, example: Example) -> _Prompt | None:
+    """The part of an example that a text generator goes on from; None if the model is none."""
+    able = getattr(model, "can_generate", None)
+    if not isinstance(example, Mapping) or "input_ids" not in example or not callable(able) or not able():
+        return None
+    return _Prompt({k: v for k, v in example.items() if not k.startswith(("decoder_", "labels"))})
+
+
+def _continued(model: nn.Module, prompt: _Prompt) -> list[Tensor]:
+    """The scores of three tokens that the model generates, greedily and with a cache."""
+    pad = getattr(cast(Any, model).config, "pad_token_id", None)
+    out = cast(Any, model).generate(
+        **prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False, num_beams=1, use_cache=True, output_logits=True,
+        return_dict_in_generate=True, pad_token_id=pad if isinstance(pad, int) else 0,
+    )  # fmt: skip
+    return [s.detach().float() for s in out.logits]
+
+
+def _sure(scores: list[Tensor]) -> list[Tensor]:
+    """Scores up to the first token that is chosen by a hair: rounding may choose another, and all after it differ."""
+    for step, each in enumerate(scores, 1):
+        first, second = each.topk(2, dim=-1).values.unbind(-1)
+        if ((first - second) <= 1e-2 * each.abs().amax(-1)).any():
+            return scores[:step]
+    return scores
+
+
+def _answer(model: nn.Module, batch: Example) -> list[Tensor]:
+    """What the model answers, with the same random numbers each time: some draw masks or noise even in evaluation."""
+    device = model_device(model)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        if isinstance(batch, _Prompt):
+            return _continued(model, batch)
+        return answers(call(model, batch))
+
+
+def answers(output: Any) -> list[Tensor]:
+    """The outputs that a prune must preserve, in float32 or wider: every floating-point tensor but attention weights.
+
+    Attention weights have a head dimension, or are a mean over heads: they cannot stay the same.
+    """
+    if isinstance(output, Mapping):
+        output = {k: v for k, v in output.items() if not k.endswith("attentions") and k != "past_key_values"}
+    elif hasattr(output, "__dict__") and not isinstance(output, Tensor):
+        output = vars(output)
+    found = [t.detach() for t in tensors(output) if t.is_floating_point()]
+    found = found[:1] + [t for t in found[1:] if not _is_distribution(t)]
+    if not found:
+        raise HeadPruneError("The model returns no floating-point tensor that a prune could be proved on.")
+    return [t if t.dtype == torch.float64 else t.float() for t in found]
+
+
+def _is_distribution(t: Tensor) -> bool:
+    """Whether a tensor looks like attention weights: numbers from 0 to 1 that sum to 1 (or 0, if masked) over the keys."""
+    if t.ndim < 3:
+        return False
+    sums = t.sum(-1)
+    return bool((t >= 0).all() and (((sums - 1).abs() < 1e-3) | (sums == 0)).all())
