@@ -52,6 +52,7 @@ EXCLUDED = {"smollm2": {"shapley", "l0", "dsp", "mean-ablation", "resample-ablat
 ONCE = {"minilm": {"shapley", "mean-ablation", "resample-ablation"}, "smollm2": {"ablation", "integrated-gradients"}}
 COMPARED = ("ablation", "gradient")  # what every other method's ranks are compared with
 MINILM = Path(__file__).resolve().parents[2] / "shared" / "real" / "minilm-rt"
+PERMUTATIONS = 16  # for Shapley values: enough to see their cost, and how unsure they still are
 QUICK = 1.0  # seconds: a method that takes less is timed three times
 
 
@@ -174,7 +175,7 @@ def examine(key: str, subject: Subject, options: argparse.Namespace) -> dict[str
                 continue
 
             def work(name: str = name, batches: list[Batch] = batches, draw: int = draw) -> Any:
-                settings = Settings(seconds=options.seconds)
+                settings = Settings(seconds=options.seconds, permutations=PERMUTATIONS)
                 return hp.score(model, batches, name, layers=layers, seed=draw, settings=settings)
 
             say(f"{key}, draw {draw + 1}: {name} … ", end="")

@@ -307,7 +307,7 @@ def test_an_interrupted_prune_restores_the_model(monkeypatch: pytest.MonkeyPatch
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headprune.surgery._Counts.changed", stop)
+    monkeypatch.setattr("headprune.surgery.journal.Counts.changed", stop)
     with pytest.raises(KeyboardInterrupt):
         hp.prune(model, {layers[0].name: [0]}, example)
     assert {n: id(p) for n, p in model.named_parameters()} == before
