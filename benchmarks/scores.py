@@ -299,6 +299,8 @@ def table(found: Mapping[str, Any]) -> list[str]:
     once = [f"`{name}`" for name, row in good.items() if "again" not in row and "error" not in row]
     if once:
         notes.append(f"On one draw only, for its time: {', '.join(once)}.")
+    if "shapley" in methods:
+        notes.append(f"Shapley values from at most {PERMUTATIONS} permutations; headprune's default is 128.")
     notes += [f"`{name}` failed: {row['error']}." for name, row in methods.items() if "error" in row]
     chance = 1.96 / math.sqrt(found["heads"] - 1)
     forward = statistics.median(row["forward_seconds"] for row in good.values()) if good else None

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -262,6 +263,41 @@ def test_resampled_heads_say_what_was_said() -> None:
     torch.testing.assert_close(again.flat(), scores.flat(), rtol=1e-4, atol=1e-6)
     other = hp.score(model, [batch], "resample-ablation", layers=layers, seed=5)
     assert not torch.allclose(other.flat(), scores.flat())
+
+
+def test_resample_ablation_against_brute_force() -> None:
+    """Draw the tokens here again, and put them into W_O's input by hand, example by example, in float64."""
+    model, example = bert()
+    model.double()
+    batch = labelled(model, example)
+    rows = split(batch, 1)
+    lengths = batch["attention_mask"].sum(1).tolist()
+    layers = hp.find_attention(model, example)
+    scores = hp.score(model, [batch], "resample-ablation", layers=layers, seed=3)
+    layer, head = layers[1], 2
+    columns = list(layer.output_projection.features[head])
+    output = model.get_submodule(layer.output_projection.module)
+    seen: list[Tensor] = []
+    handle = output.register_forward_pre_hook(lambda module, args: seen.append(args[0][0]))
+    with torch.no_grad():
+        dense = [per_example_loss(model, r) for r in rows]
+        handle.remove()
+        picked = [int(np.random.default_rng((3, i)).integers(n, size=1)[0]) for i, n in enumerate(lengths)]
+        pool = torch.stack([tokens[k] for tokens, k in zip(seen, picked, strict=True)])
+        effects = []
+        for i, row in enumerate(rows):
+            # As many draws as the batch has tokens; those of padding are not looked at.
+            drawn = np.random.default_rng((4, i)).integers(len(rows), size=batch["input_ids"].shape[1])[: lengths[i]]
+
+            def put(module: nn.Module, args: Any, drawn: Any = drawn) -> tuple[Tensor]:
+                hidden = args[0].clone()
+                hidden[0][:, columns] = pool[drawn][:, columns]
+                return (hidden,)
+
+            handle = output.register_forward_pre_hook(put)
+            effects.append(per_example_loss(model, row) - dense[i])
+            handle.remove()
+    torch.testing.assert_close(scores.values[layer.name][head], torch.stack(effects).mean(), rtol=1e-6, atol=1e-9)
 
 
 # -- few examples ------------------------------------------------------------------------------

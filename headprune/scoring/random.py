@@ -17,4 +17,4 @@ def random(problem: Problem) -> Estimate:
     generator = torch.Generator().manual_seed(problem.seed)
     values = torch.rand(heads, generator=generator, dtype=torch.float64)
     problem.progress(1, 1)
-    return Estimate(values, torch.full_like(values, float("nan")), examples=0)
+    return Estimate(values, torch.full_like(values, float("nan")), 0, {"stderr": "a draw estimates nothing"})
