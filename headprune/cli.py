@@ -66,7 +66,9 @@ Dtype = Annotated[
     str | None, typer.Option(help="auto, float32, bfloat16 or float16 [auto: as stored; float32 on a CPU].")
 ]
 Seed = Annotated[int | None, typer.Option(help="For every draw [0].")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Run folder [reports/<model>-<n>].")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Run folder [reports/MODEL-1, or the next free number].")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="The libraries' messages too, and tracebacks.")]
@@ -134,7 +136,7 @@ def score(
         typer.Option(
             "--keep",
             "-k",
-            help="The budget to be sharpest at, if --examples or --time is short.",
+            help="What l0 and dsp aim at, and where --examples and --time look closest.",
             rich_help_panel="Scoring",
         ),
     ] = None,

@@ -357,3 +357,47 @@ def test_scoring_again_leaves_no_figures_of_the_old_prune(scored: Path, bert_fol
         "agreement.png",
     }
     assert "pruned" not in (scored / "report.md").read_text().split("## How it was measured")[0]
+
+
+def test_scoring_options(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    base = ["score", bert_folder, "-d", data_folder, "-L", 40, "-b", 16, "-q"]
+    run(
+        *base,
+        "-m",
+        "ablation",
+        "-m",
+        "fisher",
+        "--examples",
+        8,
+        "-k",
+        "50%",
+        "--max-memory",
+        "1GB",
+        "--normalise",
+        "-o",
+        "a",
+    )
+    ablation, fisher = hp.scoring.load_scores(here / "a" / "scores.json")
+    assert 2 < ablation.details["ablated"] < 20
+    assert "L2 norm" in ablation.unit
+    assert fisher.matrix is not None
+    report = (here / "a" / "report.md").read_text()
+    assert "gradients on all 40 examples" in report
+    assert "## Agreement of the methods" in report
+    assert "The random control" in report
+    result = run(*base, "-m", "ablation", "-m", "l0", "--steps", 5, "--distil", "-o", "b", "--json")
+    document = json.loads(result.stdout)
+    assert all("dense model" in s["details"]["loss"] for s in document["scores"])
+    assert "no standard error: none from one training run" in (here / "b" / "report.md").read_text()
+    assert "prune" in run("prune", "--keep", "50%", "--scores", "b", "-o", "c", "-q").stdout or (here / "c").is_dir()
+
+
+@pytest.mark.parametrize("text", ["lots", "-3GB", "0", ""])
+def test_a_wrong_amount_of_memory(text: str, here: Path, bert_folder: Path, data_folder: Path) -> None:
+    result = run("score", bert_folder, "-d", data_folder, "--max-memory", text, code=1)
+    assert "4GB" in result.stderr
+
+
+def test_the_list_of_methods(here: Path) -> None:
+    names = [m["name"] for m in json.loads(run("methods", "--json").stdout)["methods"]]
+    assert {"ablation", "gradient", "fisher", "shapley", "l0", "random"} <= set(names)

@@ -164,7 +164,8 @@ class Recording:
 
     def _rows_at_once(self) -> int:
         """How many gate vectors fit in memory, and are worth stacking."""
-        limit = self.replay.budget // max(1, self.replay.bytes_per_row * self.size)
+        # The largest output, and what is made of it: logits are cast, and their logarithms taken.
+        limit = self.replay.budget // max(1, 4 * self.replay.bytes_per_row * self.size)
         if model_device(self.replay.problem.model).type == "cpu":
             limit = min(limit, _CPU_TOKENS // max(1, self.size * _tokens(self.batch)))
         return max(1, limit)
