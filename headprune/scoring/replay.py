@@ -1,14 +1,15 @@
 """Losses under many gates at once, recomputed only from where the gates are.
 
 A gate of layer l changes nothing that was computed before it. So the dense pass keeps what every module returned, and
-a replay hands that out again: each module that had finished when the first gate came is not run, but answers as it did. As all of a
-layer's heads start from the same state, they run as one batch: row ``k * batch + i`` is example ``i`` under gates ``k``.
+a replay hands that out again: each module that had finished when the first gate came is not run, but answers as it did.
+As all of a layer's heads start from the same state, they run as one batch: row ``k * batch + i`` is example ``i`` under
+gates ``k``.
 
-Nothing here knows an architecture: which modules had finished is read off one run, which dimension of an
-output is the batch off a second with another batch size. Nothing is trusted: a layer whose replay does not give the plain
-forward's losses on a few examples is computed plainly, and `Replay.notes` says so. On the first batch one gate vector of every layer
-is computed both ways, on every other batch one of another layer each time. Should they ever differ, `DisagreementError` makes `headprune.score` begin again,
-by plain forwards alone.
+Nothing here knows an architecture: which modules had finished is read off one run, which dimension of an output is the
+batch off a second with another batch size. And nothing is trusted: a layer whose replay does not give the plain
+forward's losses on a few examples is computed plainly, and `Replay.notes` says so. On the first batch one gate vector of
+every layer is computed both ways, on every other batch one of another layer each time. Should they ever differ,
+`DisagreementError` makes `headprune.score` begin again, by plain forwards alone.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Replay:
                 self.notes.append(f"{layer.name} by {how}: a replay from there did not give the same losses")
 
     def _agrees(self, name: str, start: _Start, few: Any) -> bool:
-        """Whether a replay from ``start`` gives a plain forward's losses, for the layer's first and last head."""
+        """Whether a replay from ``start`` gives a plain forward's losses, for two of the layer's heads."""
         heads = next(layer.num_heads for layer in self.problem.layers if layer.name == name)
         gates = torch.ones(2, heads)
         gates[0, heads // 2] = gates[1, -1] = 0.0
