@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, gated
+from headprune.inputs import tensors
 from headprune.loss import batch_size, rows_of, singles
 from headprune.memory import halving
 from headprune.modules import wrapped
@@ -67,6 +68,7 @@ def gate_gradients(problem: Problem) -> Samples:
     parts = []
     with frozen(problem.model):
         batches = separate(told)
+        told = replace(told, batches=batches)
         for i, (batch, size) in enumerate(batches):
 
             def compute(batch: Any = batch, size: int = size) -> Tensor:
@@ -138,7 +140,10 @@ def slopes(problem: Problem, batch: Any, size: int, at: float = 1.0) -> Samples:
     """``dL_i/dxi_h`` of one batch from `separate`, and its losses, with all gates ``at`` one value."""
     gates = _gates(problem, size, at)
     with torch.enable_grad(), gated(problem.model, problem.layers, gates), checkpointed(problem.model):
-        loss = problem.losses(batch)
+        try:
+            loss = problem.losses(batch)
+        except NotFiniteError as error:  # by its number among these batches
+            raise NotFiniteError(problem, batch, error.row, error.value) from None
         return Samples(_rows(loss.sum(), gates), loss.detach().cpu().double())
 
 
@@ -193,8 +198,8 @@ def _independent(problem: Problem) -> bool:
 
 def _unlike(batch: Any, size: int) -> list[int]:
     """Up to three examples of a batch, of different length: padding may be cut out on the way."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
+    masks = [t for t in tensors(batch) if t.ndim == 2 and len(t) == size and bool(((t == 0) | (t == 1)).all())]
+    if not masks:
         return list(range(min(size, 3)))
-    order = (mask != 0).sum(1).argsort().tolist()
+    order = (masks[0] != 0).sum(1).argsort().tolist()
     return list(dict.fromkeys((order[-1], order[0], order[len(order) // 2])))
