@@ -152,6 +152,36 @@ def test_compiled_parts() -> None:
     assert scores.flat().isfinite().all()
 
 
+class Packed(nn.Module):
+    """Padding is cut out before W_O, whose rows are then no longer so many for each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (4, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(q, k, v, keep[:, None, None]).transpose(1, 2).flatten(2)
+        back = torch.zeros_like(x)
+        back[keep] = self.o(out[keep])
+        return self.head((back + x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("method", ["gradient", "fisher", "ablation", "integrated-gradients"])
+def test_padding_that_is_cut_out_on_the_way(method: str) -> None:
+    """Twelve tokens for three examples: four each, on average."""
+    model = randomise(Packed())
+    x, y = pair(3)
+    x = torch.cat([x, x.flip(1)], 1)[:, :6]
+    keep = torch.arange(6) < torch.tensor([6, 4, 2])[:, None]
+    told = Settings(steps=8)
+    batch = hp.score(model, [((x, keep), y)], method, loss_fn=cross_entropy, settings=told)
+    ones = [((x[i : i + 1], keep[i : i + 1]), y[i : i + 1]) for i in range(3)]
+    single = hp.score(model, ones, method, loss_fn=cross_entropy, settings=told)
+    torch.testing.assert_close(batch.flat(), single.flat(), rtol=1e-4, atol=1e-6)
+
+
 # -- what an interrupted run is told apart by ---------------------------------------------------
 
 
