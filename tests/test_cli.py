@@ -354,7 +354,6 @@ def test_scoring_again_leaves_no_figures_of_the_old_prune(scored: Path, bert_fol
         "run.json",
         "report.md",
         "importance.png",
-        "agreement.png",
     }
     assert "pruned" not in (scored / "report.md").read_text().split("## How it was measured")[0]
 
