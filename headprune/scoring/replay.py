@@ -7,8 +7,8 @@ gates ``k``.
 
 Nothing here knows an architecture: which modules had finished is read off one run, which dimension of an output is the
 batch off a second with another batch size. And nothing is trusted: a layer whose replay does not give the plain
-forward's losses on a few examples is computed plainly, and `Replay.notes` says so. On the first batch one gate vector of
-every layer is computed both ways, on every other batch one of another layer each time. Should they ever differ,
+forward's losses on two examples is computed plainly, and `Replay.notes` says so. On the first batch one gate vector of
+each of several layers is computed both ways, on every other batch one of another layer each time. Should they ever differ,
 `DisagreementError` makes `headprune.score` begin again, by plain forwards alone.
 """
 
@@ -30,7 +30,8 @@ from headprune.memory import free_memory, halving
 from headprune.modules import wrapped
 from headprune.scoring.base import NotFiniteError, Problem
 
-_TRIED_ROWS = 4  # examples on which every layer's replay is compared with a plain forward
+_TRIED_ROWS = 2  # examples on which every layer's replay is compared with a plain forward
+_TRIED_LAYERS = 8  # of the first batch, evenly spread
 # Rows times tokens past which a larger batch only leaves a CPU's cache; a GPU takes what fits.
 _CPU_TOKENS = 2048
 
@@ -88,27 +89,32 @@ class Replay:
             self.notes.append(f"every head by a plain forward ({type(error).__name__} while replaying was tried)")
             return
         self.stacks = True
+        tried: dict[str, _Start] = {name: start for name, start in starts.items() if start.skipped}
+        dense = Recording(self, few, batch_size(few), tried)
         for layer in sorted(self.problem.layers, key=lambda a: two.gates.get(a.name, 0)):
-            tried = [s for s in (starts.get(layer.name), _Start()) if s is not None]
-            good = next((s for s in tried if self._agrees(layer.name, s, few)), None)
+            good = next(
+                (s for s in (tried.get(layer.name), _Start()) if s and self._agrees(layer.name, s, dense)), None
+            )
             if good is not None:
                 self.starts[layer.name] = good
-            if good is not tried[0] or not good.skipped:
+            if good is None or not good.skipped:
                 how = "plain forwards" if good is None else "whole forwards of stacked heads"
                 self.notes.append(f"{layer.name} by {how}: a replay from there did not give the same losses")
 
-    def _agrees(self, name: str, start: _Start, few: Any) -> bool:
-        """Whether a replay from ``start`` gives a plain forward's losses, for two of the layer's heads."""
+    def _agrees(self, name: str, start: _Start, few: Recording) -> bool:
+        """Whether a replay from ``start`` gives a plain forward's losses, for one of the layer's heads among two."""
         heads = next(layer.num_heads for layer in self.problem.layers if layer.name == name)
         gates = torch.ones(2, heads)
-        gates[0, heads // 2] = gates[1, -1] = 0.0
+        gates[0, -1] = gates[1, heads // 2] = 0.0
         try:
-            recording = Recording(self, few, batch_size(few), {name: start})
-            replayed = recording._stacked({name: gates}, name)
-            plain = torch.stack([recording._plain({name: row}) for row in gates])
+            few.starts = {**few.starts, name: start}
+            if start.skipped and name not in few._window:
+                few._record(name)
+            replayed = few._stacked({name: gates}, name)[1]
+            plain = few._plain({name: gates[1]})
         except Exception:  # what is wrong with the model itself, a plain forward will say
             return False
-        return _close(replayed, plain, recording.dense, self.problem.model)
+        return _close(replayed, plain, few.dense, self.problem.model)
 
 
 class Recording:
@@ -131,8 +137,9 @@ class Recording:
         self._kept: dict[tuple[str, int], Any] = {}
         self._window: set[str] = set()
         names = list(self.starts) if starts is None else []
-        # On the first batch every layer is compared with a plain forward, then one of them on each.
-        self._doubtful = set(names[replay.recordings % len(names) :][:1] if names and replay.recordings else names)
+        # On the first batch many layers are compared with a plain forward, then one of them on each.
+        many = names[:: max(1, len(names) // _TRIED_LAYERS)]
+        self._doubtful = set(names[replay.recordings % len(names) :][:1] if names and replay.recordings else many)
         self._stacks = replay.stacks
         replay.recordings += starts is None
         self.dense = self._record(next(iter(self.starts), ""))
@@ -464,7 +471,7 @@ def _close(replayed: Tensor, plain: Tensor, dense: Tensor, model: nn.Module) -> 
     kinds = {p.dtype for p in model.parameters()}
     scale = plain.abs().max().clamp(min=1e-6)
     rounding, most = (
-        (4e-3, 2e-2) if torch.bfloat16 in kinds else (5e-4, 3e-3) if torch.float16 in kinds else (1e-6, 1e-5)
+        (4e-3, 2e-2) if torch.bfloat16 in kinds else (5e-4, 3e-3) if torch.float16 in kinds else (5e-6, 1e-5)
     )
     allowed = torch.maximum(rounding * scale, torch.minimum(most * scale, 0.1 * (plain - dense).abs().max()))
     return bool((replayed - plain).abs().max() <= allowed)
