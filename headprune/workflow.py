@@ -267,6 +267,8 @@ def prune_run(
             results.append(_prune_one(scene, chosen, randoms, dense, path, models, console))
         metrics = {
             "metric": scene.metric,
+            # Scores may have been made elsewhere, or with another number of threads.
+            "environment": runs.environment(str(next(scene.model.parameters()).device)),
             "dense": {
                 **_measured(dense, scene.metric),
                 "parameters": latency.parameters(scene.model),

@@ -358,6 +358,16 @@ def test_scoring_again_leaves_no_figures_of_the_old_prune(scored: Path, bert_fol
     assert "pruned" not in (scored / "report.md").read_text().split("## How it was measured")[0]
 
 
+def test_latency_says_where_it_was_timed(scored: Path) -> None:
+    run_ = json.loads((scored / "run.json").read_text())
+    run_["environment"] |= {"device_name": "another machine", "threads": 77}
+    (scored / "run.json").write_text(json.dumps(run_))
+    run("prune", "-k", 4, "-q")
+    latency = (scored / "report.md").read_text().split("## Latency")[1]
+    assert "77 threads" not in latency.split("## ")[0]
+    assert f"{torch.get_num_threads()} threads" in latency.split("## ")[0]
+
+
 def test_scoring_options(here: Path, bert_folder: Path, data_folder: Path) -> None:
     base = ["score", bert_folder, "-d", data_folder, "-L", 40, "-b", 16, "-q"]
     run(

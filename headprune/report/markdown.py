@@ -213,6 +213,7 @@ def _trade_off(metrics: dict[str, Any], run: dict[str, Any]) -> str:
 
 def _latency(metrics: dict[str, Any], run: dict[str, Any]) -> str:
     latency = metrics["latency"]
+    run = {**run, "environment": metrics.get("environment", run["environment"])}
     lines = [
         "## Latency",
         "",
