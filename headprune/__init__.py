@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from headprune.errors import PruneError as PruneError
     from headprune.gates import mask as mask
     from headprune.modules import stand_in as stand_in
-    from headprune.planning import PruningPlan as PruningPlan
     from headprune.planning import plan as plan
+    from headprune.plans import PruningPlan as PruningPlan
     from headprune.scoring import HeadScores as HeadScores
     from headprune.scoring import score as score
     from headprune.scoring.agreement import agreement as agreement
@@ -36,7 +36,7 @@ _HOME = {
     "PruneError": "errors",
     "mask": "gates",
     "stand_in": "modules",
-    "PruningPlan": "planning",
+    "PruningPlan": "plans",
     "plan": "planning",
     "HeadScores": "scoring",
     "agreement": "scoring",

@@ -230,27 +230,19 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
     """Validate ``{layer_name: [heads]}`` against the layers of a model.
 
     Returns:
-        A plain copy with sorted heads and without empty layers.
+        A plain copy by the layers' names (``L3`` will do for one), in their order, with sorted heads and without empty
+        layers.
 
     Raises:
         HeadPruneError: An unknown layer, a head that does not exist, or a head listed twice.
     """
-    by_name = {layer.name: layer for layer in layers}
-    checked: Heads = {}
+    found: Heads = {}
     if not isinstance(heads, Mapping):
         raise HeadPruneError(
             f"{type(heads).__name__} does not say which heads.", "Give a plan, or a dict {layer_name: [head, …]}."
         )
     for name, indices in heads.items():
-        if name not in by_name:
-            known = ", ".join(list(by_name)[:3])
-            raise HeadPruneError(
-                f"There is no attention layer named {name!r} in this model.",
-                f"Its layers are {known}{', …' if len(by_name) > 3 else ''} (see `headprune inspect`)."
-                if by_name
-                else "It has none.",
-            )
-        layer = by_name[name]
+        layer = layer_named(name, layers)
         listed = list(indices) if isinstance(indices, Iterable) else [indices]
         try:
             if any(isinstance(h, bool) for h in listed):
@@ -268,9 +260,46 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
         twice = sorted({h for h in listed if listed.count(h) > 1})
         if twice:
             raise HeadPruneError(f"Layer {name}: head {twice[0]} is listed twice.")
-        if listed:
-            checked[name] = sorted(listed)
-    return checked
+        if layer.name in found:
+            raise HeadPruneError(f"Layer {name} is named twice.", "Put its heads in one list.")
+        found[layer.name] = sorted(listed)
+    return {layer.name: found[layer.name] for layer in layers if found.get(layer.name)}
+
+
+def layer_named(text: str, layers: Sequence[AttentionLayer]) -> AttentionLayer:
+    """The layer of that name or short address, such as ``L3``.
+
+    Raises:
+        HeadPruneError: There is none.
+    """
+    for layer in layers:
+        if text in (layer.name, f"L{layer.index}"):
+            return layer
+    known = ", ".join(layer.name for layer in layers[:3])
+    raise HeadPruneError(
+        f"There is no attention layer named {text!r} in this model.",
+        f"Its layers are {known}{', …' if len(layers) > 3 else ''} (see `headprune inspect`)."
+        if layers
+        else "It has none.",
+    )
+
+
+def check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:
+    """Refuse what cannot be exact, with the way out."""
+    if not layer.prunable:
+        raise HeadPruneError(f"Layer {layer.name} cannot be pruned: {layer.reason}.")
+    if not layer.groups:
+        return
+    left = [len(set(unit) - set(dropped)) for unit in layer.units]
+    if len({n for n in left if n}) > 1:
+        counts = ", ".join(map(str, left))
+        part = next(unit for unit in layer.units if 0 < len(set(unit) & set(dropped)) < len(unit))
+        head = next(h for h in part if h in dropped)
+        raise HeadPruneError(
+            f"Layer {layer.name}: head {head} cannot go alone: its key/value groups would keep {counts} query heads, "
+            "but groups must stay equal.",
+            f"Drop whole groups (such as heads {', '.join(map(str, part))}) or the same number of heads from each.",
+        )
 
 
 def _to_ranges(indices: Sequence[int]) -> str:

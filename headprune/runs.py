@@ -17,7 +17,7 @@ from typing import Any
 from headprune import __version__
 from headprune.errors import HeadPruneError
 from headprune.jsonio import read_json, write_json
-from headprune.planning import PruningPlan
+from headprune.plans import PruningPlan
 from headprune.scoring.base import HeadScores, load_scores, save_scores
 
 REPORTS = Path("reports")

@@ -27,7 +27,8 @@ from headprune.gates import mask
 from headprune.inputs import call, first_rows, move
 from headprune.jsonio import write_json
 from headprune.models import LoadedModel, load_model
-from headprune.planning import Budget, PruningPlan, heads_to_keep, plan
+from headprune.planning import plan
+from headprune.plans import Keep, PruningPlan, heads_to_keep
 from headprune.runs import RunFolder
 from headprune.scoring import METHODS, HeadScores, score
 from headprune.scoring.base import Progress, Settings
@@ -209,7 +210,7 @@ class Pruned:
 
 def prune_run(
     options: Options,
-    keeps: Sequence[Budget],
+    keeps: Sequence[Keep],
     methods: Sequence[str],
     source: RunFolder | None,
     folder: RunFolder,

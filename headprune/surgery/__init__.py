@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from headprune.attention import AttentionLayer, check_heads, ghosts
+from headprune.attention import AttentionLayer, check_heads, check_possible, ghosts
 from headprune.errors import PruneError
 from headprune.inputs import Example, model_device, move, usable
 from headprune.modules import forget_compiled, uncompiled
-from headprune.planning import PruningPlan
+from headprune.plans import PruningPlan
 from headprune.surgery.journal import Journal
 from headprune.surgery.proof import TOLERANCE, TRIED, Proof, answers, attempt, failing_alone, inputs_for, references
-from headprune.surgery.removal import Removal, check_possible, check_present, left_as_ghosts, ways
+from headprune.surgery.removal import Removal, check_present, left_as_ghosts, ways
 from headprune.trace import evaluating, find_attention
 
 __all__ = ["Proof", "Removal", "answers", "prune", "record", "remove"]

@@ -67,22 +67,6 @@ def ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
     ]
 
 
-def check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:
-    """Refuse what cannot be exact, with the way out."""
-    if not layer.prunable:
-        raise HeadPruneError(f"Layer {layer.name} cannot be pruned: {layer.reason}.")
-    if not layer.groups:
-        return
-    left = [len(set(unit) - set(dropped)) for unit in layer.units]
-    if len({n for n in left if n}) > 1:
-        counts = ", ".join(map(str, left))
-        raise HeadPruneError(
-            f"Layer {layer.name}: its key/value groups would keep {counts} query heads, but groups must stay equal.",
-            f"Drop whole groups (such as heads {', '.join(map(str, layer.units[0]))}) "
-            "or the same number of heads from each.",
-        )
-
-
 def check_present(model: nn.Module, layer: AttentionLayer) -> None:
     """Refuse weights that are not in memory: they cannot be cut, nor the result proved."""
     for name, parameter in model.get_submodule(layer.module).named_parameters():

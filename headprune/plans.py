@@ -1,44 +1,51 @@
-"""From scores and a budget to the heads that go."""
+"""`PruningPlan`, the value that planning gives and surgery takes: which heads go."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from headprune.attention import AttentionLayer, Heads, check_heads
+from headprune.attention import AttentionLayer, Heads, check_heads, check_possible
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.jsonio import read_json, write_json
-from headprune.scoring.base import HeadScores
 
-Budget = int | float | str
+Keep = int | float | str
 
 
 @dataclass(frozen=True)
 class PruningPlan:
     """Which heads go.
 
+    Its file is meant to be edited: a person changes ``drop`` and may leave out the rest, and what the other fields
+    say is made anew where the plan meets a model (`on`).
+
     Attributes:
-        drop: ``{layer_name: [head, ...]}``; layers that lose nothing are left out.
+        drop: ``{layer_name: [head, ...]}``; layers that lose nothing are left out. A layer may go by its short
+            address, ``L3``.
         kept: Heads that stay, over all layers of the model that were scored.
         total: Heads there are.
         asked: The budget in heads; ``kept`` is at most this.
         method: The scores it was made from.
         model: Fingerprint of the model it is for ("" applies to any).
         notes: What a reader should know, such as rounding to whole groups.
+        strategy: How heads were picked by their scores.
+        budget: What was asked for, such as ``"keep 36"`` or ``"latency 80%"``.
     """
 
     drop: Heads
-    kept: int
-    total: int
-    asked: int
+    kept: int = 0
+    total: int = 0
+    asked: int = 0
     method: str = ""
     model: str = ""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    strategy: str = ""
+    budget: str = ""
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model whose weights are not those that were scored."""
@@ -48,26 +55,50 @@ class PruningPlan:
                 "Score this model, or prune with a plain dict of heads.",
             )
 
+    def on(self, layers: Sequence[AttentionLayer]) -> PruningPlan:
+        """This plan as it applies to the layers of a model: counted anew, layers by their names and in their order.
+
+        Raises:
+            HeadPruneError: A layer or head that is not there, or heads that cannot go alone.
+        """
+        drop = check_heads(self.drop, layers)
+        for layer in layers:
+            if layer.name in drop:
+                check_possible(layer, drop[layer.name])
+        total = sum(layer.num_heads for layer in layers)
+        kept = total - sum(map(len, drop.values()))
+        if (kept, total) == (self.kept, self.total):
+            return replace(self, drop=drop)
+        # Edited by hand: what was asked for and noted is about other heads.
+        return replace(self, drop=drop, kept=kept, total=total, asked=kept, notes=())
+
     def to_json(self) -> dict[str, Any]:
         return {
-            "drop": self.drop, "kept": self.kept, "total": self.total, "asked": self.asked,
-            "method": self.method, "model": self.model, "notes": list(self.notes),
+            "drop": self.drop, "kept": self.kept, "total": self.total, "asked": self.asked, "budget": self.budget,
+            "strategy": self.strategy, "method": self.method, "model": self.model, "notes": list(self.notes),
         }  # fmt: skip
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PruningPlan:
-        drop = {k: [int(h) for h in v] for k, v in data["drop"].items()}
-        return cls(
-            drop, data["kept"], data["total"], data["asked"], data["method"], data["model"], tuple(data["notes"])
+        for name, heads in data["drop"].items():
+            if not isinstance(heads, list) or not all(type(h) is int for h in heads):
+                raise HeadPruneError(
+                    f"Layer {name}: {heads!r} is no list of heads.", "Heads are whole numbers, such as [0, 3]."
+                )
+        kept, total, asked = (int(data.get(name, 0)) for name in ("kept", "total", "asked"))
+        method, model, strategy, budget = (
+            str(data.get(name, "")) for name in ("method", "model", "strategy", "budget")
         )
+        drop = {name: list(heads) for name, heads in data["drop"].items()}
+        return cls(drop, kept, total, asked, method, model, tuple(data.get("notes", ())), strategy, budget)
 
     def save(self, path: str | Path) -> None:
-        """Write to a JSON file."""
+        """Write to a JSON file, a line per layer."""
         write_json(Path(path), "plan", self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> PruningPlan:
-        """Read a plan.
+        """Read a plan; one edited by hand need only hold ``drop``.
 
         Raises:
             HeadPruneError: The file is missing, corrupt, or does not hold a plan.
@@ -80,7 +111,7 @@ class PruningPlan:
             raise HeadPruneError(f"{path} is a damaged plan ({what}).", "Plan again.") from None
 
 
-def heads_to_keep(keep: Budget, total: int) -> int:
+def heads_to_keep(keep: Keep, total: int) -> int:
     """A budget in heads: a count, a share below 1, or a percentage.
 
     >>> heads_to_keep(36, 72), heads_to_keep("50%", 72), heads_to_keep(0.5, 72), heads_to_keep("36", 72)
@@ -122,62 +153,3 @@ def heads_to_keep(keep: Budget, total: int) -> int:
 def _share(share: float, total: int) -> int:
     """Heads in a share: rounded down, so that the budget holds; above 1 it stays above ``total``."""
     return total + 1 if share > 1 else int(share * total + 1e-9)
-
-
-def plan(scores: HeadScores, keep: Budget) -> PruningPlan:
-    """Keep the most important heads of the whole model, at most ``keep`` of them.
-
-    What can go alone is a head, or a key/value group (whose importance is the mean of its heads'). Units
-    are dropped in the order of their importance until the budget holds. Ties go by position, so equal
-    scores give equal plans; a smaller budget's heads are always among a larger one's.
-
-    Args:
-        scores: From `headprune.score`.
-        keep: A count (36), a share (0.5) or a percentage ("50%").
-
-    Raises:
-        HeadPruneError: A budget below what cannot be pruned, below 1 or above the total.
-    """
-    if not scores.flat().isfinite().all():
-        raise HeadPruneError("Some scores are not finite, so heads cannot be ranked.", "Score the model again.")
-    total = sum(layer.num_heads for layer in scores.layers)
-    asked = heads_to_keep(keep, total)
-    fixed = sum(layer.num_heads for layer in scores.layers if not layer.prunable)
-    if asked < fixed:
-        raise HeadPruneError(
-            f"{fixed} heads cannot be pruned ({_first_reason(scores.layers)}), so {asked} is out of reach.",
-            f"Keep at least {fixed}.",
-        )
-    units = sorted(_units(scores))
-    drop: dict[str, list[int]] = {}
-    kept = total
-    for _, index, unit in units:
-        if kept <= asked:
-            break
-        drop.setdefault(scores.layers[index].name, []).extend(unit)
-        kept -= len(unit)
-    ordered = {a.name: sorted(drop[a.name]) for a in scores.layers if a.name in drop}
-    notes = []
-    if kept < asked:
-        size = max(len(unit) for *_, unit in units)
-        notes.append(
-            f"{kept} of {total} heads are kept, not {asked}: heads that share a key/value head go together, "
-            f"{size} at a time."
-        )
-    if fixed:
-        notes.append(f"{fixed} heads stay because they cannot be pruned: {_first_reason(scores.layers)}.")
-    check_heads(ordered, scores.layers)
-    return PruningPlan(ordered, kept, total, asked, scores.method, scores.model, tuple(notes))
-
-
-def _units(scores: HeadScores) -> list[tuple[float, int, tuple[int, ...]]]:
-    return [
-        (float(scores.values[layer.name][list(unit)].mean()), i, unit)
-        for i, layer in enumerate(scores.layers)
-        if layer.prunable
-        for unit in layer.units
-    ]
-
-
-def _first_reason(layers: Sequence[AttentionLayer]) -> str:
-    return next((f"{a.name}: {a.reason}" for a in layers if not a.prunable), "")

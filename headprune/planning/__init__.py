@@ -1,0 +1,119 @@
+"""From scores to the heads that go: constraints, strategies, orders and budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from headprune.errors import HeadPruneError
+from headprune.fingerprint import fingerprint
+from headprune.planning.order import Order
+from headprune.planning.strategies import STRATEGIES, Search, Strategy, strategy
+from headprune.planning.units import GROUPS, SLICES, Constraints
+from headprune.plans import Keep, PruningPlan, heads_to_keep
+from headprune.scoring.base import HeadScores
+
+__all__ = [
+    "STRATEGIES",
+    "Constraints",
+    "Order",
+    "PruningPlan",
+    "Search",
+    "Strategy",
+    "arrange",
+    "heads_to_keep",
+    "plan",
+    "score_kept",
+    "strategy",
+    "strategy_named",
+]
+
+Quality = Callable[[PruningPlan], float]
+
+
+def plan(
+    scores: HeadScores,
+    keep: Keep,
+    strategy: str = "one-shot",
+    *,
+    protect: str | Iterable[str] = (),
+    min_heads_per_layer: int = 0,
+    seed: int = 0,
+) -> PruningPlan:
+    """Keep the most important heads, at most ``keep`` of them.
+
+    What can go alone is a head, or a key/value group (whose importance is the mean of its heads'), or one query head
+    of every group: whichever leaves the higher scores at this budget.
+
+    Args:
+        scores: From `headprune.score`.
+        keep: A count (36), a share (0.5) or a percentage ("50%").
+        strategy: ``"one-shot"`` ranks all heads of the model, ``"per-layer"`` gives every layer its share,
+            ``"uniform"`` the same number to every layer, ``"layers"`` takes whole attention layers.
+        protect: What must stay: ``"L0,L3.H7"``.
+        min_heads_per_layer: Query heads that every layer keeps.
+        seed: For strategies that draw.
+
+    Raises:
+        HeadPruneError: A budget below what can be pruned, below 1 or above the total; an unknown strategy or address;
+            a strategy that runs the model.
+    """
+    if strategy_named(strategy).runs_model:
+        raise HeadPruneError(f"The strategy {strategy} runs the model.", "Use headprune.planning.arrange.")
+    constraints = Constraints.parse(protect, scores.layers, min_heads_per_layer)
+    asked = heads_to_keep(keep, sum(layer.num_heads for layer in scores.layers))
+    search = Search(scores.layers, scores, constraints, seed=seed)
+    return replace(arrange(search, strategy, [asked]).plan(asked), budget=f"keep {keep}")
+
+
+def arrange(search: Search, strategy: str, levels: Sequence[int], quality: Quality | None = None) -> Order:
+    """The order in which heads go by a strategy.
+
+    Where heads share key/value heads it is made twice, by whole groups and by equal query heads per group, and that
+    one is given whose plans at ``levels`` are better in sum. One kind serves all levels, so that plans are nested.
+
+    Args:
+        levels: Numbers of kept heads that will be looked at.
+        quality: How good a plan is; higher is better. A search that can run the model measures it; by default it is
+            predicted, as the sum of the kept heads' scores (`score_kept`).
+
+    Raises:
+        HeadPruneError: An unknown strategy, scores of another model, or nothing to rank by.
+    """
+    chosen = strategy_named(strategy)
+    if search.scores and search.model and search.scores.model not in ("", now := fingerprint(search.model)):
+        raise HeadPruneError(
+            f"The scores are another model's (fingerprint {search.scores.model}, this one is {now}).",
+            "Score this model first.",
+        )
+    levels = sorted(levels, reverse=True)
+    shared = any(layer.groups and layer.prunable for layer in search.layers)
+    orders = [chosen.run(replace(search, kind=kind), levels) for kind in ((GROUPS, SLICES) if shared else (GROUPS,))]
+    if len(orders) == 1:
+        return orders[0]
+    floor = min(levels, default=0)
+    reaching = [o for o in orders if o.least <= floor]
+    if not reaching:
+        return min(orders, key=lambda o: o.least)
+    judge = quality or (score_kept(search.scores) if search.scores else lambda p: p.kept)
+    return max(reaching, key=lambda o: sum(judge(o.plan(k)) for k in levels))  # the first, groups, on a tie
+
+
+def score_kept(scores: HeadScores) -> Quality:
+    """How much score a plan keeps: for scores that are an added loss, minus the loss it predicts, up to a constant."""
+
+    def quality(plan: PruningPlan) -> float:
+        return -sum(float(scores.values[name][heads].sum()) for name, heads in plan.drop.items())
+
+    return quality
+
+
+def strategy_named(name: str) -> Strategy:
+    """A strategy of the register.
+
+    Raises:
+        HeadPruneError: There is none of that name.
+    """
+    if name not in STRATEGIES:
+        raise HeadPruneError(f"There is no strategy {name!r}.", f"Choose from {', '.join(STRATEGIES)}.")
+    return STRATEGIES[name]

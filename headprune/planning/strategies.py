@@ -1,0 +1,173 @@
+"""How heads are picked by their scores: the register of strategies, and those that need nothing but scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from headprune.attention import AttentionLayer, Heads
+from headprune.errors import HeadPruneError
+from headprune.planning.order import Order
+from headprune.planning.units import GROUPS, Constraints, Unit, units_of, why_stay
+from headprune.scoring.base import HeadScores, Progress
+
+
+def _unheard(done: int, total: int, note: str = "") -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Search:
+    """What every strategy gets.
+
+    Attributes:
+        layers: The model's attention layers.
+        scores: Importance by head; None for a strategy that makes its own.
+        constraints: What must stay.
+        kind: How heads that share key/value heads go: ``"groups"`` or ``"slices"`` (`units_of`).
+        seed: For strategies that draw.
+        progress: Called as work goes on.
+        model: For strategies that run it: in evaluation mode, on its device, never changed.
+        batches: Labelled batches to score or to compare on (the scoring part of the data).
+        losses: Per-example losses ``[batch]`` of the model on a batch; differentiable under grad mode.
+    """
+
+    layers: Sequence[AttentionLayer]
+    scores: HeadScores | None = None
+    constraints: Constraints = field(default_factory=Constraints)
+    kind: str = GROUPS
+    seed: int = 0
+    progress: Progress = _unheard
+    model: nn.Module | None = None
+    batches: Sequence[Any] = ()
+    losses: Callable[[Any], Tensor] | None = None
+
+    def units(self, scores: HeadScores | None = None) -> list[list[Unit]]:
+        """The units of every layer that may go, those with the least score first.
+
+        Raises:
+            HeadPruneError: There are no scores, or some are not finite.
+        """
+        given = scores or self.scores
+        if given is None:
+            raise HeadPruneError("This strategy needs scores.", "Score the model first.")
+        if not given.flat().isfinite().all():
+            raise HeadPruneError("Some scores are not finite, so heads cannot be ranked.", "Score the model again.")
+        return units_of(self.layers, given.values, self.constraints, self.kind)
+
+    def order(self, steps: Sequence[Heads], strategy: str, *notes: str, stays: Sequence[str] = ()) -> Order:
+        """The `Order` of these steps, with all that is known about the search."""
+        scores = self.scores
+        return Order.of(
+            self.layers, steps, strategy=strategy, method=scores.method if scores else "",
+            model=scores.model if scores else "", stays=(*why_stay(self.layers, self.constraints), *stays), notes=notes,
+        )  # fmt: skip
+
+    def step(self, *units: Unit) -> Heads:
+        """Units that go together, as a step of an order."""
+        return {self.layers[unit.layer].name: list(unit.heads) for unit in units}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to make an order.
+
+    Attributes:
+        name: As ``--strategy`` takes it.
+        run: Makes the order; it must be good at the numbers of kept heads it is given (descending), and decent between.
+        about: What it does, in a line.
+        needs_scores: Whether it takes scores.
+        runs_model: Whether it needs the model and batches.
+    """
+
+    name: str
+    run: Callable[[Search, Sequence[int]], Order]
+    about: str
+    needs_scores: bool
+    runs_model: bool
+
+
+STRATEGIES: dict[str, Strategy] = {}
+_Run = Callable[[Search, Sequence[int]], Order]
+
+
+def strategy(name: str, *, needs_scores: bool = True, runs_model: bool = False) -> Callable[[_Run], _Run]:
+    """Register a strategy under a name; the first line of its docstring describes it."""
+
+    def register(run: _Run) -> _Run:
+        about = (run.__doc__ or "").strip().splitlines()[0]
+        STRATEGIES[name] = Strategy(name, run, about, needs_scores, runs_model)
+        return run
+
+    return register
+
+
+@strategy("one-shot")
+def one_shot(search: Search, levels: Sequence[int]) -> Order:
+    """The least important heads of the whole model go first.
+
+    Ties go by position, so equal scores give equal plans.
+    """
+    units = sorted(unit for layer in search.units() for unit in layer)
+    return search.order([search.step(unit) for unit in units], "one-shot")
+
+
+@strategy("per-layer")
+def per_layer(search: Search, levels: Sequence[int]) -> Order:
+    """Every layer keeps its share of the heads; in it, the most important ones.
+
+    The next unit goes from the layer that has lost the smallest share so far, counted to the middle of that unit
+    (Sainte-Laguë's method). Largest remainders would round a single plan as well, but their plans are not nested: a
+    layer's share can grow as the whole shrinks (the Alabama paradox).
+    """
+    queue = []
+    for layer, units in zip(search.layers, search.units(), strict=True):
+        gone = 0
+        for unit in units:
+            queue.append(((gone + len(unit.heads) / 2) / layer.num_heads, unit))
+            gone += len(unit.heads)
+    return search.order([search.step(unit) for _, unit in sorted(queue)], "per-layer")
+
+
+@strategy("uniform")
+def uniform(search: Search, levels: Sequence[int]) -> Order:
+    """The same number of heads in every layer, as stock classes want it; in each, the most important ones.
+
+    A step takes a unit from every layer that has as many heads and groups; where a model has layers of several sizes
+    (stages), each size keeps about its share.
+    """
+    alike: dict[tuple[int, int], list[list[Unit]]] = {}
+    for layer, units in zip(search.layers, search.units(), strict=True):
+        alike.setdefault((layer.num_heads, layer.num_kv_heads), []).append(units)
+    queue: list[tuple[float, int, tuple[Unit, ...]]] = []
+    stays = []
+    for (heads, _), columns in alike.items():
+        rows = list(zip(*columns, strict=False))  # the layer that must keep most decides for all
+        least, most = min(map(len, columns)), max(map(len, columns))
+        if least < most:
+            held = next(
+                layer
+                for layer, u in zip(search.layers, search.units(), strict=True)
+                if u in columns and len(u) == least
+            )
+            stays.append(f"{held.name} can lose no more, and every layer keeps as many")
+        gone = 0
+        for row in rows:
+            size = len(row[0].heads)
+            queue.append(((gone + size / 2) / heads, row[0].layer, row))
+            gone += size
+    return search.order([search.step(*row) for *_, row in sorted(queue)], "uniform", stays=stays)
+
+
+@strategy("layers")
+def whole_layers(search: Search, levels: Sequence[int]) -> Order:
+    """Whole attention layers go, the one with the least mean score first."""
+    queue = []
+    for i, (layer, units) in enumerate(zip(search.layers, search.units(), strict=True)):
+        heads = tuple(sorted(h for unit in units for h in unit.heads))
+        if len(heads) == layer.num_heads:  # nothing in it must stay
+            queue.append(Unit(sum(u.score * len(u.heads) for u in units) / len(heads), i, heads))
+    return search.order([search.step(unit) for unit in sorted(queue)], "layers")
