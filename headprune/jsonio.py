@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,15 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, kind: str, data: dict[str, Any]) -> None:
     """Write a document that `read_json` recognises as a ``kind``."""
     document = {"headprune": kind, "schema": SCHEMA, **data}
-    write_text(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+    write_text(
+        path, _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text) + "\n"
+    )
+
+
+# Whole numbers in a list go on one line, as a person would write the heads of a layer. JSON escapes line ends within
+# strings, so what spans lines is never part of one.
+_NUMBERS = re.compile(r"\[\n\s*-?\d+(?:,\n\s*-?\d+)*\n\s*\]")
 
 
 def read_json(path: Path, kind: str) -> dict[str, Any]:

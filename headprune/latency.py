@@ -23,11 +23,17 @@ MAX_RUNS = 400
 
 @dataclass(frozen=True)
 class Timing:
-    """One model's forward passes on one shape, in milliseconds."""
+    """One model's forward passes on one shape, in milliseconds.
+
+    Attributes:
+        low, high: 95 % bootstrap interval of the median.
+    """
 
     median: float
     p95: float
     runs: int
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -103,11 +109,16 @@ def bench(
 def speedup(dense: Sequence[float], other: Sequence[float], seed: int = 0) -> Speedup:
     """The paired ratio of two models' times, round by round."""
     ratios = np.asarray(dense) / np.asarray(other)
-    rng = np.random.default_rng(seed)
-    draws = np.median(ratios[rng.integers(0, len(ratios), size=(2000, len(ratios)))], axis=1)
-    low, high = float(np.percentile(draws, 2.5)), float(np.percentile(draws, 97.5))
+    low, high = _interval(ratios, seed)
     verdict = "faster" if low > 1 else "slower" if high < 1 else "no measurable change"
     return Speedup(float(np.median(ratios)), low, high, verdict)
+
+
+def _interval(values: np.ndarray, seed: int) -> tuple[float, float]:
+    """95 % bootstrap interval of the median."""
+    rng = np.random.default_rng(seed)
+    draws = np.median(values[rng.integers(0, len(values), size=(2000, len(values)))], axis=1)
+    return float(np.percentile(draws, 2.5)), float(np.percentile(draws, 97.5))
 
 
 def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) -> dict[str, Any]:
@@ -152,6 +163,22 @@ def flops(model: nn.Module, example: Example) -> int:
     return int(counter.get_total_flops())
 
 
+def cache_bytes(model: nn.Module, example: Example) -> float | None:
+    """Bytes that the key/value cache of a decoder's self-attention holds per token; None for a model without a cache."""
+    with evaluating(model), exact_attention(model), torch.no_grad():
+        try:
+            output = call(model, move(example, model_device(model)), use_cache=True)
+        except TypeError:  # the model takes no such argument
+            return None
+    cache = getattr(output, "past_key_values", None)
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+    held = [
+        t for layer in layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None)) if t is not None
+    ]
+    tokens = max((t.shape[0] * t.shape[-2] for t in held), default=0)
+    return sum(t.nbytes for t in held) / tokens if tokens else None
+
+
 def _arm(model: nn.Module, example: Example) -> Callable[[], float]:
     """A function that runs the model once and gives the milliseconds it took."""
     device = model_device(model)
@@ -182,8 +209,9 @@ def _arm(model: nn.Module, example: Example) -> Callable[[], float]:
 def _row(batch: int, length: int, times: Mapping[str, list[float]], seed: int) -> LatencyRow:
     first = next(iter(times))
     timings = {
-        name: Timing(float(np.median(t)), float(np.percentile(t, 95)), len(t)) for name, t in times.items()
-    }  # fmt: skip
+        name: Timing(float(np.median(t)), float(np.percentile(t, 95)), len(t), *_interval(np.asarray(t), seed))
+        for name, t in times.items()
+    }
     speedups = {name: speedup(times[first], t, seed) for name, t in times.items() if name != first}
     return LatencyRow(batch, length, timings, speedups)
 

@@ -66,16 +66,24 @@ def plan(
     return replace(arrange(search, strategy, [asked]).plan(asked), budget=f"keep {keep}")
 
 
-def arrange(search: Search, strategy: str, levels: Sequence[int], quality: Quality | None = None) -> Order:
+def arrange(
+    search: Search,
+    strategy: str,
+    levels: Sequence[int],
+    quality: Quality | None = None,
+    kinds: Sequence[str] = (GROUPS, SLICES),
+) -> Order:
     """The order in which heads go by a strategy.
 
     Where heads share key/value heads it is made twice, by whole groups and by equal query heads per group, and that
-    one is given whose plans at ``levels`` are better in sum. One kind serves all levels, so that plans are nested.
+    one is given that reaches more of ``levels``, or whose plans there are better in sum. One kind serves all levels, so
+    that plans are nested.
 
     Args:
         levels: Numbers of kept heads that will be looked at.
         quality: How good a plan is; higher is better. A search that can run the model measures it; by default it is
             predicted, as the sum of the kept heads' scores (`score_kept`).
+        kinds: How heads that share key/value heads may go; a cache shrinks by whole groups alone.
 
     Raises:
         HeadPruneError: An unknown strategy, scores of another model, or nothing to rank by.
@@ -87,16 +95,18 @@ def arrange(search: Search, strategy: str, levels: Sequence[int], quality: Quali
             "Score this model first.",
         )
     levels = sorted(levels, reverse=True)
-    shared = any(layer.groups and layer.prunable for layer in search.layers)
-    orders = [chosen.run(replace(search, kind=kind), levels) for kind in ((GROUPS, SLICES) if shared else (GROUPS,))]
+    if not any(layer.groups and layer.prunable for layer in search.layers):
+        kinds = (GROUPS,)
+    orders = [chosen.run(replace(search, kind=kind), levels) for kind in kinds]
     if len(orders) == 1:
         return orders[0]
-    floor = min(levels, default=0)
-    reaching = [o for o in orders if o.least <= floor]
-    if not reaching:
-        return min(orders, key=lambda o: o.least)
     judge = quality or (score_kept(search.scores) if search.scores else lambda p: p.kept)
-    return max(reaching, key=lambda o: sum(judge(o.plan(k)) for k in levels))  # the first, groups, on a tie
+    common = [k for k in levels if all(o.least <= k for o in orders)]
+
+    def merit(order: Order) -> tuple[int, float]:
+        return sum(order.least <= k for k in levels), sum(judge(order.plan(k)) for k in common)
+
+    return max(orders, key=merit)  # the first, groups, on a tie
 
 
 def score_kept(scores: HeadScores) -> Quality:
