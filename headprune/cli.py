@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +16,10 @@ from headprune.errors import HeadPruneError, first_line
 
 if TYPE_CHECKING:
     from headprune.console import Console
+    from headprune.planning.budgets import Fit
     from headprune.runs import RunFolder
     from headprune.scoring import HeadScores
-    from headprune.workflow import Options, Scene
+    from headprune.workflow import Goal, Options, Scene
 
 app = typer.Typer(
     name="headprune",
@@ -28,7 +30,8 @@ app = typer.Typer(
     help="Which attention heads matter, and what happens when the others go.\n\n"
     "    headprune demo                                                  # no model, no network needed\n\n"
     "    headprune score MODEL -d DATASET                                # importance of every head\n\n"
-    "    headprune prune --keep 50%                                      # prune what was scored, measure, save",
+    "    headprune prune --keep 50%                                      # prune what was scored, measure, save\n\n"
+    "    headprune prune --target-latency 80%                            # the same, to a time on this device",
 )
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder, or a folder headprune saved.")]
@@ -112,6 +115,7 @@ NoResume = Annotated[
 ]
 
 _DEFAULT_METHODS = ["ablation", "gradient"]
+_BUDGET = "Budget (one kind)"
 
 
 @app.command(
@@ -188,7 +192,46 @@ def prune(
         str | None, typer.Argument(metavar="[MODEL]", help="Without it, the model of the newest scores.")
     ] = None,
     keep: Annotated[
-        list[str] | None, typer.Option("--keep", "-k", help="Heads to keep: 36, 50% or 0.5; repeatable.")
+        list[str] | None,
+        typer.Option("--keep", "-k", help="Heads to keep: 36, 50% or 0.5; repeatable.", rich_help_panel=_BUDGET),
+    ] = None,
+    target_latency: Annotated[
+        str | None,
+        typer.Option(help="Time of a forward pass, timed on this device: 12.5 (ms) or 80%.", rich_help_panel=_BUDGET),
+    ] = None,
+    target_flops: Annotated[
+        str | None, typer.Option(help="Of a forward pass: 1.2G or 80%.", rich_help_panel=_BUDGET)
+    ] = None,
+    target_params: Annotated[
+        str | None, typer.Option(help="Parameters of the model: 60M or 80%.", rich_help_panel=_BUDGET)
+    ] = None,
+    target_kv_cache: Annotated[
+        str | None, typer.Option(help="A decoder's cache, bytes per token: 20K or 50%.", rich_help_panel=_BUDGET)
+    ] = None,
+    max_drop: Annotated[
+        str | None,
+        typer.Option(
+            help="The fewest heads that surely (95 %) lose no more accuracy: 0.01; of perplexity: its relative increase.",
+            rich_help_panel=_BUDGET,
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="A plan's file, such as a plan.json edited by hand.", rich_help_panel=_BUDGET)
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="How heads are picked by their scores; `headprune methods` lists them [one-shot].",
+            rich_help_panel="Planning",
+        ),
+    ] = None,
+    protect: Annotated[
+        str | None, typer.Option(help="Layers and heads that stay: L0,L3.H7.", rich_help_panel="Planning")
+    ] = None,
+    min_heads_per_layer: Annotated[
+        int | None, typer.Option(min=0, help="Query heads that every layer keeps [0].", rich_help_panel="Planning")
     ] = None,
     scores: Annotated[Path | None, typer.Option(help="Scores to use: a run folder or its scores.json.")] = None,
     dataset: DatasetOption = None,
@@ -227,27 +270,27 @@ def prune(
 ) -> None:
     """Remove the least important heads, measure accuracy and latency again, save the model and the report."""
     with _session(quiet, verbose, json) as console:
-        from headprune import planning, workflow
+        from headprune import workflow
 
-        if not keep:
-            raise HeadPruneError("How many heads to keep?", "Say it with --keep, for instance --keep 50%.")
-        source = _source(model, scores, output, console)
-        options = _options(source, {**locals(), "keep": None if source else keep[0]})
+        goal = _goal(dict(locals()))
+        # A plan needs no scores, so none are looked for if it is said what to prune and measure on.
+        source = None if plan and model and scores is None else _source(model, scores, output, console)
+        options = _options(source, {**locals(), "keep": keep[0] if keep and not source else None})
         folder = _prune_folder(source, output, options.model, overwrite)
         if dry_run:
-            found = source.read_scores() if source else []
-            for s in found:
-                for k in keep:
-                    p = planning.plan(s, k)
-                    _print_heat(console, s, p.drop)
-                    console.result(f"{s.method}: keeps {p.kept} of {p.total}. {' '.join(p.notes)}")
-            first = "" if found else "score, then "
-            console.result(f"Would {first}prune and write {folder.path}. Nothing was written.")
+            if source is None and goal.needs_scores:
+                console.result(f"Would score, then prune and write {folder.path}. Nothing was written.")
+                return
+            found, fits = workflow.plan_run(options, goal, method or [], source, console)
+            for fitted in fits:
+                _print_plan(console, fitted, found)
+            console.document({"plans": [f.plan.to_json() for f in fits]})
+            console.result(f"Would prune and write {folder.path}. Nothing was written.")
             return
         if no_resume:
             folder.clear_unfinished()
         results = workflow.prune_run(
-            options, keep, method or ([] if source else _DEFAULT_METHODS), source, folder, console
+            options, goal, method or ([] if source else _DEFAULT_METHODS), source, folder, console
         )
         metrics = folder.read_metrics()
         assert metrics is not None
@@ -348,10 +391,11 @@ def bench(
 
 @app.command(epilog="Example: `headprune score MODEL -d DATASET --method fisher --method random`")
 def methods(json: Json = False) -> None:
-    """List the scoring methods, each with its unit."""
+    """List the scoring methods, each with its unit, and the planning strategies."""
     with _session(True, False, json) as console:
         from rich.table import Table
 
+        from headprune.planning import STRATEGIES
         from headprune.scoring import METHODS
 
         table = Table(box=None)
@@ -360,7 +404,19 @@ def methods(json: Json = False) -> None:
         for m in METHODS.values():
             table.add_row(m.name, m.about, m.unit)
         console.table(table)
-        console.document({"methods": [{"name": m.name, "about": m.about, "unit": m.unit} for m in METHODS.values()]})
+        table = Table(box=None)
+        for column in ("strategy", "how heads are picked by their scores"):
+            table.add_column(column, overflow="fold")
+        for s in STRATEGIES.values():
+            table.add_row(s.name, s.about)
+        console.result("")
+        console.table(table)
+        console.document(
+            {
+                "methods": [{"name": m.name, "about": m.about, "unit": m.unit} for m in METHODS.values()],
+                "strategies": [{"name": s.name, "about": s.about} for s in STRATEGIES.values()],
+            }
+        )
 
 
 @app.command(epilog="Example: `headprune demo`")
@@ -377,6 +433,7 @@ def demo(
         from headprune import demo as room
         from headprune import workflow
         from headprune.data import DataOptions
+        from headprune.planning.budgets import Budget
         from headprune.runs import RunFolder, choose_folder
 
         folder = RunFolder(output or room.REPORT)
@@ -392,7 +449,8 @@ def demo(
         options = workflow.Options(str(model), DataOptions(str(data), limit=1000), device=device or "auto")
         _, scores = workflow.score_run(options, _DEFAULT_METHODS, folder, console)
         _print_scores(console, scores)
-        workflow.prune_run(options, room.KEEP, [], folder, folder, console)
+        goal = workflow.Goal(tuple(Budget.parse("keep", keep) for keep in room.KEEP))
+        workflow.prune_run(options, goal, [], folder, folder, console)
         room.remember(folder)
         metrics = folder.read_metrics()
         assert metrics is not None
@@ -476,7 +534,7 @@ def _quieten(verbose: bool) -> None:
 
 def _options(source: RunFolder | None, given: dict[str, Any]) -> Options:
     """What was typed, over what the scores' run was made with, over the defaults."""
-    from dataclasses import fields, replace
+    from dataclasses import fields
 
     from headprune.data import DataOptions
     from headprune.scoring import Settings
@@ -499,6 +557,39 @@ def _options(source: RunFolder | None, given: dict[str, Any]) -> Options:
             "No dataset was given.", "Name one with -d, for instance: -d stanfordnlp/imdb, or -d data/train.jsonl."
         )
     return Options(**typed, data=DataOptions(**typed_data), scoring=settings)
+
+
+def _goal(given: dict[str, Any]) -> Goal:
+    """The one kind of budget that was given, with its constraints.
+
+    Raises:
+        HeadPruneError: No budget, two kinds of them, or a plan together with what would change it.
+    """
+    from headprune.planning import strategy_named
+    from headprune.planning.budgets import FLAGS, Budget
+    from headprune.plans import PruningPlan
+    from headprune.workflow import Goal
+
+    typed = {kind: given[flag.strip("-").replace("-", "_")] for kind, flag in FLAGS.items()}
+    flags = [FLAGS[kind] for kind, value in typed.items() if value] + (["--plan"] if given["plan"] else [])
+    if not flags:
+        raise HeadPruneError(
+            "How many heads to keep?",
+            "Say it with --keep, for instance --keep 50%, or with another budget (headprune prune --help).",
+        )
+    if len(flags) > 1:
+        raise HeadPruneError(f"{' and '.join(flags)} are different kinds of budget.", "Give one of them.")
+    if given["plan"]:
+        changing = [n for n in ("strategy", "protect", "min_heads_per_layer", "method") if given[n] is not None]
+        if changing:
+            flag = f"--{changing[0].replace('_', '-')}"
+            raise HeadPruneError(f"--plan says which heads go, so {flag} has no use.", f"Leave out {flag}.")
+        plan = PruningPlan.load(given["plan"])
+        return Goal(plan=replace(plan, budget=f"plan {given['plan']}"))
+    strategy = strategy_named(given["strategy"] or "one-shot").name
+    texts = {kind: [value] if isinstance(value, str) else value for kind, value in typed.items() if value}
+    budgets = tuple(Budget.parse(kind, text) for kind, values in texts.items() for text in values)
+    return Goal(budgets, strategy, given["protect"] or "", given["min_heads_per_layer"] or 0)
 
 
 def _source(model: str | None, scores: Path | None, output: Path | None, console: Console) -> RunFolder | None:
@@ -595,6 +686,20 @@ def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> 
     rows = [(f"L{a.index}", s.values[a.name].tolist(), drop.get(a.name, [])) for a in s.layers]
     console.result("")
     console.table(heat_map(f"{s.method}: {s.unit}; {s.basis}", rows, s.signed))
+
+
+def _print_plan(console: Console, fitted: Fit, scores: list[HeadScores]) -> None:
+    plan = fitted.plan
+    for s in scores:
+        if s.method == plan.method:
+            _print_heat(console, s, plan.drop)
+    by = ", ".join(filter(None, (plan.method, plan.strategy)))
+    cost = f" Asked: {plan.budget}." if plan.budget else ""
+    if fitted.budget is not None and (reading := fitted.reading) is not None:
+        cost = f" Asked: {plan.budget}; measured: {fitted.budget.show(reading.value)}."
+    console.result(f"{f'{by}: ' if by else ''}keeps {plan.kept} of {plan.total}.{cost} {' '.join(plan.notes)}".rstrip())
+    for name, heads in plan.drop.items():
+        console.result(f"  {name}: drops {', '.join(f'H{h}' for h in heads)}")
 
 
 def _print_layers(console: Console, scene: Scene) -> None:

@@ -260,7 +260,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, bert_folder: Path, data_fo
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headprune.workflow.score", stop)
+    monkeypatch.setattr("headprune.workflow.scoring.score", stop)
     assert "interrupted" in run("score", bert_folder, "-d", data_folder, code=130).stderr
     assert not list(here.rglob("*"))
 

@@ -14,6 +14,8 @@ from headprune.plans import Keep, PruningPlan, heads_to_keep
 from headprune.scoring.base import HeadScores
 
 __all__ = [
+    "GROUPS",
+    "SLICES",
     "STRATEGIES",
     "Constraints",
     "Order",
@@ -72,18 +74,20 @@ def arrange(
     levels: Sequence[int],
     quality: Quality | None = None,
     kinds: Sequence[str] = (GROUPS, SLICES),
+    judged: Sequence[int] = (),
 ) -> Order:
     """The order in which heads go by a strategy.
 
     Where heads share key/value heads it is made twice, by whole groups and by equal query heads per group, and that
-    one is given that reaches more of ``levels``, or whose plans there are better in sum. One kind serves all levels, so
-    that plans are nested.
+    one is given that reaches more of the budgets, or whose plans there are better in sum. One kind serves all of them,
+    so that plans are nested.
 
     Args:
-        levels: Numbers of kept heads that will be looked at.
+        levels: Numbers of kept heads that will be looked at; the fewest may be out of reach.
         quality: How good a plan is; higher is better. A search that can run the model measures it; by default it is
             predicted, as the sum of the kept heads' scores (`score_kept`).
         kinds: How heads that share key/value heads may go; a cache shrinks by whole groups alone.
+        judged: The levels at which the kinds are compared; all, if none are given.
 
     Raises:
         HeadPruneError: An unknown strategy, scores of another model, or nothing to rank by.
@@ -101,10 +105,11 @@ def arrange(
     if len(orders) == 1:
         return orders[0]
     judge = quality or (score_kept(search.scores) if search.scores else lambda p: p.kept)
-    common = [k for k in levels if all(o.least <= k for o in orders)]
+    judged = judged or levels
+    common = [k for k in judged if all(o.least <= k for o in orders)]
 
     def merit(order: Order) -> tuple[int, float]:
-        return sum(order.least <= k for k in levels), sum(judge(order.plan(k)) for k in common)
+        return sum(order.least <= k for k in judged), sum(judge(order.plan(k)) for k in common)
 
     return max(orders, key=merit)  # the first, groups, on a tie
 

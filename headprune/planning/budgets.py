@@ -126,10 +126,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Fit:
-    """A plan that holds a budget, and what it was measured to cost (None where heads are counted)."""
+    """A plan that holds a budget (None for a plan of the user's), and what it was measured to cost (where heads are not
+    just counted)."""
 
     plan: PruningPlan
-    budget: Budget
+    budget: Budget | None = None
     reading: Reading | None = None
 
 

@@ -1,0 +1,201 @@
+"""From scores and a goal to the plans that will be carried out: fitted to the budgets, chosen by measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headprune.attention import Heads
+from headprune.errors import HeadPruneError
+from headprune.evaluation import Change, Measurement, compare, evaluate, interval
+from headprune.gates import mask
+from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
+from headprune.planning.budgets import Budget, Fit, fit, fit_drop
+from headprune.planning.costs import Subject, cost_of
+from headprune.plans import PruningPlan
+from headprune.scoring import HeadScores, score
+from headprune.workflow.scene import Console, Scene
+from headprune.workflow.timing import budget_input
+
+RANDOM_DRAWS = 3
+_CURVE = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What `headprune prune` is asked for: budgets of one kind, or a plan.
+
+    Attributes:
+        strategy: A name of `headprune.planning.STRATEGIES`.
+        protect: What must stay, such as ``"L0,L3.H7"``.
+        min_heads_per_layer: Query heads that every layer keeps.
+        plan: From a file; then all else is its.
+    """
+
+    budgets: tuple[Budget, ...] = ()
+    strategy: str = "one-shot"
+    protect: str = ""
+    min_heads_per_layer: int = 0
+    plan: PruningPlan | None = None
+
+    @property
+    def needs_scores(self) -> bool:
+        return self.plan is None and strategy_named(self.strategy).needs_scores
+
+    def constraints(self, scene: Scene) -> Constraints:
+        return Constraints.parse(self.protect, scene.maskable, self.min_heads_per_layer)
+
+    def about(self) -> dict[str, Any]:
+        """For the report."""
+        if self.plan is not None:
+            return {"plan": self.plan.budget}
+        return {
+            "strategy": self.strategy, "about": strategy_named(self.strategy).about, "protect": self.protect,
+            "min_heads_per_layer": self.min_heads_per_layer,
+        }  # fmt: skip
+
+
+class Trials:
+    """Plans tried on the choosing part: heads masked, not removed. Each is measured once."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.batches = list(scene.parts.choose.batches())
+        self._known: dict[str, Measurement] = {}
+
+    def measure(self, drop: Heads) -> Measurement:
+        key = repr(sorted(drop.items()))
+        if key not in self._known:
+            self._known[key] = masked(self.scene, drop, self.batches)
+        return self._known[key]
+
+    def change_at(self, plan: PruningPlan) -> Change:
+        """The paired change from the dense model to a plan."""
+        scene = self.scene
+        return compare(self.measure({}), self.measure(plan.drop), scene.metric, scene.options.seed)
+
+    def quality(self, plan: PruningPlan) -> tuple[float, float]:
+        """How good a plan is: by its metric, and by its loss where that ties. Higher is better."""
+        metrics = self.measure(plan.drop).metrics
+        value = metrics[self.scene.metric]
+        return (-value if self.scene.metric == "perplexity" else value, -metrics["loss"])
+
+    def point(self, name: str, plan: PruningPlan) -> dict[str, Any]:
+        """A point of the trade-off curve."""
+        measured = self.measure(plan.drop)
+        low, high = interval(measured, self.scene.metric)
+        return {
+            "method": name, "kept": plan.kept, "asked": plan.asked, "value": measured.metrics[self.scene.metric],
+            "low": low, "high": high, "loss": measured.metrics["loss"],
+        }  # fmt: skip
+
+
+def masked(scene: Scene, drop: Heads, batches: Sequence[Any]) -> Measurement:
+    """The model without some heads, on batches."""
+    with mask(scene.model, drop, layers=scene.layers):
+        return evaluate(scene.model, batches)
+
+
+def orders_of(
+    scene: Scene, goal: Goal, scores: Sequence[HeadScores], trials: Trials, console: Console
+) -> dict[str, Order]:
+    """The goal's strategy on every method's scores (or on none, if it needs none), by name."""
+    total = sum(layer.num_heads for layer in scene.maskable)
+    counts = [b.heads(total) for b in goal.budgets if b.kind == "keep"]
+    kinds = (GROUPS,) if any(b.kind == "kv-cache" for b in goal.budgets) else (GROUPS, SLICES)
+    base = Search(
+        scene.maskable, constraints=goal.constraints(scene), seed=scene.options.seed, model=scene.model,
+        batches=list(scene.parts.score.batches()),
+    )  # fmt: skip
+    found = {}
+    for given in scores if goal.needs_scores else [None]:
+        name = given.method if given else goal.strategy
+        with console.track(f"planning by {goal.strategy}, {name}" if given else f"planning by {name}") as progress:
+            found[name] = arrange(
+                replace(base, scores=given, progress=progress), goal.strategy, sorted({*counts, *_grid(total)}),
+                lambda plan: -trials.measure(plan.drop).metrics["loss"], kinds, counts,
+            )  # fmt: skip
+    return found
+
+
+def fits_of(scene: Scene, goal: Goal, orders: dict[str, Order], trials: Trials, console: Console) -> list[Fit]:
+    """For every budget, the plan that does best on the choosing part among those that hold it.
+
+    Raises:
+        HeadPruneError: A budget that no order can meet; a plan that does not fit the model.
+    """
+    if goal.plan is not None:
+        goal.plan.check_model(scene.model)
+        goal.plan.on(scene.layers)  # a layer that cannot be masked is refused by name
+        return [Fit(goal.plan.on(scene.maskable))]
+    return [_fit(scene, budget, orders, trials, console) for budget in goal.budgets]
+
+
+def _fit(scene: Scene, budget: Budget, orders: dict[str, Order], trials: Trials, console: Console) -> Fit:
+    fits, misses = [], []
+    with console.track(f"fitting {budget}") as progress:
+        for i, order in enumerate(orders.values()):
+            try:
+                fits.append(_fitted(scene, budget, order, trials))
+            except HeadPruneError as miss:
+                misses.append(miss)
+            progress(i + 1, len(orders))
+    if not fits:
+        raise misses[0]
+    if budget.kind == "drop":
+        return min(fits, key=lambda f: (f.plan.kept, *(-q for q in trials.quality(f.plan))))
+    return max(fits, key=lambda f: trials.quality(f.plan)) if len(fits) > 1 else fits[0]
+
+
+def _fitted(scene: Scene, budget: Budget, order: Order, trials: Trials) -> Fit:
+    if budget.kind == "keep":
+        return Fit(replace(order.plan(budget.heads(order.total)), budget=str(budget)), budget)
+    if budget.kind == "drop":
+        return fit_drop(order, budget, trials.change_at)
+    inputs = budget_input(scene) if budget.kind == "latency" else scene.typical_input()
+    subject = Subject(scene.model, scene.layers, scene.example, inputs)
+    return fit(order, budget, cost_of(budget, subject, scene.options.seed))
+
+
+def random_orders(scene: Scene, goal: Goal, fits: Sequence[Fit]) -> list[Order]:
+    """The control: heads drawn at random, under the same constraints."""
+    levels = sorted({f.plan.kept for f in fits})
+    batches = list(scene.parts.score.batches())[:1]
+    return [
+        arrange(
+            Search(
+                scene.maskable,
+                score(scene.model, batches, "random", layers=scene.layers, seed=scene.options.seed + i),
+                goal.constraints(scene),
+            ),
+            "one-shot",
+            levels,
+        )
+        for i in range(RANDOM_DRAWS)
+    ]
+
+
+def trade_off(
+    orders: dict[str, Order], randoms: Sequence[Order], fits: Sequence[Fit], trials: Trials, console: Console
+) -> list[dict[str, Any]]:
+    """The metric on the choosing part against heads kept, by every order and by random."""
+    total = fits[0].plan.total
+    levels = sorted({*_grid(total), *(f.plan.asked for f in fits)}, reverse=True)
+    jobs = [("dense", PruningPlan({}, total, total, total))]
+    if not orders:  # a plan of the user's
+        jobs += [(f.plan.method or "plan", replace(f.plan, asked=f.plan.kept)) for f in fits]
+        levels = [f.plan.kept for f in fits]
+    for keep in levels:
+        named = [*orders.items(), *(("random", order) for order in randoms)]
+        jobs += [(name, order.plan(keep)) for name, order in named if order.least <= keep]
+    curve = []
+    with console.track("trade-off on the choosing part") as progress:
+        for i, (name, plan) in enumerate(jobs):
+            curve.append(trials.point(name, plan))
+            progress(i + 1, len(jobs))
+    return curve
+
+
+def _grid(total: int) -> list[int]:
+    return sorted({max(1, round(f * total)) for f in _CURVE}, reverse=True)
