@@ -38,7 +38,7 @@ RUN: dict[str, Any] = {
     "notes": [],
     "model": {
         "class": "M", "task": "t", "metric": "accuracy", "dtype": "float32", "parameters": 1000, "fingerprint": "f",
-        "heads": 4, "layers": [{"name": LAYER.name, "prunable": True, "reason": ""}],
+        "heads": 4, "layers": [{"name": LAYER.name, "index": 0, "prunable": True, "reason": ""}],
     },
 }  # fmt: skip
 METRICS: dict[str, Any] = {
@@ -119,3 +119,40 @@ def test_ghosts_are_told() -> None:
     text = render(metrics)
     assert f"keep one head (or group) with zero output, so that their cache works: {LAYER.name}" in text
     assert "In 1 of its layers" in text
+
+
+def test_budgets_say_what_was_asked_and_measured() -> None:
+    metrics = copy.deepcopy(METRICS)
+    metrics["planning"] = {
+        "strategy": "per-layer",
+        "about": "Every layer…",
+        "protect": "L0.H3",
+        "min_heads_per_layer": 1,
+    }
+    metrics["budgets"][0] |= {"strategy": "per-layer", "budget": {
+        "asked": "latency 80%", "kind": "latency", "limit": 0.8, "relative": True, "unit": "of the dense model's",
+        "measured": 0.78, "low": 0.77, "high": 0.79, "batch": 32, "length": 9,
+    }}  # fmt: skip
+    text = render(metrics)
+    assert "(chosen by ablation, per-layer)" in text
+    assert (
+        "Asked: at most 80 % of the dense model's latency; with 2 heads it is 78 % (95 %: 77 % to 79 %) "
+        "at batch 32 x 9 tokens, on a fresh measurement." in text
+    )
+    assert "Protected, so that they stay: L0.H3." in text
+    assert "at least 1 query heads" in text
+    metrics["budgets"][0]["budget"] |= {
+        "kind": "params", "relative": False, "limit": 9.5e6, "measured": 9.4e6, "low": 9.4e6, "high": 9.4e6, "unit": "parameters",
+    }  # fmt: skip
+    assert "Asked: at most 9,500,000 parameters; with 2 heads it is 9,400,000 parameters." in render(metrics)
+    metrics["budgets"][0]["budget"] |= {"kind": "drop", "limit": 0.01, "measured": 0.002, "low": -0.001, "high": 0.008}
+    assert "are 2: 0.0020 (-0.0010 to 0.0080) there" in render(metrics)
+
+
+def test_a_plan_without_scores() -> None:
+    metrics = copy.deepcopy(METRICS)
+    metrics["budgets"][0] |= {"method": "", "strategy": "", "budget": {"asked": "plan my.json"}}
+    text = markdown.render("run", RUN, [], metrics)
+    assert "(as `my.json` says)" in text
+    assert "## Importance" not in text
+    assert "Nothing was scored" in text

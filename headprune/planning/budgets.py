@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING, Context, Decimal
 
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Change
@@ -81,16 +82,16 @@ class Budget:
         return heads_to_keep(self.text, total)
 
     def show(self, amount: float) -> str:
-        """An amount in this budget's terms, such as ``0.78`` of the dense model's, or ``12.5 ms``."""
-        return f"{amount:.3f}" if self.relative or self.kind == "drop" else f"{amount:,.4g} {self.unit}"
+        """An amount in this budget's terms, such as ``0.780`` (of the dense model's) or ``12.5 ms``."""
+        if self.relative or self.kind == "drop":
+            return f"{amount:.3f}"
+        return f"{amount:.4g} ms" if self.kind == "latency" else f"{amount:,.0f} {self.unit}"
 
     def at_least(self, amount: float) -> str:
-        """What to type for a budget of this kind that is met by ``amount``: rounded up."""
-        if self.relative:
-            return f"{FLAGS[self.kind]} {math.ceil(amount * 1000 - 1e-9) / 10:g}%"
-        digits = 3 - math.ceil(math.log10(amount)) if amount > 0 else 0
-        rounded = math.ceil(amount * 10**digits - 1e-9) / 10**digits
-        return f"{FLAGS[self.kind]} {rounded:.10g}"
+        """What to type for a budget of this kind that is met by ``amount``: rounded up, to three digits."""
+        up = Context(prec=3, rounding=ROUND_CEILING)
+        number = Decimal(amount) * 100 if self.relative else Decimal(amount)
+        return f"{FLAGS[self.kind]} {up.create_decimal(number):f}{'%' if self.relative else ''}"
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,10 @@ def write(folder: RunFolder) -> None:
     Raises:
         HeadPruneError: A document is missing or damaged.
     """
-    run, scores, metrics = folder.read_run(), folder.read_scores(), folder.read_metrics()
-    figures.importance(folder.path / "importance.png", scores, metrics)
+    run, metrics = folder.read_run(), folder.read_metrics()
+    scores = folder.read_scores() if folder.scores_path.exists() else []  # a plan of the user's needs none
+    if scores:
+        figures.importance(folder.path / "importance.png", scores, metrics)
     (folder.path / "agreement.png").unlink(missing_ok=True)  # of an earlier run with more methods
     if len([s for s in scores if s.method != "random"]) > 1:
         figures.agreement(folder.path / "agreement.png", scores)

@@ -23,9 +23,10 @@ def render(name: str, run: dict[str, Any], scores: Sequence[HeadScores], metrics
     ]
     if metrics is not None:
         sections += [_results(metrics), _trade_off(metrics, run), _latency(metrics, run)]
-    sections += [_importance(scores, metrics), *_agreement(scores)]
+    if scores:
+        sections += [_importance(scores, metrics), *_agreement(scores)]
     if metrics is not None:
-        sections.append(_removed(metrics, scores))
+        sections.append(_removed(metrics, run))
     sections += [_method(run, scores, metrics), _reproduce(run)]
     return "\n\n".join(sections) + "\n"
 
@@ -54,6 +55,8 @@ def _findings(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[s
     if metrics is not None:
         for budget in metrics["budgets"]:
             yield _budget_sentence(budget, metrics, run)
+            if "measured" in budget.get("budget", {}):
+                yield _asked_sentence(budget)
         yield _speed_sentence(metrics)
         if warning := _trained_on(metrics, run):
             yield warning
@@ -84,11 +87,49 @@ def _budget_sentence(budget: dict[str, Any], metrics: dict[str, Any], run: dict[
     control = budget["random"]
     mean = sum(control) / len(control)
     return (
-        f"With **{budget['kept']} of {budget['total']} heads** (chosen by {budget['method']}), {metric} on "
+        f"With **{budget['kept']} of {budget['total']} heads** ({_chosen(budget)}), {metric} on "
         f"{change['examples']:,} examples goes from {_value(metric, before)} to {_value(metric, after)}: "
         f"{_change(metric, change)}: {verdict}. Random heads in the same number give {_value(metric, mean)} "
         f"(mean of {len(control)}, {_value(metric, min(control))} to {_value(metric, max(control))})."
     )
+
+
+def _chosen(budget: dict[str, Any]) -> str:
+    """How a budget's heads were chosen."""
+    by = [budget["method"]] if budget["method"] else []
+    by += [budget["strategy"]] if budget.get("strategy") not in ("", None, *by) else []
+    asked = budget.get("budget", {}).get("asked", "")
+    if asked.startswith("plan "):
+        return f"as `{asked.removeprefix('plan ')}` says"
+    return f"chosen by {', '.join(by)}" if by else "as the plan says"
+
+
+def _asked_sentence(budget: dict[str, Any]) -> str:
+    """What a budget asked for, and what that was measured to be, once the plan was chosen."""
+    b = budget["budget"]
+    limit, now, low, high = (_amount(b, b[name]) for name in ("limit", "measured", "low", "high"))
+    interval = f" (95 %: {low} to {high})" if b["low"] < b["high"] else ""
+    if b["kind"] == "drop":
+        return (
+            f"Asked: a loss of no more than {b['limit']:g}. The fewest heads that hold it, by the upper end of the 95 % "
+            f"interval on the choosing part, are {budget['kept']}: {b['measured']:.4f} ({b['low']:.4f} to {b['high']:.4f}) there."
+        )
+    of = f" of the dense model's {_COSTS[b['kind']]}" if b["relative"] else ""
+    where = ""
+    if b["kind"] == "latency":
+        where = (
+            f" at batch {b['batch']}" + (f" x {b['length']} tokens" if b["length"] else "") + ", on a fresh measurement"
+        )
+    return f"Asked: at most {limit}{of}; with {budget['kept']} heads it is {now}{interval}{where}."
+
+
+def _amount(budget: dict[str, Any], value: float) -> str:
+    if budget["relative"]:
+        return f"{100 * value:.3g} %"
+    return f"{value:.4g} ms" if budget["kind"] == "latency" else f"{value:,.0f} {budget['unit']}"
+
+
+_COSTS = {"latency": "latency", "flops": "FLOPs", "params": "parameters", "kv-cache": "key/value cache"}
 
 
 def _trained_on(metrics: dict[str, Any], run: dict[str, Any]) -> str:
@@ -318,7 +359,7 @@ def _rank(value: float) -> str:
     return "–" if value != value else f"{value:.2f}"
 
 
-def _removed(metrics: dict[str, Any], scores: Sequence[HeadScores]) -> str:
+def _removed(metrics: dict[str, Any], run: dict[str, Any]) -> str:
     lines = ["## Heads removed", ""]
     for b in _largest_first(metrics):
         lines += [
@@ -326,9 +367,9 @@ def _removed(metrics: dict[str, Any], scores: Sequence[HeadScores]) -> str:
             f"saved in <code>{b['checkpoint']}/</code></summary>",
             "",
             *(
-                f"- L{a.index} ({a.name}): {', '.join(f'H{h}' for h in b['drop'][a.name])}"
-                for a in scores[0].layers
-                if a.name in b["drop"]
+                f"- L{a['index']} ({a['name']}): {', '.join(f'H{h}' for h in b['drop'][a['name']])}"
+                for a in run["model"]["layers"]
+                if a["name"] in b["drop"]
             ),
             "",
             "</details>",
@@ -360,18 +401,30 @@ def _method(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[str
     lines = [
         "## How it was measured",
         "",
-        f"- Scores come from {parts['score']['examples']:,} examples of `{parts['score']['split']}`; plans were chosen on "
+        f"- {'Scores come from' if scores else 'Nothing was scored; set aside for it were'} {parts['score']['examples']:,} "
+        f"examples of `{parts['score']['split']}`; plans were chosen on "
         f"{parts['choose']['examples']:,} of `{parts['choose']['split']}`; accuracy is reported on "
         f"{parts['report']['examples']:,} of `{parts['report']['split']}`. No example is in two parts.",
         f"- Columns: {', '.join(f'{k} = `{v}`' for k, v in run['columns'].items())}.",
     ]
     lines += [f"- {s.method}: {_about(s.method)}{_particulars(s)}" for s in scores]
     if metrics is not None:
+        lines += _planning(metrics.get("planning", {}))
         lines.append("- No weight was trained after pruning.")
     lines += [f"- {note}" for note in run["notes"]]
     fixed = [a for a in run["model"]["layers"] if not a["prunable"]]
     lines += [f"- {a['name']} cannot be pruned: {a['reason']}." for a in fixed]
     return "\n".join(lines)
+
+
+def _planning(planning: dict[str, Any]) -> list[str]:
+    """The strategy and its constraints."""
+    lines = [f"- {planning['strategy']}: {planning['about']}"] if "strategy" in planning else []
+    if protect := planning.get("protect"):
+        lines.append(f"- Protected, so that they stay: {protect}.")
+    if least := planning.get("min_heads_per_layer"):
+        lines.append(f"- Every layer keeps at least {least} query heads.")
+    return lines
 
 
 def _particulars(s: HeadScores) -> str:

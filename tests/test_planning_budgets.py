@@ -1,0 +1,255 @@
+"""Budgets: never exceeded, met with as many heads as can be, and refused with the nearest that can be met."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import headprune as hp
+from headprune import latency
+from headprune.attention import AttentionLayer
+from headprune.evaluation import Change
+from headprune.planning import Constraints, Order, Search, arrange
+from headprune.planning.budgets import FLAGS, Budget, Cost, Fit, Reading, fit, fit_drop
+from headprune.planning.costs import Subject, cost_of, kv_cache_bytes
+from headprune.plans import PruningPlan
+from headprune.trace import find_attention
+from tests.zoo import ZOO, bert, labelled, llama
+
+LAYER = AttentionLayer("a", 0, "encoder", 60, 60, 8)
+
+
+def order_of(sizes: list[int]) -> Order:
+    """An order whose steps drop so many heads each."""
+    steps, start = [], 0
+    for size in sizes:
+        steps.append({"a": list(range(start, start + size))})
+        start += size
+    return Order({"a": max(start, 1)}, tuple(steps), "one-shot")
+
+
+def exactly(costs: dict[int, float]) -> Cost:
+    """The cost of a plan by heads kept."""
+
+    def cost(plan: PruningPlan) -> Reading:
+        return Reading.exact(costs[plan.kept])
+
+    return Cost(cost, cost)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=20), st.data())
+def test_the_fit_is_the_best_of_all_prefixes(sizes: list[int], data: st.DataObject) -> None:
+    order = order_of(sizes)
+    kept = order.kept()
+    falling = sorted(data.draw(st.lists(st.integers(1, 50), min_size=len(kept), max_size=len(kept))), reverse=True)
+    costs = dict(zip(kept, falling, strict=True))
+    amount = data.draw(st.integers(1, 50))
+    budget = Budget.parse("params", str(amount))
+    holding = [k for k in kept if costs[k] <= amount]
+    if holding:
+        found = fit(order, budget, exactly(costs))
+        assert found.plan.kept == max(holding)
+        assert found.plan.budget == f"params {amount}"
+        assert found.reading == Reading.exact(costs[found.plan.kept])
+    else:
+        with pytest.raises(hp.HeadPruneError, match="out of reach") as refused:
+            fit(order, budget, exactly(costs))
+        # What the hint says can be met, can be.
+        nearest = Budget.parse("params", refused.value.hint.split("--target-params ")[1].rstrip("."))
+        assert fit(order, nearest, exactly(costs)).plan.kept in kept
+
+
+@given(st.integers(0, 2**32), st.floats(0.05, 1.2), st.integers(1, 60))
+def test_a_noisy_budget_holds_when_measured_again(seed: int, amount: float, heads: int) -> None:
+    """The plan's last measurement, made after it was chosen, never exceeds the budget; its upper end neither."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def cost(plan: PruningPlan) -> Reading:
+        value = plan.kept / heads + 0.2 * torch.rand(1, generator=draw).item()
+        return Reading(value, value - 0.02, value + 0.02)
+
+    budget = Budget("latency", f"{100 * amount}%", amount, True)
+    try:
+        found = fit(order_of([1] * heads), budget, Cost(cost, cost))
+    except hp.HeadPruneError:
+        assert cost(PruningPlan({}, 0)).high > amount - 0.2  # even with no head left, it may be out of reach
+        return
+    assert found.reading is not None
+    assert found.reading.high <= amount
+
+
+def noisy_drop(losses: list[float]) -> dict[int, Change]:
+    """A change of accuracy by heads gone: a point estimate, and an interval around it."""
+    return {i: Change("accuracy", -v + 0.01, -v, -v + 0.02, math.nan, "") for i, v in enumerate([-0.0, *losses])}
+
+
+def drop_fit(losses: list[float], amount: float) -> tuple[Fit, list[int]]:
+    order, changes, looked = order_of([1] * len(losses)), noisy_drop(losses), []
+
+    def change_at(plan: PruningPlan) -> Change:
+        looked.append(plan.total - plan.kept)
+        return changes[looked[-1]]
+
+    return fit_drop(order, Budget("drop", str(amount), amount), change_at), looked
+
+
+@settings(max_examples=300)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=60), st.floats(0, 1), st.floats(0, 1))
+def test_a_larger_drop_never_keeps_more(losses: list[float], one: float, other: float) -> None:
+    """However noisy the curve is; and the budget holds at every plan that was looked at on the way."""
+    kept = []
+    for amount in sorted((one, other)):
+        try:
+            found, looked = drop_fit(losses, amount)
+        except hp.HeadPruneError as refused:
+            kept.append(len(losses))
+            drop_fit(losses, float(refused.hint.split("--max-drop ")[1].split(";")[0]))  # what it says can be met
+            continue
+        gone = found.plan.total - found.plan.kept
+        assert all(losses[n - 1] <= amount for n in looked if n <= gone)
+        assert gone in looked
+        assert found.plan.kept == 0 or any(losses[n - 1] > amount for n in looked if n == gone + 1)
+        kept.append(found.plan.kept)
+    assert kept[0] >= kept[1]
+
+
+def test_perplexity_may_rise_by_a_share() -> None:
+    changes = [Change("perplexity", v, v - 0.01, v + 0.01, math.nan, "") for v in (0.0, 0.02, 0.05, 0.2)]
+    order = order_of([1, 1, 1])
+    found = fit_drop(order, Budget.parse("drop", "10%"), lambda plan: changes[plan.total - plan.kept])
+    assert found.plan.kept == 1
+    assert found.reading == Reading(0.05, pytest.approx(0.04), pytest.approx(0.06))
+
+
+@pytest.mark.parametrize(("kind", "text", "amount", "relative"), [
+    ("latency", "12.5", 12.5, False), ("latency", "12.5ms", 12.5, False), ("latency", "0.1 s", 100, False),
+    ("latency", "80%", 0.8, True), ("flops", "1.2G", 1.2e9, False), ("params", "60M", 6e7, False),
+    ("kv-cache", "20K", 20480, False), ("kv-cache", "50 %", 0.5, True), ("drop", "0.01", 0.01, False),
+    ("drop", "1%", 0.01, False), ("drop", "0", 0, False),
+])  # fmt: skip
+def test_budgets_are_read(kind: str, text: str, amount: float, relative: bool) -> None:
+    budget = Budget.parse(kind, text)
+    assert (budget.amount, budget.relative) == (pytest.approx(amount), relative)
+    assert str(budget) == f"{kind} {text}"
+
+
+@pytest.mark.parametrize(("kind", "text"), [
+    ("latency", "soon"), ("latency", "0"), ("latency", "-3"), ("flops", "1.2X"), ("params", "nan"), ("kv-cache", ""),
+    ("params", "1..2"), ("drop", "little"), ("drop", "-0.01"), ("latency", "1e999"),
+])  # fmt: skip
+def test_what_is_no_budget(kind: str, text: str) -> None:
+    with pytest.raises(hp.HeadPruneError, match=f"{FLAGS[kind]} .* is no budget"):
+        Budget.parse(kind, text)
+
+
+@pytest.mark.parametrize("amount", [0.000123456, 0.9, 1, 12.3456, 123456789, 1e12])
+def test_the_nearest_budget_is_rounded_up(amount: float) -> None:
+    for budget in (Budget("params", "1", 1.0), Budget("params", "1%", 0.01, True)):
+        assert Budget.parse("params", budget.at_least(amount).split()[1]).amount >= amount * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["params", "flops"])
+@pytest.mark.parametrize("text", ["97%", "absolute"])
+def test_counted_budgets_on_a_model(kind: str, text: str) -> None:
+    model, example = bert()
+    layers = find_attention(model, example)
+    scores = hp.score(model, [labelled(model, example)], "gradient", layers=layers)
+    count = {"params": latency.parameters, "flops": lambda m: latency.flops(m, example)}[kind]
+    dense = count(model)
+    budget = Budget.parse(kind, text if text != "absolute" else str(round(0.97 * dense)))
+    order = arrange(Search(scores.layers, scores), "one-shot", [])
+    found = fit(order, budget, cost_of(budget, Subject(model, layers, example, example)))
+    costs = []
+    for plan in order.plans():
+        pruned = copy.deepcopy(model)
+        hp.prune(pruned, plan.drop, example, layers=layers)
+        costs.append((plan.kept, count(pruned)))
+    assert found.plan.kept == max(kept for kept, cost in costs if cost <= 0.97 * dense)
+    assert count(model) == dense
+    assert len(find_attention(model, example)) == 3
+    with pytest.raises(hp.HeadPruneError, match=r"0 of 12.*nearest that can be met"):
+        fit(
+            order, Budget.parse(kind, "1%"), cost_of(Budget.parse(kind, "1%"), Subject(model, layers, example, example))
+        )
+
+
+def test_latency_on_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that counts parameters: the search times dense against pruned, and ends with a fresh measurement."""
+    timed: list[int] = []
+
+    def arm(model: torch.nn.Module, example: object) -> object:
+        timed.append(latency.parameters(model))
+        return lambda: latency.parameters(model) / 1e3
+
+    monkeypatch.setattr(latency, "_arm", arm)
+    monkeypatch.setattr(latency, "MIN_SECONDS", 0.0)
+    model, example = bert()
+    layers = find_attention(model, example)
+    scores = hp.score(model, [labelled(model, example)], "gradient", layers=layers)
+    order = arrange(Search(scores.layers, scores), "one-shot", [])
+    for text in ("95%", f"{0.95 * latency.parameters(model) / 1e3:.3f}"):
+        budget = Budget.parse("latency", text)
+        found = fit(order, budget, cost_of(budget, Subject(model, layers, example, example)))
+        assert found.reading is not None
+        assert found.reading.high <= budget.amount
+        pruned = copy.deepcopy(model)
+        hp.prune(pruned, found.plan.drop, example, layers=layers)
+        assert timed[-2:] == [latency.parameters(model), latency.parameters(pruned)]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "t5"])
+def test_cache_bytes_are_those_of_a_real_cache(name: str) -> None:
+    model, example = ZOO[name]()
+    layers = find_attention(model, example)
+    decoders = [layer for layer in layers if layer.kind == "decoder"]
+    drops = [
+        {},
+        {decoders[0].name: list(decoders[0].units[0])},
+        {decoders[0].name: [unit[0] for unit in decoders[0].units[:1]]} if not decoders[0].groups else {},
+        {layer.name: list(layer.units[-1]) for layer in decoders},
+        {decoders[1].name: list(range(decoders[1].num_heads))},
+    ]
+    for drop in drops:
+        pruned = copy.deepcopy(model)
+        if drop:
+            hp.prune(pruned, drop, example, layers=layers)
+        assert kv_cache_bytes(layers, drop, 4) == latency.cache_bytes(pruned, example)
+
+
+def test_a_slice_of_every_group_leaves_the_cache() -> None:
+    model, example = llama()
+    layers = find_attention(model, example)
+    drop = {layers[0].name: [unit[0] for unit in layers[0].units]}
+    pruned = copy.deepcopy(model)
+    hp.prune(pruned, drop, example, layers=layers)
+    assert kv_cache_bytes(layers, drop, 4) == kv_cache_bytes(layers, {}, 4) == latency.cache_bytes(pruned, example)
+
+
+def test_a_cache_budget_on_a_model() -> None:
+    model, example = llama()
+    layers = find_attention(model, example)
+    scores = hp.score(model, [labelled(model, example)], "gradient", layers=layers)
+    order = arrange(Search(scores.layers, scores), "one-shot", [], kinds=["groups"])
+    subject = Subject(model, layers, example, example)
+    budget = Budget.parse("kv-cache", "60%")
+    found = fit(order, budget, cost_of(budget, subject))
+    assert found.reading is not None
+    assert 0.5 < found.reading.value <= 0.6
+    encoder, words = bert()
+    subject = Subject(encoder, find_attention(encoder, words), words, words)
+    with pytest.raises(hp.HeadPruneError, match="no key/value cache"):
+        cost_of(budget, subject)
+
+
+def test_constraints_are_named_where_a_budget_fails() -> None:
+    model, example = bert()
+    layers = find_attention(model, example)
+    scores = hp.score(model, [labelled(model, example)], "gradient", layers=layers)
+    search = Search(scores.layers, scores, Constraints.parse("L0,L2.H1", layers, 1))
+    order = arrange(search, "one-shot", [])
+    budget = Budget.parse("params", "50%")
+    with pytest.raises(hp.HeadPruneError, match=r"protected: L0, L2\.H1; at least 1 in every layer.*6 of 12"):
+        fit(order, budget, cost_of(budget, Subject(model, layers, example, example)))
