@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -534,7 +533,7 @@ def _quieten(verbose: bool) -> None:
 
 def _options(source: RunFolder | None, given: dict[str, Any]) -> Options:
     """What was typed, over what the scores' run was made with, over the defaults."""
-    from dataclasses import fields
+    from dataclasses import fields, replace
 
     from headprune.data import DataOptions
     from headprune.scoring import Settings
@@ -584,8 +583,7 @@ def _goal(given: dict[str, Any]) -> Goal:
         if changing:
             flag = f"--{changing[0].replace('_', '-')}"
             raise HeadPruneError(f"--plan says which heads go, so {flag} has no use.", f"Leave out {flag}.")
-        plan = PruningPlan.load(given["plan"])
-        return Goal(plan=replace(plan, budget=f"plan {given['plan']}"))
+        return Goal(plan=PruningPlan.load(given["plan"]), file=str(given["plan"]))
     strategy = strategy_named(given["strategy"] or "one-shot").name
     texts = {kind: [value] if isinstance(value, str) else value for kind, value in typed.items() if value}
     budgets = tuple(Budget.parse(kind, text) for kind, values in texts.items() for text in values)

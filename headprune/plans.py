@@ -69,8 +69,8 @@ class PruningPlan:
         kept = total - sum(map(len, drop.values()))
         if (kept, total) == (self.kept, self.total):
             return replace(self, drop=drop)
-        # Edited by hand: what was asked for and noted is about other heads.
-        return replace(self, drop=drop, kept=kept, total=total, asked=kept, notes=())
+        # Edited by hand: what the plan says of its making is about other heads.
+        return PruningPlan(drop, kept, total, kept, model=self.model)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -30,7 +30,8 @@ class Goal:
         strategy: A name of `headprune.planning.STRATEGIES`.
         protect: What must stay, such as ``"L0,L3.H7"``.
         min_heads_per_layer: Query heads that every layer keeps.
-        plan: From a file; then all else is its.
+        plan: Instead of budgets.
+        file: Where the plan is from.
     """
 
     budgets: tuple[Budget, ...] = ()
@@ -38,6 +39,7 @@ class Goal:
     protect: str = ""
     min_heads_per_layer: int = 0
     plan: PruningPlan | None = None
+    file: str = ""
 
     @property
     def needs_scores(self) -> bool:
@@ -49,7 +51,7 @@ class Goal:
     def about(self) -> dict[str, Any]:
         """For the report."""
         if self.plan is not None:
-            return {"plan": self.plan.budget}
+            return {"plan": self.file}
         return {
             "strategy": self.strategy, "about": strategy_named(self.strategy).about, "protect": self.protect,
             "min_heads_per_layer": self.min_heads_per_layer,
@@ -128,7 +130,7 @@ def fits_of(scene: Scene, goal: Goal, orders: dict[str, Order], trials: Trials, 
     if goal.plan is not None:
         goal.plan.check_model(scene.model)
         goal.plan.on(scene.layers)  # a layer that cannot be masked is refused by name
-        return [Fit(goal.plan.on(scene.maskable))]
+        return [Fit(replace(goal.plan.on(scene.maskable), budget=f"plan {goal.file}"))]
     return [_fit(scene, budget, orders, trials, console) for budget in goal.budgets]
 
 
@@ -184,7 +186,7 @@ def trade_off(
     levels = sorted({*_grid(total), *(f.plan.asked for f in fits)}, reverse=True)
     jobs = [("dense", PruningPlan({}, total, total, total))]
     if not orders:  # a plan of the user's
-        jobs += [(f.plan.method or "plan", replace(f.plan, asked=f.plan.kept)) for f in fits]
+        jobs += [("plan", replace(f.plan, asked=f.plan.kept)) for f in fits]
         levels = [f.plan.kept for f in fits]
     for keep in levels:
         named = [*orders.items(), *(("random", order) for order in randoms)]

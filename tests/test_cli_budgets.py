@@ -1,0 +1,147 @@
+"""`prune` with every kind of budget, with constraints, and with plans from files."""
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headprune as hp
+from headprune import latency
+from tests.test_cli import run, scored
+
+__all__ = ["scored"]
+
+
+@pytest.fixture(autouse=True)
+def _counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that counts parameters, so that latencies repeat and take no time."""
+
+    def arm(model: torch.nn.Module, example: Any) -> Any:
+        return lambda: latency.parameters(model) / 1000
+
+    monkeypatch.setattr(latency, "_arm", arm)
+    monkeypatch.setattr(latency, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr("headprune.workflow.timing._shapes", lambda scene: [(2, 8)])
+
+
+def budget_of(folder: Path) -> dict[str, Any]:
+    (budget,) = json.loads((folder / "metrics.json").read_text())["budgets"]
+    return budget
+
+
+@pytest.mark.parametrize("flag", ["--target-latency", "--target-params"])
+def test_a_share_of_the_dense_model(flag: str, scored: Path, bert_folder: Path) -> None:
+    run("prune", flag, "90%", "--strategy", "per-layer", "--protect", "L0.H1", "--min-heads-per-layer", 1, "-q")
+    budget = budget_of(scored)
+    told = budget["budget"]
+    assert told["asked"] == f"{flag.removeprefix('--target-')} 90%"
+    assert told["measured"] <= told["high"] <= told["limit"] == 0.9
+    model = hp.load(scored / budget["checkpoint"])
+    metrics = json.loads((scored / "metrics.json").read_text())
+    assert latency.parameters(model) / metrics["dense"]["parameters"] == pytest.approx(told["measured"])
+    assert 1 not in budget["drop"].get("bert.encoder.layer.0.attention.self", [])
+    plan = hp.PruningPlan.load(scored / "plan.json")
+    assert (plan.strategy, plan.budget) == ("per-layer", told["asked"])
+    text = (scored / "report.md").read_text()
+    assert "Asked: at most 90 % of the dense model's" in text
+    assert "Protected, so that they stay: L0.H1." in text
+    assert "per-layer: Every layer keeps its share" in text
+
+
+def test_flops_and_max_drop(scored: Path) -> None:
+    run("prune", "--target-flops", "90%", "-o", "flops", "--scores", scored, "-q")
+    assert budget_of(Path("flops"))["budget"]["measured"] <= 0.9
+    metrics = json.loads(Path("flops/metrics.json").read_text())
+    assert metrics["budgets"][0]["flops"] <= 0.9 * metrics["dense"]["flops"]
+    run("prune", "--max-drop", "0.9", "-o", "drop", "--scores", scored, "-q")
+    budget = budget_of(Path("drop"))
+    assert budget["budget"]["high"] <= 0.9
+    assert budget["kept"] < 8
+    assert "Asked: a loss of no more than 0.9" in Path("drop/report.md").read_text()
+
+
+def test_the_cache_of_a_decoder(here: Path, llama_folder: Path, data_folder: Path) -> None:
+    run("prune", llama_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "--target-kv-cache", "80%", "-o", "run", "-q")  # fmt: skip
+    budget = budget_of(here / "run")
+    assert budget["budget"]["measured"] == 0.75
+    assert [len(heads) for heads in budget["drop"].values()] == [2]
+
+
+def test_uniform_plans_are_uniform(here: Path, llama_folder: Path, data_folder: Path) -> None:
+    run("prune", llama_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "-k", "50%", "-s", "uniform", "-o", "run", "-q")  # fmt: skip
+    budget = budget_of(here / "run")
+    assert budget["kept"] == 4
+    assert [len(heads) for heads in budget["drop"].values()] == [2, 2]
+    model = hp.load(here / "run" / "pruned-4")
+    assert len({tuple(layer.self_attn.q_proj.weight.shape) for layer in model.model.layers}) == 1
+
+
+def test_a_plan_edited_by_hand(scored: Path, bert_folder: Path, data_folder: Path, here: Path) -> None:
+    """What `prune` writes can be edited and applied, on a model that was never scored too."""
+    run("prune", "-k", 4, "-q")
+    document = json.loads((scored / "plan.json").read_text())
+    document["drop"] = {"L0": [1], "bert.encoder.layer.1.attention.self": [3, 0]}
+    (here / "mine.json").write_text(json.dumps(document))
+    assert "keeps 5 of 8. Asked: plan mine.json." in run("prune", "--plan", "mine.json", "--dry-run").stdout
+    run("prune", bert_folder, "-d", data_folder, "-L", 20, "--plan", "mine.json", "-o", "own", "-q")
+    names = {p.name for p in (here / "own").iterdir()}
+    assert "pruned-5" in names
+    assert not names & {"scores.json", "importance.png"}
+    assert budget_of(here / "own")["drop"] == {
+        "bert.encoder.layer.0.attention.self": [1], "bert.encoder.layer.1.attention.self": [0, 3],
+    }  # fmt: skip
+    assert len(budget_of(here / "own")["random"]) == 3
+    text = (here / "own" / "report.md").read_text()
+    assert "(as `mine.json` says)" in text
+    assert "Nothing was scored" in text
+    model = hp.load(here / "own" / "pruned-5")
+    assert [layer.attention.self.query.out_features for layer in model.bert.encoder.layer] == [24, 16]
+    run("prune", "--plan", "mine.json", "--scores", scored, "-o", "with-scores", "-q")  # that run's model and data
+    assert "## Importance" in (here / "with-scores" / "report.md").read_text()
+    assert hp.PruningPlan.load(here / "with-scores" / "plan.json").drop == budget_of(here / "own")["drop"]
+
+
+def test_nested_budgets_of_one_search(scored: Path) -> None:
+    document = json.loads(run("prune", "-k", 6, "-k", "50%", "-k", 4, "-k", 2, "-m", "gradient", "--json", "-q").stdout)
+    assert [b["kept"] for b in document["budgets"]] == [6, 4, 2]
+    drops = [{(n, h) for n, heads in b["drop"].items() for h in heads} for b in document["budgets"]]
+    assert drops[0] < drops[1] < drops[2]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["-k", "4", "--target-latency", "80%"], "--keep and --target-latency are different kinds of budget. Give one of them."),
+    (["-k", "4", "--plan", "{plan}"], "--keep and --plan are different"),
+    (["--plan", "{plan}", "--protect", "L0"], "--plan says which heads go, so --protect has no use"),
+    (["--plan", "{plan}"], "L1: head 7|Layer L1 has no head 7"),
+    (["--plan", "missing.json"], "There is no file missing.json"),
+    (["-k", "4", "--strategy", "luck"], "no strategy 'luck'. Choose from one-shot"),
+    (["-k", "4", "--protect", "L7"], "no attention layer named 'L7'"),
+    (["-k", "4", "--protect", "L0,L1.H1"], "5 heads cannot be pruned by one-shot .protected: L0, L1.H1., so 4 is out of reach. Keep at least 5."),
+    (["-k", "3", "--min-heads-per-layer", "2"], "4 heads cannot be pruned .* Keep at least 4"),
+    (["--target-params", "10%"], "--target-params 10% is out of reach: .* 0 of 8, .* nearest that can be met is --target-params [0-9.]+%"),
+    (["--target-latency", "1ms"], "out of reach: .* nearest that can be met is --target-latency"),
+    (["--target-latency", "fast"], "--target-latency fast is no budget. Write it as 12.5ms or 80%"),
+    (["--target-kv-cache", "50%"], "BertForSequenceClassification has no key/value cache"),
+])  # fmt: skip
+def test_mistakes_get_one_line(arguments: list[str], message: str, scored: Path, here: Path) -> None:
+    (here / "plan.json").write_text(json.dumps({"headprune": "plan", "schema": 1, "drop": {"L1": [7]}}))
+    before = {p: p.read_bytes() for p in here.rglob("*") if p.is_file()}
+    result = run("prune", *(a.format(plan=here / "plan.json") for a in arguments), code=1)
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("headprune: ")]
+    assert re.search(message, line), line
+    assert {p: p.read_bytes() for p in here.rglob("*") if p.is_file()} == before
+
+
+def test_a_plan_for_another_model_is_refused(scored: Path, here: Path) -> None:
+    document = copy.deepcopy(hp.PruningPlan({"L0": [0]}, model="0123456789abcdef").to_json())
+    (here / "plan.json").write_text(json.dumps({"headprune": "plan", "schema": 1, **document}))
+    assert "plan is for another model" in run("prune", "--plan", "plan.json", code=1).stderr
+
+
+def test_the_list_of_strategies(here: Path) -> None:
+    names = [s["name"] for s in json.loads(run("methods", "--json").stdout)["strategies"]]
+    assert {"one-shot", "per-layer", "uniform", "layers"} <= set(names)
