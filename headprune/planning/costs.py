@@ -66,18 +66,23 @@ def _timed(budget: Budget, subject: Subject, seed: int) -> Cost:
     """End-to-end time of a forward pass, the dense model's turn and the pruned one's alternating."""
     batch, length = latency.example_shape(subject.inputs)
 
-    def timed(plan: PruningPlan) -> Reading:
+    def timed(plan: PruningPlan, runs: int, seconds: float) -> Reading:
         if not plan.drop and budget.relative:
             return Reading.exact(1.0)
         models = {"dense": subject.model, "pruned": subject.pruned(plan)}
-        (row,) = latency.bench(models, [(batch, length, subject.inputs)], seed=seed)
+        inputs = [(batch, length, subject.inputs)]
+        (row,) = latency.bench(models, inputs, seed=seed, min_runs=runs, min_seconds=seconds)
         if budget.relative:
             speedup = row.speedups["pruned"]
             return Reading(1 / speedup.ratio, 1 / speedup.high, 1 / speedup.low)
         timing = row.timings["pruned"]
         return Reading(timing.median, timing.low, timing.high)
 
-    return Cost(timed, timed)
+    # The search may err: what it finds is timed again, for as long as what is reported.
+    return Cost(
+        lambda plan: timed(plan, latency.MIN_RUNS // 2, latency.MIN_SECONDS / 4),
+        lambda plan: timed(plan, latency.MIN_RUNS, latency.MIN_SECONDS),
+    )
 
 
 def _cached(budget: Budget, subject: Subject) -> Cost:
