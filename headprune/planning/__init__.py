@@ -108,8 +108,8 @@ def arrange(
     judged = judged or levels
     common = [k for k in judged if all(o.least <= k for o in orders)]
 
-    def merit(order: Order) -> tuple[int, float]:
-        return sum(order.least <= k for k in judged), sum(judge(order.plan(k)) for k in common)
+    def merit(order: Order) -> tuple[int, float, int]:
+        return sum(order.least <= k for k in judged), sum(judge(order.plan(k)) for k in common), -order.least
 
     return max(orders, key=merit)  # the first, groups, on a tie
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
+from headprune.fingerprint import fingerprint
 from headprune.planning.order import Order
 from headprune.planning.units import GROUPS, Constraints, Unit, units_of, why_stay
 from headprune.scoring.base import HeadScores, Progress
@@ -61,9 +62,10 @@ class Search:
     def order(self, steps: Sequence[Heads], strategy: str, *notes: str, stays: Sequence[str] = ()) -> Order:
         """The `Order` of these steps, with all that is known about the search."""
         scores = self.scores
+        own = scores.model if scores else fingerprint(self.model) if self.model else ""
         return Order.of(
             self.layers, steps, strategy=strategy, method=scores.method if scores else "",
-            model=scores.model if scores else "", stays=(*why_stay(self.layers, self.constraints), *stays), notes=notes,
+            model=own, stays=(*why_stay(self.layers, self.constraints), *stays), notes=notes,
         )  # fmt: skip
 
     def step(self, *units: Unit) -> Heads:
