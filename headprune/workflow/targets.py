@@ -137,11 +137,12 @@ def fits_of(scene: Scene, goal: Goal, orders: dict[str, Order], trials: Trials, 
 def _fit(scene: Scene, budget: Budget, orders: dict[str, Order], trials: Trials, console: Console) -> Fit:
     fits, misses = [], []
     with console.track(f"fitting {budget}") as progress:
-        for i, order in enumerate(orders.values()):
+        for i, (name, order) in enumerate(orders.items()):
             try:
                 fits.append(_fitted(scene, budget, order, trials))
             except HeadPruneError as miss:
                 misses.append(miss)
+                console.say(f"By {name}: {miss.args[0]}")
             progress(i + 1, len(orders))
     if not fits:
         raise misses[0]
