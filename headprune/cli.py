@@ -305,7 +305,12 @@ def finetune(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the trained model [PRUNED-finetuned].")
     ] = None,
-    no_resume: NoResume = False,
+    no_resume: Annotated[
+        bool,
+        typer.Option(
+            "--no-resume", help="Start anew, whatever an interrupted run has left.", rich_help_panel="Training"
+        ),
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -523,9 +528,7 @@ def _session(quiet: bool, verbose: bool, as_json: bool) -> Iterator[Console]:
         typer.echo(f"headprune: {error}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        text = (
-            "headprune: interrupted; nothing was half-written, and scores go on where they were with the same command."
-        )
+        text = "headprune: interrupted; nothing was half-written, and the same command goes on where this one was."
         typer.echo(text, err=True)
         raise typer.Exit(130) from None
     except (typer.Exit, SystemExit):

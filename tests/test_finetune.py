@@ -25,10 +25,11 @@ from headprune.distillation import DistillationLoss, Mixture
 from headprune.evaluation import Measurement
 from headprune.finetune import FinetuneOptions, finetune
 from headprune.fingerprint import fingerprint
-from headprune.models import load_model
+from headprune.models import dummy_input, load_model
+from tests import zoo
 from tests.conftest import common, sentences, write_jsonl
 from tests.test_cli import run
-from tests.zoo import bert, gpt2, labelled, llama, randomise, t5, text, vit
+from tests.zoo import bert, gpt2, labelled, llama, randomise, text, vit
 
 ROOT = Path(__file__).parent.parent
 Batch = dict[str, torch.Tensor]
@@ -37,6 +38,11 @@ Batch = dict[str, torch.Tensor]
 def softmax(x: np.ndarray) -> np.ndarray:
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
+
+
+def t5() -> Any:
+    """Eager: transformers 5.0 has no other attention for it."""
+    return zoo.t5("eager")
 
 
 def pair(made: Any, removed: dict[int, list[int]] | None = None) -> tuple[nn.Module, nn.Module, Any]:
@@ -384,7 +390,7 @@ def test_others_work_is_never_mixed_in(tmp_path: Path) -> None:
         done = finetune(*changed, work=tmp_path, say=said.append)
         assert "not used" in said[0]
         assert done.resumed is None
-        assert done.history == finetune(*changed).history
+    assert done.history == finetune(*changed).history
     assert finetune(pruned, dense, train, choose, options, work=tmp_path).resumed == 1
 
 
@@ -469,8 +475,7 @@ def pruned_run(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, data
 
 def _prune_by_hand(folder: Path, source: Path, removed: dict[int, list[int]]) -> None:
     loaded = load_model(str(source))
-    example = dict(loaded.processor(["good film", "a very dull plot"], padding=True, return_tensors="pt"))
-    example.pop("token_type_ids", None)
+    example = dummy_input(loaded, 2, 6)
     layers = hp.find_attention(loaded.model, example)
     hp.prune(loaded.model, {layers[i].name: heads for i, heads in removed.items()}, example)
     about = {"task": loaded.task.name, "from": str(source)}
@@ -544,7 +549,8 @@ def test_images_are_read_when_they_are_needed(here: Path) -> None:
     data = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
     (here / "data").mkdir()
     data.to_parquet(str(here / "data" / "train.parquet"))
-    run("prune", folder, "-k", 6, "-d", here / "data", "-L", 12, "-b", 4, "-m", "gradient", "-o", "run", "-q")
+    run("score", folder, "-d", here / "data", "-L", 12, "-b", 4, "-m", "random", "-o", "run", "-q")
+    _prune_by_hand(here / "run", folder, {0: [0, 1]})
     document = json.loads(run("finetune", "run", "--json", "-q").stdout)
     assert document["parts"]["train"]["examples"] == 48 - sum(
         document["parts"][p]["examples"] for p in ("choose", "report")
@@ -553,7 +559,7 @@ def test_images_are_read_when_they_are_needed(here: Path) -> None:
 
 def test_sigkill(pruned_here: Path) -> None:
     """Killed while it trains, the same command goes on, and gives what it would have given."""
-    command = ["finetune", "run/pruned-4", "--epochs", "12", "--learning-rate", "1e-3", "--patience", "99"]
+    command = ["finetune", "run/pruned-4", "--epochs", "5", "--learning-rate", "1e-3", "--patience", "99"]
     run(*command, "-o", "whole", "-q")
     code = (
         "import headprune.finetune as f; f.SAVE_SECONDS, f._SAVE_SHARE = 0.0, float('inf')\n"
@@ -564,7 +570,7 @@ def test_sigkill(pruned_here: Path) -> None:
     work = pruned_here.parent / ".out.unfinished"
     process = subprocess.Popen(call, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
-    while not any(int(p.parent.name[11:]) > 10 for p in work.glob("*/checkpoint-*/trainer_state.json")):
+    while not any(int(p.parent.name[11:]) > 5 for p in work.glob("*/checkpoint-*/trainer_state.json")):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -575,7 +581,7 @@ def test_sigkill(pruned_here: Path) -> None:
     assert work.is_dir()
     result = run(*command, "-o", "out", "--json")
     training = json.loads(result.stdout)["training"]
-    assert training["resumed"] > 10
+    assert training["resumed"] > 5
     assert "Going on from step" in result.stderr
     out, whole = (hp.load(pruned_here.parent / name) for name in ("out", "whole"))
     assert [p.shape for p in out.parameters()] == [p.shape for p in hp.load(pruned_here / "pruned-4").parameters()]
