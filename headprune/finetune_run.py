@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import re
 import shutil
 import time
@@ -92,7 +91,8 @@ def finetune_run(asked: FinetuneRun, console: Console) -> tuple[Path, dict[str, 
             progress=progress, say=console.say,
         )  # fmt: skip
 
-    staging = output.with_name(f".{output.name}.staging-{os.getpid()}")
+    staging = work / "staging"
+    shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed while it wrote
     try:
         about = {"task": pruned.task.name, "from": dense.source, "finetuned": {"from": str(source)}}
         checkpoint.save(tuned.model, staging, processor=pruned.processor, about=about)

@@ -317,6 +317,14 @@ def test_every_example_is_seen_once_an_epoch_in_batches_of_like_length(bert_fold
     )
 
 
+def test_bfloat16_stays_bfloat16() -> None:
+    dense, pruned, train, choose = setting(2)
+    done = finetune(
+        pruned.bfloat16(), dense.bfloat16(), train, choose, FinetuneOptions(mixture=Mixture(0.5, 2.0, True))
+    )
+    assert {p.dtype for p in done.model.parameters()} == {torch.bfloat16}
+
+
 def test_a_loss_that_bursts_is_told() -> None:
     dense, pruned, train, choose = setting(2)
     with torch.no_grad():
@@ -500,7 +508,7 @@ def test_finetune(pruned_here: Path, bert_folder: Path) -> None:
     }
     assert document["teacher"] == str(bert_folder)
     assert "60 examples to train on (train), of which 20 also scored" in result.stderr
-    assert not list(pruned_here.glob(".*"))  # the work folder is gone
+    assert not list(pruned_here.glob(".*"))  # the work folder is gone, and what was in it
     model, before = hp.load(output), hp.load(source)
     assert [p.shape for p in model.parameters()] == [p.shape for p in before.parameters()]
     assert fingerprint(model) != fingerprint(before)
