@@ -264,7 +264,7 @@ def finetune(
         Path, typer.Argument(metavar="PRUNED", help="A folder headprune saved, or a run folder that holds one.")
     ],
     epochs: Annotated[float, typer.Option(help="Passes over the training part.", rich_help_panel="Training")] = 1.0,
-    learning_rate: Annotated[float | None, typer.Option(help="At its peak [1e-4].", rich_help_panel="Training")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="At its peak [3e-5].", rich_help_panel="Training")] = None,
     teacher: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="The dense model [what PRUNED was made from].", rich_help_panel="Training"),

@@ -56,7 +56,7 @@ class FinetuneOptions:
     """
 
     epochs: float = 1.0
-    learning_rate: float = 1e-4
+    learning_rate: float = 3e-5
     mixture: Mixture = field(default_factory=Mixture)
     weight_decay: float = 0.01
     patience: int = 2
@@ -67,7 +67,7 @@ class FinetuneOptions:
             raise HeadPruneError(f"Training cannot take {self.epochs:g} epochs.", "Choose a number above 0.")
         if not 0 < self.learning_rate < math.inf:
             raise HeadPruneError(
-                f"There is no learning rate {self.learning_rate:g}.", "Choose one above 0, such as 1e-4."
+                f"There is no learning rate {self.learning_rate:g}.", "Choose one above 0, such as 3e-5."
             )
         if self.patience < 1:
             raise HeadPruneError(f"There is no patience of {self.patience} epochs.", "Choose 1 or more.")
