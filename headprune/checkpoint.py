@@ -84,7 +84,7 @@ def save(
         write_json(temporary / SIDECAR, "checkpoint", sidecar)
         for file in temporary.iterdir():
             file.chmod(0o644)
-        _swap_in(temporary, path)
+        swap_in(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return path
@@ -185,7 +185,7 @@ def _skeleton(path: Path, sidecar: dict[str, Any]) -> nn.Module:
     return instance
 
 
-def _swap_in(new: Path, path: Path) -> None:
+def swap_in(new: Path, path: Path) -> None:
     """Rename ``new`` to ``path``; what was there goes only after the new folder is complete."""
     if not path.exists():
         os.replace(new, path)

@@ -300,6 +300,93 @@ def prune(
         console.document({"folder": str(folder.path), **metrics})
 
 
+@app.command(epilog="Example: `headprune finetune reports/MODEL-1/pruned-36`, after `headprune prune --keep 36`")
+def finetune(
+    pruned: Annotated[
+        Path, typer.Argument(metavar="PRUNED", help="A folder headprune saved, or a run folder that holds one.")
+    ],
+    epochs: Annotated[float, typer.Option(help="Passes over the training part.", rich_help_panel="Training")] = 1.0,
+    learning_rate: Annotated[float | None, typer.Option(help="At its peak [3e-5].", rich_help_panel="Training")] = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="The dense model [what PRUNED was made from].", rich_help_panel="Training"),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of the distillation [2].", rich_help_panel="Training")
+    ] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(help="Weight of the dense model's answers against the labels [0.5].", rich_help_panel="Training"),
+    ] = None,
+    hidden_states: Annotated[
+        bool,
+        typer.Option("--hidden-states", help="Learn the dense model's hidden states too.", rich_help_panel="Training"),
+    ] = False,
+    patience: Annotated[
+        int | None,
+        typer.Option(help="Stop after so many epochs that are no better [2].", rich_help_panel="Training"),
+    ] = None,
+    train_limit: Annotated[
+        int | None, typer.Option(min=1, help="Examples to train on, at most [all].", rich_help_panel="Data")
+    ] = None,
+    dataset: DatasetOption = None,
+    subset: Subset = None,
+    split: Split = None,
+    choose_split: ChooseSplit = None,
+    report_split: ReportSplit = None,
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
+    limit: Limit = None,
+    report_limit: ReportLimit = None,
+    max_length: MaxLength = None,
+    batch_size: BatchSize = None,
+    task: Task = None,
+    device: Device = None,
+    dtype: Annotated[str, typer.Option(help="To train in: float32 or bfloat16.")] = "float32",
+    seed: Annotated[int | None, typer.Option(help="For the order of the examples, and dropout [0].")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for the trained model [PRUNED-finetuned].")
+    ] = None,
+    no_resume: Annotated[
+        bool,
+        typer.Option(
+            "--no-resume", help="Start anew, whatever an interrupted run has left.", rich_help_panel="Training"
+        ),
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    overwrite: Overwrite = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Train a pruned model, with distillation from the dense one, and measure all three."""
+    with _session(quiet, verbose, json) as console:
+        given = dict(locals())
+        from dataclasses import fields
+
+        from headprune import finetune_run as room
+        from headprune.data import DataOptions
+        from headprune.distillation import Mixture
+        from headprune.finetune import FinetuneOptions
+
+        def typed(kind: Any, *without: str) -> dict[str, Any]:
+            names = {f.name for f in fields(kind)} - set(without)
+            return {k: v for k, v in given.items() if k in names and v is not None}
+
+        folder, document = room.finetune_run(
+            room.FinetuneRun(
+                pruned, teacher, data=typed(DataOptions, "seed"), train_limit=train_limit,
+                training=FinetuneOptions(**typed(FinetuneOptions), mixture=Mixture(**typed(Mixture))),
+                task=task, device=device, dtype=dtype, output=output, overwrite=overwrite, resume=not no_resume,
+                trust_remote_code=trust_remote_code,
+            ),
+            console,
+        )  # fmt: skip
+        _print_finetuned(console, document)
+        console.result(f"\nReport: {folder / room.REPORT}\nModel:  {folder}  (headprune.load reads it)")
+        console.document({"folder": str(folder), **document})
+
+
 @app.command(epilog="Example: `headprune report reports/digits`")
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
@@ -498,9 +585,7 @@ def _session(quiet: bool, verbose: bool, as_json: bool) -> Iterator[Console]:
         typer.echo(f"headprune: {error}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        text = (
-            "headprune: interrupted; nothing was half-written, and scores go on where they were with the same command."
-        )
+        text = "headprune: interrupted; nothing was half-written, and the same command goes on where this one was."
         typer.echo(text, err=True)
         raise typer.Exit(130) from None
     except (typer.Exit, SystemExit):
@@ -743,6 +828,22 @@ def _print_results(console: Console, metrics: dict[str, Any]) -> None:
     for b in metrics["budgets"]:
         console.result(f"{b['kept']} heads: {b['change']['verdict']}.")
     _print_latency(console, metrics["latency"]["rows"])
+
+
+def _print_finetuned(console: Console, document: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from headprune.report.finetuned import rows
+
+    table = Table(box=None, title="Dense, pruned and fine-tuned, on the reporting part", title_justify="left")
+    head, *body = rows(document)
+    for column in head:
+        table.add_column(column)
+    for row in body:
+        table.add_row(*row)
+    console.result("")
+    console.table(table)
+    console.result(f"Training: {document['changes']['gain']['verdict']}.")
 
 
 def _print_latency(console: Console, rows: list[dict[str, Any]]) -> None:

@@ -1,6 +1,7 @@
-"""From a dataset's id or path to three disjoint parts of encoded examples: score, choose, report.
+"""From a dataset's id or path to three disjoint parts of encoded examples: score, choose, report; and a part to train on.
 
-The examples that score heads never choose between plans, and neither are ever reported.
+The examples that score heads never choose between plans, and neither are ever reported. Training may use
+the scored examples, and no others of the three.
 """
 
 from __future__ import annotations
@@ -74,17 +75,17 @@ class Part:
     """Encoded examples of one purpose.
 
     Attributes:
-        name: ``"score"``, ``"choose"`` or ``"report"``.
+        name: ``"score"``, ``"choose"``, ``"report"`` or ``"train"``.
         split: The split they are from.
         rows: Their row numbers in that split.
-        features: One dict of plain lists or tensors per example.
+        features: One dict of plain lists or tensors per example; of images and sounds to train on, made when asked for.
         batch_size: Examples per batch.
     """
 
     name: str
     split: str
     rows: list[int]
-    features: list[dict[str, Any]]
+    features: Sequence[dict[str, Any]]
     collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]]
     batch_size: int
 
@@ -93,6 +94,8 @@ class Part:
 
     def lengths(self) -> list[int]:
         """Tokens per example (1 where there are none)."""
+        if isinstance(self.features, _OnDemand):
+            return [1] * len(self)
         return [len(f["input_ids"]) if "input_ids" in f else 1 for f in self.features]
 
     def order(self) -> list[int]:
@@ -114,6 +117,12 @@ class Part:
 
     def about(self) -> dict[str, Any]:
         return {"split": self.split, "examples": len(self), "rows_hash": _hash(self.rows)}
+
+    def content_hash(self) -> str:
+        """A hash of every example, labels included."""
+        if isinstance(self.features, _OnDemand):
+            return _hash(self.features.hashes)
+        return _hash([_hash(f) for f in self.features])
 
 
 @dataclass(frozen=True)
@@ -169,6 +178,82 @@ def load_parts(options: DataOptions, loaded: LoadedModel) -> Parts:
         notes.append(f"{repeated} examples whose input had already been used were left out of the later parts.")
     notes.extend(encoder.notes)
     return Parts(parts["score"], parts["choose"], parts["report"], encoder.columns, notes)
+
+
+def load_train(
+    options: DataOptions, loaded: LoadedModel, parts: Parts, limit: int | None = None
+) -> tuple[Part, list[str]]:
+    """The part to train on: the scoring split without what chooses and what is reported.
+
+    An example is left out if its row, or its input (as in `load_parts`), is in either of them.
+
+    Args:
+        options: As for `load_parts`, which gave ``parts``.
+        limit: Examples, at most: drawn by the seed, the scored ones first.
+
+    Returns:
+        The part, shuffled by the seed, and notes on what is in it.
+
+    Raises:
+        HeadPruneError: No such dataset or column, nothing left to train on.
+    """
+    splits = read_splits(options)
+    encoder = _ENCODERS[loaded.task.name](options, loaded, _columns_of(splits))
+    split = parts.score.split
+    held_out = (parts.choose, parts.report)
+    taken = {row for part in held_out if part.split == split for row in part.rows}
+    seen = {_hash(encoder.identity(feature)) for part in held_out for feature in part.features}
+    rows: list[int] = []
+    features: list[dict[str, Any]] = []
+    hashes: list[str] = []
+    repeated = 0
+    for row in _shuffled(len(splits[split]), split, options.seed):
+        if len(rows) == limit:
+            break
+        if row in taken:
+            continue
+        try:
+            feature = encoder.encode(splits[split][row], row)
+        except HeadPruneError as error:
+            raise HeadPruneError(f"Row {row} of {split}: {error.args[0]}", error.hint) from None
+        if feature is None:
+            continue
+        if _hash(encoder.identity(feature)) in seen:
+            repeated += 1
+            continue
+        rows.append(row)
+        if loaded.task.modality == "text":
+            features.append(feature)
+        else:
+            hashes.append(_hash(feature))
+    if not rows:
+        raise HeadPruneError(
+            f"No example of split {split!r} is left to train on: all of them choose or are reported.",
+            "Use more data, or a smaller --limit and --report-limit.",
+        )
+    scored = len(set(rows) & set(parts.score.rows))
+    notes = [f"{len(rows)} examples to train on ({split}), of which {scored} also scored the heads."]
+    if repeated:
+        notes.append(f"{repeated} examples whose input chooses or is reported were left out of the training part.")
+    made = features or _OnDemand(lambda row: encoder.encode(splits[split][row], row), rows, hashes)
+    return Part("train", split, rows, made, encoder.collate, options.batch_size), notes
+
+
+class _OnDemand(Sequence[dict[str, Any]]):
+    """Features that are encoded whenever they are asked for: images and sounds of a whole split may not fit in memory."""
+
+    def __init__(self, encode: Callable[[int], Any], rows: list[int], hashes: list[str]) -> None:
+        self.encode, self.rows, self.hashes = encode, rows, hashes
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (
+            [self.encode(row) for row in self.rows[index]]
+            if isinstance(index, slice)
+            else self.encode(self.rows[index])
+        )
 
 
 # -- reading ----------------------------------------------------------------------------------

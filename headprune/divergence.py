@@ -23,13 +23,17 @@ IGNORED = -100
 class Divergence:
     """Divergence from the dense model's answers, per example, in nats.
 
-    Kullback-Leibler, dense from now (Hinton et al. 2015, at temperature 1): of softmax over classes, or, for a head
+    Kullback-Leibler, dense from now (Hinton et al. 2015): of softmax over classes, or, for a head
     that gives several labels at once, of each label's sigmoid, summed. A head that gives real numbers is compared by
     their squared difference. Tokens are averaged, padding left out.
+
+    Args:
+        temperature: T, by which the logits are divided; the divergence is then multiplied by T squared, so that its
+            gradient keeps its size (section 2.1 there). Squared differences have none.
     """
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        self.model, self.seed = model, seed
+    def __init__(self, model: nn.Module, seed: int, temperature: float = 1.0) -> None:
+        self.model, self.seed, self.temperature = model, seed, temperature
         config = getattr(model, "config", None)
         self._several = getattr(config, "problem_type", None) == "multi_label_classification"
         self.about = "divergence (KL) from the dense model's answers"
@@ -55,7 +59,13 @@ class Divergence:
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``; differentiable under grad mode."""
-        known, now = batch[_KNOWN], self._logits(batch)
+        return self.between(batch[_KNOWN], self._logits(batch), batch)
+
+    def between(self, known: Tensor, now: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        """``[batch]``, from the dense model's logits (`logits_of`) and this model's."""
+        squared = 1.0
+        if self._several or known.shape[-1] > 1:
+            known, now, squared = known / self.temperature, now / self.temperature, self.temperature**2
         if self._several:
             chance = known.sigmoid()
             each = F.binary_cross_entropy_with_logits(now, chance, reduction="none")
@@ -64,7 +74,7 @@ class Divergence:
             each = ((now - known) ** 2).sum(-1)
         else:
             each = F.kl_div(now.log_softmax(-1), known.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-        return self._mean(each, batch)
+        return squared * self.mean(each, batch)
 
     def surrogate(self, batch: Mapping[str, Any]) -> Tensor:
         """Cross-entropy against labels drawn from the dense model, ``[batch]``.
@@ -78,13 +88,14 @@ class Divergence:
                 "Score by ablation, shapley or integrated-gradients.",
             )
         logits = self._logits(batch)
-        return self._mean(F.nll_loss(logits.log_softmax(-1).movedim(-1, 1), batch[_DRAWN], reduction="none"), batch)
+        return self.mean(F.nll_loss(logits.log_softmax(-1).movedim(-1, 1), batch[_DRAWN], reduction="none"), batch)
 
     @property
     def _labels_pad(self) -> bool:
         return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
 
-    def _mean(self, each: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    def mean(self, each: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        """``[batch]``: the mean of ``[batch, tokens]`` over each example's real tokens."""
         if each.ndim == 1:
             return each
         counted = _counted(batch, each, self._labels_pad).to(each.device).flatten(1)
@@ -95,16 +106,27 @@ class Divergence:
         if not isinstance(batch, Mapping):
             raise HeadPruneError("Batches without labels must be dicts.", "Give dicts that the model accepts.")
         hidden = (*ADDED, *(() if self._labels_pad else LABELS))
-        output = call(self.model, {k: v for k, v in batch.items() if k not in hidden})
-        logits = getattr(output, "logits", output)
-        if not isinstance(logits, Tensor) or logits.ndim < 2:
-            raise HeadPruneError(
-                "The batches have no labels, and the model gives no logits to compare with the dense model's.",
-                'Give dicts with "labels", or pairs (inputs, labels) together with loss_fn=.',
-            )
-        if logits.ndim > 3:  # images: [batch, classes, height, width]
-            logits = logits.movedim(1, -1).flatten(1, -2)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return logits_of(call(self.model, {k: v for k, v in batch.items() if k not in hidden}), batch)
+
+
+def logits_of(output: Any, batch: Mapping[str, Any]) -> Tensor:
+    """``[batch, (tokens,) classes]`` of a model's output, in float32 or wider.
+
+    Of an answer's start and end ``[batch, 2, tokens]``: the tokens are the classes, and padding is none of them.
+    """
+    logits = getattr(output, "logits", output)
+    if hasattr(output, "start_logits"):
+        logits = torch.stack([output.start_logits, output.end_logits], dim=1)
+        if isinstance(mask := batch.get("attention_mask"), Tensor):
+            logits = logits.masked_fill(mask[:, None].to(logits.device) == 0, torch.finfo(logits.dtype).min)
+    if not isinstance(logits, Tensor) or logits.ndim < 2:
+        raise HeadPruneError(
+            "The batches have no labels, and the model gives no logits to compare with the dense model's.",
+            'Give dicts with "labels", or pairs (inputs, labels) together with loss_fn=.',
+        )
+    if logits.ndim > 3:  # images: [batch, classes, height, width]
+        logits = logits.movedim(1, -1).flatten(1, -2)
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _counted(batch: Mapping[str, Any], values: Tensor, labels_pad: bool) -> Tensor:

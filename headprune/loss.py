@@ -110,6 +110,18 @@ class ExampleLoss:
             )
         return loss
 
+    @property
+    def own(self) -> bool:
+        """Whether `prepare` found that the model computes another loss than the cross-entropy of its logits."""
+        return self._one_by_one
+
+    def of_output(self, output: Any, batch: Mapping[str, Any]) -> Tensor:
+        """Cross-entropies ``[batch]`` of what the model gave for a batch; 0 for an example without a label."""
+        outcome = _from_logits(output, batch, _shifts(self.model))
+        if outcome is None:
+            raise HeadPruneError("The model's output has no logits that fit its labels.", "Pass loss_fn=.")
+        return outcome.loss
+
     def outcome(self, batch: Any) -> Outcome:
         """Cross-entropy and predictions, whatever loss the model was trained with."""
         return self._outcome(batch)

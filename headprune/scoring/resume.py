@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from headprune import __version__
 from headprune.errors import HeadPruneError
+from headprune.fingerprint import fingerprint
 from headprune.scoring.base import Problem, Store
 
 
@@ -93,6 +94,15 @@ def work_key(problem: Problem, method: str, model: str, loss: Any = None) -> str
     }
     digest.add([facts, _state(problem.model), problem.batches, loss])
     return digest.hash.hexdigest()[:16]
+
+
+def digest(*values: Any) -> str:
+    """A short name for these very values; a model counts with its weights, its config and what neither says."""
+    made = _Digest()
+    for value in values:
+        model = isinstance(value, nn.Module)
+        made.add([type(value), fingerprint(value), _state(value)] if model else value)
+    return made.hash.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
