@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 from transformers.pytorch_utils import Conv1D
 
 from headprune.attention import AttentionLayer, Heads
@@ -471,7 +472,8 @@ def _stack(
             if block is blocks[0]:
                 first.append(hidden)
             # A cache would be filled by every run again.
-            others = {k: v for k, v in kwargs.items() if k not in ("hidden_states", "past_key_values")}
+            rest = tuple(None if isinstance(a, Cache) else a for a in rest)
+            others = {k: v for k, v in kwargs.items() if k != "hidden_states" and not isinstance(v, Cache)}
             block.calls.append((rest, others))
 
         return hook

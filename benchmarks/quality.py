@@ -203,8 +203,12 @@ class Cache:
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
         if self.path:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            with self.path.open("a+b") as file:
+                # A process that was killed may have left half a line, which must not swallow this one.
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - 1))
+                start = b"\n" if file.read() not in (b"", b"\n") else b""
+                file.write(start + json.dumps(row).encode() + b"\n")
 
 
 def measured(metric: str, found: Measurement) -> dict[str, Any]:
