@@ -359,21 +359,28 @@ def rescaled(
                 ("SequenceClassification", "ImageClassification")
             )
             gate = closed.get(name, torch.ones(block.layer.num_heads))
-            seen = [_run(model, block, k, hidden, half.get(name)) for k, hidden in enumerate(taught)]
+            shown = [_run(model, block, k, hidden, half.get(name)) for k, hidden in enumerate(taught)]
             if i and gate.any():
-                goals = [hidden + _linear(block.output, s.heads) for hidden, s in zip(taught, seen, strict=True)]
-                fitted = _fit_heads(model, block, batches, told, gate, goals)
+                seen = [_run(model, block, k, hidden, gate) for k, hidden in enumerate(told)]
+                missing = [
+                    t + _product(block.output, s.heads) - hidden
+                    for t, s, hidden in zip(taught, shown, told, strict=True)
+                ]
+                fitted = _fit_heads(block, batches, seen, missing, gate)
                 if fitted is None:
                     break
                 heads[name] = fitted
                 gate = gate * fitted
-            goals = [s.sums for s in seen]
-            fitted = _fit_neurons(model, block, batches, told, gate, goals, behind)
+            seen = [_run(model, block, k, hidden, gate) for k, hidden in enumerate(told)]
+            last: Any = model.get_submodule(block.last)
+            residual = [s.sums - last(s.neurons) for s in seen]
+            missing = [s.sums - r - _bias(last) for s, r in zip(shown, residual, strict=True)]
+            fitted = _fit_neurons(last, batches, seen, missing, behind)
             if fitted is None:
                 break
             neurons[block.last] = fitted
-            taught = [s.output for s in seen]
-            told = [_run(model, block, k, hidden, gate, fitted).output for k, hidden in enumerate(told)]
+            sums = [r + last(s.neurons * fitted) for r, s in zip(residual, seen, strict=True)]
+            taught, told = [s.output for s in shown], [x if block.norm is None else block.norm(x) for x in sums]
     return heads, neurons
 
 
@@ -393,22 +400,16 @@ def damped(gram: Tensor, moment: Tensor) -> Tensor | None:
 
 
 def _fit_heads(
-    model: nn.Module,
-    block: _Block,
-    batches: Sequence[Batch],
-    told: Sequence[Tensor],
-    gate: Tensor,
-    goals: Sequence[Tensor],
+    block: _Block, batches: Sequence[Batch], seen: Sequence[_Seen], missing: Sequence[Tensor], gate: Tensor
 ) -> Tensor | None:
-    """Factors ``[num_heads]``; ``goals`` are the teacher's first residual sums, without W_O's bias."""
+    """Factors ``[num_heads]`` by which the open heads come near what is ``missing`` from the residual stream, per batch."""
     assert block.layer.output_projection is not None
     features = block.layer.output_projection.features
     kept = gate.nonzero().flatten().tolist()
     weight = _weight(block.output)
     gram, moment = torch.zeros(len(kept) + 1, len(kept) + 1).double(), torch.zeros(len(kept) + 1).double()
-    for k, (batch, hidden, goal) in enumerate(zip(batches, told, goals, strict=True)):
-        inputs = _tokens(_run(model, block, k, hidden, gate).heads, batch)
-        wanted = _tokens(goal - hidden, batch).flatten()
+    for batch, one, goal in zip(batches, seen, missing, strict=True):
+        inputs, wanted = _tokens(one.heads, batch), _tokens(goal, batch).flatten()
         parts = [(inputs[:, list(features[h])] @ weight[:, list(features[h])].T).flatten() for h in kept]
         rows = torch.stack([*parts, torch.ones_like(wanted)])
         gram += rows @ rows.T
@@ -422,23 +423,13 @@ def _fit_heads(
 
 
 def _fit_neurons(
-    model: nn.Module,
-    block: _Block,
-    batches: Sequence[Batch],
-    told: Sequence[Tensor],
-    gate: Tensor,
-    goals: Sequence[Tensor],
-    first_token: bool,
+    last: nn.Module, batches: Sequence[Batch], seen: Sequence[_Seen], missing: Sequence[Tensor], first_token: bool
 ) -> Tensor | None:
-    """Factors ``[neurons]``; ``goals`` are the teacher's second residual sums, with the bias."""
-    last = model.get_submodule(block.last)
+    """Factors ``[neurons]``, likewise; by the first token of each example alone, or by all."""
     weight = _weight(last)
     gram, moment = torch.zeros(weight.shape[1], weight.shape[1]).double(), torch.zeros(weight.shape[1]).double()
-    for k, (batch, hidden, goal) in enumerate(zip(batches, told, goals, strict=True)):
-        seen = _run(model, block, k, hidden, gate)
-        residual = seen.sums - last(seen.neurons)
-        inputs, wanted = seen.neurons, goal - residual - _bias(last)
-        inputs, wanted = (x[:, 0] if first_token else _tokens(x, batch) for x in (inputs, wanted))
+    for batch, one, goal in zip(batches, seen, missing, strict=True):
+        inputs, wanted = (x[:, 0] if first_token else _tokens(x, batch) for x in (one.neurons, goal))
         gram += inputs.T @ inputs
         moment += (inputs * (wanted @ weight)).sum(0)
     found = damped(gram * (weight.T @ weight), moment)
@@ -502,14 +493,7 @@ def _stack(
     return blocks, first
 
 
-def _run(
-    model: nn.Module,
-    block: _Block,
-    number: int,
-    hidden: Tensor,
-    gate: Tensor | None,
-    neurons: Tensor | None = None,
-) -> _Seen:
+def _run(model: nn.Module, block: _Block, number: int, hidden: Tensor, gate: Tensor | None) -> _Seen:
     """One block on the hidden states of batch ``number``."""
     name = block.layer.name
     args, kwargs = block.calls[number]
@@ -527,7 +511,6 @@ def _run(
     with ExitStack() as stack:
         if gate is not None:
             stack.enter_context(gated(model, [block.layer], {name: gate}))
-        stack.enter_context(_scaled(model, {} if neurons is None else {block.last: neurons}))
         for key, module in watched.items():
             stack.callback(module.register_forward_pre_hook(watch(key)).remove)
         output = block.module(hidden, *args, **kwargs)
@@ -567,6 +550,6 @@ def _bias(linear: nn.Module) -> Tensor | float:
     return 0.0 if bias is None else bias
 
 
-def _linear(linear: nn.Module, inputs: Tensor) -> Tensor:
-    """Without the bias."""
+def _product(linear: nn.Module, inputs: Tensor) -> Tensor:
+    """What a linear gives, without its bias."""
     return inputs @ _weight(linear).T
