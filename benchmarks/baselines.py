@@ -139,7 +139,7 @@ def shuffled(examples: Tensor, seed: int) -> Tensor:
 def random(
     model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], keep: int, seed: int
 ) -> Baseline:
-    """Heads drawn by ``seed``: the control of every comparison (Budhraja et al. 2020, arXiv:2012.02967)."""
+    """Heads drawn by ``seed``: the control of every comparison (Budhraja et al., EMNLP 2020, main.260)."""
     heads = sum(layer.num_heads for layer in layers)
     return Baseline(least(layers, torch.rand(heads, generator=torch.Generator().manual_seed(seed)), keep))
 
@@ -201,9 +201,9 @@ def michel_normalised(
 def kwon_fisher(
     model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], keep: int, seed: int
 ) -> Baseline:
-    """Mask search of Kwon et al. (2022, arXiv:2204.09656), section 4.1; prune/fisher.py and search.py in their repository.
+    """Mask search of Kwon et al. (2022, arXiv:2204.09656): prune/fisher.py and search.py of WoosukKwon/retraining-free-pruning.
 
-    WoosukKwon/retraining-free-pruning. The diagonal of the masks' Fisher information (equation 6) as the code takes it:
+    The diagonal of the masks' Fisher information as the code takes it:
     the sum over batches of 32 of the squared gradient of the batch's mean loss. With heads alone to prune, its search for the
     largest sum of importance within a cost keeps the largest. A key/value group has one mask. Known flaw: squared after the
     mean over a batch, the scores depend on the batch size, and examples of opposite sign cancel.
@@ -215,7 +215,7 @@ def kwon_fisher(
 def kwon_swapped(
     model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], keep: int, seed: int
 ) -> Baseline:
-    """`kwon_fisher`, then their mask rearrangement (section 4.2, equation 9; prune/rearrange.py).
+    """`kwon_fisher`, then their mask rearrangement (prune/rearrange.py).
 
     Within each layer, as many heads as the search took go anew, by the layer's whole block of the Fisher information. Known flaw:
     how many heads each layer loses still comes from the diagonal, and pairs across layers are never weighed.
@@ -228,13 +228,14 @@ def kwon_swapped(
 def kwon(
     model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], keep: int, seed: int
 ) -> Baseline:
-    """`kwon_swapped`, then their mask tuning (section 4.3, equation 13; prune/rescale.py): the whole method, heads alone pruned.
+    """`kwon_swapped`, then their mask tuning (prune/rescale.py): the whole method, heads alone pruned.
 
     Layer by layer, factors of the kept heads and of all neurons are fitted by least squares, so that the pruned model's
     residual stream behind a sub-layer comes near a teacher's, over all tokens that are no padding (the class token alone
     behind a classifier's last feed-forward). As in the code: the teacher is not the dense model but the one that the search
     makes at the square root of the constraint; heads have an intercept that is thrown away; the first layer's heads stay as they
-    are; a factor beyond 10, or a solver that does not converge, ends the tuning. Heads of key/value groups get their own factors.
+    are; a factor beyond 10, or a solver that does not converge, ends the tuning. Each head of a key/value group has its own factor.
+    Known flaw: with one factor a head the kept ones cannot take over another direction of W_O's output.
     """
     slopes = _batch_slopes(model, batches, layers, seed)
     student = _rearranged(layers, slopes, _searched(layers, slopes, keep))
