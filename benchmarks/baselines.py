@@ -203,10 +203,10 @@ def kwon_fisher(
 ) -> Baseline:
     """Mask search of Kwon et al. (2022, arXiv:2204.09656): prune/fisher.py and search.py of WoosukKwon/retraining-free-pruning.
 
-    The diagonal of the masks' Fisher information as the code takes it:
-    the sum over batches of 32 of the squared gradient of the batch's mean loss. With heads alone to prune, its search for the
-    largest sum of importance within a cost keeps the largest. A key/value group has one mask. Known flaw: squared after the
-    mean over a batch, the scores depend on the batch size, and examples of opposite sign cancel.
+    The diagonal of the masks' Fisher information as the code takes it: the sum over batches of 32 of the squared gradient of
+    the batch's mean loss. With heads alone to prune, its search for the largest sum of importance within a cost keeps the
+    largest. A key/value group has one mask. Known flaw: squared after the mean over a batch, the scores depend on the batch
+    size, and examples of opposite sign cancel.
     """
     return Baseline(_searched(layers, _batch_slopes(model, batches, layers, seed), keep))
 
