@@ -114,17 +114,36 @@ class _Gradients:
 gradients = _Gradients()
 
 
+def unit_gradients(model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer]) -> Tensor:
+    """Gradients for one gate per unit, a head or a whole key/value group, since a unit is what goes: ``[examples, units]``.
+
+    A group's gate moves all of its heads, so their gradients add up, signs and all: the mean of its heads' absolute values
+    is another number, and on SmolLM2 a worse one.
+    """
+    parts = torch.split(gradients(model, batches, layers), [layer.num_heads for layer in layers], dim=1)
+    return torch.stack(
+        [part[:, list(unit)].sum(1) for layer, part in zip(layers, parts, strict=True) for unit in layer.units], dim=1
+    )
+
+
+def by_layer(layers: Sequence[AttentionLayer], units: Tensor) -> tuple[Tensor, ...]:
+    """``[..., units]`` cut into each layer's."""
+    return torch.split(units, [len(layer.units) for layer in layers], dim=-1)
+
+
 def least(layers: Sequence[AttentionLayer], scores: Tensor, keep: int) -> Heads:
-    """What goes when heads are ranked by ``scores`` ``[heads]`` over all layers; a group by its heads' mean."""
-    parts = torch.split(scores.double(), [layer.num_heads for layer in layers])
-    values = {layer.name: part for layer, part in zip(layers, parts, strict=True)}
+    """What goes when units are ranked by ``scores`` ``[units]`` over all layers."""
+    values = {}
+    for layer, part in zip(layers, by_layer(layers, scores.double()), strict=True):
+        values[layer.name] = torch.zeros(layer.num_heads, dtype=torch.float64)
+        for unit, value in zip(layer.units, part, strict=True):
+            values[layer.name][list(unit)] = value
     return plan(HeadScores("", "", values, values, 0, tuple(layers)), keep).drop
 
 
 def normalised(layers: Sequence[AttentionLayer], scores: Tensor) -> Tensor:
     """Each layer's scores divided by their L2 norm."""
-    parts = torch.split(scores, [layer.num_heads for layer in layers])
-    return torch.cat([part / (part.norm() + 1e-20) for part in parts])
+    return torch.cat([part / (part.norm() + 1e-20) for part in by_layer(layers, scores)])
 
 
 def shuffled(examples: Tensor, seed: int) -> Tensor:
@@ -140,8 +159,8 @@ def random(
     model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], keep: int, seed: int
 ) -> Baseline:
     """Heads drawn by ``seed``: the control of every comparison (Budhraja et al., EMNLP 2020, main.260)."""
-    heads = sum(layer.num_heads for layer in layers)
-    return Baseline(least(layers, torch.rand(heads, generator=torch.Generator().manual_seed(seed)), keep))
+    units = sum(len(layer.units) for layer in layers)
+    return Baseline(least(layers, torch.rand(units, generator=torch.Generator().manual_seed(seed)), keep))
 
 
 @method("reverse")
@@ -149,7 +168,7 @@ def reverse(
     model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], keep: int, seed: int
 ) -> Baseline:
     """The heads go that `michel` calls the most important: whatever does no worse than this shows that scores tell nothing."""
-    return Baseline(least(layers, -gradients(model, batches, layers).abs().mean(0), keep))
+    return Baseline(least(layers, -unit_gradients(model, batches, layers).abs().mean(0), keep))
 
 
 @method("run_bertology")
@@ -163,11 +182,13 @@ def run_bertology(
     all gradients so far, and the result depends on the order of the examples (here: drawn by ``seed``). The script then
     masks a tenth of the heads at a time and scores again; this is its formula alone.
     """
-    return Baseline(least(layers, bertology_scores(shuffled(gradients(model, batches, layers), seed), layers), keep))
+    return Baseline(
+        least(layers, bertology_scores(shuffled(unit_gradients(model, batches, layers), seed), layers), keep)
+    )
 
 
 def bertology_scores(slopes: Tensor, layers: Sequence[AttentionLayer]) -> Tensor:
-    """``sum_i |sum_(j <= i) g_j|`` of gradients ``[examples, heads]`` in the order of the steps, normalised by layer."""
+    """``sum_i |sum_(j <= i) g_j|`` of gradients ``[examples, units]`` in the order of the steps, normalised by layer."""
     return normalised(layers, slopes.cumsum(0).abs().sum(0))
 
 
@@ -180,7 +201,7 @@ def michel(
     Known flaw: heads are weighed one by one at the dense model, so of two that stand in for each other both seem to be
     unimportant.
     """
-    return Baseline(least(layers, gradients(model, batches, layers).abs().mean(0), keep))
+    return Baseline(least(layers, unit_gradients(model, batches, layers).abs().mean(0), keep))
 
 
 @method("Michel, layer L2")
@@ -191,7 +212,7 @@ def michel_normalised(
 
     Known flaw: a layer that matters little as a whole keeps as many heads as any other.
     """
-    return Baseline(least(layers, normalised(layers, gradients(model, batches, layers).abs().mean(0)), keep))
+    return Baseline(least(layers, normalised(layers, unit_gradients(model, batches, layers).abs().mean(0)), keep))
 
 
 # -- Kwon et al. 2022 --------------------------------------------------------------------------
@@ -244,40 +265,27 @@ def kwon(
     return Baseline(student, *rescaled(model, batches, layers, teacher, student))
 
 
-def _batch_slopes(
-    model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], seed: int
-) -> dict[str, Tensor]:
-    """Gradients of batches' mean losses with respect to one mask for each unit: ``{layer_name: [batches, units]}``."""
-    examples = shuffled(gradients(model, batches, layers), seed)
-    means = torch.stack([part.mean(0) for part in examples.split(KWON_BATCH)])
-    parts = torch.split(means, [layer.num_heads for layer in layers], dim=1)
-    return {
-        layer.name: torch.stack([part[:, list(unit)].sum(1) for unit in layer.units], dim=1)
-        for layer, part in zip(layers, parts, strict=True)
-    }
+def _batch_slopes(model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], seed: int) -> Tensor:
+    """Gradients of batches' mean losses, ``[batches, units]``."""
+    examples = shuffled(unit_gradients(model, batches, layers), seed)
+    return torch.stack([part.mean(0) for part in examples.split(KWON_BATCH)])
 
 
-def _searched(layers: Sequence[AttentionLayer], slopes: Mapping[str, Tensor], keep: int) -> Heads:
+def _searched(layers: Sequence[AttentionLayer], slopes: Tensor, keep: int) -> Heads:
     """What goes by the diagonal of the Fisher information."""
-    scores = []
-    for layer in layers:
-        score = torch.zeros(layer.num_heads, dtype=torch.float64)
-        for unit, value in zip(layer.units, slopes[layer.name].square().sum(0), strict=True):
-            score[list(unit)] = value
-        scores.append(score)
-    return least(layers, torch.cat(scores), keep)
+    return least(layers, slopes.square().sum(0), keep)
 
 
-def _rearranged(layers: Sequence[AttentionLayer], slopes: Mapping[str, Tensor], drop: Heads) -> Heads:
+def _rearranged(layers: Sequence[AttentionLayer], slopes: Tensor, drop: Heads) -> Heads:
     found = {}
-    for layer in layers:
+    for layer, own in zip(layers, by_layer(layers, slopes), strict=True):
         if layer.name not in drop:
             continue
         if len({len(unit) for unit in layer.units}) > 1:  # a swap would change how many heads go
             found[layer.name] = drop[layer.name]
             continue
         count = len(drop[layer.name]) // len(layer.units[0])
-        units = rearrange(slopes[layer.name].T @ slopes[layer.name], count)
+        units = rearrange(own.T @ own, count)
         found[layer.name] = sorted(h for u in units for h in layer.units[u])
     return found
 

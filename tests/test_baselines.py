@@ -328,3 +328,28 @@ def test_random_is_drawn_by_the_seed():
     model, batches, layers = bert()
     found = [METHODS["random"](model, batches, layers, 3, seed).drop for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
+
+
+def test_a_group_is_scored_by_one_gate_for_all_of_its_heads():
+    """By the central difference of the loss, the group's columns of W_O made a little larger and smaller."""
+    model, example = zoo.llama()
+    model = model.double()
+    batch = {k: v[:1] for k, v in labelled(model, example).items()}
+    layers = hp.find_attention(model, example)
+    found = baselines.unit_gradients(model, [batch], layers)
+    assert found.shape == (1, sum(len(layer.units) for layer in layers))
+    step, expected = 2e-3, []  # its norms work in float32, whatever the weights are
+    for layer in layers:
+        weight = model.get_submodule(layer.output_projection.module).weight
+        for unit in layer.units:
+            columns = [c for head in unit for c in layer.output_projection.features[head]]
+            losses = []
+            with torch.no_grad():
+                before = weight.clone()
+                for sign in (1, -1):
+                    weight[:, columns] = before[:, columns] * (1 + sign * step)
+                    logits = model(input_ids=batch["input_ids"]).logits[0, :-1]  # transformers' loss rounds to float32
+                    losses.append(torch.nn.functional.cross_entropy(logits, batch["labels"][0, 1:]).item())
+                weight.copy_(before)
+            expected.append((losses[0] - losses[1]) / (2 * step))
+    torch.testing.assert_close(found[0], torch.tensor(expected, dtype=torch.float64), atol=1e-3, rtol=1e-3)
