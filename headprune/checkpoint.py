@@ -22,6 +22,7 @@ from headprune import __version__
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.jsonio import read_json, write_json
+from headprune.repair import add_biases, added_biases
 from headprune.surgery import Removal, record, remove
 
 WEIGHTS = "model.safetensors"
@@ -78,6 +79,7 @@ def save(
             "weights": weights,
             "attention": getattr(config, "_attn_implementation", None),
             "fingerprint": fingerprint(model),
+            "biases": added_biases(model),
             "removals": [removal.to_json() for removal in record(model)],
             "about": about or {},
         }
@@ -107,6 +109,7 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
     sidecar = read_json(path / SIDECAR, "checkpoint")
     skeleton = model if model is not None else _skeleton(path, sidecar)
     try:
+        add_biases(skeleton, sidecar.get("biases", []))
         for data in sidecar["removals"]:
             remove(skeleton, Removal.from_json(data))
         _fill(skeleton, path / sidecar["weights"])

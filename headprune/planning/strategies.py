@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.planning.order import Order
 from headprune.planning.units import GROUPS, Constraints, Unit, units_of, why_stay
+from headprune.repair import Refit
 from headprune.scoring.base import HeadScores, Progress
 
 
@@ -33,7 +34,7 @@ class Search:
         progress: Called as work goes on.
         model: For strategies that run it: in evaluation mode, on its device, never changed.
         batches: Labelled batches to score or to compare on (the scoring part of the data).
-        losses: Per-example losses ``[batch]`` of the model on a batch; differentiable under grad mode.
+        refit: The repair that will follow, if any: strategies that run the model see it repaired.
     """
 
     layers: Sequence[AttentionLayer]
@@ -44,7 +45,7 @@ class Search:
     progress: Progress = _unheard
     model: nn.Module | None = None
     batches: Sequence[Any] = ()
-    losses: Callable[[Any], Tensor] | None = None
+    refit: Refit | None = None
 
     def units(self, scores: HeadScores | None = None) -> list[list[Unit]]:
         """The units of every layer that may go, those with the least score first.

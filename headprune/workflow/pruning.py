@@ -53,7 +53,7 @@ def plan_run(
     scene = open_scene(options, console)
     if source is not None:
         _check_same(scene, scores, source)
-    trials = Trials(scene)
+    trials = Trials(scene, goal.repair)
     orders = {} if goal.plan else orders_of(scene, goal, _candidates(scores, methods), trials, console)
     return scores, fits_of(scene, goal, orders, trials, console)
 
@@ -85,7 +85,7 @@ def prune_run(
         _check_same(scene, scores, source)
         run = source.read_run()
         run["commands"] = [run["commands"][0], runs.command_line()]
-    trials = Trials(scene)
+    trials = Trials(scene, goal.repair)
     orders = {} if goal.plan else orders_of(scene, goal, _candidates(scores, methods), trials, console)
     fits = fits_of(scene, goal, orders, trials, console)
     fits = list({f.plan.asked: f for f in fits}.values())  # "50%" and "36" may be the same
@@ -101,7 +101,7 @@ def prune_run(
     with folder.staging() as staging:
         for fitted in fits:
             path = staging / folder.checkpoint_path(fitted.plan.asked).name
-            results.append(_prune_one(scene, fitted, randoms, dense, path, models, console))
+            results.append(_prune_one(scene, fitted, randoms, trials, dense, path, models, console))
         metrics = {
             "metric": scene.metric,
             # Scores may have been made elsewhere, or with another number of threads.
@@ -170,6 +170,7 @@ def _prune_one(
     scene: Scene,
     fitted: Fit,
     randoms: Sequence[Order],
+    trials: Trials,
     dense: Measurement,
     path: Path,
     models: dict[int, nn.Module],
@@ -178,8 +179,10 @@ def _prune_one(
     chosen = fitted.plan
     for note in chosen.notes:
         console.say(note)
-    model = copy.deepcopy(scene.model)
-    proof = prune(model, chosen, scene.example, layers=scene.layers)
+    with trials.repaired(chosen.drop) as repair:
+        model = copy.deepcopy(scene.model)
+    # The plan was made for the dense model's weights; some of them are repaired now.
+    proof = prune(model, chosen.drop, scene.example, layers=scene.layers)
     checkpoint.save(
         model, path, processor=scene.loaded.processor, overwrite=True,
         about={"task": scene.loaded.task.name, "from": scene.loaded.source},
@@ -201,8 +204,11 @@ def _prune_one(
     with console.track(f"random control with {chosen.kept} heads") as progress:
         control = []
         for i, order in enumerate(randoms):
-            control.append(masked(scene, order.plan(chosen.kept).drop, batches).metrics[scene.metric])
+            drop = order.plan(chosen.kept).drop
+            with trials.repaired(drop):
+                control.append(masked(scene, drop, batches).metrics[scene.metric])
             progress(i + 1, len(randoms))
+    without = None if repair is None else _measured(masked(scene, chosen.drop, batches), scene.metric)
     change = compare(dense, pruned, scene.metric, scene.options.seed)
     models[chosen.kept] = reloaded
     document = {
@@ -218,6 +224,7 @@ def _prune_one(
         "pruned": _measured(pruned, scene.metric),
         "change": {k: (None if v != v else v) for k, v in asdict(change).items() if k != "details"},
         "random": control,
+        "repair": None if repair is None else {**repair.to_json(), "without": without},
         "proof": {**asdict(proof), "ghosts": list(proof.ghosts), "reload_difference": difference},
         "parameters": latency.parameters(reloaded),
         "flops": latency.flops(reloaded, scene.typical_input()),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arran
 from headprune.planning.budgets import Budget, Fit, fit, fit_drop
 from headprune.planning.costs import Subject, cost_of
 from headprune.plans import PruningPlan
+from headprune.repair import Refit, Repair
 from headprune.scoring import HeadScores, score
 from headprune.workflow.scene import Console, Scene
 from headprune.workflow.timing import budget_input
@@ -30,6 +32,7 @@ class Goal:
         strategy: A name of `headprune.planning.STRATEGIES`.
         protect: What must stay, such as ``"L0,L3.H7"``.
         min_heads_per_layer: Query heads that every layer keeps.
+        repair: Whether W_O is refitted to what the removed heads gave.
         plan: Instead of budgets.
         file: Where the plan is from.
     """
@@ -38,6 +41,7 @@ class Goal:
     strategy: str = "one-shot"
     protect: str = ""
     min_heads_per_layer: int = 0
+    repair: bool = True
     plan: PruningPlan | None = None
     file: str = ""
 
@@ -59,18 +63,34 @@ class Goal:
 
 
 class Trials:
-    """Plans tried on the choosing part: heads masked, not removed. Each is measured once."""
+    """Plans tried on the choosing part: heads masked, not removed, and W_O repaired. Each is measured once.
 
-    def __init__(self, scene: Scene) -> None:
+    Attributes:
+        refit: The repair; None if there is to be none.
+    """
+
+    def __init__(self, scene: Scene, repair: bool) -> None:
         self.scene = scene
+        self.refit = Refit(scene.model, scene.layers, list(scene.parts.score.batches())) if repair else None
         self.batches = list(scene.parts.choose.batches())
         self._known: dict[str, Measurement] = {}
 
     def measure(self, drop: Heads) -> Measurement:
         key = repr(sorted(drop.items()))
         if key not in self._known:
-            self._known[key] = masked(self.scene, drop, self.batches)
+            with self.repaired(drop):
+                self._known[key] = masked(self.scene, drop, self.batches)
         return self._known[key]
+
+    @contextmanager
+    def repaired(self, drop: Heads) -> Iterator[Repair | None]:
+        """The scene's model with its output projections refitted, while the context lasts; what that did."""
+        weights = self.refit.fitted(drop) if self.refit else None
+        if self.refit is None or not weights:
+            yield None
+            return
+        with self.refit.applied(weights):
+            yield self.refit.report(weights)
 
     def change_at(self, plan: PruningPlan) -> Change:
         """The paired change from the dense model to a plan."""
@@ -108,7 +128,7 @@ def orders_of(
     kinds = (GROUPS,) if any(b.kind == "kv-cache" for b in goal.budgets) else (GROUPS, SLICES)
     base = Search(
         scene.maskable, constraints=goal.constraints(scene), seed=scene.options.seed, model=scene.model,
-        batches=list(scene.parts.score.batches()),
+        batches=list(scene.parts.score.batches()), refit=trials.refit,
     )  # fmt: skip
     found = {}
     for given in scores if goal.needs_scores else [None]:
