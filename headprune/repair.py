@@ -148,10 +148,12 @@ class Weights:
 
     Attributes:
         of: ``{module: (W [in, out], b [out] or None)}``; modules that stay as they are, are not in it.
+        ridges: The strengths they were fitted with, by module.
         facts: What the fits were like, by layer.
     """
 
     of: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    ridges: dict[str, float] = field(default_factory=dict)
     facts: dict[str, LayerRepair] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -159,7 +161,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """An output projection that can be refitted.
 
     Attributes:
@@ -232,7 +234,7 @@ class Refit:
         ridge: float | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.model, self.ridge, self.progress = model, ridge, progress
+        self.model, self.layers, self.ridge, self.progress = model, layers, ridge, progress
         device = model_device(model)
         self.batches = [move(batch, device) for batch in batches if batch_size(batch)]
         if not self.batches:
@@ -280,6 +282,14 @@ class Refit:
         """Write weights into the model."""
         self._write(weights.of)
 
+    def hessian(self, place: Place, kept: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+        """Of the ridge regression, ``[kept, kept]``, and the inputs' mean that it was taken around, ``[kept]``."""
+        xx, xy = _rows_of(self.dense_moments()[place.name], kept)
+        a, _, mean, _ = _centred(xx.sum(0).cpu(), xy.sum(0).cpu(), place.has_bias)
+        strength = ridge * float(a.diagonal().mean()) if len(a) else 0.0
+        # Inputs that never change have nothing to be fitted to.
+        return a + max(strength, 1e-12) * torch.eye(len(a), dtype=a.dtype), mean if place.has_bias else mean * 0
+
     def report(self, weights: Weights) -> Repair:
         """What was done."""
         biases = tuple(name for name in self.added if name in weights.of)
@@ -323,33 +333,45 @@ class Refit:
         self.passes += 1 if weights is None else 2
         return found
 
-    def _sensitivity(self, index: int) -> dict[str, list[Tensor]]:
-        """How much each token of W_O's output matters for the model's answer to a batch: ``[rows, ...]`` by module and call.
+    def slopes(self, index: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """W_O's inputs and the slopes at its outputs, by module, for every call, on a batch.
 
-        The norm of the gradient of a random projection of the answers, which is the square root of the Fisher
-        information in expectation. Its square would leave but a few tokens of a few examples to fit to.
+        Slopes are of a random projection of the model's answers as it is now (`_probe`).
+        """
+        seen: dict[str, list[tuple[Tensor, Tensor]]] = {p.name: [] for p in self.places}
+
+        def add(name: str, x: Tensor, y: Tensor) -> Tensor:
+            seen[name].append((x.detach(), torch.zeros_like(y, requires_grad=True)))
+            return y + seen[name][-1][1]
+
+        with torch.inference_mode(False), torch.enable_grad(), self.calm(), frozen(self.model):
+            probe = _probe(self._run(self.batches[index], add), index)
+            flat = [delta for calls in seen.values() for _, delta in calls]
+            slopes = iter(torch.autograd.grad(probe, flat, allow_unused=True))
+        if index == len(self.batches) - 1:
+            self.passes += 3  # a backward pass costs about two
+        return {
+            name: [(x, delta if (slope := next(slopes)) is None else slope) for x, delta in calls]
+            for name, calls in seen.items()
+        }
+
+    def _sensitivity(self, index: int) -> dict[str, list[Tensor]]:
+        """How much each token of W_O's output matters for the dense model's answer: ``[rows, ...]`` by module and call.
+
+        The norm of its slope, which is the square root of the Fisher information in expectation. The square would leave
+        but a few tokens of a few examples to fit to.
         """
         if index not in self._sensitivities:
-            found: dict[str, list[Tensor]] = {p.name: [] for p in self.places}
-            seen: dict[str, list[Tensor]] = {p.name: [] for p in self.places}
-
-            def add(name: str, x: Tensor, y: Tensor) -> Tensor:
-                seen[name].append(torch.zeros_like(y, requires_grad=True))
-                return y + seen[name][-1]
-
-            with torch.enable_grad(), frozen(self.model):
-                probe = _probe(self._run(self.batches[index], add), index)
-                flat = [d for those in seen.values() for d in those]
-                slopes = iter(torch.autograd.grad(probe, flat, allow_unused=True))
-            for name, those in seen.items():
-                for y in those:
-                    slope = next(slopes)
-                    norm = y.new_zeros(y.shape[:-1]) if slope is None else slope.float().norm(dim=-1)
-                    found[name].append(norm)
-            self._sensitivities[index] = found
-            if len(self._sensitivities) == len(self.batches):
-                self.passes += 3  # a backward pass costs about two
+            self._sensitivities[index] = {
+                name: [slope.float().norm(dim=-1) for _, slope in calls] for name, calls in self.slopes(index).items()
+            }
         return self._sensitivities[index]
+
+    @contextmanager
+    def calm(self) -> Iterator[None]:
+        """The model as it answers alike every time, with its heads apart."""
+        with uncompiled(), evaluating(self.model), exact_attention(self.model):
+            yield
 
     def _run(self, batch: Any, see: Callable[[str, Tensor, Tensor], Tensor | None]) -> Any:
         """The model's output; ``see`` hears W_O's input and output, and may give another output."""
@@ -379,6 +401,7 @@ class Refit:
             if started and float(moments[place.name].xx[:, -1, -1].sum()):
                 weight, bias, facts = _fit(moments[place.name], place, kept, self.ridge)
                 weights.of[place.name] = weight, bias
+                weights.ridges[place.name] = facts.ridge
                 weights.facts |= {layer.name: facts for layer in place.layers}
         return weights
 
@@ -397,17 +420,17 @@ class Refit:
                     if bias is not None and module.bias is not None:
                         module.bias.copy_(bias)
 
-    def _bias(self, place: _Place) -> Tensor | None:
+    def _bias(self, place: Place) -> Tensor | None:
         return None if place.name in self.added else getattr(self._module(place), "bias", None)
 
-    def _module(self, place: _Place) -> nn.Module:
+    def _module(self, place: Place) -> nn.Module:
         return self.model.get_submodule(place.name)
 
     def _layer(self, name: str) -> AttentionLayer:
         return next(p.layers[0] for p in self.places if p.name == name)
 
 
-def _places(model: nn.Module, layers: Sequence[AttentionLayer], notes: list[str]) -> Iterator[_Place]:
+def _places(model: nn.Module, layers: Sequence[AttentionLayer], notes: list[str]) -> Iterator[Place]:
     """The output projections that can be refitted, in the order of the layers."""
     by_module: dict[str, list[AttentionLayer]] = {}
     real = dict(model.named_modules())
@@ -434,7 +457,7 @@ def _places(model: nn.Module, layers: Sequence[AttentionLayer], notes: list[str]
                 matrix = weight.detach().double() if _transposed(projection) else weight.detach().double().T
                 can = bias is not None or (isinstance(projection, nn.Linear) and real.get(name) is projection)
                 zeros = matrix.new_zeros(matrix.shape[1])
-                yield _Place(
+                yield Place(
                     name, tuple(those), matrix.clone(), zeros if bias is None else bias.detach().double().clone(), can
                 )
 
@@ -502,13 +525,12 @@ def _real(x: Tensor, batch: Any, layer: AttentionLayer) -> Tensor | None:
 
 
 def _fit(
-    moments: _Moments, place: _Place, kept: Tensor, ridge: float | None
+    moments: _Moments, place: Place, kept: Tensor, ridge: float | None
 ) -> tuple[Tensor, Tensor | None, LayerRepair]:
     """The best weights for the inputs that stay, ``[in, out]`` with rows of zeros for the others."""
-    xx, xy, yy = moments.xx.cpu(), moments.xy.cpu(), moments.yy.cpu()
+    xx, xy = (m.cpu() for m in _rows_of(moments, kept))
+    yy = moments.yy.cpu()
     old = place.weight.cpu()[kept], place.bias.cpu()
-    both = torch.cat([kept, torch.tensor([place.weight.shape[0]])])  # the 1 behind the inputs stays
-    xx, xy = xx[:, both][:, :, both], xy[:, both]
     chosen = ridge
     if chosen is None:
         tried = [_held_out(xx, xy, yy, old, place.has_bias, r) for r in RIDGES]
@@ -540,11 +562,7 @@ def _held_out(xx: Tensor, xy: Tensor, yy: Tensor, old: tuple[Tensor, Tensor], ha
 
 def _solved(xx: Tensor, xy: Tensor, old: tuple[Tensor, Tensor], has_bias: bool, ridge: float) -> tuple[Tensor, Tensor]:
     """Ridge regression towards the old weights, the bias free: ``W [in, out]``, ``b [out]``."""
-    tokens = xx[-1, -1]
-    mean_x, mean_y = (xx[-1, :-1] / tokens, xy[-1] / tokens)
-    # Without a bias of its own nothing may be taken out.
-    a = xx[:-1, :-1] / tokens - (torch.outer(mean_x, mean_x) if has_bias else 0)
-    c = xy[:-1] / tokens - (torch.outer(mean_x, mean_y) if has_bias else 0)
+    a, c, mean_x, mean_y = _centred(xx, xy, has_bias)
     if not len(a):
         return old[0], mean_y if has_bias else old[1]
     strength = ridge * float(a.diagonal().mean())
@@ -552,6 +570,22 @@ def _solved(xx: Tensor, xy: Tensor, old: tuple[Tensor, Tensor], has_bias: bool, 
         return old[0], mean_y - mean_x @ old[0] if has_bias else old[1]
     weight = torch.linalg.solve(a + strength * torch.eye(len(a), dtype=a.dtype), c + strength * old[0])
     return weight, mean_y - mean_x @ weight if has_bias else old[1]
+
+
+def _centred(xx: Tensor, xy: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Second moments ``[in, in]`` and ``[in, out]`` per token, and the means of inputs and outputs."""
+    tokens = xx[-1, -1]
+    mean_x, mean_y = (xx[-1, :-1] / tokens, xy[-1] / tokens)
+    if not has_bias:  # nothing may be taken out that nothing can put back
+        return xx[:-1, :-1] / tokens, xy[:-1] / tokens, mean_x, mean_y
+    a = xx[:-1, :-1] / tokens - torch.outer(mean_x, mean_x)
+    return a, xy[:-1] / tokens - torch.outer(mean_x, mean_y), mean_x, mean_y
+
+
+def _rows_of(moments: _Moments, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """What concerns the inputs that stay, and the 1 behind them."""
+    both = torch.cat([kept, torch.tensor([moments.xx.shape[-1] - 1])]).to(moments.xx.device)
+    return moments.xx[:, both][:, :, both], moments.xy[:, both]
 
 
 def _error(xx: Tensor, xy: Tensor, yy: Tensor, weight: Tensor, bias: Tensor) -> float:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
+from headprune.planning import search as search  # registers its strategies
 from headprune.planning.order import Order
 from headprune.planning.strategies import STRATEGIES, Search, Strategy, strategy
 from headprune.planning.units import GROUPS, SLICES, Constraints

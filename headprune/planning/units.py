@@ -98,7 +98,7 @@ def units_of(
     found = []
     for i, layer in enumerate(layers):
         scores = values[layer.name].tolist()
-        heads = _sliced(layer, scores, constraints) if kind == SLICES else _grouped(layer, constraints)
+        heads = _sliced(layer, scores, constraints) if kind == SLICES else grouped(layer, constraints)
         units = sorted(Unit(sum(scores[h] for h in unit) / len(unit), i, unit) for unit in heads)
         found.append(list(within(units, constraints.room(layer))))
     return found
@@ -113,7 +113,7 @@ def within(units: Iterable[Unit], room: int) -> Iterator[Unit]:
         yield unit
 
 
-def _grouped(layer: AttentionLayer, constraints: Constraints) -> list[tuple[int, ...]]:
+def grouped(layer: AttentionLayer, constraints: Constraints) -> list[tuple[int, ...]]:
     """A protected head keeps its whole group: the group's other heads cannot go without it."""
     protected = constraints.protected(layer)
     return [unit for unit in layer.units if not protected & set(unit)]
@@ -121,7 +121,7 @@ def _grouped(layer: AttentionLayer, constraints: Constraints) -> list[tuple[int,
 
 def _sliced(layer: AttentionLayer, scores: Sequence[float], constraints: Constraints) -> list[tuple[int, ...]]:
     if not layer.groups:
-        return _grouped(layer, constraints)
+        return grouped(layer, constraints)
     protected = constraints.protected(layer)
     queues = [sorted((h for h in group if h not in protected), key=lambda h: (scores[h], h)) for group in layer.groups]
     return [tuple(sorted(heads)) for heads in zip(*queues, strict=False)]  # as many as the most protected group has

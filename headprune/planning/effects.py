@@ -1,0 +1,108 @@
+"""What the model's answers lose when heads go and W_O is refitted to the others: to first order, for every unit at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headprune.attention import Heads
+from headprune.loss import batch_size
+from headprune.planning.units import Unit
+from headprune.repair import Place, Refit, Weights
+
+_FIRST_RIDGE = 0.3  # for layers that have lost nothing yet, so that cross-validation has said nothing; see RIDGES
+
+
+@dataclass(frozen=True)
+class _Removal:
+    """The changes of one W_O that the removal of each of its units brings: of unit u ``(x - mean) P[:, u] Q[u]``.
+
+    Attributes:
+        kept: Inputs that are there, ``[in]``.
+        mean: Their mean, ``[in]``.
+        left: P, ``[in, units, width]``.
+        right: Q, ``[units, width, out]``.
+        columns: Where the units are among all of the model's.
+    """
+
+    kept: Tensor
+    mean: Tensor
+    left: Tensor
+    right: Tensor
+    columns: list[int]
+
+
+def effects(refit: Refit, drop: Heads, units: Sequence[Unit]) -> Tensor:
+    """First-order change of the model's answers to every example if a unit goes too, ``[examples, units]``, float64.
+
+    The model is as it is without the heads in ``drop``, repaired. When unit u goes, the refit changes W_O by
+    ``dW_u = -H^-1[:, u] (H^-1[u, u])^-1 W[u]``, H being the ridge regression's Hessian over the kept inputs: the optimal
+    brain surgeon for a block (Hassibi and Stork 1992; for heads and layers Kurtic et al. 2023, ZipLM, arXiv:2302.04089,
+    equation 2). There it is judged by the layer's own squared error, here by what the model makes of it: the effect on
+    example i is ``sum_t <g_t, x_t dW_u>`` over its tokens, g_t being the slope at W_O's output of a random projection of
+    the answers whose square is the Fisher information in expectation. It is the gate gradient of Michel et al. (2019),
+    but of a head that goes and is made up for, as far as the others can.
+
+    Args:
+        refit: The model, its calibration examples and statistics. With an infinite ridge nothing is made up for.
+        drop: What is gone, ``{layer_name: [head, ...]}``.
+        units: What may go next.
+    """
+    weights = refit.fitted(drop)
+    removals = {p.name: _removal(refit, p, drop, weights, units) for p in refit.places}
+    found = []
+    with refit.applied(weights):
+        for index, batch in enumerate(refit.batches):
+            out = torch.zeros(batch_size(batch), len(units), dtype=torch.float64)
+            for name, calls in refit.slopes(index).items():
+                if (removal := removals[name]) is not None:
+                    for x, slope in calls:
+                        _add(out, removal, x, slope)
+            found.append(out)
+    return torch.cat(found)
+
+
+def _removal(refit: Refit, place: Place, drop: Heads, weights: Weights, units: Sequence[Unit]) -> _Removal | None:
+    """What the removal of each of the units that end in one W_O does to it."""
+    features = {layer.name: layer.output_projection.features for layer in place.layers if layer.output_projection}
+    columns = [i for i, unit in enumerate(units) if refit.layers[unit.layer].name in features]
+    if not columns:
+        return None
+    kept = place.kept(drop)
+    at = {int(feature): i for i, feature in enumerate(kept)}
+    inputs = [[at[f] for h in units[i].heads for f in features[refit.layers[units[i].layer].name][h]] for i in columns]
+    current = weights.of[place.name][0] if place.name in weights.of else place.weight.cpu()
+    ridge = weights.ridges.get(place.name, _FIRST_RIDGE if refit.ridge is None else refit.ridge)
+    width = max(map(len, inputs))
+    left = torch.zeros(len(kept), len(inputs), width, dtype=torch.float64)
+    right = torch.zeros(len(inputs), width, current.shape[1], dtype=torch.float64)
+    inverse, mean = None, torch.zeros(len(kept), dtype=torch.float64)
+    if math.isfinite(ridge):
+        hessian, mean = refit.hessian(place, kept, ridge)
+        inverse = torch.linalg.inv(hessian)
+    for u, these in enumerate(inputs):
+        if inverse is None:  # nothing is made up for: the unit's inputs alone lose their weights
+            left[these, u, range(len(these))] = 1.0
+        else:
+            left[:, u, : len(these)] = inverse[:, these] @ torch.linalg.inv(inverse[these][:, these])
+        right[u, : len(these)] = -current[kept[these]]
+    return _Removal(kept, mean, left, right, columns)
+
+
+def _add(out: Tensor, removal: _Removal, x: Tensor, slope: Tensor) -> None:
+    """Add the effects seen at one call of a W_O, ``x`` [rows, ..., in] and ``slope`` [rows, ..., out], to ``[examples, units]``."""
+    device, kind = x.device, torch.float64 if x.dtype == torch.float64 else torch.float32
+    centred = x[..., removal.kept.to(device)].to(kind) - removal.mean.to(device, kind)
+    inner = torch.einsum("...d,dus->...us", centred, removal.left.to(device, kind))
+    outer = torch.einsum("...o,uso->...us", slope.to(kind), removal.right.to(device, kind))
+    each = (inner * outer).sum(-1)  # [rows, ..., units]
+    # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
+    rows = each.reshape(len(out), -1, each.shape[-1]) if each.shape[0] % len(out) == 0 else None
+    if rows is not None:
+        out[:, removal.columns] += rows.sum(1).cpu().double()
+    else:  # what is not per example counts for all of them
+        out[:, removal.columns] += each.flatten(0, -2).sum(0).cpu().double() / len(out)

@@ -1,0 +1,259 @@
+"""Strategies that look at the model, or at pairs of heads, while heads go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headprune.attention import Heads
+from headprune.errors import HeadPruneError
+from headprune.gates import mask
+from headprune.loss import ExampleLoss, batch_size
+from headprune.planning.effects import effects
+from headprune.planning.order import Order
+from headprune.planning.strategies import Search, strategy
+from headprune.planning.units import SLICES, Unit, grouped
+from headprune.repair import Refit
+
+_SHARE = 1 / 6  # of the kept heads that go before they are looked at again
+_TRIED, _TRIED_EXAMPLES = 6, 256  # units that greedy tries before one goes, and the examples it tries them on
+
+
+@strategy("re-scored", needs_scores=False, runs_model=True)
+def rescored(search: Search, levels: Sequence[int]) -> Order:
+    """In steps; those heads go next whose removal, with W_O refitted to the others, changes the model's answers least.
+
+    The measure is the mean over examples of `effects`' absolute values, made anew at every level and whenever a sixth
+    of the heads has gone.
+    """
+    refit, state = _refit_of(search), _State(search)
+    stages = _stages(state.kept, levels)
+    ranked: list[Unit] = []
+    for i, level in enumerate(stages):
+        ranked = _ranked(refit, state)
+        state.remove(ranked, level)
+        search.progress(i + 1, len(stages))
+    state.remove(ranked, 0)  # the rest in the last order, for budgets that no one has asked for yet
+    return search.order(state.steps, "re-scored", _cost(refit))
+
+
+@strategy("greedy", needs_scores=False, runs_model=True)
+def greedy(search: Search, levels: Sequence[int]) -> Order:
+    """One by one; of the heads that `re-scored` would take next, the one without which the true loss is least.
+
+    The loss is the model's own on some scoring examples, the head masked and W_O refitted.
+    """
+    refit, state = _refit_of(search), _State(search)
+    stages = _stages(state.kept, levels)
+    losses = ExampleLoss(refit.model)
+    examples: list[Any] = []
+    for batch in losses.prepare(refit.batches):
+        if sum(map(batch_size, examples)) < _TRIED_EXAMPLES:
+            examples.append(batch)
+
+    def loss(drop: Heads) -> float:
+        weights = refit.fitted(drop)
+        with torch.no_grad(), refit.applied(weights), refit.calm(), mask(refit.model, drop, layers=refit.layers):
+            found = torch.cat([losses(batch) for batch in examples])
+        return float(found.double().mean())
+
+    ranked: list[Unit] = []
+    for i, level in enumerate(stages):
+        ranked = _ranked(refit, state)
+        while state.kept > level and (able := [u for u in ranked if state.fits(u)]):
+            tried = able[:_TRIED]
+            best = min(tried, key=lambda u: loss(state.without(u)))
+            state.take(best)
+            ranked = [u for u in ranked if u.heads != best.heads or u.layer != best.layer]
+        search.progress(i + 1, len(stages))
+    state.remove(ranked, 0)
+    return search.order(state.steps, "greedy", _cost(refit))
+
+
+@strategy("swap")
+def swap(search: Search, levels: Sequence[int]) -> Order:
+    """By pairs of heads: what the Fisher matrix says is least, found greedily and then by swaps.
+
+    Kwon et al. (2022, arXiv:2204.09656, section 4.2), with the matrix over all of the model's heads instead of each
+    layer's: the loss expected to be added when a set S goes is half the sum of the matrix over S x S. At every level a head
+    of those that have just gone is exchanged for one that stays, as long as that lowers the sum.
+    """
+    scores = search.scores
+    if scores is None or scores.matrix is None:
+        name = scores.method if scores else "none"
+        raise HeadPruneError(f"The scores by {name} do not weigh pairs of heads.", "Score with --method fisher.")
+    state = _State(search)
+    offsets = torch.tensor([0, *(layer.num_heads for layer in search.layers)]).cumsum(0).tolist()
+    for level in sorted({k for k in levels if k < state.kept}, reverse=True):
+        units = [unit for layer in search.units() for unit in layer if state.fits(unit)]
+        rows = torch.zeros(len(units) + 1, scores.matrix.shape[0], dtype=torch.float64)
+        for i, unit in enumerate(units):
+            rows[i, [offsets[unit.layer] + h for h in unit.heads]] = 1.0
+        for i, layer in enumerate(search.layers):
+            rows[-1, [offsets[i] + h for h in state.drop.get(layer.name, ())]] = 1.0
+        pairs = rows @ scores.matrix @ rows.T
+        state.take(*_least(units, pairs, state, level))
+    state.remove(sorted(u for layer in search.units() for u in layer if state.fits(u)), 0)
+    return search.order(state.steps, "swap")
+
+
+def _least(units: Sequence[Unit], pairs: Tensor, state: _State, level: int) -> list[Unit]:
+    """Units of the least quadratic cost, in the order in which they were found.
+
+    Args:
+        pairs: ``[units + 1, units + 1]``; the last is what is gone already.
+    """
+    chosen: list[int] = []
+
+    def gain(i: int, others: Sequence[int]) -> float:
+        return float(pairs[i, i] + 2 * pairs[i, [*others, -1]].sum())
+
+    while True:
+        trial = state.copy(units[i] for i in chosen)
+        if trial.kept <= level:
+            break
+        able = [i for i in range(len(units)) if i not in chosen and trial.fits(units[i])]
+        if not able:
+            break
+        chosen.append(min(able, key=lambda i: (gain(i, chosen), i)))
+    while True:
+        best: tuple[float, int, int] | None = None
+        for place in range(len(chosen)):
+            others = chosen[:place] + chosen[place + 1 :]
+            now, size = gain(chosen[place], others), len(units[chosen[place]].heads)
+            trial = state.copy(units[i] for i in others)
+            for i in range(len(units)):
+                if i not in chosen and len(units[i].heads) == size and trial.fits(units[i]):
+                    change = gain(i, others) - now
+                    if change < -1e-12 and (best is None or change < best[0]):
+                        best = change, place, i
+        if best is None:
+            return [units[i] for i in chosen]
+        chosen[best[1]] = best[2]
+
+
+@dataclass
+class _State:
+    """What has gone so far in a search.
+
+    Attributes:
+        drop: ``{layer_name: [head, ...]}``.
+        steps: The same, in order.
+    """
+
+    search: Search
+    drop: Heads = field(default_factory=dict)
+    steps: list[Heads] = field(default_factory=list)
+
+    @property
+    def kept(self) -> int:
+        return sum(layer.num_heads for layer in self.search.layers) - sum(map(len, self.drop.values()))
+
+    def fits(self, unit: Unit) -> bool:
+        """Whether a unit is still there, and may go."""
+        layer = self.search.layers[unit.layer]
+        gone = self.drop.get(layer.name, [])
+        room = self.search.constraints.room(layer) - len(gone)
+        return len(unit.heads) <= room and not set(unit.heads) & set(gone)
+
+    def take(self, *units: Unit) -> None:
+        for unit in units:
+            self.steps.append(self.search.step(unit))
+            self.drop = self.without(unit)
+
+    def without(self, unit: Unit) -> Heads:
+        name = self.search.layers[unit.layer].name
+        return {**self.drop, name: sorted([*self.drop.get(name, []), *unit.heads])}
+
+    def remove(self, ranked: Sequence[Unit], level: int) -> None:
+        """Take units in their order until no more than ``level`` heads are kept."""
+        for unit in ranked:
+            if self.kept <= level:
+                return
+            if self.fits(unit):
+                self.take(unit)
+
+    def copy(self, units: Any = ()) -> _State:
+        """A state of its own, without some units."""
+        other = _State(self.search, dict(self.drop))
+        other.take(*units)
+        return other
+
+    def heads(self) -> list[list[tuple[int, ...]]]:
+        """For every layer, what may go together: heads or key/value groups."""
+        return [
+            [heads for heads in grouped(layer, self.search.constraints) if self.fits(Unit(0.0, i, heads))]
+            if layer.prunable
+            else []
+            for i, layer in enumerate(self.search.layers)
+        ]
+
+
+def _ranked(refit: Refit, state: _State) -> list[Unit]:
+    """All units that may go, those with the least effect first."""
+    search = state.search
+    units: list[Unit] = []
+    for i, (layer, sets) in enumerate(zip(search.layers, state.heads(), strict=True)):
+        sliced = search.kind == SLICES and layer.groups
+        units += [Unit(0.0, i, heads) for heads in ([(h,) for s in sets for h in s] if sliced else sets)]
+    if not units:
+        return []
+    found = effects(refit, state.drop, units)
+    if search.kind == SLICES:
+        units, found = _sliced(search, state, units, found)
+    sizes = found.abs().mean(0).tolist()
+    # What a unit costs counts by head, where units are of different size.
+    return sorted(unit._replace(score=size / len(unit.heads)) for unit, size in zip(units, sizes, strict=True))
+
+
+def _sliced(search: Search, state: _State, units: Sequence[Unit], found: Tensor) -> tuple[list[Unit], Tensor]:
+    """A head of every group, those with the least effect of each group together."""
+    sizes = found.abs().mean(0).tolist()
+    at = {(u.layer, u.heads[0]): n for n, u in enumerate(units) if len(u.heads) == 1}
+    made: list[Unit] = []
+    columns: list[Tensor] = []
+    for i, layer in enumerate(search.layers):
+        if not layer.groups:
+            those = [n for n, u in enumerate(units) if u.layer == i]
+            made += [units[n] for n in those]
+            columns += [found[:, n] for n in those]
+            continue
+        protected = search.constraints.protected(layer)
+        queues = [
+            sorted((at[i, h] for h in group if (i, h) in at and h not in protected), key=lambda n: (sizes[n], n))
+            for group in layer.groups
+        ]
+        for row in zip(*queues, strict=False):
+            made.append(Unit(0.0, i, tuple(sorted(units[n].heads[0] for n in row))))
+            columns.append(found[:, list(row)].sum(1))
+    return made, torch.stack(columns, dim=1) if columns else found[:, :0]
+
+
+def _stages(total: int, levels: Sequence[int]) -> list[int]:
+    """The levels, largest first, with others between, so that no more than a share goes at once."""
+    found: list[int] = []
+    at = total
+    for level in sorted({k for k in levels if k < total}, reverse=True):
+        while at - level > max(1, int(at * _SHARE)):
+            at -= max(1, int(at * _SHARE))
+            found.append(at)
+        at = level
+        found.append(at)
+    return found
+
+
+def _refit_of(search: Search) -> Refit:
+    """The repair that will follow; where none will, the same model with its old weights."""
+    if search.refit is not None:
+        return search.refit
+    if search.model is None or not search.batches:
+        raise HeadPruneError("This strategy runs the model, but got none.", "Give Search a model and batches.")
+    return Refit(search.model, search.layers, search.batches, ridge=float("inf"))
+
+
+def _cost(refit: Refit) -> str:
+    return f"The search took about {refit.passes} forward passes over {refit.examples:,} examples."
