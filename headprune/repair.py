@@ -26,7 +26,7 @@ from headprune.modules import exact_attention, uncompiled
 from headprune.scoring.gradient import frozen
 from headprune.trace import evaluating
 
-RIDGES = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of the mean variance of an input
+RIDGES = (1e-4, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0)  # of the mean variance of an input
 _FOLDS = 2
 
 Progress = Callable[[int, int, str], None]
