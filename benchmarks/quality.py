@@ -19,8 +19,8 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,10 @@ from headprune.data import DataOptions, Part, Parts, load_parts
 from headprune.errors import first_line
 from headprune.evaluation import Measurement, evaluate
 from headprune.fingerprint import fingerprint
+from headprune.gates import mask
 from headprune.models import load_model
+from headprune.planning import GROUPS, Order, Search, strategy_named
+from headprune.repair import Refit
 from headprune.scoring import Settings
 
 Batch = dict[str, Any]
@@ -80,9 +83,45 @@ def ranked(name: str) -> Run:
     return run
 
 
+class Searched:
+    """headprune's strategies that run the model: one search for all the counts of a draw, as its plans are nested.
+
+    Args:
+        strategy: Of `headprune.planning`.
+        repair: Whether W_O is refitted, in the search and after it.
+        kind: How heads that share key/value heads go.
+    """
+
+    def __init__(self, strategy: str, repair: bool = True, kind: str = GROUPS) -> None:
+        self.strategy, self.repair, self.kind = strategy, repair, kind
+        self.known: dict[tuple[int, int], tuple[Order, Refit | None, float]] = {}
+
+    def __call__(self, model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
+        key = id(model), seed
+        if key in self.known:
+            baselines.gradients.saved += self.known[key][2]
+        else:
+            started = time.perf_counter()
+            refit = Refit(model, layers, score) if self.repair else None
+            search = Search(layers, seed=seed, model=model, batches=score, refit=refit, kind=self.kind)
+            order = strategy_named(self.strategy).run(search, LEVELS[sum(layer.num_heads for layer in layers)])
+            self.known[key] = order, refit, time.perf_counter() - started
+        order, refit, _ = self.known[key]
+        return self.applied(model, layers, order.plan(keep).drop, refit)
+
+    @contextmanager
+    def applied(self, model: nn.Module, layers: Any, drop: Any, refit: Refit | None) -> Iterator[nn.Module]:
+        """The model without these heads, repaired."""
+        with refit.applied(refit.fitted(drop)) if refit else nullcontext(), mask(model, drop, layers=layers):
+            yield model
+
+
+LEVELS = {72: [54, 36, 24, 18, 12, 6], 24: [18, 12, 7, 6, 4], 270: [234, 204, 135, 69]}
 METHODS: dict[str, Run] = {
     **{name: public(method) for name, method in baselines.METHODS.items()},
     **{f"headprune {name}": ranked(name) for name in ("gradient", "fisher", "l0")},
+    "headprune re-scored, no repair": Searched("re-scored", repair=False),
+    "headprune re-scored": Searched("re-scored"),
 }
 
 
