@@ -222,7 +222,7 @@ def prune(
         typer.Option(
             "--strategy",
             "-s",
-            help="How heads are picked by their scores; `headprune methods` lists them [one-shot].",
+            help="How heads are picked by their scores; `headprune methods` lists them [auto].",
             rich_help_panel="Planning",
         ),
     ] = None,
@@ -231,6 +231,18 @@ def prune(
     ] = None,
     min_heads_per_layer: Annotated[
         int | None, typer.Option(min=0, help="Query heads that every layer keeps [0].", rich_help_panel="Planning")
+    ] = None,
+    no_repair: Annotated[
+        bool,
+        typer.Option(
+            "--no-repair", help="Leave W_O's weights to the kept heads as they were.", rich_help_panel="Repair"
+        ),
+    ] = False,
+    finetune: Annotated[
+        float | None,
+        typer.Option(
+            metavar="EPOCHS", help="Train afterwards, with distillation from the dense model.", rich_help_panel="Repair"
+        ),
     ] = None,
     scores: Annotated[Path | None, typer.Option(help="Scores to use: a run folder or its scores.json.")] = None,
     dataset: DatasetOption = None,
@@ -288,9 +300,8 @@ def prune(
             return
         if no_resume:
             folder.clear_unfinished()
-        results = workflow.prune_run(
-            options, goal, method or ([] if source else _DEFAULT_METHODS), source, folder, console
-        )
+        usual = ["gradient"] if goal.strategy == "auto" else _DEFAULT_METHODS
+        results = workflow.prune_run(options, goal, method or ([] if source else usual), source, folder, console)
         metrics = folder.read_metrics()
         assert metrics is not None
         _print_results(console, metrics)
@@ -663,16 +674,19 @@ def _goal(given: dict[str, Any]) -> Goal:
         )
     if len(flags) > 1:
         raise HeadPruneError(f"{' and '.join(flags)} are different kinds of budget.", "Give one of them.")
+    if given["finetune"] is not None and not given["finetune"] > 0:
+        raise HeadPruneError(f"--finetune {given['finetune']:g} is no number of epochs.", "Give 1, or a fraction.")
+    after: dict[str, Any] = {"repair": not given["no_repair"], "finetune": given["finetune"] or 0.0}
     if given["plan"]:
         changing = [n for n in ("strategy", "protect", "min_heads_per_layer", "method") if given[n] is not None]
         if changing:
             flag = f"--{changing[0].replace('_', '-')}"
             raise HeadPruneError(f"--plan says which heads go, so {flag} has no use.", f"Leave out {flag}.")
-        return Goal(plan=PruningPlan.load(given["plan"]), file=str(given["plan"]))
-    strategy = strategy_named(given["strategy"] or "one-shot").name
+        return Goal(plan=PruningPlan.load(given["plan"]), file=str(given["plan"]), **after)
+    strategy = strategy_named(given["strategy"] or "auto").name
     texts = {kind: [value] if isinstance(value, str) else value for kind, value in typed.items() if value}
     budgets = tuple(Budget.parse(kind, text) for kind, values in texts.items() for text in values)
-    return Goal(budgets, strategy, given["protect"] or "", given["min_heads_per_layer"] or 0)
+    return Goal(budgets, strategy, given["protect"] or "", given["min_heads_per_layer"] or 0, **after)
 
 
 def _source(model: str | None, scores: Path | None, output: Path | None, console: Console) -> RunFolder | None:

@@ -41,6 +41,15 @@ def rescored(search: Search, levels: Sequence[int]) -> Order:
     return search.order(state.steps, "re-scored", _cost(refit))
 
 
+@strategy("auto", needs_scores=False, runs_model=True)
+def auto(search: Search, levels: Sequence[int]) -> Order:
+    """The best on our benchmarks: re-scored; `prune` tries one-shot by every score beside it, and the choosing part decides.
+
+    See docs/benchmarks.md, Quality by heads kept.
+    """
+    return rescored(search, levels)
+
+
 @strategy("greedy", needs_scores=False, runs_model=True)
 def greedy(search: Search, levels: Sequence[int]) -> Order:
     """One by one; of the heads that `re-scored` would take next, the one without which the true loss is least.

@@ -22,7 +22,7 @@ def render(name: str, run: dict[str, Any], scores: Sequence[HeadScores], metrics
         "## What was found\n\n" + "\n".join(f"- {s}" for s in _findings(run, scores, metrics)),
     ]
     if metrics is not None:
-        sections += [_results(metrics), _trade_off(metrics, run), _latency(metrics, run)]
+        sections += [_results(metrics), *_repair(metrics), _trade_off(metrics, run), _latency(metrics, run)]
     if scores:
         sections += [_importance(scores, metrics), *_agreement(scores)]
     if metrics is not None:
@@ -236,7 +236,7 @@ def _trade_off(metrics: dict[str, Any], run: dict[str, Any]) -> str:
         "",
         f"![{metric} against heads kept](tradeoff.png)",
         "",
-        f"Curves: heads masked, on the {choose['examples']:,} examples of the choosing part (`{choose['split']}`); shaded: "
+        f"Curves: heads masked{' and W_O repaired' if any(b.get('repair') for b in metrics['budgets']) else ''}, on the {choose['examples']:,} examples of the choosing part (`{choose['split']}`); shaded: "
         "95 % bootstrap interval. Diamonds: pruned for real, reloaded, on the reporting part. Which method's plan is used "
         "at a budget was decided on the choosing part.",
         "",
@@ -410,11 +410,66 @@ def _method(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[str
     lines += [f"- {s.method}: {_about(s.method)}{_particulars(s)}" for s in scores]
     if metrics is not None:
         lines += _planning(metrics.get("planning", {}))
-        lines.append("- No weight was trained after pruning.")
+        lines += _weights(metrics["budgets"])
     lines += [f"- {note}" for note in run["notes"]]
     fixed = [a for a in run["model"]["layers"] if not a["prunable"]]
     lines += [f"- {a['name']} cannot be pruned: {a['reason']}." for a in fixed]
     return "\n".join(lines)
+
+
+def _weights(budgets: Sequence[dict[str, Any]]) -> list[str]:
+    """What became of the weights that stayed."""
+    lines = []
+    repaired = [b["repair"] for b in budgets if b.get("repair")]
+    if repaired:
+        lines.append(
+            f"- Repair: W_O of every layer from the first pruned one on was refitted in closed form, on the {repaired[0]['examples']:,} "
+            "scoring examples, to what the dense model's W_O gives there; by ridge regression towards its old weights, whose "
+            "strength was chosen on held-out halves of those examples. Removed heads are masked or pruned behind that."
+        )
+    tuned = [b["finetune"] for b in budgets if b.get("finetune")]
+    if tuned:
+        lines.append(
+            f"- Fine-tuned on {tuned[0]['examples']:,} examples for {tuned[0]['options']['epochs']:g} epochs, with distillation from "
+            "the dense model; the best epoch was chosen on the choosing part."
+        )
+    return lines or ["- No weight was changed or trained after pruning."]
+
+
+def _repair(metrics: dict[str, Any]) -> list[str]:
+    """What the repair changed, by budget."""
+    rows = [b for b in _largest_first(metrics) if b.get("repair") or b.get("finetune")]
+    if not rows:
+        return []
+    metric, tunes = metrics["metric"], any(b.get("finetune") for b in rows)
+    lines = [
+        "## Repair",
+        "",
+        f"| heads | {metric} without | {'repaired | fine-tuned' if tunes else 'repaired'} | W_O's error without | repaired | ridge |",
+        "|---" * (7 if tunes else 6) + "|",
+    ]
+    for b in rows:
+        repair, tuned = b.get("repair"), b.get("finetune")
+        fits = list(repair["layers"].values()) if repair else []
+        before, after = ([f[k] for f in fits] for k in ("before", "after"))
+        now = _value(metric, b["pruned"]["metrics"][metric])
+        middle = [_value(metric, tuned["before"]["metrics"][metric]), now] if tuned else [now, "–"] if tunes else [now]
+        ridges = sorted({f["ridge"] for f in fits})
+        lines.append(
+            f"| {b['kept']} | {_value(metric, repair['without']['metrics'][metric]) if repair else '–'} | {' | '.join(middle)} | "
+            + (
+                f"{sum(before) / len(fits):.2f} | {sum(after) / len(fits):.2f} | {ridges[0]:g} to {ridges[-1]:g} |"
+                if fits
+                else "– | – | – |"
+            )
+        )
+    lines += [
+        "",
+        "On the reporting part. W_O's error: of its output per token, squared, as a share of the dense output's variance, mean over "
+        "the refitted layers, on the scoring examples.",
+    ]
+    lines += [f"\n{note}" for note in dict.fromkeys(n for b in rows if b.get("repair") for n in b["repair"]["notes"])]
+    return ["\n".join(lines)]
 
 
 def _planning(planning: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from headprune import checkpoint, latency, report, runs
+from headprune.data import load_train
 from headprune.errors import HeadPruneError, PruneError
 from headprune.evaluation import Change, Measurement, compare, evaluate, interval
 from headprune.fingerprint import fingerprint
@@ -78,7 +79,7 @@ def prune_run(
     scores = _scores_of(source, methods)
     scene = open_scene(options, console)
     if source is None:
-        methods = methods if goal.needs_scores else []
+        methods = methods if goal.uses_scores else []
         scores = score_all(scene, methods, folder, console)
         run = run_document(scene, started, methods)
     else:
@@ -101,7 +102,8 @@ def prune_run(
     with folder.staging() as staging:
         for fitted in fits:
             path = staging / folder.checkpoint_path(fitted.plan.asked).name
-            results.append(_prune_one(scene, fitted, randoms, trials, dense, path, models, console))
+            work = folder.unfinished / f"finetune-{fitted.plan.asked}"
+            results.append(_prune_one(scene, goal, fitted, randoms, trials, dense, path, work, models, console))
         metrics = {
             "metric": scene.metric,
             # Scores may have been made elsewhere, or with another number of threads.
@@ -168,11 +170,13 @@ def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -
 
 def _prune_one(
     scene: Scene,
+    goal: Goal,
     fitted: Fit,
     randoms: Sequence[Order],
     trials: Trials,
     dense: Measurement,
     path: Path,
+    work: Path,
     models: dict[int, nn.Module],
     console: Console,
 ) -> Pruned:
@@ -183,6 +187,9 @@ def _prune_one(
         model = copy.deepcopy(scene.model)
     # The plan was made for the dense model's weights; some of them are repaired now.
     proof = prune(model, chosen.drop, scene.example, layers=scene.layers)
+    trained = None
+    if goal.finetune:
+        model, trained = _trained(scene, goal, model, work, console)
     checkpoint.save(
         model, path, processor=scene.loaded.processor, overwrite=True,
         about={"task": scene.loaded.task.name, "from": scene.loaded.source},
@@ -225,12 +232,32 @@ def _prune_one(
         "change": {k: (None if v != v else v) for k, v in asdict(change).items() if k != "details"},
         "random": control,
         "repair": None if repair is None else {**repair.to_json(), "without": without},
+        "finetune": trained,
         "proof": {**asdict(proof), "ghosts": list(proof.ghosts), "reload_difference": difference},
         "parameters": latency.parameters(reloaded),
         "flops": latency.flops(reloaded, scene.typical_input()),
         "checkpoint": path.name,
     }
     return Pruned(chosen, change, document)
+
+
+def _trained(
+    scene: Scene, goal: Goal, pruned: nn.Module, work: Path, console: Console
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The fine-tuned model, and what a report says of it."""
+    from headprune.finetune import FinetuneOptions, finetune  # Trainer takes seconds to import
+
+    before = evaluate(pruned, scene.parts.report.batches())
+    train, notes = load_train(scene.options.data, scene.loaded, scene.parts)
+    for note in notes:
+        console.say(note)
+    options = FinetuneOptions(epochs=goal.finetune, seed=scene.options.seed)
+    with console.track("fine-tuning") as progress:
+        done = finetune(
+            pruned, scene.model, train, scene.parts.choose, options, metric=scene.metric, work=work,
+            progress=progress, say=console.say,
+        )  # fmt: skip
+    return done.model, {**done.to_json(), "options": asdict(options), "before": _measured(before, scene.metric)}
 
 
 def _budget(scene: Scene, fitted: Fit) -> dict[str, Any]:

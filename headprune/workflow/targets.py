@@ -21,6 +21,7 @@ from headprune.workflow.scene import Console, Scene
 from headprune.workflow.timing import budget_input
 
 RANDOM_DRAWS = 3
+AUTO = "auto"
 _CURVE = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
 
 
@@ -33,21 +34,36 @@ class Goal:
         protect: What must stay, such as ``"L0,L3.H7"``.
         min_heads_per_layer: Query heads that every layer keeps.
         repair: Whether W_O is refitted to what the removed heads gave.
+        finetune: Epochs to train afterwards; 0 for none.
         plan: Instead of budgets.
         file: Where the plan is from.
     """
 
     budgets: tuple[Budget, ...] = ()
-    strategy: str = "one-shot"
+    strategy: str = AUTO
     protect: str = ""
     min_heads_per_layer: int = 0
     repair: bool = True
+    finetune: float = 0.0
     plan: PruningPlan | None = None
     file: str = ""
 
     @property
     def needs_scores(self) -> bool:
         return self.plan is None and strategy_named(self.strategy).needs_scores
+
+    @property
+    def uses_scores(self) -> bool:
+        """Whether scores are of use, if there are any."""
+        return self.needs_scores or (self.plan is None and self.strategy == AUTO)
+
+    def searches(self, scores: Sequence[HeadScores]) -> list[tuple[str, str, HeadScores | None]]:
+        """The orders to make: (name, strategy, the scores to make it from)."""
+        if self.strategy == AUTO:
+            return [("re-scored", "re-scored", None), *((s.method, "one-shot", s) for s in scores)]
+        if self.needs_scores:
+            return [(s.method, self.strategy, s) for s in scores]
+        return [(self.strategy, self.strategy, None)]
 
     def constraints(self, scene: Scene) -> Constraints:
         return Constraints.parse(self.protect, scene.maskable, self.min_heads_per_layer)
@@ -131,11 +147,10 @@ def orders_of(
         batches=list(scene.parts.score.batches()), refit=trials.refit,
     )  # fmt: skip
     found = {}
-    for given in scores if goal.needs_scores else [None]:
-        name = given.method if given else goal.strategy
-        with console.track(f"planning by {goal.strategy}, {name}" if given else f"planning by {name}") as progress:
+    for name, strategy, given in goal.searches(scores):
+        with console.track(f"planning by {strategy}, {name}" if given else f"planning by {name}") as progress:
             found[name] = arrange(
-                replace(base, scores=given, progress=progress), goal.strategy, sorted({*counts, *_grid(total)}),
+                replace(base, scores=given, progress=progress), strategy, sorted({*counts, *_grid(total)}),
                 lambda plan: -trials.measure(plan.drop).metrics["loss"], kinds, counts,
             )  # fmt: skip
     return found
