@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, Heads, check_heads
+from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
-from headprune.inputs import call, model_device, move, tensors
-from headprune.loss import batch_size, inputs_of
+from headprune.inputs import call, model_device, move, tensors, usable
+from headprune.loss import batch_size, inputs_of, rows_of, singles
 from headprune.modules import exact_attention, uncompiled
-from headprune.scoring.gradient import frozen
+from headprune.scoring.gradient import frozen, unlike
 from headprune.trace import evaluating
 
 RIDGES = (1e-4, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0)  # of the mean variance of an input
@@ -169,6 +170,7 @@ class Place:
         layers: That end in it (mostly one).
         weight, bias: The dense model's, ``[in, out]`` and ``[out]``, float64.
         has_bias: Whether the module has one, or can be given one.
+        own_bias: Whether it has one.
     """
 
     name: str
@@ -176,6 +178,7 @@ class Place:
     weight: Tensor
     bias: Tensor
     has_bias: bool
+    own_bias: bool
 
     def kept(self, drop: Heads) -> Tensor:
         """The inputs of W_O that stay."""
@@ -236,14 +239,17 @@ class Refit:
     ) -> None:
         self.model, self.layers, self.ridge, self.progress = model, layers, ridge, progress
         device = model_device(model)
-        self.batches = [move(batch, device) for batch in batches if batch_size(batch)]
+        with torch.inference_mode(False):
+            self.batches = [usable(move(batch, device)) for batch in batches if batch_size(batch)]
         if not self.batches:
             raise HeadPruneError("There are no examples to repair on.", "Check the dataset, its split and --limit.")
         self.examples = sum(map(batch_size, self.batches))
         self.notes: list[str] = []
         self.passes = 0
         self.places = list(_places(model, layers, self.notes))
-        self.added = [p.name for p in self.places if p.has_bias and getattr(self._module(p), "bias", None) is None]
+        self.added = [p.name for p in self.places if p.has_bias and not p.own_bias]
+        if not self._independent():
+            self.batches = [row for batch in self.batches for row in singles(batch)]
         self._dense: dict[str, _Moments] | None = None
         self._sensitivities: dict[int, dict[str, list[Tensor]]] = {}
 
@@ -257,9 +263,9 @@ class Refit:
         """
         if not any(drop.values()):
             return Weights()
-        weights = self._fitted(self.dense_moments(), drop)
+        weights = self._fitted(self.dense_moments(), drop, dense=True)
         for _ in range(sweeps):
-            weights = self._fitted(self._moments(weights), drop)
+            weights = self._fitted(self._moments(weights), drop, dense=False)
         return weights
 
     def dense_moments(self) -> dict[str, _Moments]:
@@ -271,7 +277,7 @@ class Refit:
     @contextmanager
     def applied(self, weights: Weights) -> Iterator[None]:
         """The model with other weights, while the context lasts."""
-        own = {p.name: (p.weight, p.bias if self._bias(p) is not None else None) for p in self.places}
+        own = {p.name: (p.weight, p.bias if p.own_bias else None) for p in self.places}
         self.apply(weights)
         try:
             yield
@@ -289,6 +295,10 @@ class Refit:
         strength = ridge * float(a.diagonal().mean()) if len(a) else 0.0
         # Inputs that never change have nothing to be fitted to.
         return a + max(strength, 1e-12) * torch.eye(len(a), dtype=a.dtype), mean if place.has_bias else mean * 0
+
+    def matters(self, place: Place) -> bool:
+        """Whether the model's answers depend on a W_O at all, so that there is something to fit it to."""
+        return bool(self.dense_moments()[place.name].xx[:, -1, -1].sum() > 0)
 
     def report(self, weights: Weights) -> Repair:
         """What was done."""
@@ -311,18 +321,14 @@ class Refit:
                 wanted: dict[str, list[Tensor]] = {p.name: [] for p in self.places}
                 told = {p.name: iter(self._sensitivity(i)[p.name]) for p in self.places}
 
-                def see(
-                    name: str, x: Tensor, y: Tensor, batch: Any = batch, wanted: Any = wanted, told: Any = told
-                ) -> None:
+                def see(name: str, x: Tensor, y: Tensor, i: int = i, wanted: Any = wanted, told: Any = told) -> None:
                     if weights is None:
-                        _sum(found[name], x, y, next(told[name]), batch, self._layer(name))
+                        self._sum(found[name], x, y, next(told[name]), i, name)
                     else:
                         wanted[name].append(y)
 
-                def fit(
-                    name: str, x: Tensor, y: Tensor, batch: Any = batch, wanted: Any = wanted, told: Any = told
-                ) -> None:
-                    _sum(found[name], x, wanted[name].pop(0), next(told[name]), batch, self._layer(name))
+                def fit(name: str, x: Tensor, y: Tensor, i: int = i, wanted: Any = wanted, told: Any = told) -> None:
+                    self._sum(found[name], x, wanted[name].pop(0), next(told[name]), i, name)
 
                 self._run(batch, see)
                 if weights is not None:
@@ -331,13 +337,27 @@ class Refit:
                 if self.progress:
                     self.progress(i + 1, len(self.batches), "")
         self.passes += 1 if weights is None else 2
+        for place in self.places:
+            moments = found[place.name]
+            if not all(bool(m.isfinite().all()) for m in (moments.xx, moments.xy, moments.yy)):
+                raise _not_finite(place.layers[0], "the slopes of the model's answers there are")
         return found
 
     def slopes(self, index: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
         """W_O's inputs and the slopes at its outputs, by module, for every call, on a batch.
 
-        Slopes are of a random projection of the model's answers as it is now (`_probe`).
+        Slopes are of a random projection of the model's answers as it is now (`probe`).
         """
+        found = self._slopes(self.batches[index], self._first(index))
+        if index == len(self.batches) - 1:
+            self.passes += 3  # a backward pass costs about two
+        return found
+
+    def probe(self, output: Any, index: int) -> Tensor:
+        """A number whose gradient, squared, is on average the Fisher information of the answers to a batch."""
+        return self._probe(output, self.batches[index], self._first(index))
+
+    def _slopes(self, batch: Any, first: int, alone: bool = False) -> dict[str, list[tuple[Tensor, Tensor]]]:
         seen: dict[str, list[tuple[Tensor, Tensor]]] = {p.name: [] for p in self.places}
 
         def add(name: str, x: Tensor, y: Tensor) -> Tensor:
@@ -345,11 +365,9 @@ class Refit:
             return y + seen[name][-1][1]
 
         with torch.inference_mode(False), torch.enable_grad(), self.calm(), frozen(self.model):
-            probe = _probe(self._run(self.batches[index], add), index)
+            probe = self._probe(self._run(batch, add), batch, first, alone)
             flat = [delta for calls in seen.values() for _, delta in calls]
             slopes = iter(torch.autograd.grad(probe, flat, allow_unused=True))
-        if index == len(self.batches) - 1:
-            self.passes += 3  # a backward pass costs about two
         return {
             name: [(x, delta if (slope := next(slopes)) is None else slope) for x, delta in calls]
             for name, calls in seen.items()
@@ -363,7 +381,7 @@ class Refit:
         """
         if index not in self._sensitivities:
             self._sensitivities[index] = {
-                name: [slope.float().norm(dim=-1) for _, slope in calls] for name, calls in self.slopes(index).items()
+                name: [_wide(slope).norm(dim=-1) for _, slope in calls] for name, calls in self.slopes(index).items()
             }
         return self._sensitivities[index]
 
@@ -372,6 +390,22 @@ class Refit:
         """The model as it answers alike every time, with its heads apart."""
         with uncompiled(), evaluating(self.model), exact_attention(self.model):
             yield
+
+    def _first(self, index: int) -> int:
+        """The number of a batch's first example."""
+        return sum(map(batch_size, self.batches[:index]))
+
+    def _independent(self) -> bool:
+        """Whether rows of one example stay together at every W_O, tried on up to three.
+
+        A module that puts tokens before the batch would mix them up.
+        """
+        batch = max(self.batches, key=batch_size)
+        if batch_size(batch) == 1 or not self.places:
+            return True
+        some = rows_of(batch, unlike(batch, batch_size(batch)))
+        found = [slope for calls in self._slopes(some, 0, alone=True).values() for _, slope in calls]
+        return not any(bool(slope[-(-len(slope) // batch_size(some)) :].any()) for slope in found)
 
     def _run(self, batch: Any, see: Callable[[str, Tensor, Tensor], Tensor | None]) -> Any:
         """The model's output; ``see`` hears W_O's input and output, and may give another output."""
@@ -392,13 +426,15 @@ class Refit:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def _fitted(self, moments: Mapping[str, _Moments], drop: Heads) -> Weights:
+    def _fitted(self, moments: Mapping[str, _Moments], drop: Heads, *, dense: bool) -> Weights:
         weights = Weights()
         started = False  # what comes before the first layer that loses a head sees nothing new
         for place in self.places:
             kept = place.kept(drop)
-            started |= len(kept) < len(place.weight)
-            if started and float(moments[place.name].xx[:, -1, -1].sum()):
+            loses = len(kept) < len(place.weight)
+            started |= loses
+            # On the dense model's own inputs a W_O that keeps them all is right as it is.
+            if (loses if dense else started) and float(moments[place.name].xx[:, -1, -1].sum()):
                 weight, bias, facts = _fit(moments[place.name], place, kept, self.ridge)
                 weights.of[place.name] = weight, bias
                 weights.ridges[place.name] = facts.ridge
@@ -420,14 +456,51 @@ class Refit:
                     if bias is not None and module.bias is not None:
                         module.bias.copy_(bias)
 
-    def _bias(self, place: Place) -> Tensor | None:
-        return None if place.name in self.added else getattr(self._module(place), "bias", None)
-
     def _module(self, place: Place) -> nn.Module:
         return self.model.get_submodule(place.name)
 
     def _layer(self, name: str) -> AttentionLayer:
         return next(p.layers[0] for p in self.places if p.name == name)
+
+    def _probe(self, output: Any, batch: Any, first: int, alone: bool = False) -> Tensor:
+        """See `probe`; ``alone`` looks at the first example's answers only."""
+        seeds = range(first, first + batch_size(batch))
+        mask = _mask(self.model, batch, "decoder")
+
+        def noise(like: Tensor) -> Tensor:
+            found = _noise(like, mask, seeds)
+            if alone and len(found) == len(seeds):
+                found[1:] = 0
+            return found
+
+        logits = getattr(output, "logits", None)
+        if isinstance(logits, Tensor) and logits.shape[-1] > 1:
+            chances = _wide(logits).log_softmax(-1)
+            root = chances.detach().exp().sqrt()
+            # What cannot be answered tells nothing: its logarithm is infinite.
+            return (noise(chances) * root * chances.masked_fill(root == 0, 0)).sum()
+        found = [_wide(t) for t in tensors(output) if t.is_floating_point() and t.requires_grad]
+        if not found:
+            raise HeadPruneError("The model's answers do not depend on any head by what can be differentiated.")
+        return torch.stack([(noise(t) * t).sum() for t in found]).sum()
+
+    def _sum(self, moments: _Moments, x: Tensor, y: Tensor, told: Tensor, index: int, name: str) -> None:
+        """Add a batch's tokens without padding, by how much they matter; every other example to the other fold."""
+        batch, layer = self.batches[index], self._layer(name)
+        real = _real(x, _mask(self.model, batch, layer.kind))
+        rows, tokens, size = x.shape[0], x.shape[:-1], batch_size(batch)
+        if self.examples == 1:  # its tokens take turns
+            fold = torch.arange(tokens.numel(), device=x.device) % _FOLDS
+        else:
+            # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
+            example = self._first(index) + torch.arange(rows, device=x.device) * size // rows
+            fold = (example % _FOLDS).view(-1, *[1] * (len(tokens) - 1)).expand(tokens).flatten()
+        x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+        for i in range(_FOLDS):
+            chosen = (fold == i) if real is None else (fold == i) & real
+            if not bool(x[chosen].isfinite().all() & y[chosen].isfinite().all()):
+                raise _not_finite(layer, "what goes through its output projection is")
+            moments.add(i, x[chosen], y[chosen], told.flatten()[chosen])
 
 
 def _places(model: nn.Module, layers: Sequence[AttentionLayer], notes: list[str]) -> Iterator[Place]:
@@ -444,22 +517,33 @@ def _places(model: nn.Module, layers: Sequence[AttentionLayer], notes: list[str]
         for name, module in model.named_modules(remove_duplicate=False):
             weight = getattr(module, "weight", None)
             if isinstance(weight, Tensor):
-                owners.setdefault(id(weight), []).append(name)
+                owners.setdefault(_place_of(weight), []).append(name)
         for name, those in by_module.items():
             projection: Any = model.get_submodule(name)
             weight = getattr(projection, "weight", None)
             bias = getattr(projection, "bias", None)
-            if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:
+            own = "weight" in projection._parameters  # and not made of others, as an adapter's
+            if (
+                not isinstance(weight, Tensor)
+                or not own
+                or weight.ndim != 2
+                or not weight.is_floating_point()
+                or weight.is_meta
+            ):
                 notes.append(f"{those[0].name} keeps its old weights: {name} is no plain linear layer in memory.")
-            elif len(owners.get(id(weight), ())) > 1:
+            elif len(owners.get(_place_of(weight), ())) > 1:
                 notes.append(f"{those[0].name} keeps its old weights: {name} shares them with another module.")
             else:
                 matrix = weight.detach().double() if _transposed(projection) else weight.detach().double().T
                 can = bias is not None or (isinstance(projection, nn.Linear) and real.get(name) is projection)
                 zeros = matrix.new_zeros(matrix.shape[1])
-                yield Place(
-                    name, tuple(those), matrix.clone(), zeros if bias is None else bias.detach().double().clone(), can
-                )
+                start = zeros if bias is None else bias.detach().double().clone()
+                yield Place(name, tuple(those), matrix.clone(), start, can, bias is not None)
+
+
+def _place_of(weight: Tensor) -> int:
+    """Where a weight lies: stand-ins have parameters of their own in the same place."""
+    return id(weight) if weight.is_meta else weight.data_ptr() or id(weight)
 
 
 def _why_not(layer: AttentionLayer) -> str:
@@ -475,53 +559,53 @@ def _transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def _probe(output: Any, seed: int) -> Tensor:
-    """A number whose gradient, squared, is on average the Fisher information of the answers."""
-    logits = getattr(output, "logits", None)
-    generator = torch.Generator().manual_seed(seed)
-
-    def noise(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator).to(like)
-
-    if isinstance(logits, Tensor) and logits.shape[-1] > 1:
-        chances = logits.float().log_softmax(-1)
-        return (noise(chances) * chances.detach().exp().sqrt() * chances).sum()
-    found = [t for t in tensors(output) if t.is_floating_point() and t.requires_grad]
-    return torch.stack([(noise(t.float()) * t.float()).sum() for t in found]).sum()
-
-
-def _sum(moments: _Moments, x: Tensor, y: Tensor, told: Tensor, batch: Any, layer: AttentionLayer) -> None:
-    """Add a batch's tokens without padding, by how much they matter; every other example to the other fold."""
-    real = _real(x, batch, layer)
-    rows = x.shape[0]
-    size = batch_size(batch)
-    tokens = x.shape[:-1]
-    # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
-    example = torch.arange(rows, device=x.device) * size // rows
-    fold = (example if size > 1 else torch.arange(rows, device=x.device)) % _FOLDS
-    if rows == 1:  # a single example: its tokens take turns
-        fold = torch.arange(tokens.numel(), device=x.device) % _FOLDS
-    else:
-        fold = fold.view(-1, *[1] * (len(tokens) - 1)).expand(tokens).flatten()
-    x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-    for i in range(_FOLDS):
-        chosen = (fold == i) if real is None else (fold == i) & real
-        moments.add(i, x[chosen], y[chosen], told.flatten()[chosen])
-
-
-def _real(x: Tensor, batch: Any, layer: AttentionLayer) -> Tensor | None:
-    """Which tokens ``[batch * tokens]`` are no padding; None where that is not known."""
+def _mask(model: nn.Module, batch: Any, kind: str) -> Tensor | None:
+    """Which tokens are no padding, ``[batch, tokens]``, for layers of a kind; None where that is not known."""
     if not isinstance(batch, Mapping):
         return None
-    decodes = "decoder_input_ids" in batch or layer.kind == "cross" or (layer.kind == "decoder" and "labels" in batch)
-    masks = [batch.get("decoder_attention_mask")] if decodes else []
-    if decodes and isinstance(labels := batch.get("labels"), Tensor) and layer.kind == "cross":
-        masks.append(labels != -100)
-    masks.append(batch.get("attention_mask"))
-    for mask in masks:
-        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape.numel() == x.shape[:-1].numel():
-            return mask.to(x.device).bool().flatten()
-    return None
+    translates = "decoder_input_ids" in batch or getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    found = batch.get("attention_mask")
+    if translates and kind != "encoder":
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and labels.ndim == 2:  # what is decoded is made of them
+            found = labels != IGNORED
+        elif "decoder_input_ids" in batch:
+            found = None
+        found = batch.get("decoder_attention_mask", found)
+    return found.bool() if isinstance(found, Tensor) and found.ndim == 2 else None
+
+
+def _noise(like: Tensor, mask: Tensor | None, seeds: Sequence[int]) -> Tensor:
+    """Random numbers ``[examples, ...]``: the same for an example in any batch, none at padding."""
+    if not like.ndim or len(like) != len(seeds):
+        return torch.randn(like.shape, generator=torch.Generator().manual_seed(seeds[0])).to(like)
+    found = torch.zeros(like.shape)
+    for row, seed in enumerate(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        if mask is not None and like.ndim > 2 and mask.shape == like.shape[:2]:
+            told = mask[row].cpu()
+            found[row, told] = torch.randn(int(told.sum()), *like.shape[2:], generator=generator)
+        else:
+            found[row] = torch.randn(like.shape[1:], generator=generator)
+    return found.to(like)
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t if t.dtype == torch.float64 else t.float()
+
+
+def _not_finite(layer: AttentionLayer, what: str) -> HeadPruneError:
+    return HeadPruneError(
+        f"Layer {layer.name} cannot be repaired: {what} not finite.",
+        "Leave out the example that does it, use --dtype float32, or do without repair.",
+    )
+
+
+def _real(x: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Which tokens ``[batch * tokens]`` are no padding; None where that is not known."""
+    if mask is None or mask.numel() != x.shape[:-1].numel():
+        return None
+    return mask.to(x.device).flatten()
 
 
 def _fit(

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headprune.attention import Heads
-from headprune.loss import batch_size
+from headprune.attention import AttentionLayer, Heads
+from headprune.gates import gated, mask
+from headprune.inputs import call
+from headprune.loss import batch_size, inputs_of
 from headprune.planning.units import Unit
 from headprune.repair import Place, Refit, Weights
+from headprune.scoring.gradient import finite, frozen
 
 _FIRST_RIDGE = 0.3  # for layers that have lost nothing yet, so that cross-validation has said nothing; see RIDGES
 
@@ -36,7 +39,7 @@ class _Removal:
     columns: list[int]
 
 
-def effects(refit: Refit, drop: Heads, units: Sequence[Unit]) -> Tensor:
+def effects(refit: Refit, layers: Sequence[AttentionLayer], drop: Heads, units: Sequence[Unit]) -> Tensor:
     """First-order change of the model's answers to every example if a unit goes too, ``[examples, units]``, float64.
 
     The model is as it is without the heads in ``drop``, repaired. When unit u goes, the refit changes W_O by
@@ -45,38 +48,67 @@ def effects(refit: Refit, drop: Heads, units: Sequence[Unit]) -> Tensor:
     equation 2). There it is judged by the layer's own squared error, here by what the model makes of it: the effect on
     example i is ``sum_t <g_t, x_t dW_u>`` over its tokens, g_t being the slope at W_O's output of a random projection of
     the answers whose square is the Fisher information in expectation. It is the gate gradient of Michel et al. (2019),
-    but of a head that goes and is made up for, as far as the others can.
+    but of a head that goes and is made up for, as far as the others can. Of a layer whose W_O cannot be refitted it is
+    the gate gradient.
 
     Args:
         refit: The model, its calibration examples and statistics. With an infinite ridge nothing is made up for.
+        layers: What the units' layers are counted in.
         drop: What is gone, ``{layer_name: [head, ...]}``.
         units: What may go next.
+
+    Raises:
+        HeadPruneError: Some are not finite.
     """
     weights = refit.fitted(drop)
-    removals = {p.name: _removal(refit, p, drop, weights, units) for p in refit.places}
+    removals = {p.name: _removal(refit, p, layers, drop, weights, units) for p in refit.places}
+    fitted = {layer.name for place in refit.places for layer in place.layers}
+    others = [i for i, unit in enumerate(units) if layers[unit.layer].name not in fitted]
     found = []
-    with refit.applied(weights):
+    with refit.applied(weights), mask(refit.model, drop, layers=layers):
         for index, batch in enumerate(refit.batches):
             out = torch.zeros(batch_size(batch), len(units), dtype=torch.float64)
+            if others:
+                out[:, others] = _gated(refit, layers, index, [units[i] for i in others])
             for name, calls in refit.slopes(index).items():
                 if (removal := removals[name]) is not None:
                     for x, slope in calls:
                         _add(out, removal, x, slope)
             found.append(out)
-    return torch.cat(found)
+    return finite(torch.cat(found))
 
 
-def _removal(refit: Refit, place: Place, drop: Heads, weights: Weights, units: Sequence[Unit]) -> _Removal | None:
+def _gated(refit: Refit, layers: Sequence[AttentionLayer], index: int, units: Sequence[Unit]) -> Tensor:
+    """Minus the gate gradients on a batch, ``[examples, units]``."""
+    batch = refit.batches[index]
+    names = {layers[unit.layer].name: layers[unit.layer] for unit in units}
+    gates = {
+        name: torch.ones(batch_size(batch), layer.num_heads, dtype=torch.float64, requires_grad=True)
+        for name, layer in names.items()
+    }
+    with torch.inference_mode(False), torch.enable_grad(), refit.calm(), frozen(refit.model):
+        with gated(refit.model, layers, gates):
+            probe = refit.probe(call(refit.model, inputs_of(refit.model, batch)), index)
+        slopes = torch.autograd.grad(probe, list(gates.values()), allow_unused=True)
+    of = {name: gate * 0 if s is None else s for (name, gate), s in zip(gates.items(), slopes, strict=True)}
+    return -torch.stack([of[layers[u.layer].name][:, list(u.heads)].sum(1) for u in units], dim=1).detach()
+
+
+def _removal(
+    refit: Refit, place: Place, layers: Sequence[AttentionLayer], drop: Heads, weights: Weights, units: Sequence[Unit]
+) -> _Removal | None:
     """What the removal of each of the units that end in one W_O does to it."""
     features = {layer.name: layer.output_projection.features for layer in place.layers if layer.output_projection}
-    columns = [i for i, unit in enumerate(units) if refit.layers[unit.layer].name in features]
+    columns = [i for i, unit in enumerate(units) if layers[unit.layer].name in features]
     if not columns:
         return None
     kept = place.kept(drop)
     at = {int(feature): i for i, feature in enumerate(kept)}
-    inputs = [[at[f] for h in units[i].heads for f in features[refit.layers[units[i].layer].name][h]] for i in columns]
+    inputs = [[at[f] for h in units[i].heads for f in features[layers[units[i].layer].name][h]] for i in columns]
     current = weights.of[place.name][0] if place.name in weights.of else place.weight.cpu()
     ridge = weights.ridges.get(place.name, _FIRST_RIDGE if refit.ridge is None else refit.ridge)
+    if not refit.matters(place):  # nothing was seen to fit to
+        ridge = math.inf
     width = max(map(len, inputs))
     left = torch.zeros(len(kept), len(inputs), width, dtype=torch.float64)
     right = torch.zeros(len(inputs), width, current.shape[1], dtype=torch.float64)

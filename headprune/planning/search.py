@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headprune.attention import Heads
+from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
 from headprune.loss import ExampleLoss, batch_size
@@ -32,7 +32,7 @@ def rescored(search: Search, levels: Sequence[int]) -> Order:
     """
     refit, state = _refit_of(search), _State(search)
     stages = _stages(state.kept, levels)
-    ranked: list[Unit] = []
+    ranked = [] if stages else _ranked(refit, state)
     for i, level in enumerate(stages):
         ranked = _ranked(refit, state)
         state.remove(ranked, level)
@@ -70,7 +70,7 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
             found = torch.cat([losses(batch) for batch in examples])
         return float(found.double().mean())
 
-    ranked: list[Unit] = []
+    ranked = [] if stages else _ranked(refit, state)
     for i, level in enumerate(stages):
         ranked = _ranked(refit, state)
         while state.kept > level and (able := [u for u in ranked if state.fits(u)]):
@@ -193,25 +193,28 @@ class _State:
         return other
 
     def heads(self) -> list[list[tuple[int, ...]]]:
-        """For every layer, what may go together: heads or key/value groups."""
+        """For every layer, what may go together, or single heads of groups that are to lose as many each."""
         return [
-            [heads for heads in grouped(layer, self.search.constraints) if self.fits(Unit(0.0, i, heads))]
-            if layer.prunable
-            else []
+            [heads for heads in self._sets(layer) if self.fits(Unit(0.0, i, heads))]
             for i, layer in enumerate(self.search.layers)
         ]
+
+    def _sets(self, layer: AttentionLayer) -> list[tuple[int, ...]]:
+        if self.search.kind != SLICES or not layer.groups:
+            return grouped(layer, self.search.constraints)
+        protected = self.search.constraints.protected(layer)
+        return [(h,) for h in range(layer.num_heads) if h not in protected]
 
 
 def _ranked(refit: Refit, state: _State) -> list[Unit]:
     """All units that may go, those with the least effect first."""
     search = state.search
     units: list[Unit] = []
-    for i, (layer, sets) in enumerate(zip(search.layers, state.heads(), strict=True)):
-        sliced = search.kind == SLICES and layer.groups
-        units += [Unit(0.0, i, heads) for heads in ([(h,) for s in sets for h in s] if sliced else sets)]
+    for i, sets in enumerate(state.heads()):
+        units += [Unit(0.0, i, heads) for heads in sets]
     if not units:
         return []
-    found = effects(refit, state.drop, units)
+    found = effects(refit, search.layers, state.drop, units)
     if search.kind == SLICES:
         units, found = _sliced(search, state, units, found)
     sizes = found.abs().mean(0).tolist()
@@ -231,10 +234,8 @@ def _sliced(search: Search, state: _State, units: Sequence[Unit], found: Tensor)
             made += [units[n] for n in those]
             columns += [found[:, n] for n in those]
             continue
-        protected = search.constraints.protected(layer)
         queues = [
-            sorted((at[i, h] for h in group if (i, h) in at and h not in protected), key=lambda n: (sizes[n], n))
-            for group in layer.groups
+            sorted((at[i, h] for h in group if (i, h) in at), key=lambda n: (sizes[n], n)) for group in layer.groups
         ]
         for row in zip(*queues, strict=False):
             made.append(Unit(0.0, i, tuple(sorted(units[n].heads[0] for n in row))))

@@ -183,7 +183,7 @@ def _independent(problem: Problem) -> bool:
     batch, size = max(problem.batches, key=lambda pair: pair[1])
     if size == 1:
         return True
-    batch = rows_of(batch, _unlike(batch, size))
+    batch = rows_of(batch, unlike(batch, size))
     size = batch_size(batch)
     gates = _gates(problem, size)
     try:
@@ -196,7 +196,7 @@ def _independent(problem: Problem) -> bool:
     return not bool(first[1:].any())
 
 
-def _unlike(batch: Any, size: int) -> list[int]:
+def unlike(batch: Any, size: int) -> list[int]:
     """Up to three examples of a batch, of different length: padding may be cut out on the way."""
     masks = [t for t in tensors(batch) if t.ndim == 2 and len(t) == size and bool(((t == 0) | (t == 1)).all())]
     if not masks:
