@@ -109,9 +109,11 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
     sidecar = read_json(path / SIDECAR, "checkpoint")
     skeleton = model if model is not None else _skeleton(path, sidecar)
     try:
-        add_biases(skeleton, sidecar.get("biases", []))
+        biases = sidecar.get("biases", [])
+        add_biases(skeleton, biases)
         for data in sidecar["removals"]:
             remove(skeleton, Removal.from_json(data))
+            add_biases(skeleton, biases)
         _fill(skeleton, path / sidecar["weights"])
     except Exception as error:
         raise HeadPruneError(

@@ -98,7 +98,8 @@ def repair(
     Args:
         model: The dense model; or one pruned before, which is then what is fitted to.
         drop: ``{layer_name: [head, ...]}`` that will go.
-        batches: What the model is called with; labels are not needed. Never those that results are reported on.
+        batches: What the model is called with, labels or not; or pairs ``(inputs, labels)``, as where inputs are a tuple.
+            Never those that results are reported on.
         layers: From `headprune.find_attention`.
         sweeps: Passes with the pruned model's own activations, behind one with the dense model's.
         ridge: Strength of the pull towards the old weights; by default what is best by cross-validation, for each layer.
@@ -125,9 +126,10 @@ def added_biases(model: nn.Module) -> list[str]:
 def add_biases(model: nn.Module, names: Sequence[str]) -> None:
     """Give modules a bias of zeros, as a repair had to: for a skeleton whose weights are loaded afterwards."""
     own = model.__dict__.setdefault(BIASES, [])
+    modules = dict(model.named_modules())
     for name in names:
-        if name not in own:
-            module = model.get_submodule(name)
+        if name not in own and name in modules:  # a stand-in's is there once it stays for good
+            module = modules[name]
             weight: Any = module.weight
             module.bias = nn.Parameter(weight.new_zeros(weight.shape[0]), requires_grad=weight.requires_grad)
             own.append(name)
@@ -246,7 +248,8 @@ class Refit:
         self.examples = sum(map(batch_size, self.batches))
         self.notes: list[str] = []
         self.passes = 0
-        self.places = list(_places(model, layers, self.notes))
+        with torch.inference_mode(False):
+            self.places = list(_places(model, layers, self.notes))
         self.added = [p.name for p in self.places if p.has_bias and not p.own_bias]
         if not self._independent():
             self.batches = [row for batch in self.batches for row in singles(batch)]
@@ -263,15 +266,17 @@ class Refit:
         """
         if not any(drop.values()):
             return Weights()
-        weights = self._fitted(self.dense_moments(), drop, dense=True)
-        for _ in range(sweeps):
-            weights = self._fitted(self._moments(weights), drop, dense=False)
+        with torch.inference_mode(False), torch.no_grad():
+            weights = self._fitted(self.dense_moments(), drop, dense=True)
+            for _ in range(sweeps):
+                weights = self._fitted(self._moments(weights), drop, dense=False)
         return weights
 
     def dense_moments(self) -> dict[str, _Moments]:
         """Of the dense model's activations."""
         if self._dense is None:
-            self._dense = self._moments(None)
+            with torch.inference_mode(False):
+                self._dense = self._moments(None)
         return self._dense
 
     @contextmanager
@@ -310,13 +315,7 @@ class Refit:
     def _moments(self, weights: Weights | None) -> dict[str, _Moments]:
         """Of W_O's inputs in the model with ``weights`` (None: the dense one) and its outputs in the dense model."""
         found = {p.name: _Moments(p.weight.shape[0], p.weight.shape[1], model_device(self.model)) for p in self.places}
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            uncompiled(),
-            evaluating(self.model),
-            exact_attention(self.model),
-        ):
+        with torch.no_grad(), self.calm():
             for i, batch in enumerate(self.batches):
                 wanted: dict[str, list[Tensor]] = {p.name: [] for p in self.places}
                 told = {p.name: iter(self._sensitivity(i)[p.name]) for p in self.places}
@@ -561,6 +560,8 @@ def _transposed(module: nn.Module) -> bool:
 
 def _mask(model: nn.Module, batch: Any, kind: str) -> Tensor | None:
     """Which tokens are no padding, ``[batch, tokens]``, for layers of a kind; None where that is not known."""
+    if isinstance(batch, tuple | list):  # a pair, with labels
+        batch = batch[0]
     if not isinstance(batch, Mapping):
         return None
     translates = "decoder_input_ids" in batch or getattr(getattr(model, "config", None), "is_encoder_decoder", False)

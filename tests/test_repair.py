@@ -18,7 +18,7 @@ from headprune.attention import Heads
 from headprune.inputs import call
 from headprune.loss import rows_of
 from headprune.modules import exact_attention
-from headprune.repair import Place, Refit, Weights, added_biases, repair
+from headprune.repair import Place, Refit, Weights, _noise, added_biases, repair
 from headprune.surgery import answers
 from tests import zoo
 from tests.problems import duplicated, small
@@ -57,6 +57,11 @@ def made(name: str) -> tuple[nn.Module, Any, list[hp.AttentionLayer]]:
         else tuple(t.double() if t.is_floating_point() else t for t in example)
     )
     return model, example, hp.find_attention(model, example)
+
+
+def batch_of(example: Any) -> Any:
+    """Inputs that are a tuple come in a pair with labels."""
+    return (example, torch.zeros(3)) if isinstance(example, tuple) else example
 
 
 def some(layers: Sequence[hp.AttentionLayer]) -> Heads:
@@ -134,7 +139,7 @@ def test_the_fit_is_the_regression(name: str) -> None:
     model, example, layers = made(name)
     before = state(model)
     for ridge in (1e-3, 1.0):
-        refit = Refit(model, layers, [example], ridge=ridge)
+        refit = Refit(model, layers, [batch_of(example)], ridge=ridge)
         drop = some(layers) or {layers[0].name: [1]}  # ALBERT has but one
         weights = refit.fitted(drop)
         assert same(model, before)
@@ -165,7 +170,7 @@ def test_the_fit_is_the_regression(name: str) -> None:
 @pytest.mark.parametrize("name", ["bert", "llama", "t5", "mha"])
 def test_a_sweep_sees_the_repaired_model(name: str) -> None:
     model, example, layers = made(name)
-    refit = Refit(model, layers, [example], ridge=0.01)
+    refit = Refit(model, layers, [batch_of(example)], ridge=0.01)
     drop = some(layers)
     first = refit.fitted(drop)
     weights = refit.fitted(drop, sweeps=1)
@@ -191,7 +196,11 @@ def test_the_weights_of_tokens_are_slopes() -> None:
     refit = Refit(model, layers, batches)
     place = refit.places[1]
     x, slope = refit.slopes(1)[place.name][0]
+    given_ = {k: v for k, v in batches[1].items() if k != "labels"}
     module: Any = model.get_submodule(place.name)
+    with torch.no_grad():
+        chances = model(**given_).logits.softmax(-1)
+    told = _noise(chances, None, [4, 5]) * chances.sqrt()  # the second batch's examples
     for at in ((0, 1, 3), (1, 0, 5)):
         ends = []
         for step in (1e-5, -1e-5):
@@ -199,8 +208,7 @@ def test_the_weights_of_tokens_are_slopes() -> None:
             moved[at] = step
             handle = module.register_forward_hook(lambda m, a, out, moved=moved: out + moved)
             with torch.no_grad():
-                given = {k: v for k, v in batches[1].items() if k != "labels"}
-                ends.append(float(refit.probe(model(**given), 1)))
+                ends.append(float((told * model(**given_).logits.log_softmax(-1)).sum()))
             handle.remove()
         assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(float(slope[at]), rel=1e-5, abs=1e-9)
     assert x.shape[:2] == slope.shape[:2]
@@ -220,7 +228,7 @@ def test_layers_that_lose_nothing_keep_their_weights() -> None:
     """On the dense model's activations there is nothing to gain; a fit would only be noise."""
     model, example = zoo.bert()
     layers = hp.find_attention(model, example)
-    weights = Refit(model, layers, [example]).fitted({layers[1].name: [2]})
+    weights = Refit(model, layers, [batch_of(example)]).fitted({layers[1].name: [2]})
     assert list(weights.facts) == [layers[1].name]
 
 
@@ -349,7 +357,7 @@ def test_applied_restores_to_the_bit(name: str) -> None:
     pointers = {n: id(p) for n, p in model.named_parameters()}
     model.train()
     before, modes = state(model), [m.training for m in model.modules()]
-    refit = Refit(model, layers, [example])
+    refit = Refit(model, layers, [batch_of(example)])
     drop = some(layers) or {layers[0].name: [1]}
     weights = refit.fitted(drop, sweeps=1)
 
@@ -383,14 +391,14 @@ def test_applied_restores_to_the_bit(name: str) -> None:
 def test_under_inference_mode(name: str) -> None:
     model, example = MODELS[name]()
     layers = hp.find_attention(model, example)
-    expected = fitted(model, [example])
+    expected = Refit(model, layers, [batch_of(example)]).fitted(some(layers))
     with torch.inference_mode():
         made_here = (
             {k: v.clone() for k, v in example.items()}
             if isinstance(example, dict)
             else tuple(t.clone() for t in example)
         )
-        refit = Refit(model, layers, [made_here])
+        refit = Refit(model, layers, [batch_of(made_here)])
         weights = refit.fitted(some(layers))
         refit.apply(weights)
     close(weights, expected)
@@ -536,7 +544,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     model = model.to(dtype)
     layers = hp.find_attention(model, example)
     before = state(model)
-    refit = Refit(model, layers, [example], ridge=0.1)
+    refit = Refit(model, layers, [batch_of(example)], ridge=0.1)
     weights = refit.fitted(some(layers), sweeps=0)
     for name, (weight, _) in weights.of.items():
         assert (weight - wide[name]).abs().max() < 0.2 * wide[name].abs().max()
@@ -617,7 +625,7 @@ def test_tokens_before_the_batch() -> None:
     x = torch.randn(5, 5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     padding = torch.zeros(5, 5, dtype=torch.bool)
     layers = hp.find_attention(model, (x, padding))
-    refit = Refit(model, layers, [(x, padding)])
+    refit = Refit(model, layers, [((x, padding), x)])
     assert len(refit.batches) == 1
-    other = Refit(model, layers, [(x[i : i + 1], padding[i : i + 1]) for i in range(5)])
+    other = Refit(model, layers, [((x[i : i + 1], padding[i : i + 1]), x[i : i + 1]) for i in range(5)])
     close(other.fitted(some(layers)), refit.fitted(some(layers)))

@@ -65,7 +65,7 @@ def effects(refit: Refit, layers: Sequence[AttentionLayer], drop: Heads, units: 
     fitted = {layer.name for place in refit.places for layer in place.layers}
     others = [i for i, unit in enumerate(units) if layers[unit.layer].name not in fitted]
     found = []
-    with refit.applied(weights), mask(refit.model, drop, layers=layers):
+    with torch.inference_mode(False), refit.applied(weights), mask(refit.model, drop, layers=layers):
         for index, batch in enumerate(refit.batches):
             out = torch.zeros(batch_size(batch), len(units), dtype=torch.float64)
             if others:
@@ -86,7 +86,7 @@ def _gated(refit: Refit, layers: Sequence[AttentionLayer], index: int, units: Se
         name: torch.ones(batch_size(batch), layer.num_heads, dtype=torch.float64, requires_grad=True)
         for name, layer in names.items()
     }
-    with torch.inference_mode(False), torch.enable_grad(), refit.calm(), frozen(refit.model):
+    with torch.enable_grad(), refit.calm(), frozen(refit.model):
         with gated(refit.model, layers, gates):
             probe = refit.probe(call(refit.model, inputs_of(refit.model, batch)), index)
         slopes = torch.autograd.grad(probe, list(gates.values()), allow_unused=True)
