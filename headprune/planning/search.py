@@ -192,23 +192,23 @@ class _State:
         other.take(*units)
         return other
 
-    def heads(self) -> list[list[tuple[int, ...]]]:
-        """For every layer, what may go together: heads or key/value groups."""
-        return [
-            [heads for heads in grouped(layer, self.search.constraints) if self.fits(Unit(0.0, i, heads))]
-            if layer.prunable
-            else []
-            for i, layer in enumerate(self.search.layers)
-        ]
+    def units(self) -> list[Unit]:
+        """What may go together: heads or key/value groups; single heads, where slices are to be made of them."""
+        found = []
+        for i, layer in enumerate(self.search.layers):
+            if not layer.prunable:
+                continue
+            if self.search.kind == SLICES and layer.groups:
+                protected = self.search.constraints.protected(layer)
+                found += [Unit(0.0, i, (h,)) for group in layer.groups for h in group if h not in protected]
+            else:
+                found += [Unit(0.0, i, heads) for heads in grouped(layer, self.search.constraints)]
+        return [unit for unit in found if self.fits(unit)]
 
 
 def _ranked(refit: Refit, state: _State) -> list[Unit]:
     """All units that may go, those with the least effect first."""
-    search = state.search
-    units: list[Unit] = []
-    for i, (layer, sets) in enumerate(zip(search.layers, state.heads(), strict=True)):
-        sliced = search.kind == SLICES and layer.groups
-        units += [Unit(0.0, i, heads) for heads in ([(h,) for s in sets for h in s] if sliced else sets)]
+    search, units = state.search, state.units()
     if not units:
         return []
     found = effects(refit, state.drop, units)
