@@ -835,7 +835,7 @@ def _print_results(console: Console, metrics: dict[str, Any]) -> None:
         table.add_row(
             str(b["kept"]), show(b["pruned"]["metrics"][metric]), f"{sign(c['value'])} ({sign(c['low'])} to {sign(c['high'])})",
             show(sum(b["random"]) / len(b["random"])),
-            f"{b['parameters']:,} ({b['parameters'] / dense['parameters'] - 1:+.1%})", b["method"],
+            f"{b['parameters']:,} ({b['parameters'] / dense['parameters'] - 1:+.1%})", b["method"] or b["strategy"],
         )  # fmt: skip
     console.result("")
     console.table(table)

@@ -418,6 +418,19 @@ def test_greedy_takes_what_costs_least() -> None:
         drop = {**drop, name: sorted([*drop.get(name, []), head])}
 
 
+@pytest.mark.parametrize("name", SEARCHES)
+def test_the_cost_of_a_search_is_its_own(name: str) -> None:
+    model, batches = small(heads=3, layers=2)
+    layers = hp.find_attention(model, batches[0])
+    refit = Refit(model, layers, batches, ridge=0.1)
+    refit.dense_moments()
+    search = Search(layers, model=model, batches=batches, refit=refit)
+    first, second = (STRATEGIES[name].run(search, [4]) for _ in range(2))
+    assert first == second
+    # Two stages, a forward and a backward pass each; greedy tries six heads, then five.
+    assert f"about {6 + 11 * (name == 'greedy')} forward" in first.notes[0]
+
+
 def test_stages() -> None:
     assert _stages(12, [6, 3]) == [10, 9, 8, 7, 6, 5, 4, 3]
     assert _stages(72, [36]) == [60, 50, 42, 36]

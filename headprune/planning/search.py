@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headprune.attention import AttentionLayer, Heads
+from headprune.attention import Heads
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
 from headprune.loss import ExampleLoss, batch_size
@@ -31,6 +31,7 @@ def rescored(search: Search, levels: Sequence[int]) -> Order:
     of the heads has gone.
     """
     refit, state = _refit_of(search), _State(search)
+    before = refit.passes
     stages = _stages(state.kept, levels)
     ranked = [] if stages else _ranked(refit, state)
     for i, level in enumerate(stages):
@@ -38,7 +39,7 @@ def rescored(search: Search, levels: Sequence[int]) -> Order:
         state.remove(ranked, level)
         search.progress(i + 1, len(stages))
     state.remove(ranked, 0)  # the rest in the last order, for budgets that no one has asked for yet
-    return search.order(state.steps, "re-scored", _cost(refit))
+    return search.order(state.steps, "re-scored", _cost(refit, refit.passes - before))
 
 
 @strategy("auto", needs_scores=False, runs_model=True)
@@ -57,6 +58,7 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
     The loss is the model's own on some scoring examples, the head masked and W_O refitted.
     """
     refit, state = _refit_of(search), _State(search)
+    before = refit.passes
     stages = _stages(state.kept, levels)
     losses = ExampleLoss(refit.model)
     examples: list[Any] = []
@@ -64,7 +66,11 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
         if sum(map(batch_size, examples)) < _TRIED_EXAMPLES:
             examples.append(batch)
 
+    tries = 0
+
     def loss(drop: Heads) -> float:
+        nonlocal tries
+        tries += 1
         weights = refit.fitted(drop)
         with torch.no_grad(), refit.applied(weights), refit.calm(), mask(refit.model, drop, layers=refit.layers):
             found = torch.cat([losses(batch) for batch in examples])
@@ -80,7 +86,8 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
             ranked = [u for u in ranked if u.heads != best.heads or u.layer != best.layer]
         search.progress(i + 1, len(stages))
     state.remove(ranked, 0)
-    return search.order(state.steps, "greedy", _cost(refit))
+    passes = refit.passes - before + tries * sum(map(batch_size, examples)) / refit.examples
+    return search.order(state.steps, "greedy", _cost(refit, passes))
 
 
 @strategy("swap")
@@ -192,37 +199,34 @@ class _State:
         other.take(*units)
         return other
 
-    def heads(self) -> list[list[tuple[int, ...]]]:
-        """For every layer, what may go together, or single heads of groups that are to lose as many each."""
-        return [
-            [heads for heads in self._sets(layer) if self.fits(Unit(0.0, i, heads))]
-            for i, layer in enumerate(self.search.layers)
-        ]
-
-    def _sets(self, layer: AttentionLayer) -> list[tuple[int, ...]]:
-        if self.search.kind != SLICES or not layer.groups:
-            return grouped(layer, self.search.constraints)
-        protected = self.search.constraints.protected(layer)
-        return [(h,) for h in range(layer.num_heads) if h not in protected]
+    def units(self) -> list[Unit]:
+        """What may go together: heads or key/value groups; single heads, where slices are to be made of them."""
+        found = []
+        for i, layer in enumerate(self.search.layers):
+            if not layer.prunable:
+                continue
+            if self.search.kind == SLICES and layer.groups:
+                protected = self.search.constraints.protected(layer)
+                found += [Unit(0.0, i, (h,)) for group in layer.groups for h in group if h not in protected]
+            else:
+                found += [Unit(0.0, i, heads) for heads in grouped(layer, self.search.constraints)]
+        return [unit for unit in found if self.fits(unit)]
 
 
 def _ranked(refit: Refit, state: _State) -> list[Unit]:
     """All units that may go, those with the least effect first."""
-    search = state.search
-    units: list[Unit] = []
-    for i, sets in enumerate(state.heads()):
-        units += [Unit(0.0, i, heads) for heads in sets]
+    search, units = state.search, state.units()
     if not units:
         return []
     found = effects(refit, search.layers, state.drop, units)
     if search.kind == SLICES:
-        units, found = _sliced(search, state, units, found)
+        units, found = _sliced(search, units, found)
     sizes = found.abs().mean(0).tolist()
     # What a unit costs counts by head, where units are of different size.
     return sorted(unit._replace(score=size / len(unit.heads)) for unit, size in zip(units, sizes, strict=True))
 
 
-def _sliced(search: Search, state: _State, units: Sequence[Unit], found: Tensor) -> tuple[list[Unit], Tensor]:
+def _sliced(search: Search, units: Sequence[Unit], found: Tensor) -> tuple[list[Unit], Tensor]:
     """A head of every group, those with the least effect of each group together."""
     sizes = found.abs().mean(0).tolist()
     at = {(u.layer, u.heads[0]): n for n, u in enumerate(units) if len(u.heads) == 1}
@@ -265,5 +269,5 @@ def _refit_of(search: Search) -> Refit:
     return Refit(search.model, search.layers, search.batches, ridge=float("inf"))
 
 
-def _cost(refit: Refit) -> str:
-    return f"The search took about {refit.passes} forward passes over {refit.examples:,} examples."
+def _cost(refit: Refit, passes: float) -> str:
+    return f"The search took about {passes:.0f} forward passes over {refit.examples:,} examples."

@@ -237,8 +237,8 @@ def _trade_off(metrics: dict[str, Any], run: dict[str, Any]) -> str:
         f"![{metric} against heads kept](tradeoff.png)",
         "",
         f"Curves: heads masked{' and W_O repaired' if any(b.get('repair') for b in metrics['budgets']) else ''}, on the {choose['examples']:,} examples of the choosing part (`{choose['split']}`); shaded: "
-        "95 % bootstrap interval. Diamonds: pruned for real, reloaded, on the reporting part. Which method's plan is used "
-        "at a budget was decided on the choosing part.",
+        "95 % bootstrap interval. Diamonds: pruned for real, reloaded, on the reporting part. Which curve's plans are used "
+        "was decided on the choosing part, for all budgets together.",
         "",
         f"| heads kept | {' | '.join(methods)} |",
         "|---" * (len(methods) + 1) + "|",

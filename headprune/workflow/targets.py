@@ -157,7 +157,7 @@ def orders_of(
 
 
 def fits_of(scene: Scene, goal: Goal, orders: dict[str, Order], trials: Trials, console: Console) -> list[Fit]:
-    """For every budget, the plan that does best on the choosing part among those that hold it.
+    """For every budget a plan that holds it, all of the order whose plans do best on the choosing part.
 
     Raises:
         HeadPruneError: A budget that no order can meet; a plan that does not fit the model.
@@ -166,24 +166,29 @@ def fits_of(scene: Scene, goal: Goal, orders: dict[str, Order], trials: Trials, 
         goal.plan.check_model(scene.model)
         goal.plan.on(scene.layers)  # a layer that cannot be masked is refused by name
         return [Fit(replace(goal.plan.on(scene.maskable), budget=f"plan {goal.file}"))]
-    return [_fit(scene, budget, orders, trials, console) for budget in goal.budgets]
-
-
-def _fit(scene: Scene, budget: Budget, orders: dict[str, Order], trials: Trials, console: Console) -> Fit:
-    fits, misses = [], []
-    with console.track(f"fitting {budget}") as progress:
+    found: dict[str, list[Fit]] = {}
+    misses = []
+    with console.track(f"fitting {', '.join(map(str, goal.budgets))}") as progress:
         for i, (name, order) in enumerate(orders.items()):
             try:
-                fits.append(_fitted(scene, budget, order, trials))
+                found[name] = [_fitted(scene, budget, order, trials) for budget in goal.budgets]
             except HeadPruneError as miss:
                 misses.append(miss)
                 console.say(f"By {name}: {miss.args[0]}")
             progress(i + 1, len(orders))
-    if not fits:
+    if not found:
         raise misses[0]
-    if budget.kind == "drop":
-        return min(fits, key=lambda f: (f.plan.kept, *(-q for q in trials.quality(f.plan))))
-    return max(fits, key=lambda f: trials.quality(f.plan)) if len(fits) > 1 else fits[0]
+    # One order serves all budgets, so that their plans are nested.
+    return max(found.values(), key=lambda fits: _merit(fits, trials)) if len(found) > 1 else next(iter(found.values()))
+
+
+def _merit(fits: Sequence[Fit], trials: Trials) -> tuple[float, ...]:
+    """How good an order's plans are on the choosing part, over all budgets."""
+    qualities = [trials.quality(f.plan) for f in fits]
+    sums = tuple(sum(values) for values in zip(*qualities, strict=True))
+    # Where accuracy is the budget, fewer heads are what is wanted.
+    drops = [f for f in fits if f.budget is not None and f.budget.kind == "drop"]
+    return (-sum(f.plan.kept for f in drops), *sums)
 
 
 def _fitted(scene: Scene, budget: Budget, order: Order, trials: Trials) -> Fit:
