@@ -475,9 +475,7 @@ class Refit:
         logits = getattr(output, "logits", None)
         if isinstance(logits, Tensor) and logits.shape[-1] > 1:
             chances = _wide(logits).log_softmax(-1)
-            root = chances.detach().exp().sqrt()
-            # What cannot be answered tells nothing: its logarithm is infinite.
-            return (noise(chances) * root * chances.masked_fill(root == 0, 0)).sum()
+            return (noise(chances) * chances.detach().exp().sqrt() * chances).sum()
         found = [_wide(t) for t in tensors(output) if t.is_floating_point() and t.requires_grad]
         if not found:
             raise HeadPruneError("The model's answers do not depend on any head by what can be differentiated.")

@@ -315,6 +315,7 @@ def test_one_example_only(name: str, ridge: float | None) -> None:
     model, example, _ = made(name)
     one = rows_of(example, [0])
     weights = fitted(model, [one], ridge)
+    assert min(weights.ridges.values()) < float("inf")  # its tokens are both folds
     assert all(f.after <= f.before + 1e-9 for f in weights.facts.values())
     close(fitted(model, [padded(one, 3, left=False)], ridge), weights)
 
@@ -592,6 +593,8 @@ def test_too_few_tokens_for_two_folds() -> None:
     for batch in (one, two):
         refit = Refit(model, layers, [batch])
         weights = refit.fitted({"" + layers[0].name: [0], layers[1].name: [0, 1, 2, 3]})
+        if batch is one:  # nothing is held out, so nothing says that other weights are better
+            assert set(weights.ridges.values()) == {float("inf")}
         for weight, bias in weights.of.values():
             assert weight.isfinite().all()
             assert bias is not None
