@@ -475,7 +475,8 @@ class Refit:
         logits = getattr(output, "logits", None)
         if isinstance(logits, Tensor) and logits.shape[-1] > 1:
             chances = _wide(logits).log_softmax(-1)
-            return (noise(chances) * chances.detach().exp().sqrt() * chances).sum()
+            root = chances.detach().exp().sqrt()
+            return (_across(root, noise(chances)) * root * chances).sum()
         found = [_wide(t) for t in tensors(output) if t.is_floating_point() and t.requires_grad]
         if not found:
             raise HeadPruneError("The model's answers do not depend on any head by what can be differentiated.")
@@ -572,6 +573,16 @@ def _mask(model: nn.Module, batch: Any, kind: str) -> Tensor | None:
             found = None
         found = batch.get("decoder_attention_mask", found)
     return found.bool() if isinstance(found, Tensor) and found.ndim == 2 else None
+
+
+def _across(root: Tensor, draw: Tensor) -> Tensor:
+    """Noise ``[..., classes]`` without its part along the square roots of the classes' probabilities, which would change nothing.
+
+    The rest gets the length that it has on average. So with two classes nothing is left to chance but a sign.
+    """
+    rest = draw - root * (root * draw).sum(-1, keepdim=True)
+    length: Tensor = rest.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+    return rest * ((root.shape[-1] - 1) ** 0.5 / length)
 
 
 def _noise(like: Tensor, mask: Tensor | None, seeds: Sequence[int]) -> Tensor:

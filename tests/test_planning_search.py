@@ -22,7 +22,7 @@ from headprune.planning import STRATEGIES, Constraints, Order, Search, arrange
 from headprune.planning.effects import effects
 from headprune.planning.search import _least, _stages, _State
 from headprune.planning.units import GROUPS, SLICES, Unit
-from headprune.repair import Refit, _noise
+from headprune.repair import Refit, _across, _noise
 from tests.problems import duplicated, small
 from tests.test_odd_modules import WIDTH, Attention, Pair, noise
 from tests.test_planning import scores_of
@@ -120,7 +120,9 @@ def gate_gradients(model: nn.Module, layers: Sequence[hp.AttentionLayer], batch:
             handles.append(module.register_forward_pre_hook(hook))
         chances = model(**one).logits.log_softmax(-1)
         real = one["attention_mask"].bool() if chances.ndim == 3 else None
-        probe = (_noise(chances.detach(), real, [row]) * chances.detach().exp().sqrt() * chances).sum()
+        root = chances.detach().exp().sqrt()
+        told = _across(root, _noise(chances.detach(), real, [row]))
+        probe = (told * root * chances).sum()
         rows.append(-torch.cat(torch.autograd.grad(probe, factors)))
         for handle in handles:
             handle.remove()

@@ -18,7 +18,7 @@ from headprune.attention import Heads
 from headprune.inputs import call
 from headprune.loss import rows_of
 from headprune.modules import exact_attention
-from headprune.repair import Place, Refit, Weights, _noise, added_biases, repair
+from headprune.repair import Place, Refit, Weights, _across, _noise, added_biases, repair
 from headprune.surgery import answers
 from tests import zoo
 from tests.problems import duplicated, small
@@ -189,6 +189,31 @@ def test_a_sweep_sees_the_repaired_model(name: str) -> None:
     assert list(weights.of) == names[1:]
 
 
+def across(root: Tensor, draw: Tensor) -> Tensor:
+    """On the sphere of radius sqrt(classes - 1), at right angles to ``root``; row by row."""
+    rows = []
+    for r, d in zip(root, draw, strict=True):
+        rest = d - torch.dot(r, d) * r / torch.dot(r, r)
+        rows.append(rest / torch.linalg.vector_norm(rest) * (len(r) - 1) ** 0.5)
+    return torch.stack(rows)
+
+
+def test_the_probe_is_the_fisher_information() -> None:
+    """On average the square of its slope at the logits is diag(p) - p p^T."""
+    chances = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    root = chances.sqrt().expand(200_000, 4)
+    draw = torch.randn(root.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    told = _across(root, draw) * root
+    slopes = told - chances * told.sum(-1, keepdim=True)  # of sum(told * log_softmax(logits))
+    found = slopes.T @ slopes / len(slopes)
+    assert torch.allclose(found, chances.diag() - torch.outer(chances, chances), atol=3e-3)
+    two = torch.tensor([[0.9, 0.1]], dtype=torch.float64).sqrt()
+    for seed in range(3):  # two classes: only the sign is drawn
+        draw = torch.randn(1, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        told = _across(two, draw) * two
+        assert abs(float(told[0, 0] - 0.9 * told.sum())) == pytest.approx((0.9 * 0.1) ** 0.5)
+
+
 def test_the_weights_of_tokens_are_slopes() -> None:
     """By finite differences of the probe, at two tokens."""
     model, batches = small()
@@ -200,7 +225,7 @@ def test_the_weights_of_tokens_are_slopes() -> None:
     module: Any = model.get_submodule(place.name)
     with torch.no_grad():
         chances = model(**given_).logits.softmax(-1)
-    told = _noise(chances, None, [4, 5]) * chances.sqrt()  # the second batch's examples
+    told = across(chances.sqrt(), _noise(chances, None, [4, 5])) * chances.sqrt()  # the second batch's examples
     for at in ((0, 1, 3), (1, 0, 5)):
         ends = []
         for step in (1e-5, -1e-5):
