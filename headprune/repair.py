@@ -581,8 +581,9 @@ def _across(root: Tensor, draw: Tensor) -> Tensor:
     The rest gets the length that it has on average. So with two classes nothing is left to chance but a sign.
     """
     rest = draw - root * (root * draw).sum(-1, keepdim=True)
-    length: Tensor = rest.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-    return rest * ((root.shape[-1] - 1) ** 0.5 / length)
+    length = rest.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+    scaled: Tensor = rest * ((root.shape[-1] - 1) ** 0.5 / length)
+    return scaled
 
 
 def _noise(like: Tensor, mask: Tensor | None, seeds: Sequence[int]) -> Tensor:
