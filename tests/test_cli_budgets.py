@@ -145,3 +145,40 @@ def test_a_plan_for_another_model_is_refused(scored: Path, here: Path) -> None:
 def test_the_list_of_strategies(here: Path) -> None:
     names = [s["name"] for s in json.loads(run("methods", "--json").stdout)["strategies"]]
     assert {"one-shot", "per-layer", "uniform", "layers"} <= set(names)
+
+
+def test_what_was_repaired_is_told(scored: Path) -> None:
+    run("prune", "-k", 4, "-q")
+    budget = budget_of(scored)
+    fits = budget["repair"]["layers"]
+    assert fits
+    assert all(f["after"] <= f["before"] + 1e-9 for f in fits.values())
+    text = (scored / "report.md").read_text()
+    assert "## Repair" in text
+    assert "- Repair: W_O of every layer" in text
+    run("prune", "-k", 4, "-s", "one-shot", "-m", "gradient", "--no-repair", "-o", "plain", "--scores", scored, "-q")
+    assert budget_of(Path("plain"))["repair"] is None
+    assert "## Repair" not in Path("plain/report.md").read_text()
+    assert "No weight was changed or trained after pruning" in Path("plain/report.md").read_text()
+
+
+def test_training_after_pruning(scored: Path) -> None:
+    run("prune", "-k", 4, "--finetune", "1", "-o", "tuned", "--scores", scored, "-q")
+    budget = budget_of(Path("tuned"))
+    assert budget["kept"] == 4
+    assert budget["finetune"]["steps"] > 0
+    text = Path("tuned/report.md").read_text()
+    assert "Fine-tuned on" in text
+    assert "| fine-tuned |" in text
+    assert not (Path("tuned") / ".unfinished").exists()
+    hp.load(Path("tuned") / budget["checkpoint"])
+
+
+@pytest.mark.parametrize("strategy", ["swap", "greedy", "re-scored"])
+def test_strategies_by_name(strategy: str, scored: Path, here: Path) -> None:
+    if strategy == "swap":
+        message = run("prune", "-k", 4, "-s", strategy, "-q", code=1).stderr
+        assert "do not weigh pairs of heads. Score with --method fisher" in " ".join(message.split())
+        return
+    run("prune", "-k", 4, "-s", strategy, "-o", strategy, "--scores", scored, "-q")
+    assert budget_of(Path(strategy))["strategy"] == strategy
