@@ -182,3 +182,14 @@ def test_strategies_by_name(strategy: str, scored: Path, here: Path) -> None:
         return
     run("prune", "-k", 4, "-s", strategy, "-o", strategy, "--scores", scored, "-q")
     assert budget_of(Path(strategy))["strategy"] == strategy
+
+
+@pytest.mark.parametrize("share", [99, 97, 95, 93])
+def test_biases_that_the_repair_adds_count(share: int, here: Path, llama_folder: Path, data_folder: Path) -> None:
+    arguments = ["-d", data_folder, "-L", 20, "--target-params", f"{share}%", "-o", "run", "-q"]
+    run("prune", llama_folder, *arguments)
+    budget = budget_of(Path("run"))
+    dense = json.loads(Path("run/metrics.json").read_text())["dense"]["parameters"]
+    model = hp.load(Path("run") / budget["checkpoint"])
+    assert budget["repair"]["biases"]
+    assert latency.parameters(model) == budget["parameters"] <= share / 100 * dense

@@ -14,6 +14,7 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import Example
 from headprune.planning.budgets import Budget, Cost, Reading
 from headprune.plans import PruningPlan
+from headprune.repair import add_biases
 from headprune.surgery import prune
 
 
@@ -25,16 +26,20 @@ class Subject:
         layers: From `headprune.find_attention`.
         example: For the proof of every prune.
         inputs: What is timed, and what operations are counted on.
+        biases: Modules that the repair may give a bias, which costs something too.
     """
 
     model: nn.Module
     layers: Sequence[AttentionLayer]
     example: Example
     inputs: Example
+    biases: Sequence[str] = ()
 
     def pruned(self, plan: PruningPlan) -> nn.Module:
         """A copy without the plan's heads."""
         model = copy.deepcopy(self.model)
+        if plan.drop:
+            add_biases(model, self.biases)
         prune(model, plan.drop, self.example, layers=self.layers)  # the fingerprint was checked: this is a copy
         return model
 

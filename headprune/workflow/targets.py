@@ -197,7 +197,8 @@ def _fitted(scene: Scene, budget: Budget, order: Order, trials: Trials) -> Fit:
     if budget.kind == "drop":
         return fit_drop(order, budget, trials.change_at)
     inputs = budget_input(scene) if budget.kind == "latency" else scene.typical_input()
-    subject = Subject(scene.model, scene.layers, scene.example, inputs)
+    biases = trials.refit.added if trials.refit else ()
+    subject = Subject(scene.model, scene.layers, scene.example, inputs, biases)
     return fit(order, budget, cost_of(budget, subject, scene.options.seed))
 
 
