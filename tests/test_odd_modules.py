@@ -405,3 +405,43 @@ def test_a_norm_over_all_heads_before_the_output_projection() -> None:
     other = randomise(NormBefore())
     with pytest.raises(hp.HeadPruneError, match="mixed before the output projection"):
         hp.prune(other, {"": [0]}, x)
+
+
+class Bare(Attention):
+    """Heads side by side, without an output projection."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x)
+
+
+class Residual(nn.Module):
+    """Its last attention has no W_O, and no norm comes before the classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.classifier = Attention(), Bare(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        return self.classifier(x + self.last(x))
+
+
+def test_what_reads_a_residual_is_no_output_projection() -> None:
+    """The classifier's input holds the residual too: masking there would take it away with the head."""
+    model = randomise(Residual())
+    x = noise(4, 6, WIDTH)
+    layers = hp.find_attention(model, x)
+    assert [a.concatenates for a in layers] == [False, True]
+    heads = layers[1].num_heads
+    features = list(range(WIDTH // heads, 2 * WIDTH // heads))  # of head 1
+
+    def without(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out.index_fill(-1, torch.tensor(features), 0.0)
+
+    handle = model.last.register_forward_hook(without)
+    expected = model(x)
+    handle.remove()
+    with hp.mask(model, {"last": [1]}, layers=layers):
+        assert torch.allclose(model(x), expected, atol=1e-6)
+    with pytest.raises(hp.PruneError, match="The heads of last cannot be removed exactly"):
+        hp.prune(model, {"last": [1]}, x)  # the residual is as wide as it was

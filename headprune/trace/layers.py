@@ -18,7 +18,9 @@ def read_layers(trace: Tracer) -> list[AttentionLayer]:
     """One per attention module; several, where one module computes attention from several projections."""
     unique: dict[str, list[Attention]] = {}
     for attention in trace.found:
-        if attention.returned and (not attention.columns or overlap(attention.columns) or attention.bypass):
+        if attention.returned and (
+            not attention.columns or overlap(attention.columns) or attention.bypass or trace.adds_more(attention)
+        ):
             attention.output, attention.columns = attention.module, attention.returned
             attention.concatenated, attention.output_dim, attention.reason = True, -1, ""
         elif around := _around(attention):

@@ -424,6 +424,22 @@ class Tracer(TorchFunctionMode):
             columns.append(used(forward.movedim(dim, -1)))
         return columns
 
+    def adds_more(self, attention: Attention) -> bool:
+        """Whether something is added to the heads before what was taken for their W_O reads them, such as a residual.
+
+        Only asked where the module returns its heads side by side: nothing but weights and gates should come in between.
+        """
+        source = attention.source
+        if source is None or not source.requires_grad:
+            return False
+        cotangent = torch.zeros_like(source, requires_grad=True)
+        (back,) = torch.autograd.grad(source, attention.result, cotangent, create_graph=True)
+        (made,) = torch.autograd.grad(back, cotangent, attention.result.detach(), retain_graph=True)
+        rest = (source.detach() - made).movedim(attention.output_dim, -1)
+        index = sorted(set().union(*attention.columns))
+        size = source.detach().abs().max().clamp(min=1e-30)
+        return bool(rest[..., index].abs().max() > 1e-3 * size) if index else False
+
     def _note_values(self, attention: Attention, columns: list[set[int]], source: Tensor, leaves: list[Tensor]) -> None:
         """What else enters the heads' features of ``source``: values of eager attention, gates and scales on the output."""
         leaves = [leaf for leaf in leaves if leaf is not attention.result and leaf.ndim]
