@@ -266,6 +266,8 @@ def measure(key: str, subject: Subject, options: argparse.Namespace, cache: Cach
     def row(method: str, draw: int, keep: int, make: Callable[[], AbstractContextManager[nn.Module]]) -> None:
         name = {**same, "method": method, "draw": draw, "keep": keep}
         found = cache.find(**name)
+        if found is None and options.cached:
+            return
         if found is None:
             saved, started = baselines.gradients.saved, time.perf_counter()
             try:
@@ -285,7 +287,7 @@ def measure(key: str, subject: Subject, options: argparse.Namespace, cache: Cach
 
     row(DENSE, 0, subject.total // subject.group, lambda: nullcontext(subject.model))
     for draw in range(options.draws):
-        score = subject.score(draw)
+        score = [] if options.cached else subject.score(draw)
         for method in options.methods or METHODS:
             for count in options.counts or subject.counts:
 
@@ -365,6 +367,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=DRAWS, help="draws of scoring examples")
     parser.add_argument("--counts", type=int, nargs="+", help="heads (SmolLM2: key/value groups) that stay")
     parser.add_argument("--json", type=Path, help="where measurements are kept, one a line")
+    parser.add_argument("--cached", action="store_true", help="measure nothing; write what is in the --json file")
     parser.add_argument("--threads", type=int, default=1, help="torch's")
     parser.add_argument("--minilm", type=Path, help="where minilm-rt is")
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks.md"))
