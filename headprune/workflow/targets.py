@@ -150,7 +150,7 @@ def orders_of(
     for name, strategy, given in goal.searches(scores):
         with console.track(f"planning by {strategy}, {name}" if given else f"planning by {name}") as progress:
             found[name] = arrange(
-                replace(base, scores=given, progress=progress), strategy, sorted({*counts, *_grid(total)}),
+                replace(base, scores=given, progress=progress), strategy, _levels(total, counts),
                 lambda plan: -trials.measure(plan.drop).metrics["loss"], kinds, counts,
             )  # fmt: skip
     return found
@@ -225,7 +225,7 @@ def trade_off(
 ) -> list[dict[str, Any]]:
     """The metric on the choosing part against heads kept, by every order and by random."""
     total = fits[0].plan.total
-    levels = sorted({*_grid(total), *(f.plan.asked for f in fits)}, reverse=True)
+    levels = sorted(_levels(total, [f.plan.asked for f in fits]), reverse=True)
     jobs = [("dense", PruningPlan({}, total, total, total))]
     if not orders:  # a plan of the user's
         jobs += [("plan", replace(f.plan, asked=f.plan.kept)) for f in fits]
@@ -241,5 +241,11 @@ def trade_off(
     return curve
 
 
-def _grid(total: int) -> list[int]:
-    return sorted({max(1, round(f * total)) for f in _CURVE}, reverse=True)
+def _levels(total: int, counts: Sequence[int]) -> list[int]:
+    """Numbers of kept heads to look at: those asked for, and a grid down to the first one below them, for the curve.
+
+    The whole grid, if it is not known yet how many heads will stay.
+    """
+    grid = sorted({max(1, round(f * total)) for f in _CURVE}, reverse=True)
+    last = next((k for k in grid if k < min(counts)), 0) if counts else 0
+    return sorted({*counts, *(k for k in grid if k >= last)})
