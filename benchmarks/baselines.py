@@ -27,7 +27,7 @@ from headprune.gates import gated, zero_gates
 from headprune.inputs import call
 from headprune.loss import ExampleLoss, batch_size, inputs_of
 from headprune.modules import exact_attention
-from headprune.planning import plan
+from headprune.planning import GROUPS, Search, arrange
 from headprune.scoring.base import HeadScores, Problem
 from headprune.scoring.gradient import gate_gradients
 from headprune.trace import evaluating
@@ -138,7 +138,8 @@ def least(layers: Sequence[AttentionLayer], scores: Tensor, keep: int) -> Heads:
         values[layer.name] = torch.zeros(layer.num_heads, dtype=torch.float64)
         for unit, value in zip(layer.units, part, strict=True):
             values[layer.name][list(unit)] = value
-    return plan(HeadScores("", "", values, values, 0, tuple(layers)), keep).drop
+    search = Search(layers, HeadScores("", "", values, values, 0, tuple(layers)))
+    return arrange(search, "one-shot", [keep], kinds=[GROUPS]).plan(keep).drop
 
 
 def normalised(layers: Sequence[AttentionLayer], scores: Tensor) -> Tensor:
