@@ -31,7 +31,7 @@ def subject() -> Subject:
 
 
 def options(**more: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"draws": 2, "methods": ["random", "Michel"], "counts": None, **more})
+    return argparse.Namespace(**{"draws": 2, "methods": ["random", "Michel"], "counts": None, "cached": False, **more})
 
 
 def test_an_interrupted_run_goes_on(subject, tmp_path, monkeypatch):
