@@ -11,7 +11,7 @@ from headprune.scoring.base import Estimate, Problem, method
 def random(problem: Problem) -> Estimate:
     """Uniform draws from the seed. A method is worth its time only where it beats this.
 
-    Budhraja et al. (2020, arXiv:2004.15011) found random pruning often nearly as good after fine-tuning.
+    Budhraja et al. (2020, ACL Anthology 2020.emnlp-main.260) found random pruning often nearly as good after fine-tuning.
     """
     heads = sum(layer.num_heads for layer in problem.layers)
     generator = torch.Generator().manual_seed(problem.seed)
