@@ -61,11 +61,10 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
     before = refit.passes
     stages = _stages(state.kept, levels)
     losses = ExampleLoss(refit.model)
-    examples: list[Any] = []
-    for batch in losses.prepare(refit.batches):
-        if sum(map(batch_size, examples)) < _TRIED_EXAMPLES:
-            examples.append(batch)
-
+    batches = losses.prepare(refit.batches)
+    # Batches often come sorted by length: some from everywhere.
+    count = max(1, round(len(batches) * min(1.0, _TRIED_EXAMPLES / refit.examples)))
+    examples = [batches[i * len(batches) // count] for i in range(count)]
     tries = 0
 
     def loss(drop: Heads) -> float:

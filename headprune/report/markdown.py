@@ -89,7 +89,7 @@ def _budget_sentence(budget: dict[str, Any], metrics: dict[str, Any], run: dict[
     return (
         f"With **{budget['kept']} of {budget['total']} heads** ({_chosen(budget)}), {metric} on "
         f"{change['examples']:,} examples goes from {_value(metric, before)} to {_value(metric, after)}: "
-        f"{_change(metric, change)}: {verdict}. Random heads in the same number give {_value(metric, mean)} "
+        f"{_change(metric, change)}: {verdict}. Random heads in the same number{', repaired as well,' if budget.get('repair') else ''} give {_value(metric, mean)} "
         f"(mean of {len(control)}, {_value(metric, min(control))} to {_value(metric, max(control))})."
     )
 
