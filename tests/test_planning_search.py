@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.attention import Heads, check_possible
+from headprune.attention import Heads
 from headprune.loss import rows_of
 from headprune.planning import STRATEGIES, Constraints, Order, Search, arrange
 from headprune.planning.effects import effects
@@ -25,7 +25,7 @@ from headprune.planning.units import GROUPS, SLICES, Unit
 from headprune.repair import Refit, _across, _noise
 from tests.problems import duplicated, small
 from tests.test_odd_modules import WIDTH, Attention, Pair, noise
-from tests.test_planning import scores_of
+from tests.test_planning import check_plans, scores_of
 from tests.test_repair import made, padded, same, state
 from tests.test_trace import hooks
 from tests.zoo import _common, labelled, randomise, text
@@ -331,18 +331,7 @@ def test_every_prefix_is_a_plan(data: st.DataObject) -> None:
         "m", "u", dict(zip([a.name for a in layers], values.values(), strict=True)), {}, 1, tuple(layers)
     )
     assert order.least == STRATEGIES["one-shot"].run(replace(search, scores=even), []).least
-    last: set[tuple[str, int]] = set()
-    for keep in range(order.total, order.least - 1, -1):
-        plan = order.plan(keep)
-        dropped = {(n, h) for n, gone in plan.drop.items() for h in gone}
-        assert last <= dropped
-        assert plan.kept == order.total - len(dropped) <= keep == plan.asked
-        for layer in layers:
-            gone = plan.drop.get(layer.name, [])
-            assert not set(gone) & constraints.protected(layer)
-            assert layer.num_heads - len(gone) >= min(constraints.min_heads, layer.num_heads)
-            check_possible(layer, gone)
-        last = dropped
+    check_plans(order, search)
     if order.least < order.total:
         plan = order.plan(data.draw(st.integers(order.least, order.total - 1)))
         pruned = copy.deepcopy(model)
@@ -547,16 +536,7 @@ def test_swap_holds_budgets_and_constraints(data: st.DataObject) -> None:
     order = STRATEGIES["swap"].run(search, levels)
     assert order == STRATEGIES["swap"].run(search, levels)
     assert order.least == STRATEGIES["one-shot"].run(search, []).least
-    last: set[tuple[str, int]] = set()
-    for plan in order.plans():
-        dropped = {(n, h) for n, heads in plan.drop.items() for h in heads}
-        assert last < dropped or not dropped
-        for a in layers:
-            gone = plan.drop.get(a.name, [])
-            assert not set(gone) & constraints.protected(a)
-            assert a.num_heads - len(gone) >= min(constraints.min_heads, a.num_heads)
-            check_possible(a, gone)
-        last = dropped
+    check_plans(order, search)
 
 
 def test_swap_counts_what_has_gone_before() -> None:
