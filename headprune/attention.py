@@ -125,6 +125,9 @@ class AttentionLayer:
             removed heads' zeros are put into its input, and what it makes of the others goes on.
         projections: Every other projection that holds features of single heads (query, key,
             value, a per-head gate, fused or separate).
+        values: The value projection, which `projections` holds too (there with what else it computes): ``features[h]``
+            are those that attention hands on as head ``h``'s, alike for the heads of a group. None where there is no one
+            such module.
         selections: Modules that compute something over all heads, such as a norm of the queries; they and what feeds
             them stay whole, and only the kept heads' features are taken from their output.
         tables: Parameters and buffers with entries of their own for each head.
@@ -154,6 +157,7 @@ class AttentionLayer:
     gate: HeadGate | None = None
     mixer: str = ""
     projections: tuple[HeadFeatures, ...] = ()
+    values: HeadFeatures | None = None
     selections: tuple[HeadFeatures, ...] = ()
     tables: tuple[HeadTable, ...] = ()
     arguments: tuple[HeadArgument, ...] = ()
@@ -193,6 +197,7 @@ class AttentionLayer:
         fields["output_projection"] = self.output_projection.to_json() if self.output_projection else None
         fields["gate"] = self.gate.to_json() if self.gate else None
         fields["projections"] = [p.to_json() for p in self.projections]
+        fields["values"] = self.values.to_json() if self.values else None
         fields["selections"] = [p.to_json() for p in self.selections]
         fields["tables"] = [t.to_json() for t in self.tables]
         return fields
@@ -204,6 +209,7 @@ class AttentionLayer:
         fields["output_projection"] = HeadFeatures.from_json(output) if output else None
         fields["gate"] = HeadGate.from_json(data["gate"]) if data.get("gate") else None
         fields["projections"] = tuple(HeadFeatures.from_json(p) for p in data["projections"])
+        fields["values"] = HeadFeatures.from_json(data["values"]) if data.get("values") else None
         # Files from before these were traced have none; a prune that would need them fails its proof.
         fields["selections"] = tuple(HeadFeatures.from_json(p) for p in data.get("selections", ()))
         fields["tables"] = tuple(HeadTable.from_json(t) for t in data.get("tables", ()))

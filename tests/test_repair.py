@@ -18,7 +18,8 @@ from headprune.attention import Heads
 from headprune.inputs import call
 from headprune.loss import rows_of
 from headprune.modules import exact_attention
-from headprune.repair import Place, Refit, Weights, _across, _noise, added_biases, repair
+from headprune.repair import Place, Refit, Weights, added_biases, repair
+from headprune.repair.probe import across as _across, noise as _noise
 from headprune.surgery import answers
 from tests import zoo
 from tests.problems import duplicated, small
@@ -139,7 +140,7 @@ def test_the_fit_is_the_regression(name: str) -> None:
     model, example, layers = made(name)
     before = state(model)
     for ridge in (1e-3, 1.0):
-        refit = Refit(model, layers, [batch_of(example)], ridge=ridge)
+        refit = Refit(model, layers, [batch_of(example)], ridge=ridge, values=False)
         drop = some(layers) or {layers[0].name: [1]}  # ALBERT has but one
         weights = refit.fitted(drop)
         assert same(model, before)
@@ -170,7 +171,7 @@ def test_the_fit_is_the_regression(name: str) -> None:
 @pytest.mark.parametrize("name", ["bert", "llama", "t5", "mha"])
 def test_a_sweep_sees_the_repaired_model(name: str) -> None:
     model, example, layers = made(name)
-    refit = Refit(model, layers, [batch_of(example)], ridge=0.01)
+    refit = Refit(model, layers, [batch_of(example)], ridge=0.01, values=False)
     drop = some(layers)
     first = refit.fitted(drop)
     weights = refit.fitted(drop, sweeps=1)
@@ -273,7 +274,7 @@ def test_never_worse_on_the_calibration_examples(
     model, given_ = _BERT
     layers = hp.find_attention(model, given_[0])
     before = state(model)
-    refit = Refit(model, layers, given_[:batches], ridge=ridge)
+    refit = Refit(model, layers, given_[:batches], ridge=ridge, values=False)
     weights = refit.fitted({a.name: sorted(g) for a, g in zip(layers, gone, strict=True) if g}, sweeps)
     for facts in weights.facts.values():
         assert facts.after <= facts.before + 1e-9
@@ -292,7 +293,7 @@ def test_a_duplicate_is_made_up_for(ridge: float | None, most: float) -> None:
     drop = {layers[0].name: [1]}
     with hp.mask(model, drop, layers=layers):
         masked = model(**batches[0]).logits
-    repair(model, drop, batches, layers=layers, ridge=ridge)
+    repair(model, drop, batches, layers=layers, ridge=ridge, values=False)
     with hp.mask(model, drop, layers=layers):
         repaired = model(**batches[0]).logits
     assert (repaired - dense).abs().max() < most
@@ -359,7 +360,7 @@ def test_a_decoder_and_its_encoder_have_padding_of_their_own() -> None:
         (labelled, labelled["labels"] != -100),
         ({k: v for k, v in batch.items() if k != "decoder_attention_mask"}, torch.ones(3, 6, dtype=torch.bool)),
     ):
-        refit = Refit(model, layers, [given_], ridge=0.1)
+        refit = Refit(model, layers, [given_], ridge=0.1, values=False)
         drop = some(layers)
         weights = refit.fitted(drop)
         inputs = seen(model, [p.name for p in refit.places], given_)

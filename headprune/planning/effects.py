@@ -43,7 +43,8 @@ def effects(refit: Refit, layers: Sequence[AttentionLayer], drop: Heads, units: 
     """First-order change of the model's answers to every example if a unit goes too, ``[examples, units]``, float64.
 
     The model is as it is without the heads in ``drop``, repaired. When unit u goes, the refit changes W_O by
-    ``dW_u = -H^-1[:, u] (H^-1[u, u])^-1 W[u]``, H being the ridge regression's Hessian over the kept inputs: the optimal
+    ``dW_u = -H^-1[:, u] (H^-1[u, u])^-1 W[u]``, H being the ridge regression's Hessian over the kept inputs (and over what the
+    heads could read instead, along some directions, where values are refitted too): the optimal
     brain surgeon for a block (Hassibi and Stork 1992; for heads and layers Kurtic et al. 2023, ZipLM, arXiv:2302.04089,
     equation 2). There it is judged by the layer's own squared error, here by what the model makes of it: the effect on
     example i is ``sum_t <g_t, x_t dW_u>`` over its tokens, g_t being the slope at W_O's output of a random projection of
@@ -70,7 +71,7 @@ def effects(refit: Refit, layers: Sequence[AttentionLayer], drop: Heads, units: 
             out = torch.zeros(batch_size(batch), len(units), dtype=torch.float64)
             if others:
                 out[:, others] = _gated(refit, layers, index, [units[i] for i in others])
-            for name, calls in refit.slopes(index).items():
+            for name, calls in refit.slopes(index, wide=True).items():
                 if (removal := removals[name]) is not None:
                     for x, slope in calls:
                         _add(out, removal, x, slope)
@@ -102,26 +103,33 @@ def _removal(
     columns = [i for i, unit in enumerate(units) if layers[unit.layer].name in features]
     if not columns:
         return None
-    kept = place.kept(drop)
-    at = {int(feature): i for i, feature in enumerate(kept)}
-    inputs = [[at[f] for h in units[i].heads for f in features[layers[units[i].layer].name][h]] for i in columns]
     current = weights.of[place.name][0] if place.name in weights.of else place.weight.cpu()
     ridge = weights.ridges.get(place.name, _FIRST_RIDGE if refit.ridge is None else refit.ridge)
     if not refit.matters(place):  # nothing was seen to fit to
         ridge = math.inf
-    width = max(map(len, inputs))
-    left = torch.zeros(len(kept), len(inputs), width, dtype=torch.float64)
-    right = torch.zeros(len(inputs), width, current.shape[1], dtype=torch.float64)
-    inverse, mean = None, torch.zeros(len(kept), dtype=torch.float64)
+    inverse, kept = None, place.kept(drop)
+    mean = torch.zeros(len(kept), dtype=torch.float64)
     if math.isfinite(ridge):
-        hessian, mean = refit.hessian(place, kept, ridge)
+        hessian, mean, kept = refit.hessian(place, drop, weights, ridge)
         inverse = torch.linalg.inv(hessian)
-    for u, these in enumerate(inputs):
+    at = {int(feature): i for i, feature in enumerate(kept)}
+    values = refit.values.get(place.name) if inverse is not None else None
+    heads = [[(layers[units[i].layer].name, h) for h in units[i].heads] for i in columns]
+    own = [[f for name, h in unit for f in features[name][h]] for unit in heads]
+    width = max(map(len, own))
+    left = torch.zeros(len(kept), len(own), width, dtype=torch.float64)
+    right = torch.zeros(len(own), width, current.shape[1], dtype=torch.float64)
+    for u, these in enumerate(own):
+        right[u, : len(these)] = -current[these]
+        block = [at[f] for f in these]
         if inverse is None:  # nothing is made up for: the unit's inputs alone lose their weights
-            left[these, u, range(len(these))] = 1.0
-        else:
-            left[:, u, : len(these)] = inverse[:, these] @ torch.linalg.inv(inverse[these][:, these])
-        right[u, : len(these)] = -current[kept[these]]
+            left[block, u, range(len(these))] = 1.0
+            continue
+        if values is not None:  # what its heads could have read goes with it
+            block += [
+                at[len(place.weight) + h * values.head_dim + j] for _, h in heads[u] for j in range(values.head_dim)
+            ]
+        left[:, u, : len(these)] = (inverse[:, block] @ torch.linalg.inv(inverse[block][:, block]))[:, : len(these)]
     return _Removal(kept, mean, left, right, columns)
 
 

@@ -70,6 +70,11 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
         own = [r - shared for r in rows]  # features that all heads use stay (MQA, latent attention)
         if any(own):
             projections.append(HeadFeatures(module, tuple(tuple(sorted(r)) for r in own)))
+    values = None
+    if len(attention.value_rows) == 1:
+        ((module, rows),) = attention.value_rows.items()
+        rows = _filled(rows, trace.sizes.get((module, "out"), 0))
+        values = HeadFeatures(module, tuple(tuple(sorted(r)) for r in rows)) if all(rows) else None
     groups = _groups(attention)
     kv_heads = len(groups) or heads
     if (
@@ -126,7 +131,7 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
     return AttentionLayer(
         name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=kv_heads, groups=groups,
         head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
-        output_projection=output, gate=gate, mixer=mixer, projections=tuple(projections), tables=tables,
+        output_projection=output, gate=gate, mixer=mixer, projections=tuple(projections), values=values, tables=tables,
         selections=tuple(HeadFeatures(n, tuple(tuple(sorted(r)) for r in rows)) for n, rows in attention.selections.items()),
         arguments=_head_arguments(trace, attention), inner_modules=tuple(inner), side_modules=tuple(n for n in counting if n not in inner),
         bypass=bypass, output_arity=shape or 0, output_inside=inside, concatenates=attention.concatenated,

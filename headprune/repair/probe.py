@@ -1,0 +1,66 @@
+"""How much the model's answers depend on every token: random projections of them, padding left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.divergence import IGNORED
+
+
+def mask_of(model: nn.Module, batch: Any, kind: str) -> Tensor | None:
+    """Which tokens are no padding, ``[batch, tokens]``, for layers of a kind; None where that is not known."""
+    if isinstance(batch, tuple | list):  # a pair, with labels
+        batch = batch[0]
+    if not isinstance(batch, Mapping):
+        return None
+    translates = "decoder_input_ids" in batch or getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    found = batch.get("attention_mask")
+    if translates and kind != "encoder":
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and labels.ndim == 2:  # what is decoded is made of them
+            found = labels != IGNORED
+        elif "decoder_input_ids" in batch:
+            found = None
+        found = batch.get("decoder_attention_mask", found)
+    return found.bool() if isinstance(found, Tensor) and found.ndim == 2 else None
+
+
+def across(root: Tensor, draw: Tensor) -> Tensor:
+    """Noise ``[..., classes]`` without its part along the square roots of the classes' probabilities, which would change nothing.
+
+    The rest gets the length that it has on average. So with two classes nothing is left to chance but a sign.
+    """
+    rest = draw - root * (root * draw).sum(-1, keepdim=True)
+    length = rest.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+    scaled: Tensor = rest * ((root.shape[-1] - 1) ** 0.5 / length)
+    return scaled
+
+
+def noise(like: Tensor, mask: Tensor | None, seeds: Sequence[int]) -> Tensor:
+    """Random numbers ``[examples, ...]``: the same for an example in any batch, none at padding."""
+    if not like.ndim or len(like) != len(seeds):
+        return torch.randn(like.shape, generator=torch.Generator().manual_seed(seeds[0])).to(like)
+    found = torch.zeros(like.shape)
+    for row, seed in enumerate(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        if mask is not None and like.ndim > 2 and mask.shape == like.shape[:2]:
+            told = mask[row].cpu()
+            found[row, told] = torch.randn(int(told.sum()), *like.shape[2:], generator=generator)
+        else:
+            found[row] = torch.randn(like.shape[1:], generator=generator)
+    return found.to(like)
+
+
+def widened(t: Tensor) -> Tensor:
+    return t if t.dtype == torch.float64 else t.float()
+
+
+def real_tokens(x: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Which tokens ``[batch * tokens]`` are no padding; None where that is not known."""
+    if mask is None or mask.numel() != x.shape[:-1].numel():
+        return None
+    return mask.to(x.device).flatten()

@@ -1,0 +1,191 @@
+"""Refit of the values along with W_O: what a kept head reads of the tokens that it attends to.
+
+A head hands on ``A v``: its attention weights times its values. Where heads go, those that stay can do better than to weigh
+their old values anew: they can take others from the same tokens. For fixed attention weights the layer's output is
+bilinear in the value projection and W_O, so both are least squares with the other one held, from the same second moments.
+
+New values are made of a head's old ones and of ``rank`` further directions of the value projection's input, those that
+W_O made most of over all heads. What a head attends to along them is found by running the model with these in the place of
+values (`Refit`), so nothing needs to be known of how attention is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headprune.repair.places import Place, Values
+from headprune.repair.solve import FOLDS, Fit, Moments, centred, error
+from headprune.repair.weights import LayerRepair
+
+RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # of the mean variance of an input
+_ROUNDS, _STEPS = 3, 8  # of alternation, and of conjugate gradients in each
+_TRIED_ROUNDS, _TRIED_STEPS = 1, 6  # to compare ridges
+
+
+def directions(place: Place, values: Values, xx: Tensor, rank: int) -> Tensor:
+    """Directions of the values' input that W_O makes most of, ``[in, rank]``, as long as the old weights' columns on average.
+
+    They span what is best for rank ``rank`` if every token attended to itself alone: with S the input's covariance and
+    ``L L^T = sum_h V_h O_h O_h^T V_h^T``, they are ``L w`` for the first eigenvectors w of ``L^T S L``.
+
+    Args:
+        xx: Sums over tokens of products of the input with a 1 behind it, ``[in + 1, in + 1]``.
+    """
+    mean = xx[-1, :-1] / xx[-1, -1]
+    spread = xx[:-1, :-1] / xx[-1, -1] - torch.outer(mean, mean)
+    weight = values.weight.cpu()
+    parts = []
+    for h, own in enumerate(values.owner):
+        out = place.weight.cpu()[values.columns[h]]
+        sizes, axes = torch.linalg.eigh(out @ out.T)
+        parts.append(weight[:, values.features[own]] @ (axes * sizes.clamp(min=0).sqrt()))
+    left = torch.cat(parts, dim=1)
+    _, turned = torch.linalg.eigh(left.T @ spread.cpu() @ left)
+    found = left @ turned.flip(1)[:, :rank]
+    length = weight[:, values.features.flatten()].square().sum(0).mean().sqrt()
+    scaled: Tensor = found * (length / found.norm(dim=0, keepdim=True).clamp(min=1e-30))
+    return scaled
+
+
+def inputs_of_heads(place: Place, values: Values, heads: Sequence[int], rank: int) -> Tensor:
+    """Where a head's old values and further directions lie in W_O's widened inputs, ``[heads, head_dim + rank]``."""
+    own = values.columns[list(heads)]
+    start = len(place.weight) + torch.tensor(heads, dtype=torch.long)[:, None] * rank
+    return torch.cat([own, start + torch.arange(rank)], dim=1)
+
+
+def fit_values(
+    moments: Moments, place: Place, values: Values, heads: Sequence[int], rank: int, ridge: float | None
+) -> Fit:
+    """The best values and W_O for the heads that stay.
+
+    Minimised is ``mean_t |y_t - sum_h z_th T_g(h) O_h - b|^2 + ridge * (v |O - O_old|^2 + u sum_g |T_g - T_old|^2)``, z_th being
+    what head h attends to (its old values, then the further directions), v and u the mean variance of the inputs that O and
+    T weigh; heads of a group share T. O and T take turns: O by elimination, T by conjugate gradients, which never make it worse.
+    """
+    index = inputs_of_heads(place, values, heads, rank)
+    xx, xy = (m.cpu() for m in moments.rows_of(index.flatten()))
+    yy = moments.yy.cpu()
+    start = _Start(place, values, heads, rank)
+    chosen, held_out = ridge, None
+    if chosen is None:
+        tried = []
+        for strength in RIDGES:
+            found = 0.0
+            for i in range(FOLDS):
+                rest = xx.sum(0) - xx[i]
+                if float(rest[-1, -1]) <= 0:
+                    found = float("inf")
+                    break
+                fitted = start.solved(rest, xy.sum(0) - xy[i], strength, _TRIED_ROUNDS, _TRIED_STEPS)
+                found += error(xx[i], xy[i], yy[i], start.product(*fitted[:2]), fitted[2])
+            tried.append(found)
+        held_out = min(tried)
+        chosen = RIDGES[tried.index(held_out)]
+    sums = xx.sum(0), xy.sum(0), yy.sum(0)
+    mix, out, bias = start.solved(*sums[:2], chosen, _ROUNDS, _STEPS)
+    unit = moments.spread()
+    facts = LayerRepair(
+        error(*sums, start.product(start.mix, start.out), place.bias.cpu()) / unit,
+        error(*sums, start.product(mix, out), bias) / unit, chosen, values=True,
+    )  # fmt: skip
+    whole = torch.zeros_like(place.weight, device="cpu")
+    whole[values.columns[list(heads)].flatten()] = out.flatten(0, 1)
+    made = {h: mix[start.owner[i]] for i, h in enumerate(heads)}
+    return Fit(whole, bias if place.has_bias else None, facts, held_out, made)
+
+
+def written(values: Values, mixes: dict[int, Tensor], further: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The value projection's new weights and bias, from what its heads' values are made of."""
+    weight, bias = values.weight.cpu().clone(), None if values.bias is None else values.bias.cpu().clone()
+    for head, mix in mixes.items():
+        at = values.features[values.owner[head]]
+        own, other = mix[: len(at)], mix[len(at) :]
+        weight[:, at] = values.weight.cpu()[:, at] @ own + further @ other
+        if bias is not None and values.bias is not None:
+            bias[at] = values.bias.cpu()[at] @ own
+    return weight, bias
+
+
+class _Start:
+    """The old values and weights of the heads that stay, and the way from there to better ones."""
+
+    def __init__(self, place: Place, values: Values, heads: Sequence[int], rank: int) -> None:
+        width = values.head_dim
+        kept = list(dict.fromkeys(values.owner[h] for h in heads))
+        self.has_bias, self.bias = place.has_bias, place.bias.cpu()
+        self.owner = torch.tensor([kept.index(values.owner[h]) for h in heads])
+        self.out = place.weight.cpu()[values.columns[list(heads)]]  # [heads, head_dim, out]
+        self.mix = torch.eye(width + rank, width, dtype=torch.float64).repeat(
+            len(kept), 1, 1
+        )  # [groups, wide, head_dim]
+
+    def product(self, mix: Tensor, out: Tensor) -> Tensor:
+        """What stands in W_O's place for the widened inputs, ``[heads * wide, out]``."""
+        product: Tensor = mix[self.owner] @ out
+        return product.flatten(0, 1)
+
+    def solved(self, xx: Tensor, xy: Tensor, ridge: float, rounds: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Mixes ``[groups, wide, head_dim]``, weights ``[heads, head_dim, out]`` and bias ``[out]`` after some rounds."""
+        a, c, mean_x, mean_y = centred(xx, xy, self.has_bias)
+        heads, wide = len(self.owner), self.mix.shape[1]
+        a, c = a.view(heads, wide, heads, wide), c.view(heads, wide, -1)
+        var = float(a.diagonal(dim1=0, dim2=2).diagonal(dim1=0, dim2=1).mean())
+        own = a[:, : self.out.shape[1], :, : self.out.shape[1]].diagonal(dim1=0, dim2=2).diagonal(dim1=0, dim2=1).mean()
+        mix, out = self.mix, self.out
+        if float(own) > 0:
+            # By the weights that there were: a strength that changed on the way would not let every turn be a gain.
+            strength = ridge * var * float(self.out.square().sum(2).mean()) * heads / len(mix)
+            for _ in range(rounds):
+                out = self._out(a, c, mix, ridge * float(own))
+                mix = self._mix(a, c, mix, out, strength, steps)
+            out = self._out(a, c, mix, ridge * float(own))
+        product = self.product(mix, out)
+        return mix, out, mean_y - mean_x @ product if self.has_bias else self.bias
+
+    def _out(self, a: Tensor, c: Tensor, mix: Tensor, strength: float) -> Tensor:
+        each = mix[self.owner]
+        half = torch.einsum("adbe,bef->adbf", a, each)
+        square = torch.einsum("adg,adbf->agbf", each, half).flatten(2).flatten(0, 1)
+        right = torch.einsum("adf,ado->afo", each, c).flatten(0, 1) + strength * self.out.flatten(0, 1)
+        found: Tensor = torch.linalg.solve(square + strength * torch.eye(len(square), dtype=square.dtype), right)
+        return found.view_as(self.out)
+
+    def _mix(self, a: Tensor, c: Tensor, mix: Tensor, out: Tensor, strength: float, steps: int) -> Tensor:
+        pairs = torch.einsum("afo,bgo->afbg", out, out)
+
+        def by_group(parts: Tensor) -> Tensor:
+            return torch.zeros_like(mix).index_add(0, self.owner, parts)
+
+        def applied(x: Tensor) -> Tensor:
+            mixed = torch.einsum("bef,bfag->beag", x[self.owner], pairs)
+            return by_group(torch.einsum("adbe,beag->adg", a, mixed)) + strength * x
+
+        # The preconditioner is the operator of a model in which heads of other groups, and of one group, had nothing in common.
+        count = torch.bincount(self.owner)[:, None, None]
+        own = torch.stack([a[i, :, i] for i in range(len(self.owner))])
+        inputs = a.new_zeros(len(mix), *own.shape[1:]).index_add(0, self.owner, own) / count
+        outputs = a.new_zeros(len(mix), *(out.shape[1],) * 2).index_add(0, self.owner, out @ out.mT)
+        (left, turn), (right, spin) = torch.linalg.eigh(inputs), torch.linalg.eigh(outputs)
+        scale = left.clamp(min=0)[:, :, None] * right.clamp(min=0)[:, None, :] + max(strength, 1e-30)
+
+        def near(x: Tensor) -> Tensor:
+            found: Tensor = turn @ ((turn.mT @ x @ spin) / scale) @ spin.mT
+            return found
+
+        rest = by_group(torch.einsum("ado,afo->adf", c, out)) + strength * self.mix - applied(mix)
+        step = z = near(rest)
+        size = (rest * z).sum()
+        for _ in range(steps):
+            if float(size) <= 1e-30 * float(mix.square().sum()):
+                break
+            moved = applied(step)
+            along = size / (step * moved).sum()
+            mix, rest = mix + along * step, rest - along * moved
+            z = near(rest)
+            now = (rest * z).sum()
+            step, size = z + now / size * step, now
+        return mix

@@ -1,0 +1,103 @@
+"""What a repair gives: new weights, and the facts of how they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class LayerRepair:
+    """One layer's refit.
+
+    Attributes:
+        before: Mean squared error per token of W_O's output with the old weights and without the removed heads, divided
+            by the variance of the dense model's output.
+        after: The same with the new weights.
+        ridge: The strength that was best on held-out examples; infinite where the old weights were.
+        values: Whether the value projection was refitted as well.
+    """
+
+    before: float
+    after: float
+    ridge: float
+    values: bool = False
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What `repair` did.
+
+    Attributes:
+        layers: By layer; on the calibration examples, in the last sweep.
+        examples: Calibration examples.
+        passes: Forward passes over them.
+        biases: Output projections that had no bias, and have one now.
+        notes: What could not be refitted, and why.
+    """
+
+    layers: dict[str, LayerRepair]
+    examples: int
+    passes: int
+    biases: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layers": {name: vars(fitted) for name, fitted in self.layers.items()},
+            "examples": self.examples, "passes": self.passes, "biases": list(self.biases), "notes": list(self.notes),
+        }  # fmt: skip
+
+
+BIASES = "_headprune_biases"
+
+
+def added_biases(model: nn.Module) -> list[str]:
+    """Modules of a repaired model that have got a bias."""
+    return list(model.__dict__.get(BIASES, []))
+
+
+def add_biases(model: nn.Module, names: Sequence[str]) -> None:
+    """Give modules a bias of zeros, as a repair had to: for a skeleton whose weights are loaded afterwards."""
+    own = model.__dict__.setdefault(BIASES, [])
+    modules = dict(model.named_modules())
+    for name in names:
+        if name not in own and name in modules:  # a stand-in's is there once it stays for good
+            module = modules[name]
+            weight: Any = module.weight
+            module.bias = nn.Parameter(weight.new_zeros(weight.shape[0]), requires_grad=weight.requires_grad)
+            own.append(name)
+
+
+def remove_biases(model: nn.Module, names: Sequence[str]) -> None:
+    """Take away what `add_biases` gave."""
+    own = model.__dict__.setdefault(BIASES, [])
+    for name in names:
+        if name in own:
+            module: Any = model.get_submodule(name)
+            module.bias = None
+            own.remove(name)
+
+
+@dataclass
+class Weights:
+    """New weights by module.
+
+    Attributes:
+        of: ``{module: (W [in, out], b [out] or None)}``; modules that stay as they are, are not in it.
+        ridges: The strengths they were fitted with, by output projection.
+        mixes: Where values were refitted too, by output projection: of every kept head, its new output from its old
+            one and the further directions, ``[head_dim + rank, head_dim]``.
+        facts: What the fits were like, by layer.
+    """
+
+    of: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    ridges: dict[str, float] = field(default_factory=dict)
+    mixes: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    facts: dict[str, LayerRepair] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.of)
