@@ -111,10 +111,9 @@ class Refit:
     def values(self) -> dict[str, Values]:
         """The value projections that are refitted too, by output projection."""
         if self._values is None:
-            self._values = {}
-            if self._with_values:
-                with torch.inference_mode(False), torch.no_grad():
-                    self._values = self._checked({p.name: p.values for p in self.places if p.values})
+            possible = {p.name: p.values for p in self.places if p.values and self._with_values}
+            with torch.inference_mode(False), torch.no_grad():
+                self._values = self._checked(possible) if possible else {}
         return self._values
 
     @contextmanager
@@ -310,7 +309,7 @@ class Refit:
                     values, out, other[..., None, :].expand(*other.shape[:-1], len(values.features), width)
                 )
 
-            found = self._fed(batch, ys, fed)
+            found, _ = self._fed(batch, ys, fed)
             for name in chosen:
                 values = self.values[name]
                 width = min(values.head_dim, self._directions[name].shape[1] - share * values.head_dim)
@@ -325,8 +324,8 @@ class Refit:
             for n in names
         }
 
-    def _fed(self, batch: Any, ys: Calls, hear: See) -> Calls:
-        """W_O's inputs where value projections give what ``hear`` says, and W_O what it gave before."""
+    def _fed(self, batch: Any, ys: Calls, hear: See) -> tuple[Calls, list[Tensor]]:
+        """W_O's inputs where value projections give what ``hear`` says and W_O what it gave before; and the answers."""
         found: Calls = {name: [] for name in ys}
         before = {name: iter(calls) for name, calls in ys.items()}
 
@@ -334,44 +333,58 @@ class Refit:
             found[name].append(x)
             return next(before[name]).clone()
 
-        self._run(batch, see, hear)
-        return found
+        output = self._run(batch, see, hear)
+        return found, tensors(output)
 
     def _checked(self, values: dict[str, Values]) -> dict[str, Values]:
         """Those whose heads are linear in their values, and whose values nothing else looks at.
 
-        Tried with a rotation of every head's values: W_O's input must be rotated alike, and nothing else change.
+        Tried with a rotation of every head's values: W_O's input must be rotated alike, and the answers stay as they were
+        where W_O gives what it gave.
         """
-        if not values:
-            return {}
         batch = max(self.batches, key=batch_size)
         if batch_size(batch) > 2:
             batch = rows_of(batch, unlike(batch, 2))
-        self._values = values  # whose modules are listened to
-        with self.calm():
+        generator = torch.Generator().manual_seed(0)
+        turns = {
+            name: torch.linalg.qr(torch.randn(v.head_dim, v.head_dim, generator=generator, dtype=torch.float64))[0]
+            for name, v in values.items()
+        }
+        with self._listening(values), self.calm():
             xs, ys = self._recorded(batch)
-            good, turns = {}, {}
-            for name, v in values.items():
-                noise_ = torch.randn(
-                    v.head_dim, v.head_dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-                )
-                turns[name] = torch.linalg.qr(noise_)[0]
+            _, answers = self._fed(batch, ys, lambda name, x, out: None)
 
-            def fed(name: str, x: Tensor, out: Tensor) -> Tensor:
-                v = values[name]
-                return _replaced(v, out, out[..., v.features.to(out.device)] @ turns[name].to(out))
+            def fit(names: Sequence[str]) -> bool:
+                def fed(name: str, x: Tensor, out: Tensor) -> Tensor | None:
+                    v = values[name]
+                    turned = out[..., v.features.to(out.device)] @ turns[name].to(out)
+                    return _replaced(v, out, turned) if name in names else None
 
-            found = self._fed(batch, ys, fed)
-            for name, v in values.items():
-                pairs = list(zip(found[name], xs[name], strict=True))
-                columns = v.columns
-                if pairs and all(_close(f[..., columns], x[..., columns] @ turns[name].to(x)) for f, x in pairs):
-                    good[name] = v
-        for name in values.keys() - good.keys():
-            self.notes.append(
-                f"{self._layer(name).name}: its heads are not linear in its values, which keep their old weights."
-            )
-        return good
+                found, now = self._fed(batch, ys, fed)
+                if not all(map(_close, now, answers)):
+                    return False
+                for name in names:
+                    columns, turn = values[name].columns, turns[name]
+                    for after, x in zip(found[name], xs[name], strict=True):
+                        if not _close(after[..., columns], x[..., columns] @ turn.to(x)):
+                            return False
+                    if not xs[name]:
+                        return False
+                return True
+
+            good = list(values) if fit(list(values)) else [name for name in values if fit([name])]
+        for name in values.keys() - set(good):
+            self.notes.append(f"{self._layer(name).name} keeps its old values: its heads are not linear in them alone.")
+        return {name: values[name] for name in values if name in good}
+
+    @contextmanager
+    def _listening(self, values: dict[str, Values]) -> Iterator[None]:
+        """While it is not known yet which of ``values`` can be refitted."""
+        self._values = values
+        try:
+            yield
+        finally:
+            self._values = None
 
     def slopes(self, index: int, *, wide: bool = False) -> dict[str, list[tuple[Tensor, Tensor]]]:
         """W_O's inputs and the slopes at its outputs, by module, for every call, on a batch.
