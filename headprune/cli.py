@@ -234,9 +234,7 @@ def prune(
     ] = None,
     no_repair: Annotated[
         bool,
-        typer.Option(
-            "--no-repair", help="Leave W_O's weights to the kept heads as they were.", rich_help_panel="Repair"
-        ),
+        typer.Option("--no-repair", help="Leave the kept heads' weights as they were.", rich_help_panel="Repair"),
     ] = False,
     finetune: Annotated[
         float | None,

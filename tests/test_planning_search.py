@@ -23,7 +23,8 @@ from headprune.planning.effects import effects
 from headprune.planning.search import _least, _stages, _State
 from headprune.planning.units import GROUPS, SLICES, Unit
 from headprune.repair import Refit
-from headprune.repair.probe import across as _across, noise as _noise
+from headprune.repair.probe import across as _across
+from headprune.repair.probe import noise as _noise
 from tests.problems import duplicated, small
 from tests.test_odd_modules import WIDTH, Attention, Pair, noise
 from tests.test_planning import check_plans, scores_of

@@ -19,7 +19,8 @@ from headprune.inputs import call
 from headprune.loss import rows_of
 from headprune.modules import exact_attention
 from headprune.repair import Place, Refit, Weights, added_biases, repair
-from headprune.repair.probe import across as _across, noise as _noise
+from headprune.repair.probe import across as _across
+from headprune.repair.probe import noise as _noise
 from headprune.surgery import answers
 from tests import zoo
 from tests.problems import duplicated, small

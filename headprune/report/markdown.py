@@ -236,7 +236,7 @@ def _trade_off(metrics: dict[str, Any], run: dict[str, Any]) -> str:
         "",
         f"![{metric} against heads kept](tradeoff.png)",
         "",
-        f"Curves: heads masked{' and W_O repaired' if any(b.get('repair') for b in metrics['budgets']) else ''}, on the {choose['examples']:,} examples of the choosing part (`{choose['split']}`); shaded: "
+        f"Curves: heads masked{' and the rest repaired' if any(b.get('repair') for b in metrics['budgets']) else ''}, on the {choose['examples']:,} examples of the choosing part (`{choose['split']}`); shaded: "
         "95 % bootstrap interval. Diamonds: pruned for real, reloaded, on the reporting part. Which curve's plans are used "
         "was decided on the choosing part, for all budgets together.",
         "",
@@ -423,9 +423,10 @@ def _weights(budgets: Sequence[dict[str, Any]]) -> list[str]:
     repaired = [b["repair"] for b in budgets if b.get("repair")]
     if repaired:
         lines.append(
-            f"- Repair: W_O of every layer from the first pruned one on was refitted in closed form, on the {repaired[0]['examples']:,} "
-            "scoring examples, to what the dense model's W_O gives there; by ridge regression towards its old weights, whose "
-            "strength was chosen on held-out halves of those examples. Removed heads are masked or pruned behind that."
+            f"- Repair: in every layer that lost heads, W_O and the kept heads' values were refitted by least squares, on the "
+            f"{repaired[0]['examples']:,} scoring examples, to what the dense model's W_O gives there; with a pull towards the old "
+            "weights, whose strength was chosen on held-out halves of those examples, as was whether the values change at all. "
+            "Removed heads are masked or pruned behind that."
         )
     tuned = [b["finetune"] for b in budgets if b.get("finetune")]
     if tuned:
@@ -445,8 +446,8 @@ def _repair(metrics: dict[str, Any]) -> list[str]:
     lines = [
         "## Repair",
         "",
-        f"| heads | {metric} without | {'repaired | fine-tuned' if tunes else 'repaired'} | W_O's error without | repaired | ridge |",
-        "|---" * (7 if tunes else 6) + "|",
+        f"| heads | {metric} without | {'repaired | fine-tuned' if tunes else 'repaired'} | W_O's error without | repaired | ridge | layers with new values |",
+        "|---" * (8 if tunes else 7) + "|",
     ]
     for b in rows:
         repair, tuned = b.get("repair"), b.get("finetune")
@@ -458,9 +459,10 @@ def _repair(metrics: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {b['kept']} | {_value(metric, repair['without']['metrics'][metric]) if repair else '–'} | {' | '.join(middle)} | "
             + (
-                f"{sum(before) / len(fits):.2f} | {sum(after) / len(fits):.2f} | {ridges[0]:g} to {ridges[-1]:g} |"
+                f"{sum(before) / len(fits):.2f} | {sum(after) / len(fits):.2f} | {ridges[0]:g} to {ridges[-1]:g} "
+                f"| {sum(f['values'] for f in fits)} of {len(fits)} |"
                 if fits
-                else "– | – | – |"
+                else "– | – | – | – |"
             )
         )
     lines += [
