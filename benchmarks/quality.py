@@ -46,7 +46,7 @@ from headprune.evaluation import Measurement, evaluate
 from headprune.fingerprint import fingerprint
 from headprune.gates import mask
 from headprune.models import load_model
-from headprune.planning import GROUPS, Order, Search, strategy_named
+from headprune.planning import GROUPS, SLICES, Order, Search, strategy_named
 from headprune.repair import Refit
 from headprune.scoring import Settings
 
@@ -89,12 +89,13 @@ class Searched:
     Args:
         strategy: Of `headprune.planning`.
         repair: Whether W_O is refitted, in the search and after it.
-        kind: How heads that share key/value heads go.
+        kinds: How heads that share key/value heads go; of several, what does best on the choosing part at a count, as
+            `headprune prune` does it.
     """
 
-    def __init__(self, strategy: str, repair: bool = True, kind: str = GROUPS) -> None:
-        self.strategy, self.repair, self.kind = strategy, repair, kind
-        self.known: dict[tuple[int, int], tuple[Order, Refit | None, float]] = {}
+    def __init__(self, strategy: str, repair: bool = True, kinds: Sequence[str] = (GROUPS, SLICES)) -> None:
+        self.strategy, self.repair, self.kinds = strategy, repair, kinds
+        self.known: dict[tuple[int, int], tuple[list[Order], Refit | None, float]] = {}
 
     def __call__(self, model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
         key = id(model), seed
@@ -103,11 +104,19 @@ class Searched:
         else:
             started = time.perf_counter()
             refit = Refit(model, layers, score) if self.repair else None
-            search = Search(layers, seed=seed, model=model, batches=score, refit=refit, kind=self.kind)
-            order = strategy_named(self.strategy).run(search, LEVELS[sum(layer.num_heads for layer in layers)])
-            self.known[key] = order, refit, time.perf_counter() - started
-        order, refit, _ = self.known[key]
-        return self.applied(model, layers, order.plan(keep).drop, refit)
+            search = Search(layers, seed=seed, model=model, batches=score, refit=refit)
+            levels = LEVELS[sum(layer.num_heads for layer in layers)]
+            kinds = self.kinds if any(layer.groups for layer in layers) else self.kinds[:1]
+            orders = [strategy_named(self.strategy).run(replace(search, kind=kind), levels) for kind in kinds]
+            self.known[key] = orders, refit, time.perf_counter() - started
+        orders, refit, _ = self.known[key]
+        drops = [order.plan(keep).drop for order in orders]
+
+        def loss(drop: Any) -> float:
+            with self.applied(model, layers, drop, refit) as pruned:
+                return evaluate(pruned, choose).metrics["loss"]
+
+        return self.applied(model, layers, min(drops, key=loss) if len(drops) > 1 else drops[0], refit)
 
     @contextmanager
     def applied(self, model: nn.Module, layers: Any, drop: Any, refit: Refit | None) -> Iterator[nn.Module]:
@@ -121,6 +130,7 @@ METHODS: dict[str, Run] = {
     **{name: public(method) for name, method in baselines.METHODS.items()},
     **{f"headprune {name}": ranked(name) for name in ("gradient", "fisher", "l0")},
     "headprune re-scored, no repair": Searched("re-scored", repair=False),
+    "headprune compensated": Searched("compensated"),
     "headprune re-scored": Searched("re-scored"),
 }
 

@@ -47,6 +47,7 @@ class Refit:
         notes: What cannot be refitted, and why.
         passes: Forward passes over the calibration examples, so far.
         added: Modules that get a bias.
+        looks: Effects of the removal of heads from the dense model that were measured already (`headprune.planning.effects`).
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Refit:
         self.added = [p.name for p in self.places if p.has_bias and not p.own_bias]
         if not self._independent():
             self.batches = [row for batch in self.batches for row in singles(batch)]
+        self.looks: dict[tuple[tuple[str, tuple[int, ...]], ...], Tensor] = {}
         self._with_values = values and ridge != float("inf")
         self._values: dict[str, Values] | None = None
         self._directions: dict[str, Tensor] = {}  # [in, rank], by output projection

@@ -60,7 +60,8 @@ class Goal:
     def searches(self, scores: Sequence[HeadScores]) -> list[tuple[str, str, HeadScores | None]]:
         """The orders to make: (name, strategy, the scores to make it from)."""
         if self.strategy == AUTO:
-            return [("re-scored", "re-scored", None), *((s.method, "one-shot", s) for s in scores)]
+            own = [(name, name, None) for name in ("re-scored", "compensated")]
+            return [*own, *((s.method, "one-shot", s) for s in scores)]
         if self.needs_scores:
             return [(s.method, self.strategy, s) for s in scores]
         return [(self.strategy, self.strategy, None)]
