@@ -155,7 +155,8 @@ def test_what_was_repaired_is_told(scored: Path) -> None:
     assert all(f["after"] <= f["before"] + 1e-9 for f in fits.values())
     text = (scored / "report.md").read_text()
     assert "## Repair" in text
-    assert "- Repair: W_O of every layer" in text
+    assert "- Repair: in every layer that lost heads, W_O and the kept heads' values were refitted" in text
+    assert f"| {sum(f['values'] for f in fits.values())} of {len(fits)} |" in text
     run("prune", "-k", 4, "-s", "one-shot", "-m", "gradient", "--no-repair", "-o", "plain", "--scores", scored, "-q")
     assert budget_of(Path("plain"))["repair"] is None
     assert "## Repair" not in Path("plain/report.md").read_text()
