@@ -29,6 +29,7 @@ Calls = dict[str, list[Tensor]]
 
 _RANKS = (3, 2, 1)  # further directions that values may be made of, in widths of a head
 _MOST = 2 << 30  # bytes of statistics; more directions are for models that are small enough
+_REMEMBERED = 8  # fits of one W_O: what a search, its trials and the pruning that follows come back to
 _MOST_AT_ONCE = 1 << 29  # bytes of widened inputs of a batch
 
 
@@ -80,7 +81,7 @@ class Refit:
         self._directions: dict[str, Tensor] = {}  # [in, rank], by output projection
         self._dense: dict[str, Moments] | None = None
         self._sensitivities: dict[int, dict[str, list[Tensor]]] = {}
-        self._fits: dict[tuple[str, tuple[int, ...]], Fit] = {}
+        self._fits: dict[str, dict[tuple[int, ...], Fit]] = {}
 
     def fitted(self, drop: Heads, sweeps: int = 0) -> Weights:
         """New weights for the kept heads.
@@ -357,13 +358,18 @@ class Refit:
             _, answers = self._fed(batch, ys, lambda name, x, out: None)
 
             def fit(names: Sequence[str]) -> bool:
+                plain = True
+
                 def fed(name: str, x: Tensor, out: Tensor) -> Tensor | None:
+                    nonlocal plain
                     v = values[name]
+                    given = x @ v.weight.to(x) + (0 if v.bias is None else v.bias.to(x))
+                    plain &= name not in names or _close(out[..., v.features], given[..., v.features])
                     turned = out[..., v.features.to(out.device)] @ turns[name].to(out)
                     return _replaced(v, out, turned) if name in names else None
 
                 found, now = self._fed(batch, ys, fed)
-                if not all(map(_close, now, answers)):
+                if not plain or not all(map(_close, now, answers)):
                     return False
                 for name in names:
                     columns, turn = values[name].columns, turns[name]
@@ -504,17 +510,19 @@ class Refit:
     def _fit(self, place: Place, drop: Heads) -> Fit:
         """To the dense model's activations: W_O alone or with the values, whichever does better on held-out examples."""
         kept, moments = place.kept(drop), self.dense_moments()[place.name]
-        key = place.name, tuple(kept.tolist())
-        if key not in self._fits:
-            self._fits[key] = fit_output(moments, place, kept, self.ridge)
+        known, key = self._fits.setdefault(place.name, {}), tuple(kept.tolist())
+        if key not in known:
+            known[key] = fit_output(moments, place, kept, self.ridge)
             values, heads = self.values.get(place.name), self._kept(place, drop)
             if values and heads:
                 rank = self._directions[place.name].shape[1]
                 both = fit_values(moments, place, values, heads, rank, self.ridge)
-                least = self._fits[key].held_out
+                least = known[key].held_out
                 if both.held_out is None or least is None or both.held_out < least:
-                    self._fits[key] = both
-        return self._fits[key]
+                    known[key] = both
+            if len(known) > _REMEMBERED:
+                del known[next(iter(known))]
+        return known[key]
 
     def _outputs(self, moments: Mapping[str, Moments], drop: Heads, *, dense: bool) -> Weights:
         """Fits of W_O alone."""
