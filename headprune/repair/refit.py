@@ -191,7 +191,9 @@ class Refit:
         seen: dict[str, Tensor] = {}
 
         def hear(name: str, x: Tensor, out: Tensor) -> None:
-            real = real_tokens(x, mask_of(self.model, self.batches[i], self._layer(name).kind))
+            kind = self._layer(name).kind
+            kind = "encoder" if kind == "cross" else kind  # whose tokens its values are of
+            real = real_tokens(x, mask_of(self.model, self.batches[i], kind))
             flat = widened(x.detach()).reshape(-1, x.shape[-1])
             flat = flat if real is None else flat[real]
             flat = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
