@@ -194,7 +194,9 @@ class Refit:
         seen: dict[str, Tensor] = {}
 
         def hear(name: str, x: Tensor, out: Tensor) -> None:
-            real = real_tokens(x, mask_of(self.model, self.batches[i], self._layer(name).kind))
+            kind = self._layer(name).kind
+            kind = "encoder" if kind == "cross" else kind  # whose tokens its values are of
+            real = real_tokens(x, mask_of(self.model, self.batches[i], kind))
             flat = widened(x.detach()).reshape(-1, x.shape[-1])
             flat = flat if real is None else flat[real]
             flat = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
@@ -342,8 +344,8 @@ class Refit:
     def _checked(self, values: dict[str, Values]) -> dict[str, Values]:
         """Those whose heads are linear in their values, and whose values nothing else looks at.
 
-        Tried with a rotation of every head's values: W_O's input must be rotated alike, and the answers stay as they were
-        where W_O gives what it gave.
+        Tried with every head's values turned and stretched, so that a norm would notice: W_O's input must be so alike, and
+        the answers and other layers' inputs stay as they were where W_O gives what it gave.
         """
         batch = max(self.batches, key=batch_size)
         if batch_size(batch) > 2:
@@ -351,6 +353,7 @@ class Refit:
         generator = torch.Generator().manual_seed(0)
         turns = {
             name: torch.linalg.qr(torch.randn(v.head_dim, v.head_dim, generator=generator, dtype=torch.float64))[0]
+            * torch.linspace(0.5, 1.5, v.head_dim, dtype=torch.float64)
             for name, v in values.items()
         }
         with self._listening(values), self.calm():
@@ -371,12 +374,15 @@ class Refit:
                 found, now = self._fed(batch, ys, fed)
                 if not plain or not all(map(_close, now, answers)):
                     return False
-                for name in names:
-                    columns, turn = values[name].columns, turns[name]
-                    for after, x in zip(found[name], xs[name], strict=True):
-                        if not _close(after[..., columns], x[..., columns] @ turn.to(x)):
+                for name, calls in xs.items():
+                    for after, x in zip(found[name], calls, strict=True):
+                        expected = x.clone()
+                        if name in names:
+                            columns = values[name].columns
+                            expected[..., columns] = x[..., columns] @ turns[name].to(x)
+                        if not _close(after, expected):
                             return False
-                    if not xs[name]:
+                    if name in names and not calls:
                         return False
                 return True
 

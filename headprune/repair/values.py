@@ -43,11 +43,13 @@ def directions(place: Place, values: Values, xx: Tensor, rank: int) -> Tensor:
         sizes, axes = torch.linalg.eigh(out @ out.T)
         parts.append(weight[:, values.features[own]] @ (axes * sizes.clamp(min=0).sqrt()))
     left = torch.cat(parts, dim=1)
-    _, turned = torch.linalg.eigh(left.T @ spread.cpu() @ left)
+    sizes, turned = torch.linalg.eigh(left.T @ spread.cpu() @ left)
+    rank = min(rank, int((sizes > 1e-12 * sizes[-1]).sum()))  # what is beyond is rounding
     found = left @ turned.flip(1)[:, :rank]
     length = weight[:, values.features.flatten()].square().sum(0).mean().sqrt()
     scaled: Tensor = found * (length / found.norm(dim=0, keepdim=True).clamp(min=1e-30))
-    return scaled
+    # At least a head's width of them, for `Refit.slopes`: along zeros where the input is narrower than that.
+    return torch.nn.functional.pad(scaled, (0, max(0, values.head_dim - scaled.shape[1])))
 
 
 def inputs_of_heads(place: Place, values: Values, heads: Sequence[int], rank: int) -> Tensor:
