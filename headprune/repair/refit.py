@@ -282,7 +282,8 @@ class Refit:
         part: list[str] = []
         size = 0
         for place in self.places:
-            more = sum(x.numel() for x in xs[place.name]) * 4 * (1 + self._more(place) // max(len(place.weight), 1))
+            wide = len(place.weight) + self._more(place)
+            more = sum(x.numel() for x in xs[place.name]) * 4 * wide // max(len(place.weight), 1)
             if part and size + more > _MOST_AT_ONCE:
                 yield part
                 part, size = [], 0
