@@ -25,7 +25,7 @@ from headprune.repair import refit as refit_module
 from headprune.repair import values as values_module
 from headprune.repair.places import Values
 from headprune.repair.refit import Calls
-from headprune.repair.solve import Moments, centred, fit_output
+from headprune.repair.solve import Moments, fit_output
 from headprune.repair.values import _Start, fit_values, inputs_of_heads
 from tests import zoo
 from tests.problems import small
@@ -245,7 +245,7 @@ class Tokens:
 
     def solved(self, ridge: float, rounds: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
         start, xx, xy = self.start()
-        return start.solved(xx, xy, ridge, rounds, steps)
+        return start.solved(start.sums(xx, xy), ridge, rounds, steps)
 
 
 PROBLEMS = st.builds(
@@ -282,18 +282,15 @@ def test_every_round_is_a_gain(tokens: Tokens, ridge: float, rounds: int, steps:
 def test_every_step_of_the_values_is_a_gain(tokens: Tokens, ridge: float) -> None:
     """And enough of them are the least squares for the weights."""
     start, xx, xy = tokens.start()
-    a, c, _, _ = centred(xx, xy, tokens.has_bias)
-    heads, wide = len(tokens.heads), tokens.old_mix.shape[1]
+    sums = start.sums(xx, xy)
     strength = ridge * float(tokens.u)
     last = float("inf")
     for steps in range(6):
-        mix = start._mix(
-            a.view(heads, wide, heads, wide), c.view(heads, wide, -1), start.mix, start.out, strength, steps
-        )
+        mix = start._mix(sums, start.mix, start.out, strength, steps)
         now = float(tokens.objective(mix, tokens.old_out, ridge))
         assert now <= last + 1e-9 * (1 + abs(now))
         last = now
-    mix = start._mix(a.view(heads, wide, heads, wide), c.view(heads, wide, -1), start.mix, start.out, strength, 2000)
+    mix = start._mix(sums, start.mix, start.out, strength, 2000)
     # Every token and output is a row, every entry of a mix a column.
     mean = tokens.mean(tokens.z) if tokens.has_bias else torch.zeros_like(tokens.z[0])
     rows = tokens.z.new_zeros(len(tokens.z), tokens.y.shape[1], *mix.shape)
@@ -377,7 +374,7 @@ def test_the_ridge_is_the_best_on_tokens_held_out() -> None:
     for ridge in values_module.RIDGES:
         lost[ridge] = 0.0
         for fold in range(2):
-            mix, out, bias = start.solved(xx[1 - fold], xy[1 - fold], ridge, 1, 6)
+            mix, out, bias = start.solved(start.sums(xx[1 - fold], xy[1 - fold]), ridge, 1, 6)
             wrong = tokens.y - tokens.out(mix, out) - bias
             lost[ridge] += float((tokens.told[:, None] * wrong**2)[fold::2].sum())
     best = min(lost, key=lost.__getitem__)

@@ -12,6 +12,7 @@ values (`Refit`), so nothing needs to be known of how attention is computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -72,28 +73,25 @@ def fit_values(
     xx, xy = (m.cpu() for m in moments.rows_of(index.flatten()))
     yy = moments.yy.cpu()
     start = _Start(place, values, heads, rank)
+    all_xx, all_xy, all_yy = xx.sum(0), xy.sum(0), yy.sum(0)
     chosen, held_out = ridge, None
     if chosen is None:
-        tried = []
-        for strength in RIDGES:
-            found = 0.0
-            for i in range(FOLDS):
-                rest = xx.sum(0) - xx[i]
-                if float(rest[-1, -1]) <= 0:
-                    found = float("inf")
-                    break
-                fitted = start.solved(rest, xy.sum(0) - xy[i], strength, _TRIED_ROUNDS, _TRIED_STEPS)
-                found += error(xx[i], xy[i], yy[i], start.product(*fitted[:2]), fitted[2])
-            tried.append(found)
-        held_out = min(tried)
-        chosen = RIDGES[tried.index(held_out)]
-    sums = xx.sum(0), xy.sum(0), yy.sum(0)
-    mix, out, bias = start.solved(*sums[:2], chosen, _ROUNDS, _STEPS)
-    unit = moments.spread()
-    facts = LayerRepair(
-        error(*sums, start.product(start.mix, start.out), place.bias.cpu()) / unit,
-        error(*sums, start.product(mix, out), bias) / unit, chosen, values=True,
-    )  # fmt: skip
+        tried = dict.fromkeys(RIDGES, 0.0)
+        for i in range(FOLDS):
+            rest = all_xx - xx[i], all_xy - xy[i]
+            sums = start.sums(*rest) if float(rest[0][-1, -1]) > 0 else None
+            for strength in RIDGES:
+                if sums is None:
+                    tried[strength] = float("inf")
+                    continue
+                fitted = start.solved(sums, strength, _TRIED_ROUNDS, _TRIED_STEPS)
+                tried[strength] += start.error(xx[i], xy[i], yy[i], *fitted)
+        chosen = min(tried, key=tried.__getitem__)
+        held_out = tried[chosen]
+    mix, out, bias = start.solved(start.sums(all_xx, all_xy), chosen, _ROUNDS, _STEPS)
+    before = start.error(all_xx, all_xy, all_yy, start.mix, start.out, place.bias.cpu())
+    after = start.error(all_xx, all_xy, all_yy, mix, out, bias)
+    facts = LayerRepair(before / moments.spread(), after / moments.spread(), chosen, values=True)
     whole = torch.zeros_like(place.weight, device="cpu")
     whole[values.columns[list(heads)].flatten()] = out.flatten(0, 1)
     made = {h: mix[start.owner[i]] for i, h in enumerate(heads)}
@@ -110,6 +108,27 @@ def written(values: Values, mixes: dict[int, Tensor], further: Tensor) -> tuple[
         if bias is not None and values.bias is not None:
             bias[at] = values.bias.cpu()[at] @ own
     return weight, bias
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What a fit needs of the tokens.
+
+    Attributes:
+        a, c: Second moments per token, around the means, ``[heads, wide, heads, wide]`` and ``[heads, wide, out]``.
+        mean_x, mean_y: Of inputs and outputs.
+        var, own: Mean variance of the inputs, and of those that are old values.
+        left, turn: Eigenvalues and eigenvectors of the mean of a group's heads' own blocks of ``a``.
+    """
+
+    a: Tensor
+    c: Tensor
+    mean_x: Tensor
+    mean_y: Tensor
+    var: float
+    own: float
+    left: Tensor
+    turn: Tensor
 
 
 class _Start:
@@ -130,33 +149,53 @@ class _Start:
         product: Tensor = mix[self.owner] @ out
         return product.flatten(0, 1)
 
-    def solved(self, xx: Tensor, xy: Tensor, ridge: float, rounds: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Mixes ``[groups, wide, head_dim]``, weights ``[heads, head_dim, out]`` and bias ``[out]`` after some rounds."""
-        a, c, mean_x, mean_y = centred(xx, xy, self.has_bias)
-        heads, wide = len(self.owner), self.mix.shape[1]
-        a, c = a.view(heads, wide, heads, wide), c.view(heads, wide, -1)
-        var = float(a.diagonal(dim1=0, dim2=2).diagonal(dim1=0, dim2=1).mean())
-        own = a[:, : self.out.shape[1], :, : self.out.shape[1]].diagonal(dim1=0, dim2=2).diagonal(dim1=0, dim2=1).mean()
-        mix, out = self.mix, self.out
-        if float(own) > 0:
-            # By the weights that there were: a strength that changed on the way would not let every turn be a gain.
-            strength = ridge * var * float(self.out.square().sum(2).mean()) * heads / len(mix)
-            for _ in range(rounds):
-                out = self._out(a, c, mix, ridge * float(own))
-                mix = self._mix(a, c, mix, out, strength, steps)
-            out = self._out(a, c, mix, ridge * float(own))
-        product = self.product(mix, out)
-        return mix, out, mean_y - mean_x @ product if self.has_bias else self.bias
+    def error(self, xx: Tensor, xy: Tensor, yy: Tensor, mix: Tensor, out: Tensor, bias: Tensor) -> float:
+        """Sum over tokens of the squared error, from sums over tokens with a 1 behind them."""
+        each, size = mix[self.owner], out.shape[0] * out.shape[1]
+        (heads, wide, _), small = each.shape, xx.new_zeros(size + 1, size + 1)
+        small[:-1, :-1] = self._squared(xx[:-1, :-1].reshape(heads, wide, heads, wide), each)
+        small[:-1, -1] = small[-1, :-1] = torch.einsum("adf,ad->af", each, xx[:-1, -1].view(heads, wide)).flatten()
+        small[-1, -1] = xx[-1, -1]
+        wanted = torch.einsum("adf,ado->afo", each, xy[:-1].view(heads, wide, -1)).flatten(0, 1)
+        return error(small, torch.cat([wanted, xy[-1:]]), yy, out.flatten(0, 1), bias)
 
-    def _out(self, a: Tensor, c: Tensor, mix: Tensor, strength: float) -> Tensor:
-        each = mix[self.owner]
+    def sums(self, xx: Tensor, xy: Tensor) -> _Sums:
+        """From sums over tokens with a 1 behind them."""
+        a, c, mean_x, mean_y = centred(xx, xy, self.has_bias)
+        heads, wide, width = len(self.owner), self.mix.shape[1], self.out.shape[1]
+        a, c = a.view(heads, wide, heads, wide), c.view(heads, wide, -1)
+        var = a.diagonal(dim1=0, dim2=2).diagonal(dim1=0, dim2=1)  # [heads, wide]
+        blocks = torch.stack([a[i, :, i] for i in range(heads)])
+        grouped = a.new_zeros(len(self.mix), wide, wide).index_add(0, self.owner, blocks)
+        left, turn = torch.linalg.eigh(grouped / torch.bincount(self.owner)[:, None, None])
+        return _Sums(a, c, mean_x, mean_y, float(var.mean()), float(var[:, :width].mean()), left, turn)
+
+    def solved(self, sums: _Sums, ridge: float, rounds: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Mixes ``[groups, wide, head_dim]``, weights ``[heads, head_dim, out]`` and bias ``[out]`` after some rounds."""
+        mix, out = self.mix, self.out
+        if sums.own > 0:
+            # By the weights that there were: a strength that changed on the way would not let every turn be a gain.
+            strength = ridge * sums.var * float(self.out.square().sum(2).mean()) * len(self.owner) / len(mix)
+            for _ in range(rounds):
+                out = self._out(sums, mix, ridge * sums.own)
+                mix = self._mix(sums, mix, out, strength, steps)
+            out = self._out(sums, mix, ridge * sums.own)
+        return mix, out, sums.mean_y - sums.mean_x @ self.product(mix, out) if self.has_bias else self.bias
+
+    @staticmethod
+    def _squared(a: Tensor, each: Tensor) -> Tensor:
+        """Second moments of what heads hand on, from those of what they attend to."""
         half = torch.einsum("adbe,bef->adbf", a, each)
-        square = torch.einsum("adg,adbf->agbf", each, half).flatten(2).flatten(0, 1)
-        right = torch.einsum("adf,ado->afo", each, c).flatten(0, 1) + strength * self.out.flatten(0, 1)
+        return torch.einsum("adg,adbf->agbf", each, half).flatten(2).flatten(0, 1)
+
+    def _out(self, sums: _Sums, mix: Tensor, strength: float) -> Tensor:
+        each = mix[self.owner]
+        square = self._squared(sums.a, each)
+        right = torch.einsum("adf,ado->afo", each, sums.c).flatten(0, 1) + strength * self.out.flatten(0, 1)
         found: Tensor = torch.linalg.solve(square + strength * torch.eye(len(square), dtype=square.dtype), right)
         return found.view_as(self.out)
 
-    def _mix(self, a: Tensor, c: Tensor, mix: Tensor, out: Tensor, strength: float, steps: int) -> Tensor:
+    def _mix(self, sums: _Sums, mix: Tensor, out: Tensor, strength: float, steps: int) -> Tensor:
         pairs = torch.einsum("afo,bgo->afbg", out, out)
 
         def by_group(parts: Tensor) -> Tensor:
@@ -164,21 +203,19 @@ class _Start:
 
         def applied(x: Tensor) -> Tensor:
             mixed = torch.einsum("bef,bfag->beag", x[self.owner], pairs)
-            return by_group(torch.einsum("adbe,beag->adg", a, mixed)) + strength * x
+            return by_group(torch.einsum("adbe,beag->adg", sums.a, mixed)) + strength * x
 
         # The preconditioner is the operator of a model in which heads of other groups, and of one group, had nothing in common.
-        count = torch.bincount(self.owner)[:, None, None]
-        own = torch.stack([a[i, :, i] for i in range(len(self.owner))])
-        inputs = a.new_zeros(len(mix), *own.shape[1:]).index_add(0, self.owner, own) / count
-        outputs = a.new_zeros(len(mix), *(out.shape[1],) * 2).index_add(0, self.owner, out @ out.mT)
-        (left, turn), (right, spin) = torch.linalg.eigh(inputs), torch.linalg.eigh(outputs)
-        scale = left.clamp(min=0)[:, :, None] * right.clamp(min=0)[:, None, :] + max(strength, 1e-30)
+        outputs = out.new_zeros(len(mix), *(out.shape[1],) * 2).index_add(0, self.owner, out @ out.mT)
+        right, spin = torch.linalg.eigh(outputs)
+        turn = sums.turn
+        scale = sums.left.clamp(min=0)[:, :, None] * right.clamp(min=0)[:, None, :] + max(strength, 1e-30)
 
         def near(x: Tensor) -> Tensor:
             found: Tensor = turn @ ((turn.mT @ x @ spin) / scale) @ spin.mT
             return found
 
-        rest = by_group(torch.einsum("ado,afo->adf", c, out)) + strength * self.mix - applied(mix)
+        rest = by_group(torch.einsum("ado,afo->adf", sums.c, out)) + strength * self.mix - applied(mix)
         step = z = near(rest)
         size = (rest * z).sum()
         for _ in range(steps):
