@@ -339,7 +339,11 @@ def cell(metric: str, rows: Sequence[Mapping[str, Any]]) -> str:
 def table(subject: Subject, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """One model's section."""
     dense, others = rows[0], rows[1:]
-    unit = "heads" if subject.group == 1 else f"key/value groups of {subject.group} heads"
+    unit = (
+        "heads"
+        if subject.group == 1
+        else f"key/value groups of {subject.group} heads, or as many heads alike from all groups,"
+    )
     counts = sorted({row["keep"] for row in others}, reverse=True)
     lines = [
         f"### {subject.title}",
@@ -397,7 +401,7 @@ def main() -> None:
         "",
         "What each method leaves when it is given scoring examples and a number of heads, without any training. The public methods "
         "are re-implementations, in `benchmarks/baselines.py`, of what their authors' code computes. One search of headprune's serves all "
-        "counts of a draw, and its seconds are the whole search's.",
+        "counts of a draw, and its seconds are the whole search's. Seconds were taken while other work ran beside it: upper bounds.",
         "",
         "Kwon's rescaling on minilm-rt stands for one draw: on a second our re-implementation answered with one class alone at 24 heads and "
         "fewer, and whether the authors' code would is not known.",
