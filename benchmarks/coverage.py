@@ -18,6 +18,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -49,6 +50,11 @@ LIMIT = 40  # seconds for one type
 
 class TookTooLongError(BaseException):
     """Not an Exception, so that no attempt swallows it."""
+
+
+def why(error: BaseException) -> str:
+    """An error in a line, without this machine's paths."""
+    return re.sub(r"(['\"])/\S*/", r"\1…/", f"{type(error).__name__}: {first_line(error)}")[:160]
 
 
 @contextlib.contextmanager
@@ -184,14 +190,14 @@ def examine(model_type: str) -> dict[str, Any]:
             try:
                 model, _, example = tiny.build(model_type)
             except Exception as error:
-                return {**row, "why": f"{type(error).__name__}: {first_line(error)}"[:160]}
+                return {**row, "why": why(error)}
             row["status"] = "CRASH"
             randomise(model, example)
             row.update(trial(model, example))
     except TookTooLongError as error:
         row.update(status="too slow", why=str(error))
     except Exception as error:
-        row.update(status="CRASH", why=f"{type(error).__name__}: {first_line(error)}"[:160])
+        row.update(status="CRASH", why=why(error))
     return {**row, "seconds": round(time.monotonic() - started, 1)}
 
 
