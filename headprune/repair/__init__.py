@@ -55,7 +55,7 @@ def repair(
         sweeps: Further fits of every W_O from the first that loses a head on, to the inputs that it gets behind repaired
             layers, so that errors do not add up on the way. Values stay as they were.
         ridge: Strength of the pull towards the old weights; by default what is best by cross-validation, for each layer.
-        values: Whether the value projections are refitted too (only without sweeps): it takes about five passes more.
+        values: Whether the value projections are refitted too (only without sweeps): it takes about four passes more.
         progress: Called with (passes done, passes in all, note).
 
     Raises:

@@ -180,43 +180,45 @@ class Refit:
 
     def _find_directions(self) -> None:
         """Which directions of their input values may be made of; as many as there is room for."""
-        heads = {name: len(values.owner) for name, values in self.values.items()}
-        for share in _RANKS:
-            widths = [len(p.weight) + (heads[p.name] * share * v.head_dim if (v := self.values.get(p.name)) else 0) for p in self.places]  # fmt: skip
-            if sum(FOLDS * 8 * (width + 1) ** 2 for width in widths) <= _MOST:
-                break
-        else:
-            if self.values:
-                self.notes.append(
-                    "Value projections keep their old weights: their statistics would not fit into memory."
-                )
-                self._values = {}
+        share = next((share for share in _RANKS if self._size(share) <= _MOST), 0)
+        if self.values and not share:
+            self.notes.append("Value projections keep their old weights: their statistics would not fit into memory.")
+            self._values = {}
+        if not self.values:
+            return
         seen: dict[str, Tensor] = {}
-
-        def hear(name: str, x: Tensor, out: Tensor) -> None:
-            kind = self._layer(name).kind
-            kind = "encoder" if kind == "cross" else kind  # whose tokens its values are of
-            real = real_tokens(x, mask_of(self.model, self.batches[i], kind))
-            flat = widened(x.detach()).reshape(-1, x.shape[-1])
-            flat = flat if real is None else flat[real]
-            flat = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
-            seen[name] = seen.get(name, 0.0) + (flat.T @ flat).cpu().double()
-
         with self.calm():
-            for i, batch in enumerate(self.batches if self.values else []):  # noqa: B007 (`hear` asks for i)
+            for batch in self.batches:
+
+                def hear(name: str, x: Tensor, out: Tensor, batch: Any = batch) -> None:
+                    kind = self._layer(name).kind
+                    kind = "encoder" if kind == "cross" else kind  # whose tokens its values are of
+                    real = real_tokens(x, mask_of(self.model, batch, kind))
+                    flat = widened(x.detach()).reshape(-1, x.shape[-1])
+                    flat = flat if real is None else flat[real]
+                    flat = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
+                    seen[name] = seen.get(name, 0.0) + (flat.T @ flat).cpu().double()
+
                 self._run(batch, lambda name, x, y: None, hear)
-        self.passes += bool(self.values)
+        self.passes += 1
         for place in self.places:
             if values := self.values.get(place.name):
                 rank = min(share * values.head_dim, values.weight.shape[0])
                 self._directions[place.name] = directions(place, values, seen[place.name], rank)
 
+    def _size(self, share: int) -> int:
+        """Bytes of statistics with so many directions, in widths of a head."""
+        total = 0
+        for place in self.places:
+            values = self.values.get(place.name)
+            more = 0 if values is None else len(values.owner) * share * values.head_dim
+            total += FOLDS * 8 * (len(place.weight) + more + 1) ** 2
+        return total
+
     def _moments_dense(self) -> dict[str, Moments]:
         """Of W_O's inputs, widened, and its outputs."""
         device = model_device(self.model)
-        found = {
-            p.name: Moments(len(p.weight) + self._more(p), p.weight.shape[1], device) for p in self.places
-        }  # fmt: skip
+        found = {p.name: Moments(len(p.weight) + self._more(p), p.weight.shape[1], device) for p in self.places}
         with self.calm():
             for i, batch in enumerate(self.batches):
                 xs, ys = self._recorded(batch)

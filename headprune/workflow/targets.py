@@ -33,7 +33,7 @@ class Goal:
         strategy: A name of `headprune.planning.STRATEGIES`.
         protect: What must stay, such as ``"L0,L3.H7"``.
         min_heads_per_layer: Query heads that every layer keeps.
-        repair: Whether W_O is refitted to what the removed heads gave.
+        repair: Whether the heads that stay are refitted to what the removed ones gave.
         finetune: Epochs to train afterwards; 0 for none.
         plan: Instead of budgets.
         file: Where the plan is from.
@@ -80,7 +80,7 @@ class Goal:
 
 
 class Trials:
-    """Plans tried on the choosing part: heads masked, not removed, and W_O repaired. Each is measured once.
+    """Plans tried on the choosing part: heads masked, not removed, and the others repaired. Each is measured once.
 
     Attributes:
         refit: The repair; None if there is to be none.
@@ -101,7 +101,7 @@ class Trials:
 
     @contextmanager
     def repaired(self, drop: Heads) -> Iterator[Repair | None]:
-        """The scene's model with its output projections refitted, while the context lasts; what that did."""
+        """The scene's model repaired, while the context lasts; what that did."""
         weights = self.refit.fitted(drop) if self.refit else None
         if self.refit is None or not weights:
             yield None
