@@ -56,7 +56,7 @@ def direct(refit: Refit, drop: Heads, unit: Unit, ridge: float) -> Tensor:
     weights = refit.fitted(drop)
     old, old_bias = place.weight, place.bias
     now, now_bias = weights.of.get(place.name, (old, old_bias))
-    moments = refit.dense_moments()[place.name]
+    moments = refit.statistics.dense[place.name]
     xx, xy = moments.xx.sum(0), moments.xy.sum(0)
     tokens = xx[-1, -1]
     kept = place.kept(drop)
@@ -416,7 +416,7 @@ def test_the_cost_of_a_search_is_its_own(name: str) -> None:
     model, batches = small(heads=3, layers=2)
     layers = hp.find_attention(model, batches[0])
     refit = Refit(model, layers, batches, ridge=0.1)
-    refit.dense_moments()
+    assert refit.statistics.dense
     search = Search(layers, model=model, batches=batches, refit=refit)
     first, second = (STRATEGIES[name].run(search, [4]) for _ in range(2))
     assert first.steps == second.steps

@@ -128,9 +128,9 @@ def tokens(refit: Refit, place: Place, name: str, example: Any, calls: list[tupl
     xs, ys, ws = [], [], []
     for n, (x, y) in enumerate(calls):
         if name.startswith("xlnet"):
-            w = torch.cat([refit._sensitivity(i)[place.name][n] for i in range(len(refit.batches))], dim=1)
+            w = torch.cat([refit.runner.sensitivity(i)[place.name][n] for i in range(len(refit.batches))], dim=1)
         else:
-            w = refit._sensitivity(0)[place.name][n]
+            w = refit.runner.sensitivity(0)[place.name][n]
         chosen = torch.ones(x.shape[:-1], dtype=torch.bool) if mask is None else mask
         xs, ys, ws = [*xs, x[chosen]], [*ys, y[chosen]], [*ws, w[chosen]]
     return [torch.cat(xs), torch.cat(ys), torch.cat(ws)]
@@ -367,7 +367,7 @@ def test_a_decoder_and_its_encoder_have_padding_of_their_own() -> None:
         inputs = seen(model, [p.name for p in refit.places], given_)
         for place in refit.places[1:]:
             chosen = batch["attention_mask"].bool() if place.layers[0].kind == "encoder" else mask
-            (x, y), (w,) = inputs[place.name][0], refit._sensitivity(0)[place.name]
+            (x, y), (w,) = inputs[place.name][0], refit.runner.sensitivity(0)[place.name]
             kept = place.kept(drop)
             new, _ = brute(
                 x[chosen][:, kept], y[chosen], w[chosen], place.weight[kept], place.bias, 0.1, place.has_bias

@@ -21,10 +21,10 @@ from headprune.modules import exact_attention
 from headprune.planning.effects import effects
 from headprune.planning.units import Unit
 from headprune.repair import Place, Refit, Weights, repair
-from headprune.repair import refit as refit_module
+from headprune.repair import statistics as statistics_module
 from headprune.repair import values as values_module
 from headprune.repair.places import Values
-from headprune.repair.refit import Calls
+from headprune.repair.runner import Calls
 from headprune.repair.solve import Moments, fit_output
 from headprune.repair.values import _Start, fit_values, inputs_of_heads
 from tests import zoo
@@ -44,15 +44,15 @@ def equal(found: Tensor, expected: Tensor) -> None:
 
 
 def with_directions(refit: Refit) -> Refit:
-    refit.dense_moments()
+    assert refit.statistics.dense
     return refit
 
 
 def widened(refit: Refit, index: int = 0) -> Calls:
     """As the refit finds them."""
-    with torch.no_grad(), refit.calm():
-        xs, ys = refit._recorded(refit.batches[index])
-        return refit._widened(refit.batches[index], xs, ys, list(xs))
+    with torch.no_grad(), refit.runner.calm():
+        xs, ys = refit.runner.recorded(refit.batches[index])
+        return refit.statistics.widened(refit.batches[index], xs, ys, list(xs))
 
 
 def by_hand(refit: Refit, example: Any) -> dict[str, tuple[Tensor, Tensor]]:
@@ -75,7 +75,7 @@ def by_hand(refit: Refit, example: Any) -> dict[str, tuple[Tensor, Tensor]]:
             own = [(p, p.clone()) for p in module.parameters()]
             call(model, example)
             columns = [f for features in set(place.layers[0].values.features) for f in features]  # type: ignore[union-attr]
-            for direction in refit._directions[place.name].T:
+            for direction in refit.statistics.directions[place.name].T:
                 if type(module).__name__ == "Conv1D":
                     module.weight[:, columns] = direction[:, None].to(module.weight)
                 else:
@@ -110,7 +110,7 @@ def test_widened_inputs_are_what_edited_values_give(name: str) -> None:
         assert further.shape[-2] == place.layers[0].num_heads
         assert further.abs().mean() > 1e-3
         equal(wide, torch.cat([x, further.flatten(-2)], dim=-1))
-        assert wide.shape[-1] + 1 == refit.dense_moments()[place.name].xx.shape[-1]
+        assert wide.shape[-1] + 1 == refit.statistics.dense[place.name].xx.shape[-1]
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
@@ -122,7 +122,7 @@ def test_widened_inputs_of_the_model_as_it_is_now(name: str) -> None:
     assert weights.mixes
     with refit.applied(weights):
         expected = by_hand(refit, example)
-        found = refit.slopes(0, wide=True)
+        found = refit.slopes(0)
     for place in refit.places:
         x, further = expected[place.name]
         ((wide, _),) = found[place.name]
@@ -136,8 +136,8 @@ def test_moments_are_sums_over_tokens_that_are_no_padding() -> None:
     real = example["attention_mask"].bool()
     for name, (x, further) in by_hand(refit, example).items():
         z = torch.cat([x, further.flatten(-2), torch.ones_like(x[..., :1])], dim=-1)[real]
-        told = refit._sensitivity(0)[name][0][real]
-        equal(refit.dense_moments()[name].xx.sum(0), (z.T * told) @ z)
+        told = refit.runner.sensitivity(0)[name][0][real]
+        equal(refit.statistics.dense[name].xx.sum(0), (z.T * told) @ z)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
@@ -163,7 +163,7 @@ def test_directions_are_the_best_for_tokens_that_attend_to_themselves(name: str)
         ]
         out = torch.cat([x @ w for w in weight], dim=1)
         sizes = torch.linalg.svdvals(out).square()
-        q = refit._directions[place.name]
+        q = refit.statistics.directions[place.name]
         for rank in (1, 4, 8):
             inner, _ = torch.linalg.qr(x @ q[:, :rank])
             left = (out - inner @ (inner.T @ out)).square().sum()
@@ -429,9 +429,9 @@ def check_promise(refit: Refit, weights: Weights, example: Any, mask: Tensor | N
     """Of the first layer: its error with the weights written, counted by hand."""
     place = refit.places[0]
     seen: list[Tensor] = []
-    told = refit._sensitivity(0)[place.name][0]
-    with torch.no_grad(), refit.calm():
-        handle = refit._module(place.name).register_forward_hook(lambda m, a, out: seen.append(out.clone()))
+    told = refit.runner.sensitivity(0)[place.name][0]
+    with torch.no_grad(), refit.runner.calm():
+        handle = refit.model.get_submodule(place.name).register_forward_hook(lambda m, a, out: seen.append(out.clone()))
         call(refit.model, example)
         with refit.applied(weights):
             call(refit.model, example)
@@ -666,7 +666,7 @@ def test_applied_gives_back_the_values_to_the_bit(name: str, dtype: torch.dtype)
                 alike = (found == place.values.weight.to(dtype)).all(0)
                 stays = [f for f in range(found.shape[1]) if f not in place.values.features.flatten()]
                 assert alike[stays].all()
-                kept = {place.values.owner[h] for h in refit._kept(place, drop)}
+                kept = {place.values.owner[h] for h in place.heads(drop)}
                 for head, features in enumerate(place.values.features):
                     assert bool(alike[features].all()) == (head not in kept)
     check()
@@ -724,7 +724,7 @@ def test_values_are_refitted_where_that_is_better_on_examples_held_out(kv: int) 
     weights = refit.fitted(drop)
     for place in refit.places:
         assert place.values is not None
-        moments, rank = refit.dense_moments()[place.name], refit._directions[place.name].shape[1]
+        moments, rank = refit.statistics.dense[place.name], refit.statistics.directions[place.name].shape[1]
         alone = fit_output(moments, place, place.kept(drop), None)
         both = fit_values(moments, place, place.values, [0, 2, 3], rank, None)
         assert alone.held_out is not None
@@ -814,7 +814,7 @@ def test_directions_of_cross_attention_do_not_see_padding() -> None:
     refit = with_directions(Refit(model, layers, [example]))
     other = with_directions(Refit(model, layers, [padded(example, 4, left=False)]))
     for place in refit.places:
-        a, b = refit._directions[place.name], other._directions[place.name]
+        a, b = refit.statistics.directions[place.name], other.statistics.directions[place.name]
         torch.testing.assert_close(a @ a.T, b @ b.T, rtol=1e-6, atol=1e-8)
 
 
@@ -825,11 +825,11 @@ def test_directions_of_cross_attention_do_not_see_padding() -> None:
 def test_as_many_directions_as_there_is_room_for(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, example, layers = made("bert")
     room = len(layers) * 2 * 8 * (32 + 4 * 8 * shares + 1) ** 2
-    monkeypatch.setattr(refit_module, "_MOST", room - (not shares))
+    monkeypatch.setattr(statistics_module, "_MOST", room - (not shares))
     drop = some(layers)
     refit = Refit(model, layers, [example], ridge=0.1)
     weights = refit.fitted(drop)
-    sizes = {name: tuple(m.xx.shape) for name, m in refit.dense_moments().items()}
+    sizes = {name: tuple(m.xx.shape) for name, m in refit.statistics.dense.items()}
     assert set(sizes.values()) == {(2, 33 + 32 * shares, 33 + 32 * shares)}
     alone = Refit(model, layers, [example], ridge=0.1, values=False).fitted(drop)
     assert weights.of.keys() >= alone.of.keys()
@@ -849,25 +849,25 @@ def test_as_many_directions_as_there_is_room_for(shares: int, monkeypatch: pytes
 def test_a_byte_less_is_a_share_less(monkeypatch: pytest.MonkeyPatch) -> None:
     model, example, layers = made("bert")
     for shares in (3, 2):
-        monkeypatch.setattr(refit_module, "_MOST", len(layers) * 2 * 8 * (33 + 32 * shares) ** 2 - 1)
+        monkeypatch.setattr(statistics_module, "_MOST", len(layers) * 2 * 8 * (33 + 32 * shares) ** 2 - 1)
         refit = with_directions(Refit(model, layers, [example]))
-        assert {q.shape[1] for q in refit._directions.values()} == {8 * (shares - 1)}
+        assert {q.shape[1] for q in refit.statistics.directions.values()} == {8 * (shares - 1)}
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
 def test_parts_of_a_batch_give_the_same_moments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, example, layers = made(name)
-    whole = Refit(model, layers, [example]).dense_moments()
+    whole = Refit(model, layers, [example]).statistics.dense
     for most in (1, 30_000):
-        monkeypatch.setattr(refit_module, "_MOST_AT_ONCE", most)
+        monkeypatch.setattr(statistics_module, "_MOST_AT_ONCE", most)
         refit = Refit(model, layers, [example])
-        for key, found in refit.dense_moments().items():
+        for key, found in refit.statistics.dense.items():
             assert torch.equal(found.xx, whole[key].xx)
             assert torch.equal(found.xy, whole[key].xy)
             assert torch.equal(found.yy, whole[key].yy)
-        with torch.no_grad(), refit.calm():
-            xs, _ = refit._recorded(refit.batches[0])
-        parts = list(refit._at_once(xs))
+        with torch.no_grad(), refit.runner.calm():
+            xs, _ = refit.runner.recorded(refit.batches[0])
+        parts = list(refit.statistics.at_once(xs))
         assert [n for part in parts for n in part] == [p.name for p in refit.places]
         assert most > 1 or len(parts) == len(refit.places)
         sizes = {name: found.xx.shape[-1] - 1 for name, found in whole.items()}
@@ -944,7 +944,7 @@ def test_a_layer_without_heads_has_a_bias_at_most(name: str) -> None:
     assert list(weights.of) == [place.name]
     weight, bias = weights.of[place.name]
     assert not weight.any()
-    moments = refit.dense_moments()[place.name]
+    moments = refit.statistics.dense[place.name]
     assert bias is not None
     torch.testing.assert_close(bias, moments.xy.sum(0)[-1] / moments.xx.sum(0)[-1, -1])
 
@@ -1002,7 +1002,7 @@ def direct(refit: Refit, example: Any, drop: Heads, unit: Unit, ridge: float) ->
         [anew(x, further, place, weights.mixes.get(place.name, {})), further[..., :width].flatten(-2)], dim=-1
     )
     real = example["attention_mask"].bool()
-    told = refit._sensitivity(0)[place.name][0][real]
+    told = refit.runner.sensitivity(0)[place.name][0][real]
     z = z[real]
     share = (told / told.sum())[:, None]
     now = torch.cat([now, now.new_zeros(heads * width, now.shape[1])])
@@ -1091,6 +1091,8 @@ def test_heads_wider_than_their_input(heads: tuple[int, int]) -> None:
     found = effects(refit, layers, {}, units)
     assert found.isfinite().all()
     # Those that are missing are inputs that are always zero.
-    refit._directions = {n: F.pad(q, (0, max(0, 12 - q.shape[1]))) for n, q in refit._directions.items()}
+    refit.statistics.directions = {
+        n: F.pad(q, (0, max(0, 12 - q.shape[1]))) for n, q in refit.statistics.directions.items()
+    }
     expected = torch.stack([direct(refit, example, {}, unit, 0.1) for unit in units], dim=1)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-8)

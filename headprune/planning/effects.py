@@ -75,7 +75,7 @@ def effects(refit: Refit, layers: Sequence[AttentionLayer], drop: Heads, units: 
             out = torch.zeros(batch_size(batch), len(units), dtype=torch.float64)
             if others:
                 out[:, others] = _gated(refit, layers, index, [units[i] for i in others])
-            for name, calls in refit.slopes(index, wide=True).items():
+            for name, calls in refit.slopes(index).items():
                 if (removal := removals[name]) is not None:
                     for x, slope in calls:
                         _add(out, removal, x, slope)
@@ -94,9 +94,9 @@ def _gated(refit: Refit, layers: Sequence[AttentionLayer], index: int, units: Se
         name: torch.ones(batch_size(batch), layer.num_heads, dtype=torch.float64, requires_grad=True)
         for name, layer in names.items()
     }
-    with torch.enable_grad(), refit.calm(), frozen(refit.model):
+    with torch.enable_grad(), refit.runner.calm(), frozen(refit.model):
         with gated(refit.model, layers, gates):
-            probe = refit.probe(call(refit.model, inputs_of(refit.model, batch)), index)
+            probe = refit.runner.probe(call(refit.model, inputs_of(refit.model, batch)), index)
         slopes = torch.autograd.grad(probe, list(gates.values()), allow_unused=True)
     of = {name: gate * 0 if s is None else s for (name, gate), s in zip(gates.items(), slopes, strict=True)}
     return -torch.stack([of[layers[u.layer].name][:, list(u.heads)].sum(1) for u in units], dim=1).detach()

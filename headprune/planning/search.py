@@ -84,7 +84,7 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
         nonlocal tries
         tries += 1
         weights = refit.fitted(drop)
-        with torch.no_grad(), refit.applied(weights), refit.calm(), mask(refit.model, drop, layers=refit.layers):
+        with torch.no_grad(), refit.applied(weights), refit.runner.calm(), mask(refit.model, drop, layers=refit.layers):
             found = torch.cat([losses(batch) for batch in examples])
         return float(found.double().mean())
 

@@ -17,7 +17,8 @@ from torch import nn
 
 from headprune.attention import AttentionLayer, check_heads
 from headprune.repair.places import Place
-from headprune.repair.refit import Progress, Refit
+from headprune.repair.refit import Refit
+from headprune.repair.statistics import Progress
 from headprune.repair.weights import LayerRepair, Repair, Weights, add_biases, added_biases
 
 __all__ = ["LayerRepair", "Place", "Refit", "Repair", "Weights", "add_biases", "added_biases", "repair"]

@@ -70,6 +70,11 @@ class Place:
         }
         return torch.tensor([i for i in range(self.weight.shape[0]) if i not in gone], dtype=torch.long)
 
+    def heads(self, drop: Heads) -> list[int]:
+        """The heads that stay, of the only layer (where there are several, no values are refitted)."""
+        gone = set(drop.get(self.layers[0].name, ()))
+        return [h for h in range(self.layers[0].num_heads) if h not in gone]
+
 
 def places_of(model: nn.Module, layers: Sequence[AttentionLayer], notes: list[str]) -> Iterator[Place]:
     """The output projections that can be refitted, in the order of the layers; why others cannot is added to ``notes``."""

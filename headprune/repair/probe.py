@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from headprune.divergence import IGNORED
+from headprune.errors import HeadPruneError
+from headprune.inputs import tensors
+from headprune.loss import batch_size
 
 
-def mask_of(model: nn.Module, batch: Any, kind: str) -> Tensor | None:
+def tokens_of(model: nn.Module, batch: Any, kind: str) -> Tensor | None:
     """Which tokens are no padding, ``[batch, tokens]``, for layers of a kind; None where that is not known."""
     if isinstance(batch, tuple | list):  # a pair, with labels
         batch = batch[0]
@@ -27,6 +30,34 @@ def mask_of(model: nn.Module, batch: Any, kind: str) -> Tensor | None:
             found = None
         found = batch.get("decoder_attention_mask", found)
     return found.bool() if isinstance(found, Tensor) and found.ndim == 2 else None
+
+
+def probe_of(model: nn.Module, output: Any, batch: Any, first: int, alone: bool = False) -> Tensor:
+    """A number whose gradient, squared, is on average the Fisher information of the answers to a batch.
+
+    Args:
+        output: The model's.
+        first: The number of the batch's first example; noise goes by it.
+        alone: Whether the first example's answers alone are looked at.
+    """
+    seeds = range(first, first + batch_size(batch))
+    mask = tokens_of(model, batch, "decoder")
+
+    def drawn(like: Tensor) -> Tensor:
+        found = noise(like, mask, seeds)
+        if alone and len(found) == len(seeds):
+            found[1:] = 0
+        return found
+
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor) and logits.shape[-1] > 1:
+        chances = widened(logits).log_softmax(-1)
+        root = chances.detach().exp().sqrt()
+        return (across(root, drawn(chances)) * root * chances).sum()
+    found = [widened(t) for t in tensors(output) if t.is_floating_point() and t.requires_grad]
+    if not found:
+        raise HeadPruneError("The model's answers do not depend on any head by what can be differentiated.")
+    return torch.stack([(drawn(t) * t).sum() for t in found]).sum()
 
 
 def across(root: Tensor, draw: Tensor) -> Tensor:

@@ -1,0 +1,182 @@
+"""The model run on calibration examples, with an ear, and a say, at its output and value projections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.attention import AttentionLayer
+from headprune.errors import HeadPruneError
+from headprune.inputs import call, model_device, move, tensors, usable
+from headprune.loss import batch_size, inputs_of, rows_of, singles
+from headprune.modules import exact_attention, uncompiled
+from headprune.repair.places import Place, Values
+from headprune.repair.probe import probe_of, real_tokens, tokens_of, widened
+from headprune.scoring.gradient import frozen, unlike
+from headprune.trace import evaluating
+
+See = Callable[[str, Tensor, Tensor], Tensor | None]
+"""``see(name, input, output)``: hears a projection, and may give another output."""
+Calls = dict[str, list[Tensor]]
+"""A tensor for every call of an output projection, by its name."""
+
+
+class Runner:
+    """A model and its calibration examples.
+
+    Args:
+        places: The output projections to hear.
+        batches: Calibration examples.
+
+    Attributes:
+        batches: Those that are not empty, on the model's device; of one example each, where a projection mixes examples up.
+        examples: How many there are.
+        passes: Forward passes over all of them, so far.
+    """
+
+    def __init__(self, model: nn.Module, places: Sequence[Place], batches: Sequence[Any]) -> None:
+        self.model, self.places, self.passes = model, places, 0
+        device = model_device(model)
+        with torch.inference_mode(False):
+            self.batches = [usable(move(batch, device)) for batch in batches if batch_size(batch)]
+        if not self.batches:
+            raise HeadPruneError("There are no examples to repair on.", "Check the dataset, its split and --limit.")
+        self.examples = sum(map(batch_size, self.batches))
+        self._sensitivities: dict[int, Calls] = {}
+        if not self._independent():
+            self.batches = [row for batch in self.batches for row in singles(batch)]
+
+    @contextmanager
+    def calm(self) -> Iterator[None]:
+        """The model as it answers alike every time, with its heads apart."""
+        with uncompiled(), evaluating(self.model), exact_attention(self.model):
+            yield
+
+    def first(self, index: int) -> int:
+        """The number of a batch's first example."""
+        return sum(map(batch_size, self.batches[:index]))
+
+    def layer(self, name: str) -> AttentionLayer:
+        """That ends in an output projection; the first, if several do."""
+        return next(p.layers[0] for p in self.places if p.name == name)
+
+    def real(self, x: Tensor, batch: Any, kind: str) -> Tensor | None:
+        """Which of ``x``'s tokens ``[rows * tokens]`` are no padding, in layers of a kind; None where that is not known."""
+        return real_tokens(x, tokens_of(self.model, batch, kind))
+
+    def run(self, batch: Any, see: See, hear: See | None = None, values: Mapping[str, Values] | None = None) -> Any:
+        """The model's output.
+
+        Args:
+            see: Told W_O's input and output.
+            hear: Told those of the value projections ``values``, under the name of their output projection.
+        """
+        told = [(p.name, p.name, see) for p in self.places]
+        if hear is not None:
+            told += [(own.name, name, hear) for name, own in (values or {}).items()]
+        handles = [
+            self.model.get_submodule(module).register_forward_hook(
+                lambda module, args, kwargs, out, name=name, tell=tell: tell(
+                    name, args[0] if args else next(iter(kwargs.values())), out
+                ),
+                with_kwargs=True,
+            )
+            for module, name, tell in told
+        ]
+        try:
+            return call(self.model, inputs_of(self.model, batch))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def recorded(self, batch: Any) -> tuple[Calls, Calls]:
+        """W_O's inputs and outputs on a batch."""
+        xs: Calls = {p.name: [] for p in self.places}
+        ys: Calls = {p.name: [] for p in self.places}
+
+        def see(name: str, x: Tensor, y: Tensor) -> None:
+            xs[name].append(x)
+            ys[name].append(y.clone())  # a model may write into it
+
+        self.run(batch, see)
+        return xs, ys
+
+    def fed(self, batch: Any, ys: Calls, hear: See, values: Mapping[str, Values]) -> tuple[Calls, list[Tensor]]:
+        """W_O's inputs where value projections give what ``hear`` says and W_O what it gave before; and the answers."""
+        found: Calls = {name: [] for name in ys}
+        before = {name: iter(calls) for name, calls in ys.items()}
+
+        def see(name: str, x: Tensor, y: Tensor) -> Tensor:
+            found[name].append(x)
+            return next(before[name]).clone()
+
+        output = self.run(batch, see, hear, values)
+        return found, tensors(output)
+
+    # -- slopes ------------------------------------------------------------------------------------
+
+    def slopes(self, index: int) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
+        """W_O's inputs, outputs and the slopes at these, for every call on a batch.
+
+        Slopes are of a random projection of the model's answers as it is now (`probe`).
+        """
+        found = self._slopes(self.batches[index], self.first(index))
+        if index == len(self.batches) - 1:
+            self.passes += 3  # a backward pass costs about two
+        return found
+
+    def sensitivity(self, index: int) -> Calls:
+        """How much each token of W_O's output matters for the dense model's answer: ``[rows, ...]`` by module and call.
+
+        The norm of its slope, which is the square root of the Fisher information in expectation. The square would leave
+        but a few tokens of a few examples to fit to. Found once: the first call must see the dense model.
+        """
+        if index not in self._sensitivities:
+            found = self.slopes(index)
+            self._sensitivities[index] = {
+                name: [widened(slope).norm(dim=-1) for *_, slope in calls] for name, calls in found.items()
+            }
+        return self._sensitivities[index]
+
+    def probe(self, output: Any, index: int) -> Tensor:
+        """A number whose gradient, squared, is on average the Fisher information of the answers to a batch."""
+        return probe_of(self.model, output, self.batches[index], self.first(index))
+
+    def _slopes(self, batch: Any, first: int, alone: bool = False) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
+        seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {p.name: [] for p in self.places}
+
+        def add(name: str, x: Tensor, y: Tensor) -> Tensor:
+            seen[name].append((x.detach(), y.detach(), torch.zeros_like(y, requires_grad=True)))
+            return y + seen[name][-1][2]
+
+        with torch.inference_mode(False), torch.enable_grad(), self.calm(), frozen(self.model):
+            probe = probe_of(self.model, self.run(batch, add), batch, first, alone)
+            flat = [delta for calls in seen.values() for *_, delta in calls]
+            slopes = iter(torch.autograd.grad(probe, flat, allow_unused=True))
+        return {
+            name: [(x, y, delta if (slope := next(slopes)) is None else slope) for x, y, delta in calls]
+            for name, calls in seen.items()
+        }
+
+    def _independent(self) -> bool:
+        """Whether rows of one example stay together at every W_O, tried on up to three.
+
+        A module that puts tokens before the batch would mix them up.
+        """
+        batch = max(self.batches, key=batch_size)
+        if batch_size(batch) == 1 or not self.places:
+            return True
+        some = rows_of(batch, unlike(batch, batch_size(batch)))
+        found = [slope for calls in self._slopes(some, 0, alone=True).values() for *_, slope in calls]
+        return not any(bool(slope[-(-len(slope) // batch_size(some)) :].any()) for slope in found)
+
+
+def replaced(values: Values, out: Tensor, new: Tensor) -> Tensor:
+    """A value projection's output with others in the place of its values, ``new`` [..., key/value heads, head_dim]."""
+    out = out.clone()
+    out[..., values.features.flatten().to(out.device)] = new.flatten(-2).to(out.dtype)
+    return out
