@@ -238,7 +238,7 @@ def _trade_off(metrics: dict[str, Any], run: dict[str, Any]) -> str:
         "",
         f"Curves: heads masked{' and the rest repaired' if any(b.get('repair') for b in metrics['budgets']) else ''}, on the {choose['examples']:,} examples of the choosing part (`{choose['split']}`); shaded: "
         "95 % bootstrap interval. Diamonds: pruned for real, reloaded, on the reporting part. Which curve's plans are used "
-        "was decided on the choosing part, for all budgets together.",
+        f"was decided on the choosing part, for all budgets together{_judged(metrics)}.",
         "",
         f"| heads kept | {' | '.join(methods)} |",
         "|---" * (len(methods) + 1) + "|",
@@ -250,6 +250,11 @@ def _trade_off(metrics: dict[str, Any], run: dict[str, Any]) -> str:
             cells.append(_value(metric, sum(values) / len(values)))
         lines.append(f"| {keep} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _judged(metrics: dict[str, Any]) -> str:
+    by = metrics.get("planning", {}).get("judged_by")
+    return f", by {by}" if by else ""
 
 
 def _latency(metrics: dict[str, Any], run: dict[str, Any]) -> str:

@@ -108,7 +108,7 @@ def prune_run(
             "metric": scene.metric,
             # Scores may have been made elsewhere, or with another number of threads.
             "environment": runs.environment(str(next(scene.model.parameters()).device)),
-            "planning": goal.about(),
+            "planning": {**goal.about(), **({"judged_by": trials.judged_by} if len(orders) > 1 else {})},
             "dense": {
                 **_measured(dense, scene.metric),
                 "parameters": latency.parameters(scene.model),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 from headprune.attention import Heads
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Change, Measurement, compare, evaluate, interval
+from headprune.fidelity import Fidelity
 from headprune.gates import mask
 from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
 from headprune.planning.budgets import Budget, Fit, fit, fit_drop
@@ -90,7 +92,9 @@ class Trials:
         self.scene = scene
         self.refit = Refit(scene.model, scene.layers, list(scene.parts.score.batches())) if repair else None
         self.batches = list(scene.parts.choose.batches())
+        self._fidelity = Fidelity(scene.model, self.batches)
         self._known: dict[str, Measurement] = {}
+        self._merits: dict[str, float] = {}
 
     def measure(self, drop: Heads) -> Measurement:
         key = repr(sorted(drop.items()))
@@ -114,11 +118,24 @@ class Trials:
         scene = self.scene
         return compare(self.measure({}), self.measure(plan.drop), scene.metric, scene.options.seed)
 
-    def quality(self, plan: PruningPlan) -> tuple[float, float]:
-        """How good a plan is: by its metric, and by its loss where that ties. Higher is better."""
-        metrics = self.measure(plan.drop).metrics
-        value = metrics[self.scene.metric]
-        return (-value if self.scene.metric == "perplexity" else value, -metrics["loss"])
+    @property
+    def judged_by(self) -> str:
+        """What `merit` goes by, for the report."""
+        return "the divergence (KL) from the dense model's answers" if self._fidelity.known else "the loss"
+
+    def merit(self, plan: PruningPlan) -> float:
+        """How good a plan is; higher is better.
+
+        By how near its answers stay to the dense model's: minus the logarithm of the divergence, so that large and small
+        budgets weigh alike. Minus the loss, where these answers are not known.
+        """
+        if not self._fidelity.known:
+            return -self.measure(plan.drop).metrics["loss"]
+        key = repr(sorted(plan.drop.items()))
+        if key not in self._merits:
+            with self.repaired(plan.drop), mask(self.scene.model, plan.drop, layers=self.scene.layers):
+                self._merits[key] = -math.log(max(self._fidelity.divergence(), 1e-12))
+        return self._merits[key]
 
     def point(self, name: str, plan: PruningPlan) -> dict[str, Any]:
         """A point of the trade-off curve."""
@@ -152,7 +169,7 @@ def orders_of(
         with console.track(f"planning by {strategy}, {name}" if given else f"planning by {name}") as progress:
             found[name] = arrange(
                 replace(base, scores=given, progress=progress), strategy, _levels(total, counts),
-                lambda plan: -trials.measure(plan.drop).metrics["loss"], kinds, counts,
+                trials.merit, kinds, counts,
             )  # fmt: skip
     return found
 
@@ -183,13 +200,11 @@ def fits_of(scene: Scene, goal: Goal, orders: dict[str, Order], trials: Trials, 
     return max(found.values(), key=lambda fits: _merit(fits, trials)) if len(found) > 1 else next(iter(found.values()))
 
 
-def _merit(fits: Sequence[Fit], trials: Trials) -> tuple[float, ...]:
+def _merit(fits: Sequence[Fit], trials: Trials) -> tuple[float, float]:
     """How good an order's plans are on the choosing part, over all budgets."""
-    qualities = [trials.quality(f.plan) for f in fits]
-    sums = tuple(sum(values) for values in zip(*qualities, strict=True))
     # Where accuracy is the budget, fewer heads are what is wanted.
     drops = [f for f in fits if f.budget is not None and f.budget.kind == "drop"]
-    return (-sum(f.plan.kept for f in drops), *sums)
+    return (-sum(f.plan.kept for f in drops), sum(trials.merit(f.plan) for f in fits))
 
 
 def _fitted(scene: Scene, budget: Budget, order: Order, trials: Trials) -> Fit:
