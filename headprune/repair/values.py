@@ -11,7 +11,7 @@ values (`Refit`), so nothing needs to be known of how attention is computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,18 +76,18 @@ def fit_values(
     all_xx, all_xy, all_yy = xx.sum(0), xy.sum(0), yy.sum(0)
     chosen, held_out = ridge, None
     if chosen is None:
-        tried = dict.fromkeys(RIDGES, 0.0)
-        for i in range(FOLDS):
-            rest = all_xx - xx[i], all_xy - xy[i]
-            sums = start.sums(*rest) if float(rest[0][-1, -1]) > 0 else None
-            for strength in RIDGES:
-                if sums is None:
-                    tried[strength] = float("inf")
-                    continue
-                fitted = start.solved(sums, strength, _TRIED_ROUNDS, _TRIED_STEPS)
-                tried[strength] += start.error(xx[i], xy[i], yy[i], *fitted)
-        chosen = min(tried, key=tried.__getitem__)
-        held_out = tried[chosen]
+        folds = [(all_xx - xx[i], all_xy - xy[i]) for i in range(FOLDS)]
+        enough = all(float(rest[0][-1, -1]) > 0 for rest in folds)
+        sums = [start.sums(*rest) for rest in folds] if enough else []
+
+        def held_out_error(strength: float) -> float:
+            found = 0.0 if sums else float("inf")
+            for i, those in enumerate(sums):
+                fitted = start.solved(those, strength, _TRIED_ROUNDS, _TRIED_STEPS)
+                found += start.error(xx[i], xy[i], yy[i], *fitted)
+            return found
+
+        chosen, held_out = _downhill(held_out_error)
     mix, out, bias = start.solved(start.sums(all_xx, all_xy), chosen, _ROUNDS, _STEPS)
     before = start.error(all_xx, all_xy, all_yy, start.mix, start.out, place.bias.cpu())
     after = start.error(all_xx, all_xy, all_yy, mix, out, bias)
@@ -96,6 +96,19 @@ def fit_values(
     whole[values.columns[list(heads)].flatten()] = out.flatten(0, 1)
     made = {h: mix[start.owner[i]] for i, h in enumerate(heads)}
     return Fit(whole, bias if place.has_bias else None, facts, held_out, made)
+
+
+def _downhill(error: Callable[[float], float]) -> tuple[float, float]:
+    """The strength of least error, and that error: from the middle one on as long as it falls, since there is one valley."""
+    at = len(RIDGES) // 2
+    least = error(RIDGES[at])
+    for step in (-1, 1):
+        start = at
+        while 0 <= at + step < len(RIDGES) and (now := error(RIDGES[at + step])) < least:
+            at, least = at + step, now
+        if at != start:
+            break
+    return RIDGES[at], least
 
 
 def written(values: Values, mixes: dict[int, Tensor], further: Tensor) -> tuple[Tensor, Tensor | None]:
