@@ -78,13 +78,13 @@ def fit_values(
     if chosen is None:
         folds = [(all_xx - xx[i], all_xy - xy[i]) for i in range(FOLDS)]
         enough = all(float(rest[0][-1, -1]) > 0 for rest in folds)
-        sums = [start.sums(*rest) for rest in folds] if enough else []
+        sums = [start.sums(*rest).single() for rest in folds] if enough else []
 
         def held_out_error(strength: float) -> float:
             found = 0.0 if sums else float("inf")
             for i, those in enumerate(sums):
-                fitted = start.solved(those, strength, _TRIED_ROUNDS, _TRIED_STEPS)
-                found += start.error(xx[i], xy[i], yy[i], *fitted)
+                mix, out, bias = (t.double() for t in start.solved(those, strength, _TRIED_ROUNDS, _TRIED_STEPS))
+                found += start.error(xx[i], xy[i], yy[i], mix, out, bias)
             return found
 
         chosen, held_out = _downhill(held_out_error)
@@ -143,6 +143,11 @@ class _Sums:
     left: Tensor
     turn: Tensor
 
+    def single(self) -> _Sums:
+        """In float32, which is enough to compare strengths."""
+        parts = {k: v.float() for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return _Sums(**parts, var=self.var, own=self.own)
+
 
 class _Start:
     """The old values and weights of the heads that stay, and the way from there to better ones."""
@@ -185,7 +190,7 @@ class _Start:
 
     def solved(self, sums: _Sums, ridge: float, rounds: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
         """Mixes ``[groups, wide, head_dim]``, weights ``[heads, head_dim, out]`` and bias ``[out]`` after some rounds."""
-        mix, out = self.mix, self.out
+        mix, out = self.mix.to(sums.a), self.out.to(sums.a)
         if sums.own > 0:
             # By the weights that there were: a strength that changed on the way would not let every turn be a gain.
             strength = ridge * sums.var * float(self.out.square().sum(2).mean()) * len(self.owner) / len(mix)
@@ -204,7 +209,7 @@ class _Start:
     def _out(self, sums: _Sums, mix: Tensor, strength: float) -> Tensor:
         each = mix[self.owner]
         square = self._squared(sums.a, each)
-        right = torch.einsum("adf,ado->afo", each, sums.c).flatten(0, 1) + strength * self.out.flatten(0, 1)
+        right = torch.einsum("adf,ado->afo", each, sums.c).flatten(0, 1) + strength * self.out.to(square).flatten(0, 1)
         found: Tensor = torch.linalg.solve(square + strength * torch.eye(len(square), dtype=square.dtype), right)
         return found.view_as(self.out)
 
@@ -228,7 +233,7 @@ class _Start:
             found: Tensor = turn @ ((turn.mT @ x @ spin) / scale) @ spin.mT
             return found
 
-        rest = by_group(torch.einsum("ado,afo->adf", sums.c, out)) + strength * self.mix - applied(mix)
+        rest = by_group(torch.einsum("ado,afo->adf", sums.c, out)) + strength * self.mix.to(mix) - applied(mix)
         step = z = near(rest)
         size = (rest * z).sum()
         for _ in range(steps):

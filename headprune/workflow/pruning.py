@@ -27,7 +27,7 @@ from headprune.scoring import HeadScores
 from headprune.surgery import answers, prune
 from headprune.workflow.scene import Console, Options, Scene, open_scene
 from headprune.workflow.scoring import run_document, score_all
-from headprune.workflow.targets import Goal, Trials, fits_of, masked, orders_of, random_orders, trade_off
+from headprune.workflow.targets import Goal, Trials, fits_of, masked, orders_of, random_orders, shown, trade_off
 from headprune.workflow.timing import budget_input, time_models
 
 
@@ -95,7 +95,7 @@ def prune_run(
     if scene.metric not in dense.metrics:
         raise HeadPruneError(f"The {scene.metric} of {options.model} cannot be read off its logits.", "Check --task.")
     randoms = random_orders(scene, goal, fits)
-    curve = trade_off(orders, randoms, fits, trials, console)
+    curve = trade_off(shown(goal, orders, fits, trials), randoms, fits, trials, console)
 
     results: list[Pruned] = []
     models: dict[int, nn.Module] = {}

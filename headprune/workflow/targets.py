@@ -238,6 +238,21 @@ def random_orders(scene: Scene, goal: Goal, fits: Sequence[Fit]) -> list[Order]:
     ]
 
 
+def shown(goal: Goal, orders: dict[str, Order], fits: Sequence[Fit], trials: Trials) -> dict[str, Order]:
+    """The orders whose curves are drawn: of those that `auto` makes itself only the best one, beside those of the scores."""
+    own = [name for name, order in orders.items() if not order.method]
+    if goal.strategy != AUTO or len(own) < 2:
+        return orders
+    asked = [f.plan.asked for f in fits]
+
+    def merit(name: str) -> tuple[int, float]:
+        plans = [orders[name].plan(keep) for keep in asked if orders[name].least <= keep]
+        return len(plans), sum(map(trials.merit, plans))
+
+    best = max(own, key=merit)
+    return {name: order for name, order in orders.items() if name not in own or name == best}
+
+
 def trade_off(
     orders: dict[str, Order], randoms: Sequence[Order], fits: Sequence[Fit], trials: Trials, console: Console
 ) -> list[dict[str, Any]]:
