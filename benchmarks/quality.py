@@ -39,10 +39,11 @@ from torch import nn
 
 import headprune as hp
 from headprune import demo
-from headprune.attention import AttentionLayer
+from headprune.attention import AttentionLayer, Heads
 from headprune.data import DataOptions, Part, Parts, load_parts
 from headprune.errors import first_line
 from headprune.evaluation import Measurement, evaluate
+from headprune.fidelity import Fidelity
 from headprune.fingerprint import fingerprint
 from headprune.gates import mask
 from headprune.models import load_model
@@ -83,55 +84,104 @@ def ranked(name: str) -> Run:
     return run
 
 
+class Statistics:
+    """What repair is fitted from, made once for a draw; its seconds count for everyone who uses it."""
+
+    def __init__(self) -> None:
+        self.known: tuple[tuple[int, int], Refit, float] | None = None
+
+    def get(self, model: nn.Module, score: Any, layers: Any, seed: int) -> Refit:
+        key = id(model), seed
+        if self.known and self.known[0] == key:
+            baselines.gradients.saved += self.known[2]
+        else:
+            started = time.perf_counter()
+            refit = Refit(model, layers, score)
+            assert refit.statistics.dense
+            self.known = key, refit, time.perf_counter() - started
+        return self.known[1]
+
+
+STATISTICS = Statistics()
+
+
 class Searched:
     """headprune's strategies that run the model: one search for all the counts of a draw, as its plans are nested.
 
     Args:
         strategy: Of `headprune.planning`.
-        repair: Whether W_O is refitted, in the search and after it.
+        repair: Whether the kept heads are refitted, in the search and after it.
         kinds: How heads that share key/value heads go; of several, what does best on the choosing part at a count, as
             `headprune prune` does it.
     """
 
     def __init__(self, strategy: str, repair: bool = True, kinds: Sequence[str] = (GROUPS, SLICES)) -> None:
         self.strategy, self.repair, self.kinds = strategy, repair, kinds
-        self.known: dict[tuple[int, int], tuple[list[Order], Refit | None, float]] = {}
+        self.known: dict[tuple[int, int], tuple[list[Order], float]] = {}
 
     def __call__(self, model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
+        drops = self.drops(model, score, layers, keep, seed)
+        refit = STATISTICS.get(model, score, layers, seed) if self.repair else None
+        return repaired(model, layers, nearest(model, layers, drops, refit, choose), refit)
+
+    def drops(self, model: nn.Module, score: Any, layers: Any, keep: int, seed: int) -> list[Heads]:
+        """The plans at a count, of every kind."""
         key = id(model), seed
         if key in self.known:
-            baselines.gradients.saved += self.known[key][2]
+            baselines.gradients.saved += self.known[key][1]
         else:
+            refit = STATISTICS.get(model, score, layers, seed) if self.repair else None
             started = time.perf_counter()
-            refit = Refit(model, layers, score) if self.repair else None
             search = Search(layers, seed=seed, model=model, batches=score, refit=refit)
             levels = LEVELS[sum(layer.num_heads for layer in layers)]
             kinds = self.kinds if any(layer.groups for layer in layers) else self.kinds[:1]
             orders = [strategy_named(self.strategy).run(replace(search, kind=kind), levels) for kind in kinds]
-            self.known[key] = orders, refit, time.perf_counter() - started
-        orders, refit, _ = self.known[key]
-        drops = [order.plan(keep).drop for order in orders]
-
-        def loss(drop: Any) -> float:
-            with self.applied(model, layers, drop, refit) as pruned:
-                return evaluate(pruned, choose).metrics["loss"]
-
-        return self.applied(model, layers, min(drops, key=loss) if len(drops) > 1 else drops[0], refit)
-
-    @contextmanager
-    def applied(self, model: nn.Module, layers: Any, drop: Any, refit: Refit | None) -> Iterator[nn.Module]:
-        """The model without these heads, repaired."""
-        with refit.applied(refit.fitted(drop)) if refit else nullcontext(), mask(model, drop, layers=layers):
-            yield model
+            self.known[key] = orders, time.perf_counter() - started
+        return [order.plan(keep).drop for order in self.known[key][0]]
 
 
+class Auto:
+    """What `headprune prune --keep N` does: of several orders the one that the choosing part says is best at a count."""
+
+    def __init__(self, *searches: Searched) -> None:
+        self.searches = searches
+
+    def __call__(self, model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
+        drops = [drop for search in self.searches for drop in search.drops(model, score, layers, keep, seed)]
+        gradient = hp.score(model, score, "gradient", layers=layers, seed=seed)
+        drops.append(hp.plan(gradient, keep).drop)
+        refit = STATISTICS.get(model, score, layers, seed)
+        return repaired(model, layers, nearest(model, layers, drops, refit, choose), refit)
+
+
+def nearest(model: nn.Module, layers: Any, drops: Sequence[Heads], refit: Refit | None, choose: Any) -> Heads:
+    """The plan whose answers, repaired, stay nearest to the dense model's; by the loss, where these are too many to keep."""
+    fidelity = Fidelity(model, choose)
+
+    def distance(drop: Heads) -> float:
+        with repaired(model, layers, drop, refit) as pruned:
+            return fidelity.divergence() if fidelity.known else evaluate(pruned, choose).metrics["loss"]
+
+    return min(drops, key=distance) if len(drops) > 1 else drops[0]
+
+
+@contextmanager
+def repaired(model: nn.Module, layers: Any, drop: Heads, refit: Refit | None) -> Iterator[nn.Module]:
+    """The model without these heads, the others refitted."""
+    with refit.applied(refit.fitted(drop)) if refit else nullcontext(), mask(model, drop, layers=layers):
+        yield model
+
+
+RESCORED, RESCORED_OUTPUT, COMPENSATED = map(Searched, ("re-scored", "re-scored-output", "compensated"))
 LEVELS = {72: [54, 36, 24, 18, 12, 6], 24: [18, 12, 7, 6, 4], 270: [234, 204, 135, 69]}
 METHODS: dict[str, Run] = {
     **{name: public(method) for name, method in baselines.METHODS.items()},
     **{f"headprune {name}": ranked(name) for name in ("gradient", "fisher", "l0")},
     "headprune re-scored, no repair": Searched("re-scored", repair=False),
-    "headprune compensated": Searched("compensated"),
-    "headprune re-scored": Searched("re-scored"),
+    "headprune compensated": COMPENSATED,
+    "headprune re-scored": RESCORED,
+    "headprune re-scored-output": RESCORED_OUTPUT,
+    "headprune auto": Auto(RESCORED, RESCORED_OUTPUT, COMPENSATED),
 }
 
 
