@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import headprune as hp
+from headprune.repair import Refit
 from tests.problems import small
 from tests.test_trace import hooks
 
@@ -116,3 +117,27 @@ def test_the_table_holds_means_spreads_and_a_paired_error(subject):
     assert "dense 1.000" in text
     error = np.std([0, 0, -0.5, -1], ddof=1) / 2
     assert f"paired, 0 to {error:.2g}." in text
+
+
+def test_auto_takes_what_stays_nearest_to_the_dense_model(subject, monkeypatch):
+    monkeypatch.setitem(quality.LEVELS, 6, [4, 2])
+    model, layers, choose, score = subject.model, subject.layers, subject.choose, subject.score(0)
+    before = model(**choose[0]).logits.softmax(-1)
+    searches = [quality.Searched(name) for name in ("re-scored", "re-scored-output", "compensated")]
+    refit = Refit(model, layers, score)
+
+    def distance() -> float:
+        after = model(**choose[0]).logits.softmax(-1)
+        return float((before * (before / after).log()).sum(-1).mean())
+
+    for keep in (4, 2):
+        plans = [drop for search in searches for drop in search.drops(model, score, layers, keep, 0)]
+        plans.append(hp.plan(hp.score(model, score, "gradient", layers=layers), keep).drop)
+        found = []
+        for drop in plans:
+            with torch.no_grad(), quality.repaired(model, layers, drop, refit):
+                found.append(distance())
+        with torch.no_grad(), quality.Auto(*searches)(model, score, choose, layers, keep, 0):
+            assert distance() == pytest.approx(min(found))
+    with torch.no_grad():
+        assert distance() == 0

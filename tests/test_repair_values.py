@@ -1,6 +1,7 @@
 """Refit of the values against brute force: edited weights, stacked tokens, and other solvers."""
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -1096,3 +1097,16 @@ def test_heads_wider_than_their_input(heads: tuple[int, int]) -> None:
     }
     expected = torch.stack([direct(refit, example, {}, unit, 0.1) for unit in units], dim=1)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("lowest", range(len(values_module.RIDGES)))
+def test_the_strength_is_the_valleys_floor(lowest: int) -> None:
+    tried: list[float] = []
+
+    def error(strength: float) -> float:
+        tried.append(strength)
+        return 1.0 + abs(values_module.RIDGES.index(strength) - lowest)
+
+    assert values_module._downhill(error) == (values_module.RIDGES[lowest], 1.0)
+    assert len(tried) == len(set(tried))  # none twice
+    assert values_module._downhill(lambda strength: math.inf)[1] == math.inf

@@ -1,0 +1,54 @@
+"""Which orders are made, used and drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headprune.planning import Order
+from headprune.planning.budgets import Budget, Fit
+from headprune.plans import PruningPlan
+from headprune.workflow.targets import Goal, _merit, shown
+
+
+class Judge:
+    """Stands in for trials: merits by strategy and heads kept."""
+
+    def __init__(self, merits: dict[tuple[str, int], float]) -> None:
+        self.merits = merits
+
+    def merit(self, plan: PruningPlan) -> float:
+        return self.merits[plan.strategy, plan.kept]
+
+
+def order(strategy: str, method: str = "", steps: int = 4) -> Order:
+    return Order({"a": 6}, [{"a": [i]} for i in range(steps)], strategy, method)
+
+
+def fit(made: Order, keep: int, kind: str = "keep") -> Fit:
+    return Fit(made.plan(keep), Budget(kind, str(keep)))
+
+
+def test_of_its_own_orders_auto_draws_the_best() -> None:
+    orders = {
+        "re-scored": order("re-scored"),
+        "compensated": order("compensated"),
+        "gradient": order("one-shot", "gradient"),
+    }
+    fits = [fit(orders["gradient"], 4), fit(orders["gradient"], 3)]
+    merits = {("re-scored", 4): 1.0, ("re-scored", 3): 5.0, ("compensated", 4): 3.0, ("compensated", 3): 2.0}
+    judge: Any = Judge(merits)
+    assert list(shown(Goal(), orders, fits, judge)) == ["re-scored", "gradient"]
+    assert list(shown(Goal(), orders, fits[:1], judge)) == ["compensated", "gradient"]
+    assert shown(Goal(strategy="one-shot"), orders, fits, judge) == orders
+    short = {**orders, "re-scored": order("re-scored", steps=2)}  # does not reach 3
+    assert list(shown(Goal(), short, fits, judge)) == ["compensated", "gradient"]
+
+
+def test_fewer_heads_are_wanted_where_accuracy_is_the_budget() -> None:
+    made = order("re-scored")
+    judge: Any = Judge({("re-scored", 4): 1.0, ("re-scored", 3): 0.5})
+    assert _merit([fit(made, 3, "drop")], judge) > _merit([fit(made, 4, "drop")], judge)
+    assert _merit([fit(made, 3)], judge) < _merit([fit(made, 4)], judge)
+    assert _merit([fit(made, 3), fit(made, 4)], judge)[1] == pytest.approx(1.5)
