@@ -18,6 +18,8 @@ from headprune.attention import Heads
 from headprune.inputs import call
 from headprune.loss import rows_of
 from headprune.modules import exact_attention
+from headprune.planning.effects import effects
+from headprune.planning.units import Unit
 from headprune.repair import Place, Refit, Weights, added_biases, repair
 from headprune.repair.probe import across as _across
 from headprune.repair.probe import noise as _noise
@@ -214,6 +216,26 @@ def test_the_probe_is_the_fisher_information() -> None:
         draw = torch.randn(1, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         told = _across(two, draw) * two
         assert abs(float(told[0, 0] - 0.9 * told.sum())) == pytest.approx((0.9 * 0.1) ** 0.5)
+
+
+def test_where_an_answer_starts_and_ends_is_no_padding() -> None:
+    """An example's tokens matter as much in a padded batch as alone, and what is said of padding matters to none."""
+    config = tf.BertConfig(
+        vocab_size=100, hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32, pad_token_id=0,
+    )  # fmt: skip
+    model = randomise(tf.BertForQuestionAnswering(config)).double()
+    given_ = text(3, 9)
+    given_["attention_mask"] = torch.tensor([[1] * 9, [1] * 6 + [0] * 3, [1] * 4 + [0] * 5])
+    layers = hp.find_attention(model, given_)
+    whole = Refit(model, layers, [given_])
+    alone = [{k: v[i : i + 1, :n] for k, v in given_.items()} for i, n in enumerate((9, 6, 4))]
+    apart = Refit(model, layers, alone)
+    for place in whole.places:
+        together = whole.runner.sensitivity(0)[place.name][0]
+        for i, n in enumerate((9, 6, 4)):
+            assert torch.allclose(together[i, :n], apart.runner.sensitivity(i)[place.name][0][0], rtol=1e-6)
+    units = [Unit(0.0, i, (h,)) for i, a in enumerate(layers) for h in range(a.num_heads)]
+    assert torch.allclose(effects(whole, layers, {}, units), effects(apart, layers, {}, units), rtol=1e-5)
 
 
 def test_the_weights_of_tokens_are_slopes() -> None:

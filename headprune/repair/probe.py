@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.divergence import IGNORED
+from headprune.divergence import IGNORED, logits_of
 from headprune.errors import HeadPruneError
 from headprune.inputs import tensors
 from headprune.loss import batch_size
@@ -50,10 +50,17 @@ def probe_of(model: nn.Module, output: Any, batch: Any, first: int, alone: bool 
         return found
 
     logits = getattr(output, "logits", None)
-    if isinstance(logits, Tensor) and logits.shape[-1] > 1:
+    if hasattr(output, "start_logits"):  # where an answer starts and ends: tokens are the classes, and padding is none
+        chances = logits_of(output, batch if isinstance(batch, Mapping) else {}).log_softmax(-1)
+        draws = drawn(chances.movedim(1, -1)).movedim(-1, 1)
+    elif isinstance(logits, Tensor) and logits.shape[-1] > 1:
         chances = widened(logits).log_softmax(-1)
+        draws = drawn(chances)
+    else:
+        chances = None
+    if chances is not None:
         root = chances.detach().exp().sqrt()
-        return (across(root, drawn(chances)) * root * chances).sum()
+        return (across(root, draws) * root * chances.masked_fill(root == 0, 0.0)).sum()
     found = [widened(t) for t in tensors(output) if t.is_floating_point() and t.requires_grad]
     if not found:
         raise HeadPruneError("The model's answers do not depend on any head by what can be differentiated.")
@@ -67,7 +74,8 @@ def across(root: Tensor, draw: Tensor) -> Tensor:
     """
     rest = draw - root * (root * draw).sum(-1, keepdim=True)
     length = rest.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-    scaled: Tensor = rest * ((root.shape[-1] - 1) ** 0.5 / length)
+    classes = (draw != 0).sum(-1, keepdim=True)  # without padding
+    scaled: Tensor = rest * ((classes - 1).clamp(min=0).to(rest).sqrt() / length)
     return scaled
 
 
