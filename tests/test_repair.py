@@ -681,3 +681,22 @@ def test_tokens_before_the_batch() -> None:
     assert len(refit.batches) == 1
     other = Refit(model, layers, [((x[i : i + 1], padding[i : i + 1]), x[i : i + 1]) for i in range(5)])
     close(other.fitted(some(layers)), refit.fitted(some(layers)))
+
+
+def test_weights_applied_within_others_leave_these() -> None:
+    model, batches = small(heads=4, layers=2)
+    layers = hp.find_attention(model, batches[0])
+    refit = Refit(model, layers, batches)
+    first, second = refit.fitted({layers[0].name: [1]}), refit.fitted({layers[0].name: [0], layers[1].name: [2]})
+    before = state(model)
+    with refit.applied(second):
+        alone = state(model)
+    with refit.applied(first):
+        outer = state(model)
+        with refit.applied(second):
+            assert same(model, alone)
+        assert same(model, outer)
+        with refit.applied(Weights()):
+            assert same(model, before)
+        assert same(model, outer)
+    assert same(model, before)

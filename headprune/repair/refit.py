@@ -62,6 +62,7 @@ class Refit:
         self.added = [p.name for p in self.places if p.has_bias and not p.own_bias]
         self.looks: dict[tuple[tuple[str, tuple[int, ...]], ...], Tensor] = {}
         self._fits: dict[str, dict[tuple[int, ...], Fit]] = {}
+        self._applied = Weights()
 
     @property
     def batches(self) -> list[Any]:
@@ -113,18 +114,20 @@ class Refit:
 
     @contextmanager
     def applied(self, weights: Weights) -> Iterator[None]:
-        """The model with other weights, while the context lasts."""
-        own = {p.name: (p.weight, p.bias if p.own_bias else None) for p in self.places}
-        own |= {v.name: (v.weight, v.bias) for v in self.values.values()}
+        """The dense model with these weights, while the context lasts; then with those that it had before."""
+        before = self._applied
         self.apply(weights)
         try:
             yield
         finally:
-            self._write({name: own[name] for name in weights.of})
+            self.apply(before)
 
     def apply(self, weights: Weights) -> None:
-        """Write weights into the model."""
-        self._write(weights.of)
+        """Write weights into the model, and the dense model's where these say nothing."""
+        dense = {p.name: (p.weight, p.bias if p.own_bias else None) for p in self.places}
+        dense |= {v.name: (v.weight, v.bias) for v in self.values.values()}
+        self._write({**{name: dense[name] for name in self._applied.of}, **weights.of})
+        self._applied = weights
 
     def hessian(self, place: Place, drop: Heads, weights: Weights, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
         """Of the regression that gives a W_O its weights without the heads in ``drop``; see `Statistics.hessian`."""
