@@ -173,6 +173,9 @@ def orders_of(
                 replace(base, scores=given, progress=progress), strategy, _levels(total, counts),
                 trials.merit, kinds, counts,
             )  # fmt: skip
+    if len(found) > 1 and trials.refit and trials.refit.passes:
+        passes, examples = trials.refit.passes, trials.refit.examples
+        console.say(f"All orders together took about {passes:.0f} forward passes over {examples:,} examples.")
     return found
 
 
