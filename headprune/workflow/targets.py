@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from headprune.attention import Heads
@@ -92,7 +93,6 @@ class Trials:
         self.scene = scene
         self.refit = Refit(scene.model, scene.layers, list(scene.parts.score.batches())) if repair else None
         self.batches = list(scene.parts.choose.batches())
-        self._fidelity = Fidelity(scene.model, self.batches)
         self._known: dict[str, Measurement] = {}
         self._merits: dict[str, float] = {}
 
@@ -117,6 +117,11 @@ class Trials:
         """The paired change from the dense model to a plan."""
         scene = self.scene
         return compare(self.measure({}), self.measure(plan.drop), scene.metric, scene.options.seed)
+
+    @cached_property
+    def _fidelity(self) -> Fidelity:
+        """First asked for while the model is the dense one, as it is outside of `repaired`."""
+        return Fidelity(self.scene.model, self.batches)
 
     @property
     def judged_by(self) -> str:
