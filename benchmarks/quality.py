@@ -451,7 +451,9 @@ def main() -> None:
         "",
         "What each method leaves when it is given scoring examples and a number of heads, without any training. The public methods "
         "are re-implementations, in `benchmarks/baselines.py`, of what their authors' code computes. One search of headprune's serves all "
-        "counts of a draw, and its seconds are the whole search's. Seconds were taken while other work ran beside it: upper bounds.",
+        "counts of a draw, and its seconds are the whole search's. `headprune auto` is what `prune --keep N` does for each count alone: of three "
+        "searches' orders and the gradient's it takes the one whose answers stay nearest to the dense model's on the choosing part. "
+        "Seconds were taken while other work ran beside it: upper bounds.",
         "",
         "Kwon's rescaling on minilm-rt stands for one draw: on a second our re-implementation answered with one class alone at 24 heads and "
         "fewer, and whether the authors' code would is not known.",
