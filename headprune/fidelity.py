@@ -21,8 +21,8 @@ _MOST = 1 << 28  # bytes of the dense model's answers
 class Fidelity:
     """Divergence from the dense model's answers on some examples.
 
-    It tells models apart that are nearly as good as the dense one far better than accuracy, which only few examples change, or
-    the loss, most of whose changes are as often a gain as a loss.
+    Every example counts in it. Accuracy changes only with those that change sides, and most changes of the loss are as often
+    a gain as a loss.
 
     Args:
         model: The dense model, as it is now.

@@ -46,6 +46,13 @@ def test_of_its_own_orders_auto_draws_the_best() -> None:
     assert list(shown(Goal(), short, fits, judge)) == ["compensated", "gradient"]
 
 
+def test_the_order_that_is_used_is_drawn() -> None:
+    """Where accuracy is the budget, an order that keeps fewer heads is used, though another is better at that number."""
+    orders = {"re-scored": order("re-scored"), "compensated": order("compensated")}
+    judge: Any = Judge({("re-scored", 3): 1.0, ("compensated", 3): 2.0})
+    assert list(shown(Goal(), orders, [fit(orders["re-scored"], 3, "drop")], judge)) == ["re-scored"]
+
+
 def test_fewer_heads_are_wanted_where_accuracy_is_the_budget() -> None:
     made = order("re-scored")
     judge: Any = Judge({("re-scored", 4): 1.0, ("re-scored", 3): 0.5})

@@ -37,8 +37,8 @@ def rescored(search: Search, levels: Sequence[int]) -> Order:
 def rescored_output(search: Search, levels: Sequence[int]) -> Order:
     """Like `re-scored`, as if W_O alone were refitted.
 
-    What the others can make up for is then judged with less trust in the examples. Where many heads stay, this is the better
-    order as often as not, even where values are refitted after it.
+    What the others can make up for is then judged with less trust in the examples. On our benchmarks it is now the better
+    order and now the worse one, also where values are refitted after it.
     """
     return _in_steps("re-scored-output", _refit_of(search).of_outputs, search, levels)
 
@@ -70,7 +70,7 @@ def compensated(search: Search, levels: Sequence[int]) -> Order:
 
 @strategy("auto", needs_scores=False, runs_model=True)
 def auto(search: Search, levels: Sequence[int]) -> Order:
-    """The best on our benchmarks: re-scored; `prune` tries other orders beside it, and the choosing part decides.
+    """As re-scored; `prune` tries other orders beside it, and the choosing part decides.
 
     See docs/benchmarks.md, Quality by heads kept.
     """

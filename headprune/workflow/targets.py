@@ -247,7 +247,7 @@ def random_orders(scene: Scene, goal: Goal, fits: Sequence[Fit]) -> list[Order]:
 
 
 def shown(goal: Goal, orders: dict[str, Order], fits: Sequence[Fit], trials: Trials) -> dict[str, Order]:
-    """The orders whose curves are drawn: of those that `auto` makes itself only the best one, beside those of the scores."""
+    """The orders whose curves are drawn: of those that `auto` makes itself the one that is used, or the best one, beside the scores'."""
     own = [name for name, order in orders.items() if not order.method]
     if goal.strategy != AUTO or len(own) < 2:
         return orders
@@ -257,7 +257,8 @@ def shown(goal: Goal, orders: dict[str, Order], fits: Sequence[Fit], trials: Tri
         plans = [orders[name].plan(keep) for keep in asked if orders[name].least <= keep]
         return len(plans), sum(map(trials.merit, plans))
 
-    best = max(own, key=merit)
+    used = fits[0].plan.strategy
+    best = used if used in own else max(own, key=merit)
     return {name: order for name, order in orders.items() if name not in own or name == best}
 
 
