@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from headprune.loss import batch_size, rows_of
 from headprune.memory import free_memory, halving
 from headprune.modules import wrapped
 from headprune.scoring.base import NotFiniteError, Problem
+from headprune.scoring.unread import read_tokens, reading
 
 _TRIED_ROWS = 2  # examples on which every layer's replay is compared with a plain forward
 _TRIED_LAYERS = 8  # of the first batch, evenly spread
@@ -56,6 +57,7 @@ class Replay:
         self.counts: dict[str, int] = {}  # how often each module is called
         self.bytes_per_row = 0
         self.recordings = 0
+        self.tokens: dict[str, int] = {}  # modules of whose output only one token is read
         if not problem.replays:
             self.notes.append(
                 "every head by a plain forward, since a replay did not give the same losses on some batch"
@@ -100,6 +102,33 @@ class Replay:
             if good is None or not good.skipped:
                 how = "plain forwards" if good is None else "whole forwards of stacked heads"
                 self.notes.append(f"{layer.name} by {how}: a replay from there did not give the same losses")
+        self.tokens = self._read(two, dense)
+
+    def _read(self, two: _Observed, few: Recording) -> dict[str, int]:
+        """What of the last two blocks is computed for one token alone."""
+        if not self.starts:
+            return {}
+        first = list(self.starts)[-2:][0]
+        few.starts = self.starts
+        few._record(first)
+        skipped = self.starts[first].skipped
+
+        def running(calls: Sequence[_Call]) -> list[_Call]:
+            """Without what a replay skips, nor what is called several times and so could be told apart by number alone."""
+            return [
+                replace(call, inside=running(call.inside))
+                for call in calls
+                if (call.module, call.number) not in skipped and two.counts[call.module] == 1
+            ]
+
+        with torch.no_grad():
+            return read_tokens(
+                self.problem.model,
+                running(two.roots),
+                lambda: few._run({}, first, 1)[0],
+                lambda a, b: _close(a, b, b, self.problem.model),
+                [place.module for layer in self.problem.layers if (place := layer.gate or layer.output_projection)],
+            )
 
     def _agrees(self, name: str, start: _Start, few: Recording) -> bool:
         """Whether a replay from ``start`` gives a plain forward's losses, for one of the layer's heads among two."""
@@ -185,7 +214,20 @@ class Recording:
 
     def _stacked(self, gates: Mapping[str, Tensor], first: str) -> Tensor:
         """Losses ``[rows, examples]`` under gates ``{layer: [rows, heads]}``, from layer ``first`` on."""
-        problem, rows = self.replay.problem, len(next(iter(gates.values())))
+        rows = len(next(iter(gates.values())))
+        if self.replay.tokens:
+            try:
+                with reading(self.replay.problem.model, self.replay.tokens):
+                    found = self._run(gates, first, rows)
+                if bool(found.isfinite().all()):
+                    return found
+            except NotFiniteError:  # the model's own, or of a token that is read after all
+                pass
+            self.replay.tokens = {}
+        return self._run(gates, first, rows)
+
+    def _run(self, gates: Mapping[str, Tensor], first: str, rows: int) -> Tensor:
+        problem = self.replay.problem
         each = {k: g.repeat_interleave(self.size, 0) for k, g in gates.items()}
         batch = rows_of(self.batch, list(range(self.size)) * rows)
         with ExitStack() as stack:

@@ -1,0 +1,180 @@
+"""What a classifier's last block computes for nothing is left out, and whoever reads it after all gets the right numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+import headprune as hp
+from headprune.loss import ExampleLoss, batch_size
+from headprune.scoring import unread
+from headprune.scoring.base import Problem
+from headprune.scoring.replay import Replay
+from headprune.trace import evaluating
+from tests.zoo import bert, labelled, randomise, text, vit
+
+_SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 32}
+
+
+def problem_of(
+    model: nn.Module, batches: list[Any], losses: Callable[[Any], Tensor] | None = None, **more: Any
+) -> Problem:
+    layers = hp.find_attention(model, {k: v for k, v in batches[0].items() if k != "labels"})
+    each = losses or ExampleLoss(model)
+    return Problem(model, layers, [(b, batch_size(b)) for b in batches], each, 0, lambda *a: None, **more)
+
+
+def gpt2_classifier() -> nn.Module:
+    return randomise(
+        tf.GPT2ForSequenceClassification(tf.GPT2Config(n_layer=3, n_head=4, n_embd=16, vocab_size=100, pad_token_id=0))
+    )
+
+
+def llama_classifier() -> nn.Module:
+    return randomise(
+        tf.LlamaForSequenceClassification(
+            tf.LlamaConfig(**_SMALL, num_key_value_heads=2, vocab_size=100, pad_token_id=0)
+        )
+    )
+
+
+def check(problem: Problem) -> Replay:
+    """That replays give plain forwards' losses for every head of every batch."""
+    with evaluating(problem.model), torch.no_grad():
+        replay = Replay(problem)
+        gates = 1 - torch.eye(problem.heads)
+        for batch, size in problem.batches:
+            with replay.of(batch, size) as recording:
+                start = 0
+                for layer in problem.layers:
+                    rows = gates[start : start + layer.num_heads]
+                    found = recording.losses(rows)
+                    for row, mine in zip(rows, found, strict=True):
+                        drop = {k: (g == 0).nonzero().flatten().tolist() for k, g in problem.split(row).items()}
+                        with hp.mask(problem.model, drop, layers=problem.layers):
+                            torch.testing.assert_close(mine, problem.losses(batch).double(), rtol=1e-4, atol=1e-6)
+                    start += layer.num_heads
+    return replay
+
+
+@pytest.mark.parametrize("made", [bert, vit])
+def test_the_last_blocks_feed_forward_layer_runs_for_the_first_token(made: Any) -> None:
+    model, example = made()
+    batch = labelled(model, example)
+    seen: list[int] = []
+    mlps = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features > m.in_features]
+    for mlp in (mlps[0], mlps[-1]):
+        original = mlp.forward
+        mlp.forward = lambda x, original=original: (seen.append(x.shape[1]), original(x))[1]  # type: ignore[method-assign]
+    problem = problem_of(model, [batch])
+    replay = check(problem)
+    assert set(replay.tokens.values()) == {0}
+    last = problem.layers[-1]
+    with evaluating(model), torch.no_grad(), replay.of(batch, batch_size(batch)) as recording:
+        recording._doubtful.clear()
+        for layer, tokens in ((problem.layers[0], [5, 1]), (last, [1])):
+            seen.clear()
+            gates = torch.ones(1, problem.heads)
+            gates[0, sum(a.num_heads for a in problem.layers[: problem.layers.index(layer)])] = 0.0
+            recording.losses(gates)
+            assert [n > 1 for n in seen] == [n > 1 for n in tokens]
+
+
+def test_a_causal_classifier_reads_its_last_token() -> None:
+    for model in (gpt2_classifier(), llama_classifier()):
+        replay = check(problem_of(model, [labelled(model, {"input_ids": text(4, 7)["input_ids"]})]))
+        assert set(replay.tokens.values()) == {-1}
+
+
+def test_a_batch_that_reads_another_token_is_computed_whole() -> None:
+    """The study sees a batch without padding; in the other one the last token that is none is elsewhere."""
+    model = gpt2_classifier()
+    full, padded = text(4, 7)["input_ids"].clamp(min=1), text(3, 7, seed=5)["input_ids"].clamp(min=1)
+    padded[1, 4:] = 0
+    replay = check(problem_of(model, [labelled(model, {"input_ids": ids}) for ids in (full, padded)]))
+    assert not replay.tokens
+    replay = check(problem_of(model, [labelled(model, {"input_ids": full})]))
+    assert replay.tokens
+
+
+def test_models_that_read_all_tokens_are_left_alone() -> None:
+    config = tf.BertConfig(**_SMALL, vocab_size=100)
+    for model in (tf.BertForTokenClassification(config), tf.BertForMaskedLM(config)):
+        randomise(model)
+        batch = text(4, 7)
+        assert check(problem_of(model, [{**batch, "labels": batch["input_ids"] % 2}])).tokens == {}
+
+
+class Mean(nn.Module):
+    """A BERT that reads the mean over tokens, in a way that NaN does not get through."""
+
+    def __init__(self, hide: bool) -> None:
+        super().__init__()
+        self.bert = randomise(tf.BertModel(tf.BertConfig(**_SMALL, vocab_size=100)))
+        self.hide = hide
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.bert(input_ids).last_hidden_state
+        return hidden[:, 0, :2] + 0.2 * (hidden.nan_to_num() if self.hide else hidden).mean(1)[:, :2]
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_a_mean_over_tokens(hide: bool) -> None:
+    model = Mean(hide)
+    batch = {"input_ids": text(4, 7)["input_ids"], "labels": torch.tensor([0, 1, 0, 1])}
+
+    def losses(b: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(b["input_ids"]), b["labels"], reduction="none")
+
+    assert check(problem_of(model, [batch], losses)).tokens == {}
+
+
+def test_a_loss_that_nan_does_not_show_in() -> None:
+    """The number of wrong answers is finite whatever the answers are, so nothing could say that a token is read."""
+    model, example = bert()
+    batch = labelled(model, example)
+
+    def wrong(b: Any) -> Tensor:
+        logits = model(**{k: v for k, v in b.items() if k != "labels"}).logits
+        return (logits.argmax(-1) != b["labels"]).float()
+
+    assert check(problem_of(model, [batch], wrong)).tokens == {}
+
+
+class Twice(nn.Module):
+    """Whose last layer runs twice, as in ALBERT: by its name alone one could not tell which call reads what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = randomise(tf.BertForSequenceClassification(tf.BertConfig(**_SMALL, vocab_size=100)))
+        layers = self.model.bert.encoder.layer
+        layers[2] = layers[1]
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.model(input_ids).logits
+
+
+def test_modules_that_run_twice_are_not_cut() -> None:
+    model = Twice()
+    batch = {"input_ids": text(4, 7)["input_ids"], "labels": torch.tensor([0, 1, 0, 1])}
+
+    def losses(b: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(b["input_ids"]), b["labels"], reduction="none")
+
+    assert not any("layer" in name for name in check(problem_of(model, [batch], losses)).tokens)
+
+
+@pytest.mark.parametrize("method", ["mean-ablation", "resample-ablation"])
+def test_fills_see_all_tokens(method: str) -> None:
+    """The same scores whether the last block is cut or not."""
+    model, example = bert()
+    batch = labelled(model, example)
+    found = []
+    for tokens in (unread._TOKENS, ()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(unread, "_TOKENS", tokens)
+            found.append(hp.score(model, [batch], method, seed=3).flat())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
