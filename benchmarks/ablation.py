@@ -133,7 +133,8 @@ def replayed(device: str) -> list[str]:
         *lines,
         "",
         f"144 heads. The time of replaying holds all that it costs: studying the model, comparing with plain forwards; {notes}. The "
-        "limit by operations is 0.54 for whole blocks; a replay starts within one, behind its attention.",
+        "limit by operations is 0.54 for whole blocks; a replay starts within one, behind its attention, and behind the last attention "
+        "it computes the one token that this classifier reads.",
     ]
 
 
