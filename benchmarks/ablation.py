@@ -1,6 +1,6 @@
 """What ablation and gradients cost, and whether an estimate from few examples holds.
 
-    python benchmarks/ablation.py                       # all, and the section of docs/benchmarks.md; about five minutes
+    python benchmarks/ablation.py                       # all, and the section of docs/benchmarks.md; about a quarter of an hour
     python benchmarks/ablation.py --only replay         # prints one part: replay, gradient, few
     python benchmarks/ablation.py --device cuda         # on a GPU, where replay stacks more
 
@@ -45,6 +45,7 @@ from headprune.trace import evaluating
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 DRAWS = 200
+BATCHES = 6  # of the replayed model: what a replay costs once weighs more than on real data, which has some tens
 
 
 def silent(done: int, total: int, note: str = "") -> None:
@@ -86,7 +87,7 @@ def ratio(a: list[float], b: list[float]) -> str:
 
 
 def replayed(device: str) -> list[str]:
-    """12 layers x 12 heads, width 384, as design.md's prototype was measured; three batches."""
+    """12 layers x 12 heads, width 384, as design.md's prototype was measured."""
     lines = [
         "| batches | plain loop, s | replayed, s | replayed / plain | largest difference |",
         "|---|---|---|---|---|",
@@ -104,7 +105,7 @@ def replayed(device: str) -> list[str]:
                 "attention_mask": torch.ones(rows, tokens, dtype=torch.long, device=device),
                 "labels": torch.randint(0, 2, (rows,), generator=generator).to(device),
             }
-            for _ in range(3)
+            for _ in range(BATCHES)
         ]
         with evaluating(model), exact_attention(model):
             problem = problem_of(model, batches)
@@ -126,7 +127,7 @@ def replayed(device: str) -> list[str]:
             slow, quick = in_turn(device, 2, plain, fast)
             notes = "; ".join(Replay(problem).notes) or "every layer was replayed"
         lines.append(
-            f"| 3 of {rows} x {tokens} | {statistics.median(slow):.1f} | {statistics.median(quick):.1f} "
+            f"| {BATCHES} of {rows} x {tokens} | {statistics.median(slow):.1f} | {statistics.median(quick):.1f} "
             f"| {ratio(quick, slow)} | {difference:.0e} |"
         )
     return [

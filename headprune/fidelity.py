@@ -51,13 +51,21 @@ class Fidelity:
         self.known = bool(self._answers)
 
     def divergence(self) -> float:
-        """Of the model as it is now: mean over examples, in nats (`headprune.divergence.Divergence`)."""
+        """Of the model as it is now: mean over examples, in nats."""
+        return float(self.divergences().mean())
+
+    def divergences(self, every: int = 1) -> Tensor:
+        """Of the model as it is now, ``[examples]``, float64, in nats (`headprune.divergence.Divergence`).
+
+        Args:
+            every: Of so many batches one is looked at.
+        """
         with torch.inference_mode():
             each = [
                 self._divergence.between(known, self._logits(batch), batch)
-                for known, batch in zip(self._answers, self._batches, strict=True)
+                for known, batch in list(zip(self._answers, self._batches, strict=True))[::every]
             ]
-        return float(torch.cat(each).double().mean())
+        return torch.cat(each).double().cpu()
 
     def _logits(self, batch: Any) -> Tensor:
         with torch.inference_mode(), evaluating(self.model), exact_attention(self.model):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +13,9 @@ from headprune.gates import mask
 from headprune.loss import ExampleLoss, batch_size
 from headprune.planning.effects import effects
 from headprune.planning.order import Order
+from headprune.planning.state import State
 from headprune.planning.strategies import Search, strategy
-from headprune.planning.units import SLICES, Unit, grouped
+from headprune.planning.units import SLICES, Unit
 from headprune.repair import Refit
 
 _SHARE = 1 / 6  # of the kept heads that go before they are looked at again
@@ -44,7 +43,7 @@ def rescored_output(search: Search, levels: Sequence[int]) -> Order:
 
 
 def _in_steps(name: str, refit: Refit, search: Search, levels: Sequence[int]) -> Order:
-    state, before = _State(search), refit.passes
+    state, before = State(search), refit.passes
     stages = _stages(state.kept, levels)
     ranked = [] if stages else _ranked(refit, state)
     for i, level in enumerate(stages):
@@ -62,7 +61,7 @@ def compensated(search: Search, levels: Sequence[int]) -> Order:
     The first look of `re-scored`, for all budgets. It costs a fraction, and is better where so many heads of small effect
     go that their effects on one another matter less than what `effects` does not see of a model far from the dense one.
     """
-    refit, state = _refit_of(search), _State(search)
+    refit, state = _refit_of(search), State(search)
     before = refit.passes
     state.remove(_ranked(refit, state), 0)
     return search.order(state.steps, "compensated", _cost(refit, refit.passes - before))
@@ -83,7 +82,7 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
 
     The loss is the model's own on some scoring examples, the head masked and W_O refitted.
     """
-    refit, state = _refit_of(search), _State(search)
+    refit, state = _refit_of(search), State(search)
     before = refit.passes
     stages = _stages(state.kept, levels)
     losses = ExampleLoss(refit.model)
@@ -127,7 +126,7 @@ def swap(search: Search, levels: Sequence[int]) -> Order:
     if scores is None or scores.matrix is None:
         name = scores.method if scores else "none"
         raise HeadPruneError(f"The scores by {name} do not weigh pairs of heads.", "Score with --method fisher.")
-    state = _State(search)
+    state = State(search)
     offsets = torch.tensor([0, *(layer.num_heads for layer in search.layers)]).cumsum(0).tolist()
     for level in sorted({k for k in levels if k < state.kept}, reverse=True):
         units = [unit for layer in search.units() for unit in layer if state.fits(unit)]
@@ -142,7 +141,7 @@ def swap(search: Search, levels: Sequence[int]) -> Order:
     return search.order(state.steps, "swap")
 
 
-def _least(units: Sequence[Unit], pairs: Tensor, state: _State, level: int) -> list[Unit]:
+def _least(units: Sequence[Unit], pairs: Tensor, state: State, level: int) -> list[Unit]:
     """Units of the least quadratic cost, in the order in which they were found.
 
     Args:
@@ -177,68 +176,7 @@ def _least(units: Sequence[Unit], pairs: Tensor, state: _State, level: int) -> l
         chosen[best[1]] = best[2]
 
 
-@dataclass
-class _State:
-    """What has gone so far in a search.
-
-    Attributes:
-        drop: ``{layer_name: [head, ...]}``.
-        steps: The same, in order.
-    """
-
-    search: Search
-    drop: Heads = field(default_factory=dict)
-    steps: list[Heads] = field(default_factory=list)
-
-    @property
-    def kept(self) -> int:
-        return sum(layer.num_heads for layer in self.search.layers) - sum(map(len, self.drop.values()))
-
-    def fits(self, unit: Unit) -> bool:
-        """Whether a unit is still there, and may go."""
-        layer = self.search.layers[unit.layer]
-        gone = self.drop.get(layer.name, [])
-        room = self.search.constraints.room(layer) - len(gone)
-        return len(unit.heads) <= room and not set(unit.heads) & set(gone)
-
-    def take(self, *units: Unit) -> None:
-        for unit in units:
-            self.steps.append(self.search.step(unit))
-            self.drop = self.without(unit)
-
-    def without(self, unit: Unit) -> Heads:
-        name = self.search.layers[unit.layer].name
-        return {**self.drop, name: sorted([*self.drop.get(name, []), *unit.heads])}
-
-    def remove(self, ranked: Sequence[Unit], level: int) -> None:
-        """Take units in their order until no more than ``level`` heads are kept."""
-        for unit in ranked:
-            if self.kept <= level:
-                return
-            if self.fits(unit):
-                self.take(unit)
-
-    def copy(self, units: Any = ()) -> _State:
-        """A state of its own, without some units."""
-        other = _State(self.search, dict(self.drop))
-        other.take(*units)
-        return other
-
-    def units(self) -> list[Unit]:
-        """What may go together: heads or key/value groups; single heads, where slices are to be made of them."""
-        found = []
-        for i, layer in enumerate(self.search.layers):
-            if not layer.prunable:
-                continue
-            if self.search.kind == SLICES and layer.groups:
-                protected = self.search.constraints.protected(layer)
-                found += [Unit(0.0, i, (h,)) for group in layer.groups for h in group if h not in protected]
-            else:
-                found += [Unit(0.0, i, heads) for heads in grouped(layer, self.search.constraints)]
-        return [unit for unit in found if self.fits(unit)]
-
-
-def _ranked(refit: Refit, state: _State) -> list[Unit]:
+def _ranked(refit: Refit, state: State) -> list[Unit]:
     """All units that may go, those with the least effect first."""
     search, units = state.search, state.units()
     if not units:

@@ -17,6 +17,7 @@ from headprune.gates import mask
 from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
 from headprune.planning.budgets import Budget, Fit, fit, fit_drop
 from headprune.planning.costs import Subject, cost_of
+from headprune.planning.exchange import exchanged
 from headprune.plans import PruningPlan
 from headprune.repair import Refit, Repair
 from headprune.scoring import HeadScores, score
@@ -178,6 +179,11 @@ def orders_of(
                 replace(base, scores=given, progress=progress), strategy, _levels(total, counts),
                 trials.merit, kinds, counts,
             )  # fmt: skip
+    if goal.strategy == AUTO and trials.refit:
+        with console.track("exchanging heads") as progress:
+            better = exchanged(replace(base, progress=progress), found[_best(found, counts, trials)], counts)
+        if better:
+            found[better.strategy] = better
     if len(found) > 1 and trials.refit and trials.refit.passes:
         passes, examples = trials.refit.passes, trials.refit.examples
         console.say(f"All orders together took about {passes:.0f} forward passes over {examples:,} examples.")
@@ -251,15 +257,19 @@ def shown(goal: Goal, orders: dict[str, Order], fits: Sequence[Fit], trials: Tri
     own = [name for name, order in orders.items() if not order.method]
     if goal.strategy != AUTO or len(own) < 2:
         return orders
-    asked = [f.plan.asked for f in fits]
+    used = fits[0].plan.strategy
+    best = used if used in own else _best({name: orders[name] for name in own}, [f.plan.asked for f in fits], trials)
+    return {name: order for name, order in orders.items() if name not in own or name == best}
+
+
+def _best(orders: dict[str, Order], levels: Sequence[int], trials: Trials) -> str:
+    """The order that reaches most of some numbers of kept heads, and has the best plans there."""
 
     def merit(name: str) -> tuple[int, float]:
-        plans = [orders[name].plan(keep) for keep in asked if orders[name].least <= keep]
+        plans = [orders[name].plan(keep) for keep in levels if orders[name].least <= keep]
         return len(plans), sum(map(trials.merit, plans))
 
-    used = fits[0].plan.strategy
-    best = used if used in own else max(own, key=merit)
-    return {name: order for name, order in orders.items() if name not in own or name == best}
+    return max(orders, key=merit) if len(orders) > 1 else next(iter(orders))
 
 
 def trade_off(

@@ -1,0 +1,200 @@
+"""Heads that go exchanged for heads that stay, as long as the model's answers then stay nearer to the dense one's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headprune.attention import Heads
+from headprune.fidelity import Fidelity
+from headprune.gates import mask
+from headprune.loss import batch_size, rows_of
+from headprune.planning.order import Order
+from headprune.planning.state import State
+from headprune.planning.strategies import Search
+from headprune.planning.units import Unit
+from headprune.repair import FOLDS, Refit, Weights
+
+_CANDIDATES = 12  # of either side in the first round; half as many in the next
+_ALONE = 2  # of so many batches of one half each candidate alone sees one
+_TRIED = 8  # exchanges that are measured in a round
+_ROUNDS = 3
+_SURE = 0.5  # standard errors by which an exchange must be better
+
+
+def exchanged(search: Search, order: Order, levels: Sequence[int]) -> Order | None:
+    """An order with better plans at some levels: every other's, with heads exchanged.
+
+    At each level, largest first, units that go at it change places with units that stay: those next to go with those that went
+    last. What an exchange is worth is measured: the divergence from the dense model's answers on each half of the scoring
+    examples, of the model repaired on the other half. (On what it was repaired on, the repair of more heads looks better than it
+    is.) First each candidate is tried alone, on some examples; then the exchanges that should gain most by the sum, on all.
+
+    Args:
+        search: With a refit.
+        order: One unit at a step.
+        levels: Numbers of kept heads.
+
+    Returns:
+        None where there is no such level, a step is no unit, or the dense model's answers are too many to keep.
+    """
+    units = [_unit(search, step) for step in order.steps]
+    levels = sorted({k for k in levels if order.least <= k < order.total}, reverse=True)
+    if search.refit is None or not levels or any(unit is None for unit in units):
+        return None
+    halves = Halves(search.refit)
+    if not halves.known:
+        return None
+    protected = {i: search.constraints.protected(layer) for i, layer in enumerate(search.layers)}
+    left = [unit for unit in units if unit and not protected[unit.layer] & set(unit.heads)]
+    state, before = State(search), search.refit.passes
+    for i, level in enumerate(levels):
+        gone = _next(state, left, level)
+        stay = [unit for unit in left if unit not in gone]
+        gone, left = _Exchange(halves, state, gone, stay).run()
+        state.take(*gone)
+        search.progress(i + 1, len(levels))
+    state.remove(left, 0)
+    cost = f"Exchanging heads took about {search.refit.passes - before:.0f} forward passes over {search.refit.examples:,} examples."
+    return search.order(state.steps, "exchanged", *order.notes, cost)
+
+
+def _unit(search: Search, step: Heads) -> Unit | None:
+    """A step of one layer."""
+    if len(step) != 1:
+        return None
+    ((name, heads),) = step.items()
+    return Unit(0.0, next(i for i, layer in enumerate(search.layers) if layer.name == name), tuple(heads))
+
+
+def _next(state: State, units: Sequence[Unit], level: int) -> list[Unit]:
+    """The units that go until no more than ``level`` heads are kept."""
+    trial, found = state.copy(), []
+    for unit in units:
+        if trial.kept <= level:
+            break
+        if trial.fits(unit):
+            trial.take(unit)
+            found.append(unit)
+    return found
+
+
+class Halves:
+    """Divergences from the dense model's answers, each half of the examples judging repairs by the other.
+
+    Args:
+        refit: Its model must be the dense one now.
+
+    Attributes:
+        known: Whether there are such answers, and examples enough.
+    """
+
+    def __init__(self, refit: Refit) -> None:
+        self.refit = refit
+        self._of: list[Fidelity] = []
+        for fold in range(FOLDS if refit.examples >= 2 * FOLDS else 0):
+            batches = []
+            for index, batch in enumerate(refit.batches):
+                start = refit.runner.first(index)
+                if rows := [i for i in range(batch_size(batch)) if (start + i) % FOLDS == fold]:
+                    batches.append(rows_of(batch, rows))
+            self._of.append(Fidelity(refit.model, batches))
+        self.known = bool(self._of) and all(fidelity.known for fidelity in self._of)
+
+    def divergences(self, drop: Heads, like: Weights, fold: int, every: int = 1) -> Tensor:
+        """``[examples of the fold]``, without the heads in ``drop``.
+
+        Args:
+            like: Repairs of much the same heads (`Refit.fitted_to`).
+            every: Of so many batches one is looked at.
+        """
+        refit = self.refit
+        refit.runner.passes += 1 / (FOLDS * every)
+        weights = refit.fitted_to(1 - fold, drop, like)
+        with refit.applied(weights), mask(refit.model, drop, layers=refit.layers):
+            return self._of[fold].divergences(every)
+
+
+class _Exchange:
+    """At one level.
+
+    Args:
+        base: What has gone before, and is not touched.
+        gone: What goes, in its order.
+        stay: What would go next, in its order.
+    """
+
+    def __init__(self, halves: Halves, base: State, gone: Sequence[Unit], stay: Sequence[Unit]) -> None:
+        self.halves, self.base = halves, base
+        self.gone, self.stay = list(gone), list(stay)
+        self.like = halves.refit.fitted(self._drop(gone))
+        self.now = [self._divergences(gone, fold) for fold in range(FOLDS)]
+
+    def run(self) -> tuple[list[Unit], list[Unit]]:
+        """What goes and what stays after the exchanges."""
+        outs, backs = self.stay[:_CANDIDATES], self.gone[::-1][:_CANDIDATES]
+        for number in range(_ROUNDS):
+            worth = self._alone((*outs, *backs), number % FOLDS)
+            pairs = [(worth[o] + worth[b], o, b) for o in outs for b in backs if len(o.heads) == len(b.heads)]
+            changed = self._exchange([(out, back) for gain, out, back in sorted(pairs) if gain < 0])
+            if not changed:
+                break
+            most = max(1, len(outs) // 2)
+            ranked = sorted((unit for unit in worth if unit not in changed), key=lambda unit: worth[unit])
+            outs = [unit for unit in ranked if unit in self.stay][:most]
+            backs = [unit for unit in ranked if unit in self.gone][:most]
+        return self.gone, self.stay
+
+    def _alone(self, units: Sequence[Unit], fold: int) -> dict[Unit, float]:
+        """How much farther away the answers are with a unit on the other side, on some examples."""
+        now = self._divergences(self.gone, fold, _ALONE)
+        return {unit: float((self._divergences(self._moved(unit), fold, _ALONE) - now).mean()) for unit in units}
+
+    def _exchange(self, pairs: Sequence[tuple[Unit, Unit]]) -> set[Unit]:
+        """Make those exchanges that prove better, of the first that are possible; what changed sides."""
+        changed: set[Unit] = set()
+        tried = 0
+        for out, back in pairs:
+            trial = [*(unit for unit in self.gone if unit != back), out]
+            if {out, back} & changed or not self._fits(trial):
+                continue
+            if tried == _TRIED:
+                break
+            tried += 1
+            if (then := self._better(trial)) is not None:
+                self.now, self.gone = then, trial
+                self.stay = [*(unit for unit in self.stay if unit != out), back]
+                changed |= {out, back}
+        return changed
+
+    def _better(self, gone: Sequence[Unit]) -> list[Tensor] | None:
+        """The divergences if these go, should they be surely smaller, already on the first half."""
+        then: list[Tensor] = []
+        for fold in range(FOLDS):
+            then.append(self._divergences(gone, fold))
+            gain = torch.cat(self.now[: fold + 1]) - torch.cat(then)
+            if float(gain.mean()) <= _SURE * float(gain.std()) / math.sqrt(len(gain)):
+                return None
+        return then
+
+    def _moved(self, unit: Unit) -> list[Unit]:
+        """What goes if a unit is on the other side."""
+        return [u for u in self.gone if u != unit] if unit in self.gone else [*self.gone, unit]
+
+    def _fits(self, gone: Sequence[Unit]) -> bool:
+        """Whether all that may go at once."""
+        state = self.base.copy()
+        for unit in gone:
+            if not state.fits(unit):
+                return False
+            state.take(unit)
+        return True
+
+    def _drop(self, gone: Sequence[Unit]) -> Heads:
+        return self.base.copy(gone).drop
+
+    def _divergences(self, gone: Sequence[Unit], fold: int, every: int = 1) -> Tensor:
+        return self.halves.divergences(self._drop(gone), self.like, fold, every)
