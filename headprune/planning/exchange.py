@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,15 +12,15 @@ from headprune.attention import Heads
 from headprune.fidelity import Fidelity
 from headprune.gates import mask
 from headprune.loss import batch_size, rows_of
+from headprune.planning.effects import effects
 from headprune.planning.order import Order
 from headprune.planning.state import State
 from headprune.planning.strategies import Search
 from headprune.planning.units import Unit
 from headprune.repair import FOLDS, Refit, Weights
 
-_CANDIDATES = 12  # of either side in the first round; half as many in the next
-_ALONE = 2  # of so many batches of one half each candidate alone sees one
-_TRIED = 8  # exchanges that are measured in a round
+_CANDIDATES = 12  # those next to go; those that went last; those that went and matter most to the dense model
+_BEST = 8  # of either side, that are looked at more closely; and exchanges that are tried in a round
 _ROUNDS = 3
 _SURE = 0.5  # standard errors by which an exchange must be better
 
@@ -29,9 +29,9 @@ def exchanged(search: Search, order: Order, levels: Sequence[int]) -> Order | No
     """An order with better plans at some levels: every other's, with heads exchanged.
 
     At each level, largest first, units that go at it change places with units that stay: those next to go with those that went
-    last. What an exchange is worth is measured: the divergence from the dense model's answers on each half of the scoring
+    last, or that mattered most at first. What an exchange is worth is measured: the divergence from the dense model's answers on each half of the scoring
     examples, of the model repaired on the other half. (On what it was repaired on, the repair of more heads looks better than it
-    is.) First each candidate is tried alone, on some examples; then the exchanges that should gain most by the sum, on all.
+    is.) First each candidate is tried alone, on ever more examples; then the exchanges that should gain most by the sum, on all.
 
     Args:
         search: With a refit.
@@ -51,10 +51,13 @@ def exchanged(search: Search, order: Order, levels: Sequence[int]) -> Order | No
     protected = {i: search.constraints.protected(layer) for i, layer in enumerate(search.layers)}
     left = [unit for unit in units if unit and not protected[unit.layer] & set(unit.heads)]
     state, before = State(search), search.refit.passes
+    every = state.units()
+    found = effects(search.refit, search.layers, {}, every)  # a search's first look, as a rule: known
+    matters = dict(zip(every, found.abs().mean(0).tolist(), strict=True))
     for i, level in enumerate(levels):
         gone = _next(state, left, level)
         stay = [unit for unit in left if unit not in gone]
-        gone, left = _Exchange(halves, state, gone, stay).run()
+        gone, left = _Exchange(halves, state, gone, stay, matters).run()
         state.take(*gone)
         search.progress(i + 1, len(levels))
     state.remove(left, 0)
@@ -125,50 +128,54 @@ class _Exchange:
         base: What has gone before, and is not touched.
         gone: What goes, in its order.
         stay: What would go next, in its order.
+        matters: How much the dense model's answers change without a unit.
     """
 
-    def __init__(self, halves: Halves, base: State, gone: Sequence[Unit], stay: Sequence[Unit]) -> None:
-        self.halves, self.base = halves, base
+    def __init__(
+        self, halves: Halves, base: State, gone: Sequence[Unit], stay: Sequence[Unit], matters: Mapping[Unit, float]
+    ) -> None:
+        self.halves, self.base, self.matters = halves, base, matters
         self.gone, self.stay = list(gone), list(stay)
         self.like = halves.refit.fitted(self._drop(gone))
         self.now = [self._divergences(gone, fold) for fold in range(FOLDS)]
 
     def run(self) -> tuple[list[Unit], list[Unit]]:
         """What goes and what stays after the exchanges."""
-        outs, backs = self.stay[:_CANDIDATES], self.gone[::-1][:_CANDIDATES]
+        last = self.gone[::-1][:_CANDIDATES]
+        most = sorted(self.gone, key=lambda unit: -self.matters.get(unit, 0.0))[:_CANDIDATES]
+        # A glance tells most of the many candidates.
+        glance = self._alone(dict.fromkeys([*self.stay[:_CANDIDATES], *last, *most]), 1, 4)
+        ranked = sorted(glance, key=lambda unit: glance[unit])
+        near = [unit for side in (self.stay, self.gone) for unit in [u for u in ranked if u in side][:_BEST]]
         for number in range(_ROUNDS):
-            worth = self._alone((*outs, *backs), number % FOLDS)
+            worth = self._alone(near, number % FOLDS, 2)
+            outs, backs = ([u for u in near if u in side] for side in (self.stay, self.gone))
             pairs = [(worth[o] + worth[b], o, b) for o in outs for b in backs if len(o.heads) == len(b.heads)]
-            changed = self._exchange([(out, back) for gain, out, back in sorted(pairs) if gain < 0])
-            if not changed:
+            if not self._exchange([(out, back) for gain, out, back in sorted(pairs) if gain < 0]):
                 break
-            most = max(1, len(outs) // 2)
-            ranked = sorted((unit for unit in worth if unit not in changed), key=lambda unit: worth[unit])
-            outs = [unit for unit in ranked if unit in self.stay][:most]
-            backs = [unit for unit in ranked if unit in self.gone][:most]
         return self.gone, self.stay
 
-    def _alone(self, units: Sequence[Unit], fold: int) -> dict[Unit, float]:
+    def _alone(self, units: Iterable[Unit], fold: int, every: int) -> dict[Unit, float]:
         """How much farther away the answers are with a unit on the other side, on some examples."""
-        now = self._divergences(self.gone, fold, _ALONE)
-        return {unit: float((self._divergences(self._moved(unit), fold, _ALONE) - now).mean()) for unit in units}
+        now = self._divergences(self.gone, fold, every)
+        return {unit: float((self._divergences(self._moved(unit), fold, every) - now).mean()) for unit in units}
 
-    def _exchange(self, pairs: Sequence[tuple[Unit, Unit]]) -> set[Unit]:
-        """Make those exchanges that prove better, of the first that are possible; what changed sides."""
+    def _exchange(self, pairs: Sequence[tuple[Unit, Unit]]) -> bool:
+        """Make those exchanges that prove better, of the first that are possible; whether there was one."""
         changed: set[Unit] = set()
         tried = 0
         for out, back in pairs:
             trial = [*(unit for unit in self.gone if unit != back), out]
             if {out, back} & changed or not self._fits(trial):
                 continue
-            if tried == _TRIED:
+            if tried == _BEST:
                 break
             tried += 1
             if (then := self._better(trial)) is not None:
                 self.now, self.gone = then, trial
                 self.stay = [*(unit for unit in self.stay if unit != out), back]
                 changed |= {out, back}
-        return changed
+        return bool(changed)
 
     def _better(self, gone: Sequence[Unit]) -> list[Tensor] | None:
         """The divergences if these go, should they be surely smaller, already on the first half."""
