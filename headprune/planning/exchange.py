@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -20,8 +21,14 @@ from headprune.planning.units import Unit
 from headprune.repair import FOLDS, Refit, Weights
 
 _CANDIDATES = 12  # those next to go; those that went last; those that went and matter most to the dense model
-_BEST = 8  # of either side, that are looked at more closely; and exchanges that are tried in a round
-_ROUNDS = 3
+_BEST = 8  # of either side, that are looked at more closely
+_TRIED, _TRIED_EACH, _PROVED = (
+    16,
+    4,
+    4,
+)  # exchanges that are tried in a round; those of one unit; those tried on all examples
+_ROUNDS = 2
+_SOME = 4  # of so many batches one is looked at first
 _SURE = 0.5  # standard errors by which an exchange must be better
 
 
@@ -107,18 +114,20 @@ class Halves:
             self._of.append(Fidelity(refit.model, batches))
         self.known = bool(self._of) and all(fidelity.known for fidelity in self._of)
 
-    def divergences(self, drop: Heads, like: Weights, fold: int, every: int = 1) -> Tensor:
-        """``[examples of the fold]``, without the heads in ``drop``.
+    def divergences(self, drop: Heads, like: Weights, every: int = 1) -> Tensor:
+        """Without the heads in ``drop``, ``[examples]``, those of the first half first.
 
         Args:
             like: Repairs of much the same heads (`Refit.fitted_to`).
             every: Of so many batches one is looked at.
         """
-        refit = self.refit
-        refit.runner.passes += 1 / (FOLDS * every)
-        weights = refit.fitted_to(1 - fold, drop, like)
-        with refit.applied(weights), mask(refit.model, drop, layers=refit.layers):
-            return self._of[fold].divergences(every)
+        refit, found = self.refit, []
+        for fold, fidelity in enumerate(self._of):
+            weights = refit.fitted_to(1 - fold, drop, like)
+            with refit.applied(weights), mask(refit.model, drop, layers=refit.layers):
+                found.append(fidelity.divergences(every))
+        refit.runner.passes += 1 / every
+        return torch.cat(found)
 
 
 class _Exchange:
@@ -137,55 +146,62 @@ class _Exchange:
         self.halves, self.base, self.matters = halves, base, matters
         self.gone, self.stay = list(gone), list(stay)
         self.like = halves.refit.fitted(self._drop(gone))
-        self.now = [self._divergences(gone, fold) for fold in range(FOLDS)]
+        self.now, self._some = self._divergences(gone), self._divergences(gone, _SOME)
 
     def run(self) -> tuple[list[Unit], list[Unit]]:
         """What goes and what stays after the exchanges."""
         last = self.gone[::-1][:_CANDIDATES]
         most = sorted(self.gone, key=lambda unit: -self.matters.get(unit, 0.0))[:_CANDIDATES]
         # A glance tells most of the many candidates.
-        glance = self._alone(dict.fromkeys([*self.stay[:_CANDIDATES], *last, *most]), 1, 4)
+        glance = self._alone(dict.fromkeys([*self.stay[:_CANDIDATES], *last, *most]), 2 * _SOME)
         ranked = sorted(glance, key=lambda unit: glance[unit])
         near = [unit for side in (self.stay, self.gone) for unit in [u for u in ranked if u in side][:_BEST]]
-        for number in range(_ROUNDS):
-            worth = self._alone(near, number % FOLDS, 2)
+        for _ in range(_ROUNDS):
+            worth = self._alone(near, _SOME)
             outs, backs = ([u for u in near if u in side] for side in (self.stay, self.gone))
             pairs = [(worth[o] + worth[b], o, b) for o in outs for b in backs if len(o.heads) == len(b.heads)]
-            if not self._exchange([(out, back) for gain, out, back in sorted(pairs) if gain < 0]):
+            if not self._exchange([(out, back) for _, out, back in sorted(pairs)]):
                 break
         return self.gone, self.stay
 
-    def _alone(self, units: Iterable[Unit], fold: int, every: int) -> dict[Unit, float]:
-        """How much farther away the answers are with a unit on the other side, on some examples."""
-        now = self._divergences(self.gone, fold, every)
-        return {unit: float((self._divergences(self._moved(unit), fold, every) - now).mean()) for unit in units}
+    def _alone(self, units: Iterable[Unit], every: int) -> dict[Unit, float]:
+        """How much farther away the answers are with a unit on the other side, on one of so many batches."""
+        now = self._some if every == _SOME else self._divergences(self.gone, every)
+        return {unit: float((self._divergences(self._moved(unit), every) - now).mean()) for unit in units}
 
     def _exchange(self, pairs: Sequence[tuple[Unit, Unit]]) -> bool:
-        """Make those exchanges that prove better, of the first that are possible; whether there was one."""
-        changed: set[Unit] = set()
-        tried = 0
+        """Make those exchanges that prove better; whether there was one.
+
+        What both units do alone says little of what they do together, and some examples little of all of them: so many are
+        tried on some, of those the best on all, and the best of these is made; then the others, as far as they still help.
+        """
+        tries: Counter[Unit] = Counter()
+        tried: list[tuple[float, Unit, Unit]] = []
         for out, back in pairs:
-            trial = [*(unit for unit in self.gone if unit != back), out]
-            if {out, back} & changed or not self._fits(trial):
-                continue
-            if tried == _BEST:
+            if len(tried) == _TRIED:
                 break
-            tried += 1
-            if (then := self._better(trial)) is not None:
+            if max(tries[out], tries[back]) < _TRIED_EACH and self._fits(trial := self._with(out, back)):
+                tries.update((out, back))
+                tried.append((float((self._divergences(trial, _SOME) - self._some).mean()), out, back))
+        best = [(out, back) for worth, out, back in sorted(tried)[:_PROVED] if worth < 0]
+        found = {pair: self._divergences(self._with(*pair)) for pair in best}
+        changed: set[Unit] = set()
+        for out, back in sorted(best, key=lambda pair: float(found[pair].mean())):
+            if {out, back} & changed or not self._fits(trial := self._with(out, back)):
+                continue
+            then = self._divergences(trial) if changed else found[out, back]
+            gain = self.now - then
+            if float(gain.mean()) > _SURE * float(gain.std()) / math.sqrt(len(gain)):
                 self.now, self.gone = then, trial
                 self.stay = [*(unit for unit in self.stay if unit != out), back]
                 changed |= {out, back}
+        if changed:
+            self._some = self._divergences(self.gone, _SOME)
         return bool(changed)
 
-    def _better(self, gone: Sequence[Unit]) -> list[Tensor] | None:
-        """The divergences if these go, should they be surely smaller, already on the first half."""
-        then: list[Tensor] = []
-        for fold in range(FOLDS):
-            then.append(self._divergences(gone, fold))
-            gain = torch.cat(self.now[: fold + 1]) - torch.cat(then)
-            if float(gain.mean()) <= _SURE * float(gain.std()) / math.sqrt(len(gain)):
-                return None
-        return then
+    def _with(self, out: Unit, back: Unit) -> list[Unit]:
+        """What goes after an exchange."""
+        return [*(unit for unit in self.gone if unit != back), out]
 
     def _moved(self, unit: Unit) -> list[Unit]:
         """What goes if a unit is on the other side."""
@@ -203,5 +219,6 @@ class _Exchange:
     def _drop(self, gone: Sequence[Unit]) -> Heads:
         return self.base.copy(gone).drop
 
-    def _divergences(self, gone: Sequence[Unit], fold: int, every: int = 1) -> Tensor:
-        return self.halves.divergences(self._drop(gone), self.like, fold, every)
+    def _divergences(self, gone: Sequence[Unit], every: int = 1) -> Tensor:
+        """``[examples]``, of one of so many batches."""
+        return self.halves.divergences(self._drop(gone), self.like, every)

@@ -64,7 +64,7 @@ class Goal:
     def searches(self, scores: Sequence[HeadScores]) -> list[tuple[str, str, HeadScores | None]]:
         """The orders to make: (name, strategy, the scores to make it from)."""
         if self.strategy == AUTO:
-            own = [(name, name, None) for name in ("re-scored", "re-scored-output", "compensated")]
+            own = [(name, name, None) for name in ("re-scored", "compensated")]
             return [*own, *((s.method, "one-shot", s) for s in scores)]
         if self.needs_scores:
             return [(s.method, self.strategy, s) for s in scores]
@@ -172,8 +172,6 @@ def orders_of(
     )  # fmt: skip
     found = {}
     for name, strategy, given in goal.searches(scores):
-        if goal.strategy == AUTO and name == "re-scored-output" and not (trials.refit and trials.refit.values):
-            continue  # it would be re-scored's
         with console.track(f"planning by {strategy}, {name}" if given else f"planning by {name}") as progress:
             found[name] = arrange(
                 replace(base, scores=given, progress=progress), strategy, _levels(total, counts),
