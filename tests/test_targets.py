@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import pytest
 from headprune.planning import Order
 from headprune.planning.budgets import Budget, Fit
 from headprune.plans import PruningPlan
-from headprune.workflow.targets import Goal, _merit, shown
+from headprune.workflow import targets
+from headprune.workflow.targets import Goal, _merit, orders_of, shown
 
 
 class Judge:
@@ -59,3 +62,38 @@ def test_fewer_heads_are_wanted_where_accuracy_is_the_budget() -> None:
     assert _merit([fit(made, 3, "drop")], judge) > _merit([fit(made, 4, "drop")], judge)
     assert _merit([fit(made, 3)], judge) < _merit([fit(made, 4)], judge)
     assert _merit([fit(made, 3), fit(made, 4)], judge)[1] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "re-scored"])
+@pytest.mark.parametrize("kind", ["keep", "drop"])
+@pytest.mark.parametrize("better", ["re-scored", "compensated"])
+def test_of_the_best_order_heads_are_exchanged(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, kind: str, better: str
+) -> None:
+    """By `auto`, for numbers of heads alone; the order that it is made from stays among those to choose from."""
+
+    @contextmanager
+    def track(text: str) -> Any:
+        yield lambda *args: None
+
+    made: list[tuple[str, list[int]]] = []
+
+    def exchanged(search: Any, best: Order, levels: list[int]) -> Order:
+        made.append((best.strategy, levels))
+        return order("exchanged")
+
+    monkeypatch.setattr(targets, "arrange", lambda search, name, *args: order(name))
+    monkeypatch.setattr(targets, "exchanged", exchanged)
+    layer = SimpleNamespace(num_heads=6, name="a")
+    parts = SimpleNamespace(score=SimpleNamespace(batches=list))
+    scene: Any = SimpleNamespace(maskable=[layer], model=None, parts=parts, options=SimpleNamespace(seed=0))
+    judge: Any = Judge({(name, 3): float(name == better) for name in ("re-scored", "compensated")})
+    judge.refit = SimpleNamespace(passes=0, examples=1)
+    console: Any = SimpleNamespace(track=track, say=print)
+    found = orders_of(scene, Goal(budgets=(Budget(kind, "3"),), strategy=strategy), [], judge, console)
+    if strategy == "auto" and kind == "keep":
+        assert made == [(better, [3])]
+        assert list(found) == ["re-scored", "compensated", "exchanged"]
+    else:
+        assert "exchanged" not in found
+        assert not made

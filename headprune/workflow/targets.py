@@ -177,7 +177,7 @@ def orders_of(
                 replace(base, scores=given, progress=progress), strategy, _levels(total, counts),
                 trials.merit, kinds, counts,
             )  # fmt: skip
-    if goal.strategy == AUTO and trials.refit:
+    if goal.strategy == AUTO and counts and trials.refit:
         with console.track("exchanging heads") as progress:
             better = exchanged(replace(base, progress=progress), found[_best(found, counts, trials)], counts)
         if better:
