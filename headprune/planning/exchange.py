@@ -33,12 +33,14 @@ _SURE = 0.5  # standard errors by which an exchange must be better
 
 
 def exchanged(search: Search, order: Order, levels: Sequence[int]) -> Order | None:
-    """An order with better plans at some levels: every other's, with heads exchanged.
+    """An order whose plans at some levels are another's with heads exchanged.
 
-    At each level, largest first, units that go at it change places with units that stay: those next to go with those that went
-    last, or that mattered most at first. What an exchange is worth is measured: the divergence from the dense model's answers on each half of the scoring
-    examples, of the model repaired on the other half. (On what it was repaired on, the repair of more heads looks better than it
-    is.) First each candidate is tried alone, on ever more examples; then the exchanges that should gain most by the sum, on all.
+    At each level, largest first, units that go at it change places with units that stay: those next to go with those that
+    went last, or that mattered most at first. What an exchange is worth is measured: the divergence from the dense model's
+    answers on each half of the scoring examples, of the model repaired on the other half. (On what it was repaired on, the
+    repair of more heads looks better than it is.) Candidates are tried alone, on ever more examples; then the exchanges that
+    should gain most by the sum, on some; then the best of these on all. So nothing comes out that is not better, as far as
+    the scoring examples tell.
 
     Args:
         search: With a refit.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -208,9 +209,11 @@ class Refit:
         if key not in known:
             moments = self.statistics.dense[place.name].fold(fold)
             ridge = like.ridges.get(place.name, FIRST_RIDGE if self.ridge is None else self.ridge)
+            if not float(moments.xx[:, -1, -1].sum()):  # what matters to no example of this fold stays as it is
+                ridge = float("inf")
             values, heads = self.values.get(place.name), place.heads(drop)
             # What has lost nothing in the other plan has no say in that yet.
-            if values and heads and (place.name in like.mixes or place.name not in like.of):
+            if values and heads and math.isfinite(ridge) and (place.name in like.mixes or place.name not in like.of):
                 rank = self.statistics.directions[place.name].shape[1]
                 known[key] = fit_values(moments, place, values, heads, rank, ridge, quick=True)
             else:
