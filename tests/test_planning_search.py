@@ -20,7 +20,8 @@ from headprune.attention import Heads
 from headprune.loss import rows_of
 from headprune.planning import STRATEGIES, Constraints, Order, Search, arrange
 from headprune.planning.effects import effects
-from headprune.planning.search import _least, _stages, _State
+from headprune.planning.search import _least, stages
+from headprune.planning.state import State
 from headprune.planning.units import GROUPS, SLICES, Unit
 from headprune.repair import Refit
 from headprune.repair.probe import across as _across
@@ -446,11 +447,11 @@ def test_rescored_output_is_rescored_without_values() -> None:
 
 
 def test_stages() -> None:
-    assert _stages(12, [6, 3]) == [10, 9, 8, 7, 6, 5, 4, 3]
-    assert _stages(72, [36]) == [60, 50, 42, 36]
-    assert _stages(5, []) == _stages(5, [5, 9]) == []
+    assert stages(12, [6, 3]) == [10, 9, 8, 7, 6, 5, 4, 3]
+    assert stages(72, [36]) == [60, 50, 42, 36]
+    assert stages(5, []) == stages(5, [5, 9]) == []
     for total, levels in ((30, [29, 7, 1]), (100, [50, 49, 3])):
-        found = _stages(total, levels)
+        found = stages(total, levels)
         assert set(levels) <= set(found)
         assert sorted(found, reverse=True) == found
         for a, b in itertools.pairwise([total, *found]):
@@ -570,7 +571,7 @@ def test_swap_counts_what_has_gone_before() -> None:
     order = STRATEGIES["swap"].run(Search(scores.layers, scores), [3, 2])
     assert order.plan(3).drop == {"l0": [0]}
     assert order.plan(2).drop == {"l0": [0, 2]}
-    state_ = _State(Search(scores.layers, scores))
+    state_ = State(Search(scores.layers, scores))
     assert _least([], torch.zeros(1, 1), state_, 4) == []
 
 

@@ -93,7 +93,37 @@ def test_of_the_best_order_heads_are_exchanged(
     found = orders_of(scene, Goal(budgets=(Budget(kind, "3"),), strategy=strategy), [], judge, console)
     if strategy == "auto" and kind == "keep":
         assert made == [(better, [3])]
-        assert list(found) == ["re-scored", "compensated", "exchanged"]
+        assert list(found) == ["compensated", "re-scored", "exchanged"]
     else:
         assert "exchanged" not in found
         assert not made
+
+
+def test_an_order_that_would_take_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is said; who asks for it gets it."""
+
+    @contextmanager
+    def track(text: str) -> Any:
+        yield lambda *args: None
+
+    clock = iter(range(0, 10**6, 700))  # every order takes 700 s, so that a look may take 233 s or more
+    monkeypatch.setattr(targets, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(targets, "arrange", lambda search, name, *args: order(name))
+    monkeypatch.setattr(targets, "exchanged", lambda *args: None)
+    scene: Any = SimpleNamespace(
+        maskable=[SimpleNamespace(num_heads=100, name="a")], model=None,
+        parts=SimpleNamespace(score=SimpleNamespace(batches=list)), options=SimpleNamespace(seed=0),
+    )  # fmt: skip
+    judge: Any = Judge({})
+    judge.refit = None
+    said: list[str] = []
+    console: Any = SimpleNamespace(track=track, say=said.append)
+
+    def made(keep: str, strategy: str = "auto") -> list[str]:
+        return list(orders_of(scene, Goal(budgets=(Budget("keep", keep),), strategy=strategy), [], judge, console))
+
+    assert made("80") == ["compensated", "re-scored"]
+    assert not said
+    assert made("10") == ["compensated"]
+    assert "re-scored, which would take" in said[0]
+    assert made("10", "re-scored") == ["re-scored"]

@@ -44,12 +44,12 @@ def rescored_output(search: Search, levels: Sequence[int]) -> Order:
 
 def _in_steps(name: str, refit: Refit, search: Search, levels: Sequence[int]) -> Order:
     state, before = State(search), refit.passes
-    stages = _stages(state.kept, levels)
-    ranked = [] if stages else _ranked(refit, state)
-    for i, level in enumerate(stages):
+    looks = stages(state.kept, levels)
+    ranked = [] if looks else _ranked(refit, state)
+    for i, level in enumerate(looks):
         ranked = _ranked(refit, state)
         state.remove(ranked, level)
-        search.progress(i + 1, len(stages))
+        search.progress(i + 1, len(looks))
     state.remove(ranked, 0)  # the rest in the last order, for budgets that no one has asked for yet
     return search.order(state.steps, name, _cost(refit, refit.passes - before))
 
@@ -84,7 +84,7 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
     """
     refit, state = _refit_of(search), State(search)
     before = refit.passes
-    stages = _stages(state.kept, levels)
+    looks = stages(state.kept, levels)
     losses = ExampleLoss(refit.model)
     batches = losses.prepare(refit.batches)
     # Batches often come sorted by length: some from everywhere.
@@ -100,15 +100,15 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
             found = torch.cat([losses(batch) for batch in examples])
         return float(found.double().mean())
 
-    ranked = [] if stages else _ranked(refit, state)
-    for i, level in enumerate(stages):
+    ranked = [] if looks else _ranked(refit, state)
+    for i, level in enumerate(looks):
         ranked = _ranked(refit, state)
         while state.kept > level and (able := [u for u in ranked if state.fits(u)]):
             tried = able[:_TRIED]
             best = min(tried, key=lambda u: loss(state.without(u)))
             state.take(best)
             ranked = [u for u in ranked if u.heads != best.heads or u.layer != best.layer]
-        search.progress(i + 1, len(stages))
+        search.progress(i + 1, len(looks))
     state.remove(ranked, 0)
     passes = refit.passes - before + tries * sum(map(batch_size, examples)) / refit.examples
     return search.order(state.steps, "greedy", _cost(refit, passes))
@@ -210,8 +210,8 @@ def _sliced(search: Search, units: Sequence[Unit], found: Tensor) -> tuple[list[
     return made, torch.stack(columns, dim=1) if columns else found[:, :0]
 
 
-def _stages(total: int, levels: Sequence[int]) -> list[int]:
-    """The levels, largest first, with others between, so that no more than a share goes at once."""
+def stages(total: int, levels: Sequence[int]) -> list[int]:
+    """Numbers of kept heads at which the model is looked at again: the levels, largest first, and others between."""
     found: list[int] = []
     at = total
     for level in sorted({k for k in levels if k < total}, reverse=True):

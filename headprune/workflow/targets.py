@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arran
 from headprune.planning.budgets import Budget, Fit, fit, fit_drop
 from headprune.planning.costs import Subject, cost_of
 from headprune.planning.exchange import exchanged
+from headprune.planning.search import stages
 from headprune.plans import PruningPlan
 from headprune.repair import Refit, Repair
 from headprune.scoring import HeadScores, score
@@ -26,6 +28,9 @@ from headprune.workflow.timing import budget_input
 
 RANDOM_DRAWS = 3
 AUTO = "auto"
+_PATIENCE = (
+    1800.0  # seconds that `auto` spends on one order; a base-size model takes minutes, a language model may take hours
+)
 _CURVE = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
 
 
@@ -64,7 +69,7 @@ class Goal:
     def searches(self, scores: Sequence[HeadScores]) -> list[tuple[str, str, HeadScores | None]]:
         """The orders to make: (name, strategy, the scores to make it from)."""
         if self.strategy == AUTO:
-            own = [(name, name, None) for name in ("re-scored", "compensated")]
+            own = [(name, name, None) for name in ("compensated", "re-scored")]
             return [*own, *((s.method, "one-shot", s) for s in scores)]
         if self.needs_scores:
             return [(s.method, self.strategy, s) for s in scores]
@@ -170,13 +175,23 @@ def orders_of(
         scene.maskable, constraints=goal.constraints(scene), seed=scene.options.seed, model=scene.model,
         batches=list(scene.parts.score.batches()), refit=trials.refit,
     )  # fmt: skip
-    found = {}
+    found: dict[str, Order] = {}
+    levels, look = _levels(total, counts), 0.0
     for name, strategy, given in goal.searches(scores):
+        if name == "re-scored" and found and (expected := look * len(stages(total, levels))) > _PATIENCE:
+            console.say(
+                f"Not tried: {name}, which would take {expected / 60:,.0f} minutes or more (--strategy {name})."
+            )
+            continue
+        started = time.monotonic()
         with console.track(f"planning by {strategy}, {name}" if given else f"planning by {name}") as progress:
             found[name] = arrange(
-                replace(base, scores=given, progress=progress), strategy, _levels(total, counts),
-                trials.merit, kinds, counts,
+                replace(base, scores=given, progress=progress), strategy, levels, trials.merit, kinds, counts,
             )  # fmt: skip
+        if (
+            name == "compensated"
+        ):  # it looks once; the statistics of repair, which are then there, take no more than twice that
+            look = (time.monotonic() - started) / 3
     if goal.strategy == AUTO and counts and trials.refit:
         with console.track("exchanging heads") as progress:
             better = exchanged(replace(base, progress=progress), found[_best(found, counts, trials)], counts)
