@@ -120,7 +120,7 @@ def test_nested_budgets_of_one_search(scored: Path) -> None:
     (["--plan", "missing.json"], "There is no file missing.json"),
     (["-k", "4", "--strategy", "luck"], "no strategy 'luck'. Choose from one-shot"),
     (["-k", "4", "--protect", "L7"], "no attention layer named 'L7'"),
-    (["-k", "4", "--protect", "L0,L1.H1"], "5 heads cannot be pruned by re-scored .protected: L0, L1.H1., so 4 is out of reach. Keep at least 5."),
+    (["-k", "4", "--protect", "L0,L1.H1"], "5 heads cannot be pruned by compensated .protected: L0, L1.H1., so 4 is out of reach. Keep at least 5."),
     (["-k", "3", "--min-heads-per-layer", "2"], "4 heads cannot be pruned .* Keep at least 4"),
     (["--target-params", "10%"], "--target-params 10% is out of reach: .* 0 of 8, .* nearest that can be met is --target-params [0-9.]+%"),
     (["--target-latency", "1ms"], "out of reach: .* nearest that can be met is --target-latency"),
