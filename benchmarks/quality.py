@@ -421,9 +421,11 @@ def table(subject: Subject, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     fewer = [
         m
         for m in dict.fromkeys(r["method"] for r in others)
-        if len({r["draw"] for r in others if r["method"] == m}) < draws
+        if any(
+            0 < len({r["draw"] for r in others if r["method"] == m and r["keep"] == count}) < draws for count in counts
+        )
     ]
-    fewer_said = f" Fewer draws: {', '.join(fewer)}." if fewer else ""
+    fewer_said = f" Fewer draws, at some counts at least: {', '.join(fewer)}." if fewer else ""
     what = "the change from dense" if subject.metric == "accuracy" else "the ratio to dense"
     single = each(dense).std(ddof=1) / math.sqrt(len(each(dense)))
     return [
