@@ -51,21 +51,13 @@ class Fidelity:
         self.known = bool(self._answers)
 
     def divergence(self) -> float:
-        """Of the model as it is now: mean over examples, in nats."""
-        return float(self.divergences().mean())
-
-    def divergences(self, every: int = 1) -> Tensor:
-        """Of the model as it is now, ``[examples]``, float64, in nats (`headprune.divergence.Divergence`).
-
-        Args:
-            every: Of so many batches one is looked at.
-        """
+        """Of the model as it is now: mean over examples, in nats (`headprune.divergence.Divergence`)."""
         with torch.inference_mode():
             each = [
                 self._divergence.between(known, self._logits(batch), batch)
-                for known, batch in list(zip(self._answers, self._batches, strict=True))[::every]
+                for known, batch in zip(self._answers, self._batches, strict=True)
             ]
-        return torch.cat(each).double().cpu()
+        return float(torch.cat(each).double().mean())
 
     def _logits(self, batch: Any) -> Tensor:
         with torch.inference_mode(), evaluating(self.model), exact_attention(self.model):

@@ -64,41 +64,6 @@ def test_fewer_heads_are_wanted_where_accuracy_is_the_budget() -> None:
     assert _merit([fit(made, 3), fit(made, 4)], judge)[1] == pytest.approx(1.5)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "re-scored"])
-@pytest.mark.parametrize("kind", ["keep", "drop"])
-@pytest.mark.parametrize("better", ["re-scored", "compensated"])
-def test_of_the_best_order_heads_are_exchanged(
-    monkeypatch: pytest.MonkeyPatch, strategy: str, kind: str, better: str
-) -> None:
-    """By `auto`, for numbers of heads alone; the order that it is made from stays among those to choose from."""
-
-    @contextmanager
-    def track(text: str) -> Any:
-        yield lambda *args: None
-
-    made: list[tuple[str, list[int]]] = []
-
-    def exchanged(search: Any, best: Order, levels: list[int]) -> Order:
-        made.append((best.strategy, levels))
-        return order("exchanged")
-
-    monkeypatch.setattr(targets, "arrange", lambda search, name, *args: order(name))
-    monkeypatch.setattr(targets, "exchanged", exchanged)
-    layer = SimpleNamespace(num_heads=6, name="a")
-    parts = SimpleNamespace(score=SimpleNamespace(batches=list))
-    scene: Any = SimpleNamespace(maskable=[layer], model=None, parts=parts, options=SimpleNamespace(seed=0))
-    judge: Any = Judge({(name, 3): float(name == better) for name in ("re-scored", "compensated")})
-    judge.refit = SimpleNamespace(passes=0, examples=1)
-    console: Any = SimpleNamespace(track=track, say=print)
-    found = orders_of(scene, Goal(budgets=(Budget(kind, "3"),), strategy=strategy), [], judge, console)
-    if strategy == "auto" and kind == "keep":
-        assert made == [(better, [3])]
-        assert list(found) == ["compensated", "re-scored", "exchanged"]
-    else:
-        assert "exchanged" not in found
-        assert not made
-
-
 def test_an_order_that_would_take_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """And it is said; who asks for it gets it."""
 
@@ -109,7 +74,6 @@ def test_an_order_that_would_take_too_long_is_left_out(monkeypatch: pytest.Monke
     clock = iter(range(0, 10**6, 700))  # every order takes 700 s, so that a look may take 233 s or more
     monkeypatch.setattr(targets, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(targets, "arrange", lambda search, name, *args: order(name))
-    monkeypatch.setattr(targets, "exchanged", lambda *args: None)
     scene: Any = SimpleNamespace(
         maskable=[SimpleNamespace(num_heads=100, name="a")], model=None,
         parts=SimpleNamespace(score=SimpleNamespace(batches=list)), options=SimpleNamespace(seed=0),

@@ -14,8 +14,10 @@ from headprune.gates import gated, mask
 from headprune.inputs import call
 from headprune.loss import batch_size, inputs_of
 from headprune.planning.units import Unit
-from headprune.repair import FIRST_RIDGE, Place, Refit, Weights
+from headprune.repair import Place, Refit, Weights
 from headprune.scoring.gradient import finite, frozen
+
+_FIRST_RIDGE = 0.3  # for layers that have lost nothing yet, so that cross-validation has said nothing; see RIDGES
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _removal(
     if not columns:
         return None
     current = weights.of[place.name][0] if place.name in weights.of else place.weight.cpu()
-    ridge = weights.ridges.get(place.name, FIRST_RIDGE if refit.ridge is None else refit.ridge)
+    ridge = weights.ridges.get(place.name, _FIRST_RIDGE if refit.ridge is None else refit.ridge)
     if not refit.matters(place):  # nothing was seen to fit to
         ridge = math.inf
     inverse, kept = None, place.kept(drop)

@@ -69,9 +69,9 @@ def compensated(search: Search, levels: Sequence[int]) -> Order:
 
 @strategy("auto", needs_scores=False, runs_model=True)
 def auto(search: Search, levels: Sequence[int]) -> Order:
-    """As re-scored; `prune` tries other orders beside it, exchanges heads of the best, and the choosing part decides.
+    """As re-scored; `prune` tries other orders beside it, and the choosing part decides.
 
-    See docs/benchmarks.md, Quality by heads kept, and `headprune.planning.exchange`.
+    See docs/benchmarks.md, Quality by heads kept.
     """
     return rescored(search, levels)
 

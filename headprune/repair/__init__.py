@@ -17,23 +17,11 @@ from torch import nn
 
 from headprune.attention import AttentionLayer, check_heads
 from headprune.repair.places import Place
-from headprune.repair.refit import FIRST_RIDGE, Refit
-from headprune.repair.solve import FOLDS
+from headprune.repair.refit import Refit
 from headprune.repair.statistics import Progress
 from headprune.repair.weights import LayerRepair, Repair, Weights, add_biases, added_biases
 
-__all__ = [
-    "FIRST_RIDGE",
-    "FOLDS",
-    "LayerRepair",
-    "Place",
-    "Refit",
-    "Repair",
-    "Weights",
-    "add_biases",
-    "added_biases",
-    "repair",
-]
+__all__ = ["LayerRepair", "Place", "Refit", "Repair", "Weights", "add_biases", "added_biases", "repair"]
 
 
 def repair(

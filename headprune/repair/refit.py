@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -21,7 +20,6 @@ from headprune.repair.statistics import Progress, Statistics
 from headprune.repair.values import fit_values, written
 from headprune.repair.weights import Repair, Weights, add_biases, remove_biases
 
-FIRST_RIDGE = 0.3  # for layers that have lost nothing yet, so that cross-validation has said nothing; of values' RIDGES
 _REMEMBERED = 8  # fits of one W_O: what a search, its trials and the pruning that follows come back to
 
 
@@ -64,7 +62,6 @@ class Refit:
         self.added = [p.name for p in self.places if p.has_bias and not p.own_bias]
         self.looks: dict[tuple[tuple[str, tuple[int, ...]], ...], Tensor] = {}
         self._fits: dict[str, dict[tuple[int, ...], Fit]] = {}
-        self._quick: dict[tuple[int, str], dict[tuple[int, ...], Fit]] = {}
         self._applied = Weights()
 
     @property
@@ -78,7 +75,7 @@ class Refit:
         return self.runner.examples
 
     @property
-    def passes(self) -> float:
+    def passes(self) -> int:
         """Forward passes over them, so far."""
         return self.runner.passes
 
@@ -92,7 +89,7 @@ class Refit:
         """The same with values that stay as they are; statistics and passes are shared."""
         other = copy.copy(self)
         other.statistics = self.statistics.of_outputs()
-        other.looks, other._fits, other._quick = {}, {}, {}
+        other.looks, other._fits = {}, {}
         return other
 
     def fitted(self, drop: Heads, sweeps: int = 0) -> Weights:
@@ -114,19 +111,6 @@ class Refit:
                 behind = self.statistics.behind(partial(self.applied, weights))
                 weights = self._outputs(behind, drop, dense=False)
         return weights
-
-    def fitted_to(self, fold: int, drop: Heads, like: Weights) -> Weights:
-        """New weights that know one fold of the examples alone, so that the others can judge them.
-
-        Args:
-            fold: Of `FOLDS`; example i is in fold ``i % FOLDS``.
-            drop: ``{layer_name: [head, ...]}``.
-            like: From `fitted` for much the same heads: what it found best is taken for granted here.
-        """
-        with torch.inference_mode(False), torch.no_grad():
-            moments = self.statistics.dense
-            losing = self._losing(moments, drop, dense=True)
-            return self._gathered({p.name: self._quick_fit(fold, p, drop, like) for p in losing})
 
     @contextmanager
     def applied(self, weights: Weights) -> Iterator[None]:
@@ -174,7 +158,7 @@ class Refit:
     def report(self, weights: Weights) -> Repair:
         """What was done."""
         biases = tuple(name for name in self.added if name in weights.of)
-        return Repair(dict(weights.facts), self.examples, round(self.passes), biases, tuple(self.notes))
+        return Repair(dict(weights.facts), self.examples, self.passes, biases, tuple(self.notes))
 
     def _losing(self, moments: Mapping[str, Moments], drop: Heads, *, dense: bool) -> Iterator[Place]:
         """The places that are to be fitted anew."""
@@ -199,25 +183,6 @@ class Refit:
                 least = known[key].held_out
                 if both.held_out is None or least is None or both.held_out < least:
                     known[key] = both
-            if len(known) > _REMEMBERED:
-                del known[next(iter(known))]
-        return known[key]
-
-    def _quick_fit(self, fold: int, place: Place, drop: Heads, like: Weights) -> Fit:
-        known, kept = self._quick.setdefault((fold, place.name), {}), place.kept(drop)
-        key = tuple(kept.tolist())
-        if key not in known:
-            moments = self.statistics.dense[place.name].fold(fold)
-            ridge = like.ridges.get(place.name, FIRST_RIDGE if self.ridge is None else self.ridge)
-            if not float(moments.xx[:, -1, -1].sum()):  # what matters to no example of this fold stays as it is
-                ridge = float("inf")
-            values, heads = self.values.get(place.name), place.heads(drop)
-            # What has lost nothing in the other plan has no say in that yet.
-            if values and heads and math.isfinite(ridge) and (place.name in like.mixes or place.name not in like.of):
-                rank = self.statistics.directions[place.name].shape[1]
-                known[key] = fit_values(moments, place, values, heads, rank, ridge, quick=True)
-            else:
-                known[key] = fit_output(moments, place, kept, ridge)
             if len(known) > _REMEMBERED:
                 del known[next(iter(known))]
         return known[key]

@@ -39,8 +39,7 @@ class Runner:
     """
 
     def __init__(self, model: nn.Module, places: Sequence[Place], batches: Sequence[Any]) -> None:
-        self.model, self.places = model, places
-        self.passes: float = 0
+        self.model, self.places, self.passes = model, places, 0
         device = model_device(model)
         with torch.inference_mode(False):
             self.batches = [usable(move(batch, device)) for batch in batches if batch_size(batch)]

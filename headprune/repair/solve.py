@@ -45,12 +45,6 @@ class Moments:
         other.yy = self.yy
         return other
 
-    def fold(self, index: int) -> Moments:
-        """Of one fold's tokens alone."""
-        other = Moments(0, 0, self.xx.device)
-        other.xx, other.xy, other.yy = (m[index : index + 1] for m in (self.xx, self.xy, self.yy))
-        return other
-
     def spread(self) -> float:
         """Variance of the outputs, summed over tokens."""
         xy, tokens = self.xy.sum(0), self.xx[:, -1, -1].sum()

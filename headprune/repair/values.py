@@ -61,15 +61,9 @@ def inputs_of_heads(place: Place, values: Values, heads: Sequence[int], rank: in
 
 
 def fit_values(
-    moments: Moments,
-    place: Place,
-    values: Values,
-    heads: Sequence[int],
-    rank: int,
-    ridge: float | None,
-    quick: bool = False,
+    moments: Moments, place: Place, values: Values, heads: Sequence[int], rank: int, ridge: float | None
 ) -> Fit:
-    """The best values and W_O for the heads that stay; ``quick`` ones are nearly as good, for plans to be compared.
+    """The best values and W_O for the heads that stay.
 
     Minimised is ``mean_t |y_t - sum_h z_th T_g(h) O_h - b|^2 + ridge * (v |O - O_old|^2 + u sum_g |T_g - T_old|^2)``, z_th being
     what head h attends to (its old values, then the further directions), v and u the mean variance of the inputs that O and
@@ -94,12 +88,7 @@ def fit_values(
             return found
 
         chosen, held_out = _downhill(held_out_error)
-    sums_of_all = start.sums(all_xx, all_xy)
-    if quick:
-        solved = start.solved(sums_of_all.single(), chosen, _TRIED_ROUNDS, _TRIED_STEPS)
-    else:
-        solved = start.solved(sums_of_all, chosen, _ROUNDS, _STEPS)
-    mix, out, bias = (t.double() for t in solved)
+    mix, out, bias = start.solved(start.sums(all_xx, all_xy), chosen, _ROUNDS, _STEPS)
     before = start.error(all_xx, all_xy, all_yy, start.mix, start.out, place.bias.cpu())
     after = start.error(all_xx, all_xy, all_yy, mix, out, bias)
     facts = LayerRepair(before / moments.spread(), after / moments.spread(), chosen, values=True)

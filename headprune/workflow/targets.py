@@ -18,7 +18,6 @@ from headprune.gates import mask
 from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
 from headprune.planning.budgets import Budget, Fit, fit, fit_drop
 from headprune.planning.costs import Subject, cost_of
-from headprune.planning.exchange import exchanged
 from headprune.planning.search import stages
 from headprune.plans import PruningPlan
 from headprune.repair import Refit, Repair
@@ -69,7 +68,7 @@ class Goal:
     def searches(self, scores: Sequence[HeadScores]) -> list[tuple[str, str, HeadScores | None]]:
         """The orders to make: (name, strategy, the scores to make it from)."""
         if self.strategy == AUTO:
-            own = [(name, name, None) for name in ("compensated", "re-scored")]
+            own = [(name, name, None) for name in ("compensated", "re-scored", "re-scored-output")]
             return [*own, *((s.method, "one-shot", s) for s in scores)]
         if self.needs_scores:
             return [(s.method, self.strategy, s) for s in scores]
@@ -178,7 +177,9 @@ def orders_of(
     found: dict[str, Order] = {}
     levels, look = _levels(total, counts), 0.0
     for name, strategy, given in goal.searches(scores):
-        if name == "re-scored" and found and (expected := look * len(stages(total, levels))) > _PATIENCE:
+        if goal.strategy == AUTO and name == "re-scored-output" and not (trials.refit and trials.refit.values):
+            continue  # it would be re-scored's
+        if strategy.startswith("re-scored") and found and (expected := look * len(stages(total, levels))) > _PATIENCE:
             console.say(
                 f"Not tried: {name}, which would take {expected / 60:,.0f} minutes or more (--strategy {name})."
             )
@@ -192,11 +193,6 @@ def orders_of(
             name == "compensated"
         ):  # it looks once; the statistics of repair, which are then there, take no more than twice that
             look = (time.monotonic() - started) / 3
-    if goal.strategy == AUTO and counts and trials.refit:
-        with console.track("exchanging heads") as progress:
-            better = exchanged(replace(base, progress=progress), found[_best(found, counts, trials)], counts)
-        if better:
-            found[better.strategy] = better
     if len(found) > 1 and trials.refit and trials.refit.passes:
         passes, examples = trials.refit.passes, trials.refit.examples
         console.say(f"All orders together took about {passes:.0f} forward passes over {examples:,} examples.")
