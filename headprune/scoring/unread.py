@@ -48,34 +48,29 @@ def read_tokens(
         hooked: Modules at whose inputs all tokens must be seen.
     """
     expected = losses()
+
+    def unread(name: str, token: int) -> bool:
+        try:
+            with reading(model, {name: token}):
+                return same(losses(), expected)
+        except NotFiniteError:
+            return False
+
     for token in _TOKENS:
         apart = _apart(model, calls, losses, token)
-        found: dict[str, int] = {}
+        found: list[str] = []
         failed = 0
-
-        def unread(name: str, token: int = token) -> bool:
-            try:
-                with reading(model, {name: token}):
-                    return same(losses(), expected)
-            except NotFiniteError:
-                return False
-
-        def search(
-            those: Sequence[Node], apart: set[str] = apart, found: dict[str, int] = found, token: int = token
-        ) -> None:
-            nonlocal failed
-            for call in reversed(those):
-                if failed >= _TRIED:
-                    return
-                inner = any(name.startswith(f"{call.module}.") for name in hooked)
-                if not inner and call.module in apart and unread(call.module):
-                    found[call.module], failed = token, 0
-                elif call.inside:
-                    search(call.inside)
-                else:
-                    failed += 1
-
-        search(calls)
+        waiting = list(calls)
+        while waiting and failed < _TRIED:
+            call = waiting.pop()  # the last
+            inner = any(name.startswith(f"{call.module}.") for name in hooked)
+            if not inner and call.module in apart and unread(call.module, token):
+                found.append(call.module)
+                failed = 0
+            elif call.inside:
+                waiting += call.inside
+            else:
+                failed += 1
         if found:
             return {name: token for name in found if _notices(model, name, losses)}
     return {}

@@ -27,9 +27,7 @@ from headprune.workflow.timing import budget_input
 
 RANDOM_DRAWS = 3
 AUTO = "auto"
-_PATIENCE = (
-    1800.0  # seconds that `auto` spends on one order; a base-size model takes minutes, a language model may take hours
-)
+_PATIENCE = 1800.0  # seconds that `auto` spends on one order at most; it may be hours for a language model
 _CURVE = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
 
 
@@ -181,7 +179,7 @@ def orders_of(
             continue  # it would be re-scored's
         if strategy.startswith("re-scored") and found and (expected := look * len(stages(total, levels))) > _PATIENCE:
             console.say(
-                f"Not tried: {name}, which would take {expected / 60:,.0f} minutes or more (--strategy {name})."
+                f"Not tried: {name}, which would take about {expected / 60:,.0f} minutes or more (--strategy {name})."
             )
             continue
         started = time.monotonic()
@@ -189,9 +187,8 @@ def orders_of(
             found[name] = arrange(
                 replace(base, scores=given, progress=progress), strategy, levels, trials.merit, kinds, counts,
             )  # fmt: skip
-        if (
-            name == "compensated"
-        ):  # it looks once; the statistics of repair, which are then there, take no more than twice that
+        if name == "compensated":
+            # It looks once, behind the statistics of repair, which take about twice as long and are then there.
             look = (time.monotonic() - started) / 3
     if len(found) > 1 and trials.refit and trials.refit.passes:
         passes, examples = trials.refit.passes, trials.refit.examples
@@ -278,7 +275,7 @@ def _best(orders: dict[str, Order], levels: Sequence[int], trials: Trials) -> st
         plans = [orders[name].plan(keep) for keep in levels if orders[name].least <= keep]
         return len(plans), sum(map(trials.merit, plans))
 
-    return max(orders, key=merit) if len(orders) > 1 else next(iter(orders))
+    return max(orders, key=merit)
 
 
 def trade_off(
