@@ -110,7 +110,7 @@ class Searched:
 
     Args:
         strategy: Of `headprune.planning`.
-        repair: Whether the kept heads are refitted, in the search and after it.
+        repair: Whether the kept heads are refitted, in the search and after it (without the last step).
         kinds: How heads that share key/value heads go; of several, what does best on the choosing part at a count, as
             `headprune prune` does it.
     """
@@ -141,17 +141,21 @@ class Searched:
 
 
 class Auto:
-    """What `headprune prune --keep N` does: of several orders the one that the choosing part says is best at a count."""
+    """What `headprune prune --keep N` does: of several orders the one that the choosing part says is best at a count.
 
-    def __init__(self, *searches: Searched) -> None:
-        self.searches = searches
+    Args:
+        answering: Whether repair ends with the step towards the dense model's answers (`Refit.answering`).
+    """
+
+    def __init__(self, *searches: Searched, answering: bool = True) -> None:
+        self.searches, self.answering = searches, answering
 
     def __call__(self, model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
         drops = [drop for search in self.searches for drop in search.drops(model, score, layers, keep, seed)]
         gradient = hp.score(model, score, "gradient", layers=layers, seed=seed)
         drops.append(hp.plan(gradient, keep).drop)
         refit = STATISTICS.get(model, score, layers, seed)
-        return repaired(model, layers, nearest(model, layers, drops, refit, choose), refit)
+        return repaired(model, layers, nearest(model, layers, drops, refit, choose), refit, self.answering)
 
 
 def nearest(model: nn.Module, layers: Any, drops: Sequence[Heads], refit: Refit | None, choose: Any) -> Heads:
@@ -166,9 +170,12 @@ def nearest(model: nn.Module, layers: Any, drops: Sequence[Heads], refit: Refit 
 
 
 @contextmanager
-def repaired(model: nn.Module, layers: Any, drop: Heads, refit: Refit | None) -> Iterator[nn.Module]:
-    """The model without these heads, the others refitted."""
-    with refit.applied(refit.fitted(drop)) if refit else nullcontext(), mask(model, drop, layers=layers):
+def repaired(
+    model: nn.Module, layers: Any, drop: Heads, refit: Refit | None, answering: bool = False
+) -> Iterator[nn.Module]:
+    """The model without these heads, the others refitted, with the last step of repair or without."""
+    weights = (refit.answering(drop) if answering else refit.fitted(drop)) if refit else None
+    with refit.applied(weights) if refit and weights else nullcontext(), mask(model, drop, layers=layers):
         yield model
 
 
@@ -181,6 +188,7 @@ METHODS: dict[str, Run] = {
     "headprune compensated": COMPENSATED,
     "headprune re-scored": RESCORED,
     "headprune re-scored-output": RESCORED_OUTPUT,
+    "headprune auto, no last step": Auto(RESCORED, RESCORED_OUTPUT, COMPENSATED, answering=False),
     "headprune auto": Auto(RESCORED, RESCORED_OUTPUT, COMPENSATED),
 }
 

@@ -19,9 +19,19 @@ from headprune.attention import AttentionLayer, check_heads
 from headprune.repair.places import Place
 from headprune.repair.refit import Refit
 from headprune.repair.statistics import Progress
-from headprune.repair.weights import LayerRepair, Repair, Weights, add_biases, added_biases
+from headprune.repair.weights import AnswersRepair, LayerRepair, Repair, Weights, add_biases, added_biases
 
-__all__ = ["LayerRepair", "Place", "Refit", "Repair", "Weights", "add_biases", "added_biases", "repair"]
+__all__ = [
+    "AnswersRepair",
+    "LayerRepair",
+    "Place",
+    "Refit",
+    "Repair",
+    "Weights",
+    "add_biases",
+    "added_biases",
+    "repair",
+]
 
 
 def repair(
@@ -33,6 +43,7 @@ def repair(
     sweeps: int = 0,
     ridge: float | None = None,
     values: bool = True,
+    answers: bool = True,
     progress: Progress | None = None,
 ) -> Repair:
     """Refit a model in place, so that the heads in ``drop`` can go.
@@ -57,6 +68,9 @@ def repair(
             layers, so that errors do not add up on the way. Values stay as they were.
         ridge: Strength of the pull towards the old weights; by default what is best by cross-validation, for each layer.
         values: Whether the value projections are refitted too (only without sweeps): it takes about four passes more.
+        answers: Whether all W_O that lose heads are then moved together towards the dense model's answers, where these are
+            one vector of logits an example, and where that does better on examples left out (`headprune.repair.answers`;
+            without sweeps and a given ridge only).
         progress: Called with (passes done, passes in all, note).
 
     Raises:
@@ -64,6 +78,6 @@ def repair(
     """
     checked = check_heads(drop, layers)
     refit = Refit(model, layers, batches, ridge=ridge, values=values and not sweeps, progress=progress)
-    weights = refit.fitted(checked, sweeps)
+    weights = refit.answering(checked) if answers and not sweeps and ridge is None else refit.fitted(checked, sweeps)
     refit.apply(weights)
     return refit.report(weights)

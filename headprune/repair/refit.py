@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, Heads
+from headprune.gates import mask
 from headprune.modules import exact_attention
+from headprune.repair.answers import Answers
 from headprune.repair.places import Place, Values, is_transposed, places_of
 from headprune.repair.runner import Runner
 from headprune.repair.solve import Fit, Moments, fit_output
@@ -21,6 +24,7 @@ from headprune.repair.values import fit_values, written
 from headprune.repair.weights import Repair, Weights, add_biases, remove_biases
 
 _REMEMBERED = 8  # fits of one W_O: what a search, its trials and the pruning that follows come back to
+_PARTS = (1.0, 0.5, 0.25)  # of the step towards the answers, which is right to first order only
 
 
 class Refit:
@@ -75,7 +79,7 @@ class Refit:
         return self.runner.examples
 
     @property
-    def passes(self) -> int:
+    def passes(self) -> float:
         """Forward passes over them, so far."""
         return self.runner.passes
 
@@ -111,6 +115,35 @@ class Refit:
                 behind = self.statistics.behind(partial(self.applied, weights))
                 weights = self._outputs(behind, drop, dense=False)
         return weights
+
+    def answering(self, drop: Heads) -> Weights:
+        """As `fitted`, and then all W_O that lose heads moved together towards the dense model's answers.
+
+        A layer's fit does not know what the other layers' errors add up to; this does (`headprune.repair.answers`). It takes
+        eight passes or more, so plans are compared without.
+        """
+        weights = self.fitted(drop)
+        places = {p.name: (p, p.kept(drop)) for p in self.places if p.name in weights.of}
+        if not places or self._answers.note:
+            return weights
+        masked = {layer.name: drop[layer.name] for layer in self.layers if layer.maskable and layer.name in drop}
+        with torch.inference_mode(False), self.applied(weights), mask(self.model, masked, layers=self.layers):
+            step = self._answers.step(places)
+        if step is None:
+            return weights
+        for part in _PARTS:
+            moved = weights.moved(step.of, part)
+            with torch.inference_mode(False), self.applied(moved), mask(self.model, masked, layers=self.layers):
+                after = self._answers.distance()
+            if after < step.facts.before:
+                moved.answers = replace(step.facts, after=after, part=part)
+                return moved
+        return weights
+
+    @cached_property
+    def _answers(self) -> Answers:
+        with torch.inference_mode(False), self.applied(Weights()):
+            return Answers(self.runner)
 
     @contextmanager
     def applied(self, weights: Weights) -> Iterator[None]:
@@ -158,7 +191,10 @@ class Refit:
     def report(self, weights: Weights) -> Repair:
         """What was done."""
         biases = tuple(name for name in self.added if name in weights.of)
-        return Repair(dict(weights.facts), self.examples, self.passes, biases, tuple(self.notes))
+        notes = list(self.notes)
+        if "_answers" in self.__dict__ and self._answers.note:
+            notes.append(self._answers.note)
+        return Repair(dict(weights.facts), self.examples, round(self.passes), biases, tuple(notes), weights.answers)
 
     def _losing(self, moments: Mapping[str, Moments], drop: Heads, *, dense: bool) -> Iterator[Place]:
         """The places that are to be fitted anew."""

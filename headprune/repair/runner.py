@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ See = Callable[[str, Tensor, Tensor], Tensor | None]
 """``see(name, input, output)``: hears a projection, and may give another output."""
 Calls = dict[str, list[Tensor]]
 """A tensor for every call of an output projection, by its name."""
+Seen = dict[str, list[tuple[Tensor, Tensor, list[Tensor]]]]
+"""By output projection, of every call: the input, the output, and the slopes of some sums of the answers there."""
 
 
 class Runner:
@@ -39,7 +41,8 @@ class Runner:
     """
 
     def __init__(self, model: nn.Module, places: Sequence[Place], batches: Sequence[Any]) -> None:
-        self.model, self.places, self.passes = model, places, 0
+        self.model, self.places = model, places
+        self.passes = 0.0
         device = model_device(model)
         with torch.inference_mode(False):
             self.batches = [usable(move(batch, device)) for batch in batches if batch_size(batch)]
@@ -146,21 +149,39 @@ class Runner:
         """A number whose gradient, squared, is on average the Fisher information of the answers to a batch."""
         return probe_of(self.model, output, self.batches[index], self.first(index))
 
-    def _slopes(self, batch: Any, first: int, alone: bool = False) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
-        seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {p.name: [] for p in self.places}
+    def slopes_of(self, batch: Any, names: Iterable[str], sums_of: Callable[[Any], Sequence[Tensor]]) -> Seen:
+        """W_O's inputs, outputs and the slopes there of some sums of the model's answers to a batch.
 
-        def add(name: str, x: Tensor, y: Tensor) -> Tensor:
+        Args:
+            names: The output projections.
+            sums_of: Gives the sums, from the model's output.
+        """
+        seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in names}
+
+        def add(name: str, x: Tensor, y: Tensor) -> Tensor | None:
+            if name not in seen:
+                return None
             seen[name].append((x.detach(), y.detach(), torch.zeros_like(y, requires_grad=True)))
             return y + seen[name][-1][2]
 
         with torch.inference_mode(False), torch.enable_grad(), self.calm(), frozen(self.model):
-            probe = probe_of(self.model, self.run(batch, add), batch, first, alone)
-            flat = [delta for calls in seen.values() for *_, delta in calls]
-            slopes = iter(torch.autograd.grad(probe, flat, allow_unused=True))
-        return {
-            name: [(x, y, delta if (slope := next(slopes)) is None else slope) for x, y, delta in calls]
-            for name, calls in seen.items()
-        }
+            sums = sums_of(self.run(batch, add))
+            deltas = [delta for calls in seen.values() for *_, delta in calls]
+            found = [
+                torch.autograd.grad(one, deltas, allow_unused=True, retain_graph=i + 1 < len(sums))
+                for i, one in enumerate(sums)
+            ]
+        slopes = (
+            [delta.detach() if one is None else one for one in each]
+            for delta, *each in zip(deltas, *found, strict=True)
+        )
+        return {name: [(x, y, next(slopes)) for x, y, _ in calls] for name, calls in seen.items()}
+
+    def _slopes(self, batch: Any, first: int, alone: bool = False) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
+        found = self.slopes_of(
+            batch, [p.name for p in self.places], lambda output: [probe_of(self.model, output, batch, first, alone)]
+        )
+        return {name: [(x, y, slopes[0]) for x, y, slopes in calls] for name, calls in found.items()}
 
     def _independent(self) -> bool:
         """Whether rows of one example stay together at every W_O, tried on up to three.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,15 +28,38 @@ class LayerRepair:
 
 
 @dataclass(frozen=True)
+class AnswersRepair:
+    """The step towards the dense model's answers (`headprune.repair.answers`).
+
+    Attributes:
+        before: Root mean squared difference of the answers (logits, along the differences between classes) from the dense
+            model's, on the calibration examples, with every layer refitted.
+        held_out: What it should be on an example that is left out, to first order.
+        strength: Of the ridge, that makes it so.
+        examples: That were fitted to.
+        after: What it is on the calibration examples.
+        part: Of the step, that was taken.
+    """
+
+    before: float
+    held_out: float
+    strength: float
+    examples: int
+    after: float = float("nan")
+    part: float = 0.0
+
+
+@dataclass(frozen=True)
 class Repair:
     """What `repair` did.
 
     Attributes:
-        layers: By layer; on the calibration examples, in the last sweep.
+        layers: By layer; on the calibration examples, in the last sweep, before the step towards the answers.
         examples: Calibration examples.
         passes: Forward passes over them.
         biases: Output projections that had no bias, and have one now.
         notes: What could not be refitted, and why.
+        answers: The step towards the dense model's answers; None where none was taken.
     """
 
     layers: dict[str, LayerRepair]
@@ -44,11 +67,13 @@ class Repair:
     passes: int
     biases: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    answers: AnswersRepair | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "layers": {name: vars(fitted) for name, fitted in self.layers.items()},
             "examples": self.examples, "passes": self.passes, "biases": list(self.biases), "notes": list(self.notes),
+            "answers": vars(self.answers) if self.answers else None,
         }  # fmt: skip
 
 
@@ -92,12 +117,22 @@ class Weights:
         mixes: Where values were refitted too, by output projection: of every kept head, its new output from its old
             one and the further directions, ``[head_dim + rank, head_dim]``.
         facts: What the fits were like, by layer.
+        answers: The step towards the dense model's answers, if they have it in them.
     """
 
     of: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     ridges: dict[str, float] = field(default_factory=dict)
     mixes: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     facts: dict[str, LayerRepair] = field(default_factory=dict)
+    answers: AnswersRepair | None = None
 
     def __bool__(self) -> bool:
         return bool(self.of)
+
+    def moved(self, step: Mapping[str, tuple[Tensor, Tensor]], part: float) -> Weights:
+        """With a part of changes ``{module: (W [in, out], b [out])}`` added; a bias that is None stays so."""
+        of = dict(self.of)
+        for name, (weight, bias) in step.items():
+            old, own = self.of[name]
+            of[name] = old + part * weight.to(old), None if own is None else own + part * bias.to(own)
+        return replace(self, of=of)

@@ -236,7 +236,7 @@ def _trade_off(metrics: dict[str, Any], run: dict[str, Any]) -> str:
         "",
         f"![{metric} against heads kept](tradeoff.png)",
         "",
-        f"Curves: heads masked{' and the rest repaired' if any(b.get('repair') for b in metrics['budgets']) else ''}, on the {choose['examples']:,} examples of the choosing part (`{choose['split']}`); shaded: "
+        f"Curves: heads masked{' and the rest repaired' + (' (but for the last step)' if _stepped(metrics) else '') if any(b.get('repair') for b in metrics['budgets']) else ''}, on the {choose['examples']:,} examples of the choosing part (`{choose['split']}`); shaded: "
         "95 % bootstrap interval. Diamonds: pruned for real, reloaded, on the reporting part. Which curve's plans are used "
         f"was decided on the choosing part, for all budgets together{_judged(metrics)}.",
         "",
@@ -433,6 +433,11 @@ def _weights(budgets: Sequence[dict[str, Any]]) -> list[str]:
             "weights, whose strength was chosen on held-out halves of those examples, as was whether the values change at all. "
             "Removed heads are masked or pruned behind that."
         )
+    if any(r.get("answers") for r in repaired):
+        lines.append(
+            "- Then those W_O were moved together, by one least-squares (Gauss-Newton) step in closed form, towards the dense model's "
+            "logits on the scoring examples; its ridge did best on examples left out. No labels, no training. Random heads got the same."
+        )
     tuned = [b["finetune"] for b in budgets if b.get("finetune")]
     if tuned:
         lines.append(
@@ -440,6 +445,11 @@ def _weights(budgets: Sequence[dict[str, Any]]) -> list[str]:
             "the dense model; the best epoch was chosen on the choosing part."
         )
     return lines or ["- No weight was changed or trained after pruning."]
+
+
+def _stepped(metrics: dict[str, Any]) -> bool:
+    """Whether a repair ended with a step towards the dense model's answers."""
+    return any((b.get("repair") or {}).get("answers") for b in metrics["budgets"])
 
 
 def _repair(metrics: dict[str, Any]) -> list[str]:
@@ -475,6 +485,13 @@ def _repair(metrics: dict[str, Any]) -> list[str]:
         "On the reporting part. W_O's error: of its output per token, squared, as a share of the dense output's variance, mean over "
         "the refitted layers, on the scoring examples.",
     ]
+    for b in rows:
+        if step := (b.get("repair") or {}).get("answers"):
+            lines.append(
+                f"\n{b['kept']} heads: the step towards the dense model's answers brought their difference (of logits, root mean "
+                f"square) from {step['before']:.2f} to {step['after']:.2f} on {step['examples']:,} scoring examples; on others "
+                f"{step['held_out']:.2f} is to be expected, to first order."
+            )
     lines += [f"\n{note}" for note in dict.fromkeys(n for b in rows if b.get("repair") for n in b["repair"]["notes"])]
     return ["\n".join(lines)]
 

@@ -183,7 +183,7 @@ def _prune_one(
     chosen = fitted.plan
     for note in chosen.notes:
         console.say(note)
-    with trials.repaired(chosen.drop) as repair:
+    with trials.repaired(chosen.drop, answering=True) as repair:
         model = copy.deepcopy(scene.model)
     # The plan was made for the dense model's weights; some of them are repaired now.
     proof = prune(model, chosen.drop, scene.example, layers=scene.layers)
@@ -212,7 +212,7 @@ def _prune_one(
         control = []
         for i, order in enumerate(randoms):
             drop = order.plan(chosen.kept).drop
-            with trials.repaired(drop):
+            with trials.repaired(drop, answering=True):
                 control.append(masked(scene, drop, batches).metrics[scene.metric])
             progress(i + 1, len(randoms))
     without = None if repair is None else _measured(masked(scene, chosen.drop, batches), scene.metric)

@@ -107,10 +107,17 @@ class Trials:
         return self._known[key]
 
     @contextmanager
-    def repaired(self, drop: Heads) -> Iterator[Repair | None]:
-        """The scene's model repaired, while the context lasts; what that did."""
-        weights = self.refit.fitted(drop) if self.refit else None
-        if self.refit is None or not weights:
+    def repaired(self, drop: Heads, *, answering: bool = False) -> Iterator[Repair | None]:
+        """The scene's model repaired, while the context lasts; what that did.
+
+        Args:
+            answering: Whether with the last step, which is for what is reported (`Refit.answering`).
+        """
+        if self.refit is None:
+            yield None
+            return
+        weights = self.refit.answering(drop) if answering else self.refit.fitted(drop)
+        if not weights:
             yield None
             return
         with self.refit.applied(weights):

@@ -1,0 +1,283 @@
+"""The step towards the dense model's answers, against least squares on gradients taken one by one."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+import headprune as hp
+from headprune.attention import Heads
+from headprune.repair import Refit, Weights, answers, repair
+from headprune.repair.answers import Answers, _directions, solved
+from tests import zoo
+from tests.problems import duplicated, small
+from tests.test_repair import close, made, same, state
+
+DROP: Heads = {"bert.encoder.layer.0.attention.self": [1], "bert.encoder.layer.1.attention.self": [0, 2]}
+
+
+def classifier(
+    classes: int = 3, problem: str | None = None, heads: int = 3
+) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    config = tf.BertConfig(
+        vocab_size=100, hidden_size=8 * heads, num_attention_heads=heads, num_hidden_layers=2, intermediate_size=32,
+        pad_token_id=0, num_labels=classes, problem_type=problem,
+    )  # fmt: skip
+    model = zoo.randomise(tf.BertForSequenceClassification(config)).double()
+    return model, [zoo.text(rows, 7, seed=rows) for rows in (12, 6, 9, 5)]
+
+
+def refit_of(model: nn.Module, batches: Sequence[Any]) -> Refit:
+    return Refit(model, hp.find_attention(model, batches[0]), batches)
+
+
+def along(model: nn.Module, problem: str | None, example: dict[str, Tensor]) -> Tensor:
+    """What is compared of one example's answer: all of it, or by Gram and Schmidt what sums to nothing."""
+    logits = model(**example).logits[0]
+    if problem or len(logits) == 1:
+        return logits
+    basis: list[Tensor] = []
+    for i in range(1, len(logits)):
+        new = torch.zeros_like(logits)
+        new[:i], new[i] = 1.0 / i, -1.0
+        basis.append(new / new.norm())
+    return torch.stack(basis) @ logits
+
+
+def by_hand(
+    model: nn.Module, batches: Sequence[dict[str, Tensor]], refit: Refit, weights: Weights, problem: str | None
+) -> tuple[Tensor, list[Tensor], dict[str, tuple[Tensor, int]]]:
+    """What every example lacks, its gradients ``[answers, weights]``, and which weights these are."""
+    singles = [{k: v[i : i + 1] for k, v in batch.items()} for batch in batches for i in range(len(batch["input_ids"]))]
+    with torch.no_grad():
+        wanted = [along(model, problem, s) for s in singles]
+    lacking, gradients, where = [], [], {}
+    with refit.applied(weights), hp.mask(model, DROP, layers=refit.layers):
+        modules = {p.name: (model.get_submodule(p.name), p.kept(DROP)) for p in refit.places}
+        parameters = [p for m, _ in modules.values() for p in (m.weight, m.bias)]
+        at = 0
+        for name, (m, kept) in modules.items():
+            where[name] = kept, at
+            at += (len(kept) + 1) * m.weight.shape[0]
+        for example, target in zip(singles, wanted, strict=True):
+            with torch.enable_grad():
+                now = along(model, problem, example)
+                rows = []
+                for one in now:
+                    grads = torch.autograd.grad(one, parameters, retain_graph=True)
+                    parts = []
+                    for (_, kept), weight, bias in zip(modules.values(), grads[::2], grads[1::2], strict=True):
+                        parts += [weight[:, kept].T.flatten(), bias]
+                    rows.append(torch.cat(parts))
+            lacking.append((target - now).detach())
+            gradients.append(torch.stack(rows))
+    return torch.stack(lacking), gradients, where
+
+
+def ridge(lacking: Sequence[Tensor], gradients: Sequence[Tensor], strength: float) -> Tensor:
+    """The change of weights, solved for in their own space."""
+    j, r = torch.cat(list(gradients)), torch.cat(list(lacking))
+    return torch.linalg.solve(j.T @ j + strength * torch.eye(j.shape[1], dtype=j.dtype), j.T @ r)
+
+
+@pytest.mark.parametrize(("classes", "problem"), [(2, None), (4, None), (3, "multi_label_classification"), (1, None)])
+def test_the_step_is_the_ridge_regression(classes: int, problem: str | None) -> None:
+    model, batches = classifier(classes, problem)
+    refit = refit_of(model, batches)
+    plain = refit.fitted(DROP)
+    found = refit.answering(DROP)
+    lacking, gradients, where = by_hand(model, batches, refit, plain, problem)
+    unit = float(torch.cat(gradients).square().sum(1).mean())
+    assert found.answers is not None
+    # The strength: every example left out in turn, and the others fitted to.
+    held_out = {}
+    for strength in answers.STRENGTHS:
+        left = []
+        for i in range(len(gradients)):
+            rest = [j for j in range(len(gradients)) if j != i]
+            step = ridge([lacking[j] for j in rest], [gradients[j] for j in rest], strength * unit)
+            left.append(lacking[i] - gradients[i] @ step)
+        held_out[strength] = float(torch.stack(left).square().mean().sqrt())
+    best = min(held_out, key=lambda s: held_out[s])
+    assert found.answers.strength == best
+    assert found.answers.held_out == pytest.approx(held_out[best], rel=1e-6)
+    assert found.answers.before == pytest.approx(float(lacking.square().mean().sqrt()), rel=1e-9)
+    assert found.answers.after < found.answers.before
+    step = found.answers.part * ridge(list(lacking), gradients, best * unit)
+    for name, (kept, at) in where.items():
+        (old, old_bias), (new, new_bias) = plain.of[name], found.of[name]
+        assert old_bias is not None
+        assert new_bias is not None
+        size = len(kept) * old.shape[1]
+        torch.testing.assert_close((new - old)[kept].flatten(), step[at : at + size], rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(
+            new_bias - old_bias, step[at + size : at + size + len(old_bias)], rtol=1e-5, atol=1e-8
+        )
+
+
+def test_the_distance_is_what_is_said() -> None:
+    model, batches = classifier(3)
+    refit = refit_of(model, batches)
+    with torch.no_grad():
+        dense = torch.cat([model(**b).logits for b in batches])
+    found = refit.answering(DROP)
+    assert found.answers is not None
+    with refit.applied(found), hp.mask(model, DROP, layers=refit.layers), torch.no_grad():
+        gap = torch.cat([model(**b).logits for b in batches]) - dense
+    gap = gap - gap.mean(1, keepdim=True)
+    assert found.answers.after == pytest.approx(float((gap.square().sum(1) / 2).mean().sqrt()), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "albert", "xlnet", "xlnet, square"])
+def test_nearer_on_the_calibration_examples_and_removed_heads_stay_out(name: str) -> None:
+    model, example, layers = made(name)
+    refit, before = Refit(model, layers, [example]), state(model)
+    drop = {layers[-1].name: [0]}
+    plain, found = refit.fitted(drop), refit.answering(drop)
+    assert found.of.keys() == plain.of.keys()
+    for place in refit.places:
+        if place.name in found.of:
+            gone = torch.ones(len(place.weight), dtype=torch.bool)
+            gone[place.kept(drop)] = False
+            assert not found.of[place.name][0][gone].any()
+    if found.answers is not None:
+        assert found.answers.after < found.answers.before
+        assert found.answers.held_out < found.answers.before
+    assert same(model, before)
+
+
+def test_nothing_removed_nothing_changed() -> None:
+    model, batches = small()
+    before = state(model)
+    done = repair(model, {}, batches, layers=hp.find_attention(model, batches[0]))
+    assert same(model, before)
+    assert done.answers is None
+
+
+def test_only_projections_that_lose_heads_move() -> None:
+    model, batches = classifier()
+    drop = {"bert.encoder.layer.1.attention.self": [0]}
+    found = refit_of(model, batches).answering(drop)
+    assert {n for n in found.of if n.endswith("output.dense")} == {"bert.encoder.layer.1.attention.output.dense"}
+
+
+@torch.no_grad()
+def test_a_duplicate_is_made_up_for_as_well() -> None:
+    model, batches = small()
+    duplicated(model)
+    layers = hp.find_attention(model, batches[0])
+    dense = model(**batches[0]).logits
+    drop = {layers[0].name: [1]}
+    repair(model, drop, batches, layers=layers)
+    with hp.mask(model, drop, layers=layers):
+        assert (model(**batches[0]).logits - dense).abs().max() < 1e-3
+
+
+def test_a_whole_layer_gone_leaves_its_bias_to_move() -> None:
+    model, batches = classifier()
+    refit = refit_of(model, batches)
+    found = refit.answering({"bert.encoder.layer.0.attention.self": [0, 1, 2]})
+    weight, bias = found.of["bert.encoder.layer.0.attention.output.dense"]
+    assert not weight.any()
+    assert bias is not None
+    assert bias.isfinite().all()
+
+
+@pytest.mark.parametrize("limit", ["_MOST_KEPT", "_MOST_GRADIENTS"])
+def test_little_room_gives_the_same(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = classifier(4)
+    whole = refit_of(model, batches).answering(DROP)
+    monkeypatch.setattr(answers, limit, 1)
+    parts = refit_of(model, batches).answering(DROP)
+    assert whole.answers is not None
+    assert parts.answers is not None
+    assert parts.answers.strength == whole.answers.strength
+    close(parts, whole)
+
+
+def test_batches_do_not_matter() -> None:
+    model, batches = classifier(3)
+    one_by_one = [{k: v[i : i + 1] for k, v in b.items()} for b in batches for i in range(len(b["input_ids"]))]
+    close(refit_of(model, one_by_one).answering(DROP), refit_of(model, batches).answering(DROP))
+
+
+def test_two_are_the_same_to_the_bit() -> None:
+    model, batches = classifier(3)
+    one, other = (refit_of(model, batches).answering(DROP) for _ in range(2))
+    assert all(torch.equal(one.of[n][0], other.of[n][0]) for n in one.of)
+
+
+def test_where_every_token_has_an_answer_there_is_no_step_and_it_is_said() -> None:
+    model, example, layers = made("llama")
+    refit = Refit(model, layers, [example])
+    drop = {layers[0].name: list(layers[0].units[0])}
+    found = refit.answering(drop)
+    assert found.answers is None
+    close(found, refit.fitted(drop))
+    assert any("more than one answer" in note for note in refit.report(found).notes)
+
+
+def test_answers_that_are_not_finite_are_left_alone() -> None:
+    model, batches = classifier(3)
+    refit = refit_of(model, batches)
+    refit.fitted(DROP)
+    with torch.no_grad():
+        model.classifier.bias[0] = math.inf
+    found = refit.answering(DROP)
+    assert found.answers is None
+    assert any("not all finite" in note for note in refit.report(found).notes)
+
+
+def test_one_example_says_nothing_of_others() -> None:
+    model, batches = classifier(2)
+    found = refit_of(model, [{k: v[:1] for k, v in batches[0].items()}]).answering(DROP)
+    assert found.answers is None
+
+
+def test_noise_that_no_gradient_explains_is_not_fitted() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lacking = torch.randn(40, 2, generator=generator, dtype=torch.float64)
+    assert solved(torch.eye(80, dtype=torch.float64), lacking) is None
+
+
+def test_what_gradients_explain_is_fitted() -> None:
+    generator = torch.Generator().manual_seed(0)
+    j = torch.randn(60, 5, generator=generator, dtype=torch.float64)
+    found = solved(j @ j.T, (j @ torch.ones(5, dtype=torch.float64)).view(30, 2))
+    assert found is not None
+    alpha, strength, held_out = found
+    assert strength == answers.STRENGTHS[0]
+    assert held_out < 1e-2
+    torch.testing.assert_close(j.T @ alpha.flatten(), torch.ones(5, dtype=torch.float64), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_many_classes_are_seen_along_some_directions(each: bool) -> None:
+    few = _directions(50, each, 7)
+    of = 50 if each else 49
+    torch.testing.assert_close(few @ few.T, torch.eye(7, dtype=torch.float64) * of / 7)
+    if not each:
+        assert few.sum(1).abs().max() < 1e-12
+    assert len(_directions(50, each, 60)) == of
+
+
+def test_many_examples_are_seen_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = classifier(3)
+    monkeypatch.setattr(answers, "_MOST_ROWS", 24)
+    refit = refit_of(model, batches)
+    seen = Answers(refit.runner)
+    assert 0 < sum(len(known) for known in seen._known) <= 24
+    found = refit.answering(DROP)
+    assert found.answers is None or found.answers.examples <= 24
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model, batches = classifier(3)
+    model = model.to(dtype)
+    found = refit_of(model, batches).answering(DROP)
+    assert all(w.isfinite().all() for w, _ in found.of.values())
