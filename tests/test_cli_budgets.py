@@ -11,6 +11,7 @@ import torch
 
 import headprune as hp
 from headprune import latency
+from headprune.repair import Refit
 from tests.test_cli import run, scored
 
 __all__ = ["scored"]
@@ -62,6 +63,21 @@ def test_flops_and_max_drop(scored: Path) -> None:
     assert budget["budget"]["high"] <= 0.9
     assert budget["kept"] < 8
     assert "Asked: a loss of no more than 0.9" in Path("drop/report.md").read_text()
+
+
+def test_a_drop_is_measured_on_what_will_be_saved(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the last step of repair, which other budgets' plans are compared without."""
+    told: list[str] = []
+    whole = Refit.answering
+
+    def answering(self: Refit, drop: Any) -> Any:
+        told.append(json.dumps(drop, sort_keys=True))
+        return whole(self, drop)
+
+    monkeypatch.setattr(Refit, "answering", answering)
+    run("prune", "--max-drop", "0.9", "-s", "per-layer", "-o", "drop", "--scores", scored, "-q")
+    drop = json.dumps(budget_of(Path("drop"))["drop"], sort_keys=True)
+    assert told.count(drop) >= 2
 
 
 def test_the_cache_of_a_decoder(here: Path, llama_folder: Path, data_folder: Path) -> None:
@@ -145,6 +161,17 @@ def test_a_plan_for_another_model_is_refused(scored: Path, here: Path) -> None:
 def test_the_list_of_strategies(here: Path) -> None:
     names = [s["name"] for s in json.loads(run("methods", "--json").stdout)["strategies"]]
     assert {"one-shot", "per-layer", "uniform", "layers"} <= set(names)
+
+
+def test_the_last_step_of_repair_is_told(scored: Path) -> None:
+    run("prune", "-k", 1, "-q")
+    budget, text = budget_of(scored), (scored / "report.md").read_text()
+    step = budget["repair"]["answers"]
+    assert step["after"] < step["before"]
+    assert step["held_out"] < step["before"]
+    assert f"from {step['before']:.2f} to {step['after']:.2f} on {step['examples']} scoring examples" in text
+    assert "one least-squares (Gauss-Newton) step" in text
+    assert "the rest repaired (but for the last step)" in text
 
 
 def test_what_was_repaired_is_told(scored: Path) -> None:

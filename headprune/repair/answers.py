@@ -59,7 +59,9 @@ class Answers:
         try:
             with torch.no_grad(), runner.calm():
                 for index in self._chosen:
-                    self._known.append(self._logits(runner.run(runner.batches[index], lambda *_: None), index).double())
+                    self._known.append(
+                        self._logits(runner.run(runner.batches[index], lambda *_: None), index).cpu().double()
+                    )
         except HeadPruneError as error:
             self.note = f"{_NOT}: {error.args[0]}"
             return
@@ -153,14 +155,14 @@ class Answers:
 
         def add(name: str, x: Tensor, slope: Tensor) -> None:
             (place, kept), (weight, bias) = places[name], found[name]
-            weight[kept] += (x.flatten(0, 1).T @ slope.flatten(0, 1)).double().cpu()
+            weight[kept] += (x.flatten(0, 1).T @ slope.flatten(0, 1)).cpu().double()
             if place.has_bias:
-                bias += slope.sum((0, 1)).double().cpu()
+                bias += slope.sum((0, 1)).cpu().double()
 
         weights = torch.split(alpha, [len(known) for known in self._known])
         for name, each in parts.items():
             for (x, slopes), weight in zip(each, weights, strict=True):
-                add(name, x, torch.einsum("np,pnto->nto", weight.to(slopes), slopes))
+                add(name, x, torch.einsum("np,pnto->nto", weight.to(slopes.dtype).to(slopes.device), slopes))
         if not parts:
             for index, weight in zip(self._chosen, weights, strict=True):
                 _, calls = self._slopes(index, list(places), (weight @ self._directions)[None])
@@ -209,7 +211,7 @@ class Answers:
 
     def _lacking(self, logits: Tensor, known: Tensor) -> Tensor:
         """``[examples, directions]``."""
-        return ((known - logits.double()) @ self._directions.T.to(known)).cpu()
+        return (known - logits.cpu().double()) @ self._directions.T
 
     def _logits(self, output: object, index: int) -> Tensor:
         batch = self.runner.batches[index]
@@ -296,7 +298,7 @@ def _add_products(kernel: Tensor, parts: Sequence[tuple[Tensor, Tensor]], has_bi
             gradients.append(torch.cat(each, dim=2).flatten(0, 1))
         flat = torch.cat(gradients)
         for first in range(0, rows, block):  # what is on one side of the diagonal is on the other too
-            found = (flat[first : first + block] @ flat[first:].T).to(kernel)
+            found = (flat[first : first + block] @ flat[first:].T).cpu().to(kernel)
             kernel[first : first + block, first:] += found
             kernel[first + block :, first : first + block] += found[:, block:].T
 

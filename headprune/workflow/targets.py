@@ -99,10 +99,10 @@ class Trials:
         self._known: dict[str, Measurement] = {}
         self._merits: dict[str, float] = {}
 
-    def measure(self, drop: Heads) -> Measurement:
-        key = repr(sorted(drop.items()))
+    def measure(self, drop: Heads, *, answering: bool = False) -> Measurement:
+        key = repr((sorted(drop.items()), answering))
         if key not in self._known:
-            with self.repaired(drop):
+            with self.repaired(drop, answering=answering):
                 self._known[key] = masked(self.scene, drop, self.batches)
         return self._known[key]
 
@@ -124,9 +124,9 @@ class Trials:
             yield self.refit.report(weights)
 
     def change_at(self, plan: PruningPlan) -> Change:
-        """The paired change from the dense model to a plan."""
+        """The paired change from the dense model to a plan, repaired as it will be."""
         scene = self.scene
-        return compare(self.measure({}), self.measure(plan.drop), scene.metric, scene.options.seed)
+        return compare(self.measure({}), self.measure(plan.drop, answering=True), scene.metric, scene.options.seed)
 
     @cached_property
     def _fidelity(self) -> Fidelity:
