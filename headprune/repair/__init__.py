@@ -5,7 +5,8 @@ them from the same tokens. So W_O and the kept heads' values are fitted anew, la
 W_O gives, with a pull towards the old weights and a bias that takes up the removed heads' mean. Only weights that were
 there change (and biases that were not), so a repaired model prunes like any other.
 
-The fit takes the dense model's own activations: one set of statistics serves any choice of heads (`Refit`).
+The fit takes the dense model's own activations: one set of statistics serves any choice of heads (`Refit`). Then all W_O
+move together, once, towards the dense model's answers (`headprune.repair.answers`).
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def repair(
         ridge: Strength of the pull towards the old weights; by default what is best by cross-validation, for each layer.
         values: Whether the value projections are refitted too (only without sweeps): it takes about four passes more.
         answers: Whether all W_O that lose heads are then moved together towards the dense model's answers, where these are
-            one vector of logits an example, and where that does better on examples left out (`headprune.repair.answers`;
-            without sweeps and a given ridge only).
+            one vector of logits an example, and where that does better on examples left out (`headprune.repair.answers`).
+            Not after sweeps, and not where a ridge is given.
         progress: Called with (passes done, passes in all, note).
 
     Raises:

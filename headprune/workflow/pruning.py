@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,8 @@ def _prune_one(
     chosen = fitted.plan
     for note in chosen.notes:
         console.say(note)
-    with trials.repaired(chosen.drop, answering=True) as repair:
+    doing = console.track(f"repairing {chosen.kept} heads") if trials.refit else nullcontext()
+    with doing, trials.repaired(chosen.drop, answering=True) as repair:
         model = copy.deepcopy(scene.model)
     # The plan was made for the dense model's weights; some of them are repaired now.
     proof = prune(model, chosen.drop, scene.example, layers=scene.layers)
