@@ -461,6 +461,8 @@ def main() -> None:
         "are re-implementations, in `benchmarks/baselines.py`, of what their authors' code computes. One search of headprune's serves all "
         "counts of a draw, and its seconds are the whole search's. `headprune auto` is what `prune --keep N` does for each count alone: of three "
         "searches' orders and the gradient's it takes the one whose answers stay nearest to the dense model's on the choosing part. "
+        "Its repair ends with a step of all W_O together towards the dense model's answers; the rows of single searches, and `no last step`, are "
+        "without, as are language models. "
         "Seconds were taken while other work ran beside it: upper bounds.",
         "",
         "Kwon's rescaling on minilm-rt stands for one draw: on a second our re-implementation answered with one class alone at 24 heads and "

@@ -120,7 +120,7 @@ class Refit:
         """As `fitted`, and then all W_O that lose heads moved together towards the dense model's answers.
 
         A layer's fit does not know what the other layers' errors add up to; this does (`headprune.repair.answers`). It takes
-        eight passes or more, so plans are compared without.
+        five passes or more, so plans are compared without.
         """
         weights = self.fitted(drop)
         places = {p.name: (p, p.kept(drop)) for p in self.places if p.name in weights.of}
