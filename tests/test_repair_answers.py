@@ -257,12 +257,31 @@ def test_what_gradients_explain_is_fitted() -> None:
 
 @pytest.mark.parametrize("each", [False, True])
 def test_many_classes_are_seen_along_some_directions(each: bool) -> None:
-    few = _directions(50, each, 7)
+    few = _directions(4, 50, each, 7)
     of = 50 if each else 49
-    torch.testing.assert_close(few @ few.T, torch.eye(7, dtype=torch.float64) * of / 7)
+    torch.testing.assert_close(few @ few.mT, torch.eye(7, dtype=torch.float64).expand(4, 7, 7))
     if not each:
-        assert few.sum(1).abs().max() < 1e-12
-    assert len(_directions(50, each, 60)) == of
+        assert few.sum(-1).abs().max() < 1e-12
+    assert _directions(4, 50, each, 60).shape == (4, of, 50)
+    # Together they look everywhere.
+    assert int(torch.linalg.matrix_rank(_directions(30, 50, each, 7).flatten(0, 1))) == of
+
+
+def test_with_some_directions_the_step_is_still_towards_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = classifier(6)
+    monkeypatch.setattr(answers, "_MOST_ROWS", 2 * sum(len(b["input_ids"]) for b in batches))
+    refit = refit_of(model, batches)
+    found = refit.answering(DROP)
+    assert refit._answers._count == 2
+    assert found.answers is not None
+    with torch.no_grad():
+        dense = torch.cat([model(**b).logits for b in batches])
+    gaps = []
+    for weights in (refit.fitted(DROP), found):
+        with refit.applied(weights), hp.mask(model, DROP, layers=refit.layers), torch.no_grad():
+            gap = torch.cat([model(**b).logits for b in batches]) - dense
+        gaps.append(float((gap - gap.mean(1, keepdim=True)).square().mean()))
+    assert gaps[1] < gaps[0]
 
 
 def test_many_examples_are_seen_in_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +39,8 @@ class Answers:
     """The dense model's answers to calibration examples, and how to come nearer to them.
 
     What is asked for: of one vector of logits an example, the differences between classes (for a head that gives several labels
-    at once, or numbers, all that it gives). Where these are too many, as many random directions as there is room for.
+    at once, or numbers, all that it gives). Where these are too many, as many random directions as there is room for,
+    others for every example.
 
     Args:
         runner: The model, dense as it is now.
@@ -71,7 +71,9 @@ class Answers:
             return
         several = getattr(getattr(runner.model, "config", None), "problem_type", None) == "multi_label_classification"
         examples, classes = sum(map(len, self._known)), self._known[0].shape[1]
-        self._directions = _directions(classes, several or classes == 1, max(1, _MOST_ROWS // examples))
+        found = _directions(examples, classes, several or classes == 1, max(1, _MOST_ROWS // examples))
+        self._count = found.shape[1]
+        self._directions = torch.split(found, [len(known) for known in self._known])
 
     @property
     def _share(self) -> float:
@@ -114,8 +116,10 @@ class Answers:
         """Root mean squared difference between this model's answers, as it is now, and the dense model's."""
         with torch.no_grad(), self.runner.calm():
             found = [
-                self._lacking(self._logits(self.runner.run(self.runner.batches[index], lambda *_: None), index), known)
-                for index, known in zip(self._chosen, self._known, strict=True)
+                _lacking(
+                    self._logits(self.runner.run(self.runner.batches[index], lambda *_: None), index), known, directions
+                )
+                for index, known, directions in zip(self._chosen, self._known, self._directions, strict=True)
             ]
         self.runner.passes += self._share
         return _root(torch.cat(found))
@@ -127,19 +131,19 @@ class Answers:
 
         In float64; the last is empty where there was no room to keep it.
         """
-        rows = sum(map(len, self._known)) * len(self._directions)
+        rows = sum(map(len, self._known)) * self._count
         kernel = torch.zeros(rows, rows, dtype=torch.float64)
         lacking: list[Tensor] = []
         parts: Parts = {}
         groups = list(self._groups(places))
         for group in groups:
             lacking, parts = [], {name: [] for name in group}
-            for index, known in zip(self._chosen, self._known, strict=True):
-                logits, calls = self._slopes(index, group, self._directions)
-                lacking.append(self._lacking(logits, known))
+            for index, known, directions in zip(self._chosen, self._known, self._directions, strict=True):
+                logits, calls = self._slopes(index, group, directions.transpose(0, 1))
+                lacking.append(_lacking(logits, known, directions))
                 for name in group:
                     parts[name].append(_joined(calls[name], places[name][1], len(known)))
-            self.runner.passes += (1 + 2 * len(self._directions)) * self._share
+            self.runner.passes += (1 + 2 * self._count) * self._share
             for name in group:
                 _add_products(kernel, parts[name], places[name][0].has_bias)
         return torch.cat(lacking), kernel, parts if len(groups) == 1 else {}
@@ -164,8 +168,8 @@ class Answers:
             for (x, slopes), weight in zip(each, weights, strict=True):
                 add(name, x, torch.einsum("np,pnto->nto", weight.to(slopes.dtype).to(slopes.device), slopes))
         if not parts:
-            for index, weight in zip(self._chosen, weights, strict=True):
-                _, calls = self._slopes(index, list(places), (weight @ self._directions)[None])
+            for index, weight, directions in zip(self._chosen, weights, self._directions, strict=True):
+                _, calls = self._slopes(index, list(places), torch.einsum("np,npc->nc", weight, directions)[None])
                 for name, (_, kept) in places.items():
                     x, slopes = _joined(calls[name], kept, len(weight))
                     add(name, x, slopes[0])
@@ -173,7 +177,7 @@ class Answers:
         return found
 
     def _slopes(self, index: int, names: Sequence[str], directions: Tensor) -> tuple[Tensor, Seen]:
-        """A batch's logits, and the slopes of their sums along ``directions`` [sums, (examples,) classes]."""
+        """A batch's logits, and the slopes of their sums along ``directions`` [sums, examples, classes]."""
         shape: list[Tensor] = []
 
         def along(output: object) -> list[Tensor]:
@@ -190,7 +194,7 @@ class Answers:
         group: list[str] = []
         size = 0.0
         for name, (place, kept) in places.items():
-            own = 4 * tokens * (len(kept) + len(self._directions) * place.weight.shape[1])
+            own = 4 * tokens * (len(kept) + self._count * place.weight.shape[1])
             if group and size + own > _MOST_KEPT:
                 yield group
                 group, size = [], 0.0
@@ -208,10 +212,6 @@ class Answers:
             shapes = [v.shape for v in values if isinstance(v, Tensor)]
             longest = max([longest, *(s[1] for s in shapes if len(s) == 2), *(256 for s in shapes if len(s) > 2)])
         return longest
-
-    def _lacking(self, logits: Tensor, known: Tensor) -> Tensor:
-        """``[examples, directions]``."""
-        return (known - logits.cpu().double()) @ self._directions.T
 
     def _logits(self, output: object, index: int) -> Tensor:
         batch = self.runner.batches[index]
@@ -250,20 +250,25 @@ def solved(kernel: Tensor, lacking: Tensor) -> tuple[Tensor, float, float] | Non
     return (vectors @ (along / (values + strength * unit))).view_as(lacking), strength, held_out
 
 
-def _directions(classes: int, each: bool, most: int) -> Tensor:
-    """``[directions, classes]``, float64: along every answer, or along the differences between classes.
+def _lacking(logits: Tensor, known: Tensor, directions: Tensor) -> Tensor:
+    """``[examples, directions]``."""
+    return torch.einsum("nc,npc->np", known - logits.cpu().double(), directions)
 
-    An orthonormal basis; or, where that is more than ``most``, random orthonormal ones, longer to make up for the others.
+
+def _directions(examples: int, classes: int, each: bool, most: int) -> Tensor:
+    """``[examples, directions, classes]``, float64: along every answer, or along the differences between classes.
+
+    An orthonormal basis; or, where that is more than ``most``, random orthonormal ones, others for every example.
     """
     whole = torch.eye(classes, dtype=torch.float64)
     if not each:
         whole -= 1.0 / classes
         whole = torch.linalg.eigh(whole)[1][:, 1:].T
     if len(whole) <= most:
-        return whole
-    drawn = torch.randn(len(whole), most, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    basis: Tensor = torch.linalg.qr(drawn)[0].T @ whole
-    return basis * math.sqrt(len(whole) / most)
+        return whole.expand(examples, *whole.shape)
+    drawn = torch.randn(examples, len(whole), most, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found: Tensor = torch.linalg.qr(drawn)[0].mT @ whole
+    return found
 
 
 def _joined(
