@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +12,15 @@ from torch import Tensor
 from headprune.divergence import logits_of
 from headprune.errors import HeadPruneError
 from headprune.loss import batch_size
+from headprune.repair.crossed import blocks
 from headprune.repair.places import Place
-from headprune.repair.runner import Runner, Seen
+from headprune.repair.runner import Mixed, Runner, Seen
 from headprune.repair.weights import AnswersRepair
 
 STRENGTHS = tuple(10 ** (i / 2) for i in range(-8, 5))  # of the mean squared length of an answer's gradient
 _GAIN = 0.999  # what is left of the error, at most: less gain may be rounding
 _MOST_ROWS = 3072  # answers that are fitted to: the system is as wide
+_MIXTURES = 1  # for every example, where there is room
 _MOST_KEPT = 1 << 31  # bytes of inputs and slopes at once
 _MOST_GRADIENTS = 1 << 28  # bytes of gradients at once
 _NOT = "The answers are not fitted as a whole"
@@ -47,38 +50,49 @@ class Answers:
 
     Attributes:
         note: Why there is nothing to do; "" if there is.
+        mixtures: How many mixtures of examples are fitted to beside them.
     """
 
     def __init__(self, runner: Runner) -> None:
-        self.runner, self.note = runner, ""
+        self.runner, self.note, self.mixtures = runner, "", 0
         most = max(1, _MOST_ROWS // max(map(batch_size, runner.batches)))
         count = min(len(runner.batches), most)
         # Batches often come sorted by length: some from everywhere.
-        self._chosen = sorted({i * len(runner.batches) // count for i in range(count)})
-        self._known: list[Tensor] = []
+        chosen = [i * len(runner.batches) // count for i in range(count)]
+        self._batches = [runner.batches[i] for i in chosen]
         try:
-            with torch.no_grad(), runner.calm():
-                for index in self._chosen:
-                    self._known.append(
-                        self._logits(runner.run(runner.batches[index], lambda *_: None), index).cpu().double()
-                    )
+            self._known = self._answers(self._batches)
         except HeadPruneError as error:
             self.note = f"{_NOT}: {error.args[0]}"
             return
-        runner.passes += self._share
         if not all(bool(known.isfinite().all()) for known in self._known):
             self.note = f"{_NOT}: the dense model's are not all finite."
             return
         several = getattr(getattr(runner.model, "config", None), "problem_type", None) == "multi_label_classification"
         examples, classes = sum(map(len, self._known)), self._known[0].shape[1]
-        found = _directions(examples, classes, several or classes == 1, max(1, _MOST_ROWS // examples))
+        every = several or classes == 1
+        # Mixtures only where there is room for all that is asked for of them.
+        times = min(_MIXTURES, _MOST_ROWS // (examples * (classes - (not every))) - 1)
+        mixed = [m for m in runner.further if m.batch in chosen and m.shift <= times]
+        self._left_out = _together(runner, chosen, mixed)
+        self._batches += [m.inputs for m in mixed]
+        self._known += self._answers([m.inputs for m in mixed])
+        self.mixtures, examples = sum(len(m.rows) for m in mixed), sum(map(len, self._known))
+        found = _directions(examples, classes, every, max(1, _MOST_ROWS // examples))
         self._count = found.shape[1]
         self._directions = torch.split(found, [len(known) for known in self._known])
+
+    def _answers(self, batches: Sequence[Any]) -> list[Tensor]:
+        """Of the model as it is now, ``[examples, classes]`` by batch."""
+        with torch.no_grad(), self.runner.calm():
+            found = [self._logits(self.runner.run(b, lambda *_: None), b).cpu().double() for b in batches]
+        self.runner.passes += sum(map(len, found)) / self.runner.examples
+        return found
 
     @property
     def _share(self) -> float:
         """Of a pass over all examples."""
-        return sum(batch_size(self.runner.batches[i]) for i in self._chosen) / self.runner.examples
+        return sum(map(len, self._known)) / self.runner.examples
 
     def step(self, places: Mapping[str, tuple[Place, Tensor]]) -> Step | None:
         """Towards the dense model's answers, of the model as it is now: one Gauss-Newton step, with a ridge.
@@ -105,23 +119,17 @@ class Answers:
             or float(kernel.diagonal().sum()) <= 0
         ):
             return None
-        found = solved(kernel, lacking)
+        found = solved(kernel, lacking, self._left_out)
         if found is None:
             return None
         alpha, strength, held_out = found
-        facts = AnswersRepair(_root(lacking), held_out, strength, lacking.shape[0])
+        facts = AnswersRepair(_root(lacking), held_out, strength, lacking.shape[0], self.mixtures)
         return Step(self._change(places, alpha, parts), facts)
 
     def distance(self) -> float:
         """Root mean squared difference between this model's answers, as it is now, and the dense model's."""
-        with torch.no_grad(), self.runner.calm():
-            found = [
-                _lacking(
-                    self._logits(self.runner.run(self.runner.batches[index], lambda *_: None), index), known, directions
-                )
-                for index, known, directions in zip(self._chosen, self._known, self._directions, strict=True)
-            ]
-        self.runner.passes += self._share
+        now = self._answers(self._batches)
+        found = [_lacking(*each) for each in zip(now, self._known, self._directions, strict=True)]
         return _root(torch.cat(found))
 
     # -- the system --------------------------------------------------------------------------------
@@ -138,8 +146,8 @@ class Answers:
         groups = list(self._groups(places))
         for group in groups:
             lacking, parts = [], {name: [] for name in group}
-            for index, known, directions in zip(self._chosen, self._known, self._directions, strict=True):
-                logits, calls = self._slopes(index, group, directions.transpose(0, 1))
+            for batch, known, directions in zip(self._batches, self._known, self._directions, strict=True):
+                logits, calls = self._slopes(batch, group, directions.transpose(0, 1))
                 lacking.append(_lacking(logits, known, directions))
                 for name in group:
                     parts[name].append(_joined(calls[name], places[name][1], len(known)))
@@ -168,24 +176,24 @@ class Answers:
             for (x, slopes), weight in zip(each, weights, strict=True):
                 add(name, x, torch.einsum("np,pnto->nto", weight.to(slopes.dtype).to(slopes.device), slopes))
         if not parts:
-            for index, weight, directions in zip(self._chosen, weights, self._directions, strict=True):
-                _, calls = self._slopes(index, list(places), torch.einsum("np,npc->nc", weight, directions)[None])
+            for batch, weight, directions in zip(self._batches, weights, self._directions, strict=True):
+                _, calls = self._slopes(batch, list(places), torch.einsum("np,npc->nc", weight, directions)[None])
                 for name, (_, kept) in places.items():
                     x, slopes = _joined(calls[name], kept, len(weight))
                     add(name, x, slopes[0])
             self.runner.passes += 3 * self._share
         return found
 
-    def _slopes(self, index: int, names: Sequence[str], directions: Tensor) -> tuple[Tensor, Seen]:
+    def _slopes(self, batch: Any, names: Sequence[str], directions: Tensor) -> tuple[Tensor, Seen]:
         """A batch's logits, and the slopes of their sums along ``directions`` [sums, examples, classes]."""
         shape: list[Tensor] = []
 
         def along(output: object) -> list[Tensor]:
-            logits = self._logits(output, index)
+            logits = self._logits(output, batch)
             shape.append(logits.detach())
             return [(logits * direction.to(logits)).sum() for direction in directions]
 
-        seen = self.runner.slopes_of(self.runner.batches[index], names, along)
+        seen = self.runner.slopes_of(batch, names, along)
         return shape[0], seen
 
     def _groups(self, places: Mapping[str, tuple[Place, Tensor]]) -> Iterator[list[str]]:
@@ -206,48 +214,71 @@ class Answers:
     def _tokens(self) -> int:
         """About how many there are in an example: of the longest batch."""
         longest = 1
-        for index in self._chosen:
-            batch = self.runner.batches[index]
+        for batch in self._batches:
             values = batch.values() if isinstance(batch, Mapping) else [batch] if isinstance(batch, Tensor) else batch
             shapes = [v.shape for v in values if isinstance(v, Tensor)]
             longest = max([longest, *(s[1] for s in shapes if len(s) == 2), *(256 for s in shapes if len(s) > 2)])
         return longest
 
-    def _logits(self, output: object, index: int) -> Tensor:
-        batch = self.runner.batches[index]
+    def _logits(self, output: object, batch: Any) -> Tensor:
         logits = logits_of(output, batch if isinstance(batch, dict) else {})
         if logits.ndim != 2 or len(logits) != batch_size(batch) or hasattr(output, "start_logits"):
             raise HeadPruneError("an example has more than one answer (one for every token, say).")
         return logits
 
 
-def solved(kernel: Tensor, lacking: Tensor) -> tuple[Tensor, float, float] | None:
-    """Kernel ridge regression, its strength the best by leaving out each example in turn.
+def _together(runner: Runner, chosen: Sequence[int], mixed: Sequence[Mixed]) -> Tensor:
+    """What is left out together, ``[examples]``: every example by itself; with mixtures, all that are mixed with one another."""
+    own = [blocks(batch_size(runner.batches[i])) + runner.first(i) for i in chosen]
+    if not mixed:
+        return torch.arange(sum(map(len, own)))
+    by_batch = dict(zip(chosen, own, strict=True))
+    return torch.cat([*own, *(by_batch[m.batch][m.rows] for m in mixed)])
+
+
+def solved(kernel: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor, float, float] | None:
+    """Kernel ridge regression, its strength the best by leaving out each group of examples in turn.
 
     Args:
         kernel: ``[rows, rows]``, the rows being an example's directions, example by example.
         lacking: ``[examples, directions]``.
+        left_out: ``[examples]``, the number of an example's group.
 
     Returns:
         The coefficients ``[examples, directions]``, the strength, and the root mean squared error on what was left out;
         None where no strength does better than nothing.
     """
-    examples, directions = lacking.shape
+    directions = lacking.shape[1]
     wanted, unit = lacking.flatten(), float(kernel.diagonal().mean())
     values, vectors = torch.linalg.eigh(kernel)
     values = values.clamp(min=0)
-    own, along = vectors.view(examples, directions, -1), vectors.T @ wanted
-    one = torch.eye(directions, dtype=kernel.dtype)
+    along = vectors.T @ wanted
+    groups = _rows_of_groups(left_out, directions)
     best = _GAIN * _root(lacking), float("inf")
     for strength in STRENGTHS:
         share = values / (values + strength * unit)
-        left = (wanted - vectors @ (share * along)).view(examples, directions, 1)
-        hat = torch.einsum("npk,k,nqk->npq", own, share, own)
-        best = min(best, (_root(torch.linalg.solve(one - hat, left)), strength))
+        left = wanted - vectors @ (share * along)
+        errors = []
+        for rows in groups:
+            own = vectors[rows]
+            one = torch.eye(rows.shape[1], dtype=kernel.dtype)
+            errors.append(torch.linalg.solve(one - (own * share) @ own.mT, left[rows][..., None]).flatten())
+        best = min(best, (_root(torch.cat(errors)), strength))
     held_out, strength = best
     if strength == float("inf"):
         return None
     return (vectors @ (along / (values + strength * unit))).view_as(lacking), strength, held_out
+
+
+def _rows_of_groups(left_out: Tensor, directions: int) -> list[Tensor]:
+    """The rows of every group, ``[groups, rows]``, those of groups of one size together."""
+    order = left_out.argsort(stable=True)
+    sizes = [n for n in left_out.bincount().tolist() if n]
+    by_size: dict[int, list[Tensor]] = {}
+    for own in torch.split(order, sizes):
+        rows = own[:, None] * directions + torch.arange(directions)
+        by_size.setdefault(len(own), []).append(rows.flatten())
+    return [torch.stack(rows) for rows in by_size.values()]
 
 
 def _lacking(logits: Tensor, known: Tensor, directions: Tensor) -> Tensor:

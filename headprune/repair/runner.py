@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import batch_size, inputs_of, rows_of, singles
 from headprune.modules import exact_attention, uncompiled
+from headprune.repair.crossed import crossed
 from headprune.repair.places import Place, Values
 from headprune.repair.probe import probe_of, real_tokens, tokens_of, widened
+from headprune.repair.solve import FOLDS
 from headprune.scoring.gradient import frozen, unlike
 from headprune.trace import evaluating
 
@@ -25,6 +28,23 @@ Calls = dict[str, list[Tensor]]
 """A tensor for every call of an output projection, by its name."""
 Seen = dict[str, list[tuple[Tensor, Tensor, list[Tensor]]]]
 """By output projection, of every call: the input, the output, and the slopes of some sums of the answers there."""
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Mixtures of a batch's examples.
+
+    Attributes:
+        batch: The number of that batch.
+        shift: How far apart they were in it (`crossed`).
+        inputs: Of the mixtures.
+        rows: The examples that they begin with.
+    """
+
+    batch: int
+    shift: int
+    inputs: dict[str, Tensor]
+    rows: Tensor
 
 
 class Runner:
@@ -38,6 +58,7 @@ class Runner:
         batches: Those that are not empty, on the model's device; of one example each, where a projection mixes examples up.
         examples: How many there are.
         passes: Forward passes over all of them, so far.
+        further: Mixtures of them (`headprune.repair.crossed`), once they are asked for (`mix`).
     """
 
     def __init__(self, model: nn.Module, places: Sequence[Place], batches: Sequence[Any]) -> None:
@@ -49,6 +70,7 @@ class Runner:
         if not self.batches:
             raise HeadPruneError("There are no examples to repair on.", "Check the dataset, its split and --limit.")
         self.examples = sum(map(batch_size, self.batches))
+        self.further: list[Mixed] = []
         self._sensitivities: dict[int, Calls] = {}
         if not self._independent():
             self.batches = [row for batch in self.batches for row in singles(batch)]
@@ -61,7 +83,38 @@ class Runner:
 
     def first(self, index: int) -> int:
         """The number of a batch's first example."""
-        return sum(map(batch_size, self.batches[:index]))
+        return sum(map(batch_size, self.everything[:index]))
+
+    @property
+    def everything(self) -> list[Any]:
+        """Batches of examples, and of mixtures behind them."""
+        return [*self.batches, *(mixed.inputs for mixed in self.further)]
+
+    def fold(self, index: int) -> Tensor:
+        """On which side of a cross-validation every example of `everything` is, ``[examples]``."""
+        if index < len(self.batches):
+            return (self.first(index) + torch.arange(batch_size(self.batches[index]))) % FOLDS
+        mixed = self.further[index - len(self.batches)]
+        return self.fold(mixed.batch)[mixed.rows]
+
+    def mix(self, times: int) -> None:
+        """Make mixtures, up to ``times`` of every example; none if the model does not take them."""
+        self.further = []
+        made = []
+        for index, batch in enumerate(self.batches):
+            for shift in range(1, times + 1):
+                if (found := crossed(batch, shift)) is not None:
+                    made.append(Mixed(index, shift, *found))
+        try:
+            with torch.no_grad(), self.calm():
+                for mixed in made:
+                    answers = tensors(self.run(mixed.inputs, lambda *_: None))
+                    if not all(bool(t.isfinite().all()) for t in answers if t.is_floating_point()):
+                        return
+        except (HeadPruneError, ValueError, RuntimeError, IndexError):  # a text may have to end as the model knows it
+            return
+        self.passes += sum(len(mixed.rows) for mixed in made) / self.examples
+        self.further = made
 
     def layer(self, name: str) -> AttentionLayer:
         """That ends in an output projection; the first, if several do."""
@@ -127,10 +180,9 @@ class Runner:
 
         Slopes are of a random projection of the model's answers as it is now (`probe`).
         """
-        found = self._slopes(self.batches[index], self.first(index))
-        if index == len(self.batches) - 1:
-            self.passes += 3  # a backward pass costs about two
-        return found
+        batch = self.everything[index]
+        self.passes += 3 * batch_size(batch) / self.examples  # a backward pass costs about two
+        return self._slopes(batch, self.first(index))
 
     def sensitivity(self, index: int) -> Calls:
         """How much each token of W_O's output matters for the dense model's answer: ``[rows, ...]`` by module and call.

@@ -25,6 +25,7 @@ Progress = Callable[[int, int, str], None]
 
 _RANKS = (3, 2, 1)  # further directions that values may be made of, in widths of a head
 _MOST = 2 << 30  # bytes of statistics; more directions are for models that are small enough
+_MIXTURES, _MOST_EXAMPLES = 2, 4096  # of every example, where there are not many anyway
 _MOST_AT_ONCE = 1 << 29  # bytes of widened inputs of a batch
 
 
@@ -89,14 +90,16 @@ class Statistics:
     def dense(self) -> dict[str, Moments]:
         """Of W_O's inputs, widened by what heads attend to along `directions`, and of its outputs."""
         with torch.inference_mode(False), torch.no_grad(), self.runner.calm():
+            self.runner.mix(min(_MIXTURES, _MOST_EXAMPLES // self.runner.examples - 1))
             found = self._moments(widened=True)
-            for i, batch in enumerate(self.runner.batches):
+            batches = self.runner.everything
+            for i, batch in enumerate(batches):
                 xs, ys = self.runner.recorded(batch)
                 for names in self.at_once(xs):
                     wide = self.widened(batch, xs, ys, names)
                     self._add(found, i, {n: wide[n] for n in names}, ys)
                 self._tell(i)
-        self.runner.passes += 1 + self._shares()
+        self.runner.passes += (1 + self._shares()) * sum(map(batch_size, batches)) / self.runner.examples
         return self._finite(found)
 
     def of_outputs(self) -> Statistics:
@@ -244,15 +247,15 @@ class Statistics:
                 self._sum(found[name], x, y, weight, index, self.runner.layer(name))
 
     def _sum(self, moments: Moments, x: Tensor, y: Tensor, told: Tensor, index: int, layer: AttentionLayer) -> None:
-        batch = self.runner.batches[index]
+        batch = self.runner.everything[index]
         real = self.runner.real(x, batch, layer.kind)
         rows, tokens, size = x.shape[0], x.shape[:-1], batch_size(batch)
         if self.runner.examples == 1:  # its tokens take turns
             fold = torch.arange(tokens.numel(), device=x.device) % FOLDS
         else:
             # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
-            example = self.runner.first(index) + torch.arange(rows, device=x.device) * size // rows
-            fold = (example % FOLDS).view(-1, *[1] * (len(tokens) - 1)).expand(tokens).flatten()
+            example = self.runner.fold(index)[torch.arange(rows) * size // rows].to(x.device)
+            fold = example.view(-1, *[1] * (len(tokens) - 1)).expand(tokens).flatten()
         x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         for i in range(FOLDS):
             chosen = (fold == i) if real is None else (fold == i) & real
@@ -269,7 +272,7 @@ class Statistics:
 
     def _tell(self, index: int) -> None:
         if self._progress:
-            self._progress(index + 1, len(self.runner.batches), "")
+            self._progress(index + 1, len(self.runner.everything), "")
 
 
 def _turn(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, Tensor]) -> Tensor:

@@ -37,6 +37,7 @@ class AnswersRepair:
         held_out: What it should be on an example that is left out, to first order.
         strength: Of the ridge, that makes it so.
         examples: That were fitted to.
+        mixtures: How many of them are mixtures of two (`headprune.repair.crossed`).
         after: What it is on the calibration examples.
         part: Of the step, that was taken.
     """
@@ -45,6 +46,7 @@ class AnswersRepair:
     held_out: float
     strength: float
     examples: int
+    mixtures: int = 0
     after: float = float("nan")
     part: float = 0.0
 

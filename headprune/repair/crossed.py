@@ -1,0 +1,69 @@
+"""Further calibration examples: the first half of one, and the second half of another.
+
+A model often was trained on what it is calibrated with, and answers that as it answers nothing else. Its answers to mixtures
+are known just as well, and more like those to what it has not seen. (The cut is that of CutMix, Yun et al. 2019,
+arXiv:1905.04899, halves being what texts and images have alike; labels are not mixed, but asked of the dense model.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headprune.divergence import LABELS
+
+_BLOCK = 4  # examples that are mixed with one another only, so that they can be left out together
+_TEXT = {"input_ids", "attention_mask", "token_type_ids"}
+_IMAGE = {"pixel_values"}
+
+
+def blocks(size: int) -> Tensor:
+    """The number of every row's block in a batch, ``[size]``: rows of one parity, as folds are (`headprune.repair.solve`)."""
+    rows = torch.arange(size)
+    return rows // 2 // _BLOCK * 2 + rows % 2
+
+
+def crossed(batch: Any, shift: int) -> tuple[dict[str, Tensor], Tensor] | None:
+    """Every example's beginning with the end of the one ``shift`` further in its block.
+
+    Texts are cut in the middle of what is real in both, images between left and right.
+
+    Args:
+        batch: Calibration examples, with labels or without.
+        shift: From 1.
+
+    Returns:
+        The new examples, without labels, and the rows that they begin with; None where there are none, or it is not known
+        how to cut.
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    inputs = {k: v for k, v in batch.items() if k not in LABELS}
+    if not all(isinstance(v, Tensor) and v.ndim > 1 for v in inputs.values()):
+        return None
+    if inputs.keys() == _IMAGE and inputs["pixel_values"].ndim == 4:
+        real = inputs["pixel_values"].new_ones(len(inputs["pixel_values"]), inputs["pixel_values"].shape[-1])
+    elif "input_ids" in inputs and inputs.keys() <= _TEXT and len({v.shape for v in inputs.values()}) == 1:
+        real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+    else:
+        return None
+    block = blocks(len(real))
+    pairs = [
+        (int(row), int(own[(i + shift) % len(own)]))
+        for own in (torch.nonzero(block == b).flatten() for b in range(int(block.max()) + 1))
+        if len(own) > shift
+        for i, row in enumerate(own)
+    ]
+    if not pairs:
+        return None
+    rows, others = torch.tensor(sorted(pairs)).T
+    both = (real[rows] != 0) & (real[others] != 0)
+    before = both.cumsum(1) * 2 <= both.sum(1, keepdim=True)
+    found = {}
+    for name, value in inputs.items():
+        begins = before.view(len(rows), *[1] * (value.ndim - 2), -1)
+        found[name] = torch.where(begins, value[rows], value[others])
+    return found, rows
