@@ -179,7 +179,7 @@ def repaired(
         yield model
 
 
-RESCORED, RESCORED_OUTPUT, COMPENSATED = map(Searched, ("re-scored", "re-scored-output", "compensated"))
+RESCORED, COMPENSATED = map(Searched, ("re-scored", "compensated"))
 LEVELS = {72: [54, 36, 24, 18, 12, 6], 24: [18, 12, 7, 6, 4], 270: [234, 204, 135, 69]}
 METHODS: dict[str, Run] = {
     **{name: public(method) for name, method in baselines.METHODS.items()},
@@ -187,9 +187,8 @@ METHODS: dict[str, Run] = {
     "headprune re-scored, no repair": Searched("re-scored", repair=False),
     "headprune compensated": COMPENSATED,
     "headprune re-scored": RESCORED,
-    "headprune re-scored-output": RESCORED_OUTPUT,
-    "headprune auto, no last step": Auto(RESCORED, RESCORED_OUTPUT, COMPENSATED, answering=False),
-    "headprune auto": Auto(RESCORED, RESCORED_OUTPUT, COMPENSATED),
+    "headprune auto, no last step": Auto(RESCORED, COMPENSATED, answering=False),
+    "headprune auto": Auto(RESCORED, COMPENSATED),
 }
 
 
@@ -459,7 +458,7 @@ def main() -> None:
         "",
         "What each method leaves when it is given scoring examples and a number of heads, without any training. The public methods "
         "are re-implementations, in `benchmarks/baselines.py`, of what their authors' code computes. One search of headprune's serves all "
-        "counts of a draw, and its seconds are the whole search's. `headprune auto` is what `prune --keep N` does for each count alone: of three "
+        "counts of a draw, and its seconds are the whole search's. `headprune auto` is what `prune --keep N` does for each count alone: of two "
         "searches' orders and the gradient's it takes the one whose answers stay nearest to the dense model's on the choosing part. "
         "Its repair ends with a step of all W_O together towards the dense model's answers; the rows of single searches, and `no last step`, are "
         "without, as are language models. "

@@ -33,7 +33,7 @@ from tests.test_repair import made, padded, same, state
 from tests.test_trace import hooks
 from tests.zoo import _common, labelled, randomise, text
 
-SEARCHES = ["re-scored", "re-scored-output", "compensated", "greedy"]
+SEARCHES = ["re-scored", "compensated", "greedy"]
 
 
 def unlabelled(batches: Sequence[Any]) -> list[Any]:
@@ -423,27 +423,9 @@ def test_the_cost_of_a_search_is_its_own(name: str) -> None:
     assert first.steps == second.steps
     # Two forward passes and a backward one for each of two stages (one here); greedy tries six heads, then five.
     # Where values make up for heads too, one more to see what they could read.
-    cost, look = {"compensated": (4, 4), "re-scored": (8, 4), "re-scored-output": (6, 3), "greedy": (8 + 11, 4)}[name]
+    cost, look = {"compensated": (4, 4), "re-scored": (8, 4), "greedy": (8 + 11, 4)}[name]
     assert f"about {cost} forward" in first.notes[0]
     assert f"about {cost - look} forward" in second.notes[0]  # the first look at the dense model is remembered
-
-
-def test_rescored_output_is_rescored_without_values() -> None:
-    model, batches = small(heads=4, layers=3)
-    layers = hp.find_attention(model, batches[0])
-    with_values, without = (Refit(model, layers, batches, values=values) for values in (True, False))
-    assert with_values.values
-    searches = [Search(layers, model=model, batches=batches, refit=refit) for refit in (with_values, without)]
-    order = STRATEGIES["re-scored-output"].run(searches[0], [8, 4])
-    assert order.steps == STRATEGIES["re-scored"].run(searches[1], [8, 4]).steps
-    drop = order.plan(5).drop
-    alone, other = with_values.of_outputs.fitted(drop), without.fitted(drop)
-    assert not alone.mixes
-    assert alone.of.keys() == other.of.keys()
-    for name, (weight, bias) in alone.of.items():
-        torch.testing.assert_close(weight, other.of[name][0])
-        torch.testing.assert_close(bias, other.of[name][1])
-    assert with_values.values  # it has lost nothing by that
 
 
 def test_stages() -> None:

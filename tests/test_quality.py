@@ -123,7 +123,7 @@ def test_auto_takes_what_stays_nearest_to_the_dense_model(subject, monkeypatch):
     monkeypatch.setitem(quality.LEVELS, 6, [4, 2])
     model, layers, choose, score = subject.model, subject.layers, subject.choose, subject.score(0)
     before = model(**choose[0]).logits.softmax(-1)
-    searches = [quality.Searched(name) for name in ("re-scored", "re-scored-output", "compensated")]
+    searches = [quality.Searched(name) for name in ("re-scored", "compensated")]
     refit = Refit(model, layers, score)
 
     def distance() -> float:

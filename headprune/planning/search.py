@@ -29,21 +29,8 @@ def rescored(search: Search, levels: Sequence[int]) -> Order:
     The measure is the mean over examples of `effects`' absolute values, made anew at every level and whenever a sixth
     of the heads has gone.
     """
-    return _in_steps("re-scored", _refit_of(search), search, levels)
-
-
-@strategy("re-scored-output", needs_scores=False, runs_model=True)
-def rescored_output(search: Search, levels: Sequence[int]) -> Order:
-    """Like `re-scored`, as if W_O alone were refitted.
-
-    What the others can make up for is then judged with less trust in the examples. On our benchmarks it is now the better
-    order and now the worse one, also where values are refitted after it.
-    """
-    return _in_steps("re-scored-output", _refit_of(search).of_outputs, search, levels)
-
-
-def _in_steps(name: str, refit: Refit, search: Search, levels: Sequence[int]) -> Order:
-    state, before = State(search), refit.passes
+    refit, state = _refit_of(search), State(search)
+    before = refit.passes
     looks = stages(state.kept, levels)
     ranked = [] if looks else _ranked(refit, state)
     for i, level in enumerate(looks):
@@ -51,7 +38,7 @@ def _in_steps(name: str, refit: Refit, search: Search, levels: Sequence[int]) ->
         state.remove(ranked, level)
         search.progress(i + 1, len(looks))
     state.remove(ranked, 0)  # the rest in the last order, for budgets that no one has asked for yet
-    return search.order(state.steps, name, _cost(refit, refit.passes - before))
+    return search.order(state.steps, "re-scored", _cost(refit, refit.passes - before))
 
 
 @strategy("compensated", needs_scores=False, runs_model=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -87,14 +86,6 @@ class Refit:
     def values(self) -> dict[str, Values]:
         """The value projections that are refitted too, by output projection."""
         return self.statistics.values
-
-    @cached_property
-    def of_outputs(self) -> Refit:
-        """The same with values that stay as they are; statistics and passes are shared."""
-        other = copy.copy(self)
-        other.statistics = self.statistics.of_outputs()
-        other.looks, other._fits = {}, {}
-        return other
 
     def fitted(self, drop: Heads, sweeps: int = 0) -> Weights:
         """New weights for the kept heads.

@@ -98,23 +98,32 @@ class Runner:
         return self.fold(mixed.batch)[mixed.rows]
 
     def mix(self, times: int) -> None:
-        """Make mixtures, up to ``times`` of every example; none if the model does not take them."""
+        """Make mixtures, up to ``times`` of every example; none if the model does not take them, or has not one answer a text."""
         self.further = []
         made = []
         for index, batch in enumerate(self.batches):
             for shift in range(1, times + 1):
                 if (found := crossed(batch, shift)) is not None:
                     made.append(Mixed(index, shift, *found))
-        try:
-            with torch.no_grad(), self.calm():
-                for mixed in made:
-                    answers = tensors(self.run(mixed.inputs, lambda *_: None))
-                    if not all(bool(t.isfinite().all()) for t in answers if t.is_floating_point()):
-                        return
-        except (HeadPruneError, ValueError, RuntimeError, IndexError):  # a text may have to end as the model knows it
-            return
+        with torch.no_grad(), self.calm():
+            if not all(self._answers_once(mixed) for mixed in made):
+                return
         self.passes += sum(len(mixed.rows) for mixed in made) / self.examples
         self.further = made
+
+    def _answers_once(self, mixed: Mixed) -> bool:
+        """Whether the model gives one vector of logits for every mixture."""
+        try:
+            output = self.run(mixed.inputs, lambda *_: None)
+        except (HeadPruneError, ValueError, RuntimeError, IndexError):  # a text may have to end as the model knows it
+            return False
+        logits = getattr(output, "logits", None)
+        return (
+            isinstance(logits, Tensor)
+            and logits.ndim == 2
+            and len(logits) == len(mixed.rows)
+            and bool(logits.isfinite().all())
+        )
 
     def layer(self, name: str) -> AttentionLayer:
         """That ends in an output projection; the first, if several do."""

@@ -102,14 +102,6 @@ class Statistics:
         self.runner.passes += (1 + self._shares()) * sum(map(batch_size, batches)) / self.runner.examples
         return self._finite(found)
 
-    def of_outputs(self) -> Statistics:
-        """The same without what is needed for values: as if these were to stay as they are."""
-        other = Statistics(self.runner, False, self._notes, self._progress)
-        other.__dict__["dense"] = {
-            place.name: self.dense[place.name].of(torch.arange(len(place.weight))) for place in self.places
-        }
-        return other
-
     def behind(self, changed: Callable[[], AbstractContextManager[None]]) -> dict[str, Moments]:
         """Of W_O's inputs in a changed model, and of its outputs in the dense model.
 

@@ -247,7 +247,7 @@ def _trade_off(metrics: dict[str, Any], run: dict[str, Any]) -> str:
         cells = []
         for m in methods:
             values = [p["value"] for p in metrics["curve"] if p["method"] == m and p["asked"] == keep]
-            cells.append(_value(metric, sum(values) / len(values)))
+            cells.append(_value(metric, sum(values) / len(values)) if values else "–")
         lines.append(f"| {keep} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

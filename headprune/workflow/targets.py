@@ -66,7 +66,7 @@ class Goal:
     def searches(self, scores: Sequence[HeadScores]) -> list[tuple[str, str, HeadScores | None]]:
         """The orders to make: (name, strategy, the scores to make it from)."""
         if self.strategy == AUTO:
-            own = [(name, name, None) for name in ("compensated", "re-scored", "re-scored-output")]
+            own = [(name, name, None) for name in ("compensated", "re-scored")]
             return [*own, *((s.method, "one-shot", s) for s in scores)]
         if self.needs_scores:
             return [(s.method, self.strategy, s) for s in scores]
@@ -182,9 +182,7 @@ def orders_of(
     found: dict[str, Order] = {}
     levels, look = _levels(total, counts), 0.0
     for name, strategy, given in goal.searches(scores):
-        if goal.strategy == AUTO and name == "re-scored-output" and not (trials.refit and trials.refit.values):
-            continue  # it would be re-scored's
-        if strategy.startswith("re-scored") and found and (expected := look * len(stages(total, levels))) > _PATIENCE:
+        if strategy == "re-scored" and found and (expected := look * len(stages(total, levels))) > _PATIENCE:
             console.say(
                 f"Not tried: {name}, which would take about {expected / 60:,.0f} minutes or more (--strategy {name})."
             )
@@ -295,8 +293,11 @@ def trade_off(
     if not orders:  # a plan of the user's
         jobs += [("plan", replace(f.plan, asked=f.plan.kept)) for f in fits]
         levels = [f.plan.kept for f in fits]
-    for keep in levels:
-        named = [*orders.items(), *(("random", order) for order in randoms)]
+    asked = {f.plan.asked for f in fits}
+    for i, keep in enumerate(levels):
+        # The control takes most of the time, and its curve is the smoother one: at every other level that no one asked for.
+        controls = randoms if keep in asked or i % 2 else []
+        named = [*orders.items(), *(("random", order) for order in controls)]
         jobs += [(name, order.plan(keep)) for name, order in named if order.least <= keep]
     curve = []
     with console.track("trade-off on the choosing part") as progress:
