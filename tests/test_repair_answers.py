@@ -31,8 +31,8 @@ def classifier(
     return model, [zoo.text(rows, 7, seed=rows) for rows in (12, 6, 9, 5)]
 
 
-def refit_of(model: nn.Module, batches: Sequence[Any]) -> Refit:
-    return Refit(model, hp.find_attention(model, batches[0]), batches)
+def refit_of(model: nn.Module, batches: Sequence[Any], mixtures: bool = False) -> Refit:
+    return Refit(model, hp.find_attention(model, batches[0]), batches, mixtures=mixtures)
 
 
 def along(model: nn.Module, problem: str | None, example: dict[str, Tensor]) -> Tensor:
@@ -117,6 +117,43 @@ def test_the_step_is_the_ridge_regression(classes: int, problem: str | None) -> 
         torch.testing.assert_close(
             new_bias - old_bias, step[at + size : at + size + len(old_bias)], rtol=1e-5, atol=1e-8
         )
+
+
+def test_with_mixtures_all_that_have_a_half_in_common_are_left_out_together() -> None:
+    model, batches = classifier(3)
+    refit = refit_of(model, batches, mixtures=True)
+    plain, found = refit.fitted(DROP), refit.answering(DROP)
+    # Made once more, by hand: who was mixed with whom.
+    seen, halves, at = list(batches), [{i} for i in range(sum(len(b["input_ids"]) for b in batches))], 0
+    starts = []
+    for batch in batches:
+        starts.append(at)
+        at += len(batch["input_ids"])
+    for mixed in (m for m in refit.runner.further if m.shift == 1):
+        seen.append(mixed.inputs)
+        ids = batches[mixed.batch]["input_ids"]
+        for text in mixed.inputs["input_ids"]:
+            parents = {
+                starts[mixed.batch] + i
+                for i, own in enumerate(ids)
+                if torch.equal(text[:2], own[:2]) or torch.equal(text[-2:], own[-2:])
+            }
+            assert len(parents) == 2
+            halves.append(parents)
+    together = [set(own) for own in halves]
+    for _ in halves:
+        together = [set.union(*(other for other in together if own & other)) for own in together]
+    lacking, gradients, _ = by_hand(model, seen, refit, plain, None)
+    assert found.answers is not None
+    assert (found.answers.examples, found.answers.mixtures) == (len(halves), len(halves) - at)
+    assert found.answers.before == pytest.approx(float(lacking.square().mean().sqrt()), rel=1e-9)
+    unit = float(torch.cat(gradients).square().sum(1).mean())
+    left = []
+    for i, own in enumerate(together):
+        rest = [j for j in range(len(halves)) if together[j] != own]
+        step = ridge([lacking[j] for j in rest], [gradients[j] for j in rest], found.answers.strength * unit)
+        left.append(lacking[i] - gradients[i] @ step)
+    assert found.answers.held_out == pytest.approx(float(torch.stack(left).square().mean().sqrt()), rel=1e-6)
 
 
 def test_the_distance_is_what_is_said() -> None:
@@ -241,13 +278,13 @@ def test_one_example_says_nothing_of_others() -> None:
 def test_noise_that_no_gradient_explains_is_not_fitted() -> None:
     generator = torch.Generator().manual_seed(0)
     lacking = torch.randn(40, 2, generator=generator, dtype=torch.float64)
-    assert solved(torch.eye(80, dtype=torch.float64), lacking) is None
+    assert solved(torch.eye(80, dtype=torch.float64), lacking, torch.arange(40)) is None
 
 
 def test_what_gradients_explain_is_fitted() -> None:
     generator = torch.Generator().manual_seed(0)
     j = torch.randn(60, 5, generator=generator, dtype=torch.float64)
-    found = solved(j @ j.T, (j @ torch.ones(5, dtype=torch.float64)).view(30, 2))
+    found = solved(j @ j.T, (j @ torch.ones(5, dtype=torch.float64)).view(30, 2), torch.arange(30))
     assert found is not None
     alpha, strength, held_out = found
     assert strength == answers.STRENGTHS[0]

@@ -5,8 +5,8 @@ them from the same tokens. So W_O and the kept heads' values are fitted anew, la
 W_O gives, with a pull towards the old weights and a bias that takes up the removed heads' mean. Only weights that were
 there change (and biases that were not), so a repaired model prunes like any other.
 
-The fit takes the dense model's own activations: one set of statistics serves any choice of heads (`Refit`). Then all W_O
-move together, once, towards the dense model's answers (`headprune.repair.answers`).
+The fit takes the dense model's own activations, on the calibration examples and, for texts with one answer each, on mixtures
+of them (`headprune.repair.crossed`): one set of statistics serves any choice of heads (`Refit`). Then all W_O move together, once, towards the dense model's answers (`headprune.repair.answers`).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def repair(
     sweeps: int = 0,
     ridge: float | None = None,
     values: bool = True,
+    mixtures: bool = True,
     answers: bool = True,
     progress: Progress | None = None,
 ) -> Repair:
@@ -69,6 +70,8 @@ def repair(
             layers, so that errors do not add up on the way. Values stay as they were.
         ridge: Strength of the pull towards the old weights; by default what is best by cross-validation, for each layer.
         values: Whether the value projections are refitted too (only without sweeps): it takes about four passes more.
+        mixtures: Whether to fit to mixtures of the examples too, where the model gives one answer a text
+            (`headprune.repair.crossed`): then the passes are over up to three times as many. Not after sweeps.
         answers: Whether all W_O that lose heads are then moved together towards the dense model's answers, where these are
             one vector of logits an example, and where that does better on examples left out (`headprune.repair.answers`).
             Not after sweeps, and not where a ridge is given.
@@ -78,7 +81,10 @@ def repair(
         HeadPruneError: An unknown layer or head, or no examples.
     """
     checked = check_heads(drop, layers)
-    refit = Refit(model, layers, batches, ridge=ridge, values=values and not sweeps, progress=progress)
+    refit = Refit(
+        model, layers, batches, ridge=ridge, values=values and not sweeps, mixtures=mixtures and not sweeps,
+        progress=progress,
+    )  # fmt: skip
     weights = refit.answering(checked) if answers and not sweeps and ridge is None else refit.fitted(checked, sweeps)
     refit.apply(weights)
     return refit.report(weights)

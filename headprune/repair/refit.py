@@ -23,6 +23,7 @@ from headprune.repair.values import fit_values, written
 from headprune.repair.weights import Repair, Weights, add_biases, remove_biases
 
 _REMEMBERED = 8  # fits of one W_O: what a search, its trials and the pruning that follows come back to
+_NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 _PARTS = (1.0, 0.5, 0.25)  # of the step towards the answers, which is right to first order only
 
 
@@ -35,6 +36,7 @@ class Refit:
         batches: Calibration examples.
         ridge: As for `repair`.
         values: Whether values are refitted too, where they can be.
+        mixtures: Whether mixtures of the examples are fitted to as well, where they can be (`headprune.repair.crossed`).
         progress: Called after every batch of a pass.
 
     Attributes:
@@ -54,6 +56,7 @@ class Refit:
         *,
         ridge: float | None = None,
         values: bool = True,
+        mixtures: bool = True,
         progress: Progress | None = None,
     ) -> None:
         self.model, self.layers, self.ridge = model, layers, ridge
@@ -61,7 +64,8 @@ class Refit:
         with torch.inference_mode(False):
             self.places = list(places_of(model, layers, self.notes))
         self.runner = Runner(model, self.places, batches)
-        self.statistics = Statistics(self.runner, values and ridge != float("inf"), self.notes, progress)
+        fits = ridge != float("inf")
+        self.statistics = Statistics(self.runner, values and fits, mixtures and fits, self.notes, progress)
         self.added = [p.name for p in self.places if p.has_bias and not p.own_bias]
         self.looks: dict[tuple[tuple[str, tuple[int, ...]], ...], Tensor] = {}
         self._fits: dict[str, dict[tuple[int, ...], Fit]] = {}
@@ -116,19 +120,20 @@ class Refit:
         weights = self.fitted(drop)
         places = {p.name: (p, p.kept(drop)) for p in self.places if p.name in weights.of}
         if not places or self._answers.note:
+            weights.note = self._answers.note if places else ""
             return weights
         masked = {layer.name: drop[layer.name] for layer in self.layers if layer.maskable and layer.name in drop}
         with torch.inference_mode(False), self.applied(weights), mask(self.model, masked, layers=self.layers):
             step = self._answers.step(places)
-        if step is None:
-            return weights
-        for part in _PARTS:
-            moved = weights.moved(step.of, part)
-            with torch.inference_mode(False), self.applied(moved), mask(self.model, masked, layers=self.layers):
-                after = self._answers.distance()
-            if after < step.facts.before:
-                moved.answers = replace(step.facts, after=after, part=part)
-                return moved
+        if step is not None:
+            for part in _PARTS:
+                moved = weights.moved(step.of, part)
+                with torch.inference_mode(False), self.applied(moved), mask(self.model, masked, layers=self.layers):
+                    after = self._answers.distance()
+                if after < step.facts.before:
+                    moved.answers = replace(step.facts, after=after, part=part)
+                    return moved
+        weights.note = self._answers.note or _NO_GAIN
         return weights
 
     @cached_property
@@ -182,10 +187,9 @@ class Refit:
     def report(self, weights: Weights) -> Repair:
         """What was done."""
         biases = tuple(name for name in self.added if name in weights.of)
-        notes = list(self.notes)
-        if "_answers" in self.__dict__ and self._answers.note:
-            notes.append(self._answers.note)
-        return Repair(dict(weights.facts), self.examples, round(self.passes), biases, tuple(notes), weights.answers)
+        notes = (*self.notes, *([weights.note] if weights.note else []))
+        mixtures = sum(len(mixed.rows) for mixed in self.runner.further)
+        return Repair(dict(weights.facts), self.examples, mixtures, round(self.passes), biases, notes, weights.answers)
 
     def _losing(self, moments: Mapping[str, Moments], drop: Heads, *, dense: bool) -> Iterator[Place]:
         """The places that are to be fitted anew."""

@@ -35,13 +35,22 @@ class Statistics:
     Args:
         runner: The dense model.
         with_values: Whether values are to be refitted, where they can be.
+        with_mixtures: Whether there are to be mixtures of the examples too (`Runner.mix`).
         notes: Gets what cannot be done, and why.
         progress: Called after every batch of a pass.
     """
 
-    def __init__(self, runner: Runner, with_values: bool, notes: list[str], progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        with_values: bool,
+        with_mixtures: bool,
+        notes: list[str],
+        progress: Progress | None = None,
+    ) -> None:
         self.runner, self.places = runner, runner.places
-        self._with_values, self._notes, self._progress = with_values, notes, progress
+        self._with_values, self._with_mixtures = with_values, with_mixtures
+        self._notes, self._progress = notes, progress
 
     @cached_property
     def values(self) -> dict[str, Values]:
@@ -90,7 +99,8 @@ class Statistics:
     def dense(self) -> dict[str, Moments]:
         """Of W_O's inputs, widened by what heads attend to along `directions`, and of its outputs."""
         with torch.inference_mode(False), torch.no_grad(), self.runner.calm():
-            self.runner.mix(min(_MIXTURES, _MOST_EXAMPLES // self.runner.examples - 1))
+            if self._with_mixtures:
+                self.runner.mix(min(_MIXTURES, _MOST_EXAMPLES // self.runner.examples - 1))
             found = self._moments(widened=True)
             batches = self.runner.everything
             for i, batch in enumerate(batches):

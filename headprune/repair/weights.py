@@ -58,6 +58,7 @@ class Repair:
     Attributes:
         layers: By layer; on the calibration examples, in the last sweep, before the step towards the answers.
         examples: Calibration examples.
+        mixtures: Mixtures of them that were fitted to as well (`headprune.repair.crossed`).
         passes: Forward passes over them.
         biases: Output projections that had no bias, and have one now.
         notes: What could not be refitted, and why.
@@ -66,6 +67,7 @@ class Repair:
 
     layers: dict[str, LayerRepair]
     examples: int
+    mixtures: int
     passes: int
     biases: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -74,7 +76,7 @@ class Repair:
     def to_json(self) -> dict[str, Any]:
         return {
             "layers": {name: vars(fitted) for name, fitted in self.layers.items()},
-            "examples": self.examples, "passes": self.passes, "biases": list(self.biases), "notes": list(self.notes),
+            "examples": self.examples, "mixtures": self.mixtures, "passes": self.passes, "biases": list(self.biases), "notes": list(self.notes),
             "answers": vars(self.answers) if self.answers else None,
         }  # fmt: skip
 
@@ -120,6 +122,7 @@ class Weights:
             one and the further directions, ``[head_dim + rank, head_dim]``.
         facts: What the fits were like, by layer.
         answers: The step towards the dense model's answers, if they have it in them.
+        note: Why they have not, if it was tried.
     """
 
     of: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
@@ -127,6 +130,7 @@ class Weights:
     mixes: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     facts: dict[str, LayerRepair] = field(default_factory=dict)
     answers: AnswersRepair | None = None
+    note: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.of)

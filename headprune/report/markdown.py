@@ -429,14 +429,14 @@ def _weights(budgets: Sequence[dict[str, Any]]) -> list[str]:
     if repaired:
         lines.append(
             f"- Repair: in every layer that lost heads, W_O and the kept heads' values were refitted by least squares, on the "
-            f"{repaired[0]['examples']:,} scoring examples, to what the dense model's W_O gives there; with a pull towards the old "
+            f"{repaired[0]['examples']:,} scoring examples{_mixtures(repaired[0])}, to what the dense model's W_O gives there; with a pull towards the old "
             "weights, whose strength was chosen on held-out halves of those examples, as was whether the values change at all. "
             "Removed heads are masked or pruned behind that."
         )
     if any(r.get("answers") for r in repaired):
         lines.append(
             "- Then those W_O were moved together, by one least-squares (Gauss-Newton) step in closed form, towards the dense model's "
-            "logits on the scoring examples; its ridge did best on examples left out. No labels, no training. Random heads got the same."
+            "logits on these examples; its ridge did best on examples left out. No labels, no training. Random heads got the same."
         )
     tuned = [b["finetune"] for b in budgets if b.get("finetune")]
     if tuned:
@@ -445,6 +445,14 @@ def _weights(budgets: Sequence[dict[str, Any]]) -> list[str]:
             "the dense model; the best epoch was chosen on the choosing part."
         )
     return lines or ["- No weight was changed or trained after pruning."]
+
+
+def _mixtures(repair: dict[str, Any]) -> str:
+    """What was fitted to beside the scoring examples."""
+    count = repair.get("mixtures", 0)
+    return (
+        f" and {count:,} mixtures of them (the first half of one text with the second half of another)" if count else ""
+    )
 
 
 def _stepped(metrics: dict[str, Any]) -> bool:
@@ -489,11 +497,22 @@ def _repair(metrics: dict[str, Any]) -> list[str]:
         if step := (b.get("repair") or {}).get("answers"):
             lines.append(
                 f"\n{b['kept']} heads: the step towards the dense model's answers brought their difference (of logits, root mean "
-                f"square) from {step['before']:.2f} to {step['after']:.2f} on {step['examples']:,} scoring examples; on others "
+                f"square) from {step['before']:.2f} to {step['after']:.2f} on the {step['examples']:,} examples {_fitted_to(step)}; on others "
                 f"{step['held_out']:.2f} is to be expected, to first order."
             )
-    lines += [f"\n{note}" for note in dict.fromkeys(n for b in rows if b.get("repair") for n in b["repair"]["notes"])]
+    notes: dict[str, list[str]] = {}
+    repaired = [b for b in rows if b.get("repair")]
+    for b in repaired:
+        for note in b["repair"]["notes"]:
+            notes.setdefault(note, []).append(str(b["kept"]))
+    for note, kept in notes.items():
+        lines.append("\n" + (note if len(kept) == len(repaired) else f"{' and '.join(kept)} heads: {note}"))
     return ["\n".join(lines)]
+
+
+def _fitted_to(step: dict[str, Any]) -> str:
+    count = step.get("mixtures", 0)
+    return f"that it was made from, {count:,} of them mixtures" if count else "that it was made from"
 
 
 def _planning(planning: dict[str, Any]) -> list[str]:
