@@ -88,15 +88,15 @@ class Statistics:
     """What repair is fitted from, made once for a draw; its seconds count for everyone who uses it."""
 
     def __init__(self) -> None:
-        self.known: tuple[tuple[int, int], Refit, float] | None = None
+        self.known: tuple[tuple[int, int, bool], Refit, float] | None = None
 
-    def get(self, model: nn.Module, score: Any, layers: Any, seed: int) -> Refit:
-        key = id(model), seed
+    def get(self, model: nn.Module, score: Any, layers: Any, seed: int, mixtures: bool = True) -> Refit:
+        key = id(model), seed, mixtures
         if self.known and self.known[0] == key:
             baselines.gradients.saved += self.known[2]
         else:
             started = time.perf_counter()
-            refit = Refit(model, layers, score)
+            refit = Refit(model, layers, score, mixtures=mixtures)
             assert refit.statistics.dense
             self.known = key, refit, time.perf_counter() - started
         return self.known[1]
@@ -113,15 +113,18 @@ class Searched:
         repair: Whether the kept heads are refitted, in the search and after it (without the last step).
         kinds: How heads that share key/value heads go; of several, what does best on the choosing part at a count, as
             `headprune prune` does it.
+        mixtures: Whether repair is fitted to mixtures of texts as well.
     """
 
-    def __init__(self, strategy: str, repair: bool = True, kinds: Sequence[str] = (GROUPS, SLICES)) -> None:
-        self.strategy, self.repair, self.kinds = strategy, repair, kinds
+    def __init__(
+        self, strategy: str, repair: bool = True, kinds: Sequence[str] = (GROUPS, SLICES), mixtures: bool = True
+    ) -> None:
+        self.strategy, self.repair, self.kinds, self.mixtures = strategy, repair, kinds, mixtures
         self.known: dict[tuple[int, int], tuple[list[Order], float]] = {}
 
     def __call__(self, model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
         drops = self.drops(model, score, layers, keep, seed)
-        refit = STATISTICS.get(model, score, layers, seed) if self.repair else None
+        refit = STATISTICS.get(model, score, layers, seed, self.mixtures) if self.repair else None
         return repaired(model, layers, nearest(model, layers, drops, refit, choose), refit)
 
     def drops(self, model: nn.Module, score: Any, layers: Any, keep: int, seed: int) -> list[Heads]:
@@ -130,7 +133,7 @@ class Searched:
         if key in self.known:
             baselines.gradients.saved += self.known[key][1]
         else:
-            refit = STATISTICS.get(model, score, layers, seed) if self.repair else None
+            refit = STATISTICS.get(model, score, layers, seed, self.mixtures) if self.repair else None
             started = time.perf_counter()
             search = Search(layers, seed=seed, model=model, batches=score, refit=refit)
             levels = LEVELS[sum(layer.num_heads for layer in layers)]
@@ -185,6 +188,7 @@ METHODS: dict[str, Run] = {
     **{name: public(method) for name, method in baselines.METHODS.items()},
     **{f"headprune {name}": ranked(name) for name in ("gradient", "fisher", "l0")},
     "headprune re-scored, no repair": Searched("re-scored", repair=False),
+    "headprune re-scored, no mixtures": Searched("re-scored", mixtures=False),
     "headprune compensated": COMPENSATED,
     "headprune re-scored": RESCORED,
     "headprune auto, no last step": Auto(RESCORED, COMPENSATED, answering=False),

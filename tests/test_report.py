@@ -156,3 +156,42 @@ def test_a_plan_without_scores() -> None:
     assert "(as `my.json` says)" in text
     assert "## Importance" not in text
     assert "Nothing was scored" in text
+
+
+def repaired(**more: Any) -> dict[str, Any]:
+    fit = {"before": 0.5, "after": 0.2, "ridge": 0.1, "values": True}
+    without = {"metrics": {"accuracy": 0.6}, "low": 0.5, "high": 0.7}
+    return {
+        "layers": {LAYER.name: fit}, "examples": 100, "mixtures": 0, "passes": 9, "biases": [], "notes": [],
+        "answers": None, "without": without, **more,
+    }  # fmt: skip
+
+
+def test_what_repair_was_fitted_to_is_told() -> None:
+    metrics = copy.deepcopy(METRICS)
+    metrics["budgets"][0]["repair"] = repaired()
+    assert "on the 100 scoring examples, to what" in render(metrics)
+    step = {
+        "before": 0.4,
+        "after": 0.1,
+        "held_out": 0.3,
+        "strength": 1.0,
+        "examples": 200,
+        "mixtures": 100,
+        "part": 1.0,
+    }
+    metrics["budgets"][0]["repair"] = repaired(mixtures=200, answers=step)
+    report = render(metrics)
+    assert "on the 100 scoring examples and 200 mixtures of them" in report
+    assert "from 0.40 to 0.10 on the 200 examples that it was made from, 100 of them mixtures" in report
+
+
+def test_a_note_says_which_budget_it_is_of() -> None:
+    metrics = copy.deepcopy(METRICS)
+    first, second = metrics["budgets"][0], copy.deepcopy(metrics["budgets"][0])
+    metrics["budgets"].append(second | {"kept": 3, "name": "3 heads"})
+    first["repair"] = repaired(notes=["All alike.", "No step."])
+    metrics["budgets"][1]["repair"] = repaired(notes=["All alike."])
+    report = render(metrics)
+    assert "\n2 heads: No step." in report
+    assert "\nAll alike." in report
