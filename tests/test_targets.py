@@ -12,7 +12,7 @@ from headprune.planning import Order
 from headprune.planning.budgets import Budget, Fit
 from headprune.plans import PruningPlan
 from headprune.workflow import targets
-from headprune.workflow.targets import Goal, _merit, orders_of, shown
+from headprune.workflow.targets import Goal, _levels, _merit, orders_of, shown, trade_off
 
 
 class Judge:
@@ -91,3 +91,20 @@ def test_an_order_that_would_take_too_long_is_left_out(monkeypatch: pytest.Monke
     assert made("10") == ["compensated"]
     assert "re-scored, which would take" in said[0]
     assert made("10", "re-scored") == ["re-scored"]
+
+
+def test_the_control_is_drawn_where_it_was_asked_for_and_at_every_other_level() -> None:
+    @contextmanager
+    def track(text: str) -> Any:
+        yield lambda *args: None
+
+    made = Order({"a": 80}, [{"a": [i]} for i in range(79)], "re-scored")
+    trials: Any = SimpleNamespace(point=lambda name, plan: (name, plan.asked))
+    console: Any = SimpleNamespace(track=track)
+    fits = [fit(made, 40), fit(made, 30)]
+    curve: Any = trade_off({"re-scored": made}, [made, made], fits, trials, console)
+    levels = _levels(80, [40, 30])
+    assert levels == [20, 30, 40, 50, 60, 70]
+    assert curve[0] == ("dense", 80)
+    assert [keep for name, keep in curve if name == "re-scored"] == levels[::-1]
+    assert [keep for name, keep in curve if name == "random"] == [60, 60, 40, 40, 30, 30, 20, 20]
