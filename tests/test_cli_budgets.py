@@ -169,7 +169,7 @@ def test_the_last_step_of_repair_is_told(scored: Path) -> None:
     step = budget["repair"]["answers"]
     assert step["after"] < step["before"]
     assert step["held_out"] < step["before"]
-    assert f"from {step['before']:.2f} to {step['after']:.2f} on {step['examples']} scoring examples" in text
+    assert f"from {step['before']:.2f} to {step['after']:.2f} on the {step['examples']} examples that it was" in text
     assert "one least-squares (Gauss-Newton) step" in text
     assert "the rest repaired (but for the last step)" in text
 

@@ -143,7 +143,7 @@ def test_the_fit_is_the_regression(name: str) -> None:
     model, example, layers = made(name)
     before = state(model)
     for ridge in (1e-3, 1.0):
-        refit = Refit(model, layers, [batch_of(example)], ridge=ridge, values=False)
+        refit = Refit(model, layers, [batch_of(example)], ridge=ridge, values=False, mixtures=False)
         drop = some(layers) or {layers[0].name: [1]}  # ALBERT has but one
         weights = refit.fitted(drop)
         assert same(model, before)
@@ -333,7 +333,7 @@ def padded(batch: Mapping[str, Tensor], more: int, left: bool) -> dict[str, Tens
 
 def fitted(model: nn.Module, batches: Sequence[Any], ridge: float | None = None) -> Weights:
     layers = hp.find_attention(model, batches[0])
-    return Refit(model, layers, batches, ridge=ridge).fitted(some(layers))
+    return Refit(model, layers, batches, ridge=ridge, mixtures=False).fitted(some(layers))
 
 
 def close(a: Weights, b: Weights, most: float = 1e-6) -> None:

@@ -133,7 +133,7 @@ def test_widened_inputs_of_the_model_as_it_is_now(name: str) -> None:
 
 def test_moments_are_sums_over_tokens_that_are_no_padding() -> None:
     model, example, layers = made("bert")
-    refit = with_directions(Refit(model, layers, [example]))
+    refit = with_directions(Refit(model, layers, [example], mixtures=False))
     real = example["attention_mask"].bool()
     for name, (x, further) in by_hand(refit, example).items():
         z = torch.cat([x, further.flatten(-2), torch.ones_like(x[..., :1])], dim=-1)[real]
@@ -680,7 +680,7 @@ def test_applied_gives_back_the_values_to_the_bit(name: str, dtype: torch.dtype)
 def test_the_model_gives_what_the_fit_was_promised(name: str) -> None:
     """Of the first layer that loses heads: its error with the weights written, counted by hand."""
     model, example, layers = made(name)
-    refit = Refit(model, layers, [batch_of(example)], ridge=0.1)
+    refit = Refit(model, layers, [batch_of(example)], ridge=0.1, mixtures=False)
     weights = refit.fitted({layers[0].name: list(layers[0].units[0])})
     check_promise(refit, weights, example, padding_of(name, refit.places[0], example))
 
@@ -799,7 +799,7 @@ def test_other_batches_give_the_same_up_to_rounding(name: str) -> None:
     drop = {a.name: list(a.units[1 % len(a.units)][:1]) for a in layers}
 
     def found(batches: Sequence[Any]) -> Weights:
-        return Refit(model, layers, batches, ridge=0.1).fitted(drop)
+        return Refit(model, layers, batches, ridge=0.1, mixtures=False).fitted(drop)
 
     whole = found([example])
     assert set(whole.mixes) == {a.output_projection.module for a in layers if a.output_projection}
@@ -1036,7 +1036,7 @@ def direct(refit: Refit, example: Any, drop: Heads, unit: Unit, ridge: float) ->
 def test_effects_are_those_of_the_wider_fit_without_the_unit(name: str, single: bool, gone: bool) -> None:
     model, example, layers = made(name)
     before = state(model)
-    refit = Refit(model, layers, [example], ridge=0.05)
+    refit = Refit(model, layers, [example], ridge=0.05, mixtures=False)
     drop = {layers[0].name: list(layers[0].units[1]), layers[2].name: list(layers[2].units[0])} if gone else {}
     units = units_for(layers, drop, single)
     found = effects(refit, layers, drop, units)
@@ -1044,7 +1044,7 @@ def test_effects_are_those_of_the_wider_fit_without_the_unit(name: str, single: 
     assert hooks(model) == 0
     assert found.shape == (3, len(units))
     assert found.abs().max() > 1e-4
-    plain = effects(Refit(model, layers, [example], ridge=0.05, values=False), layers, drop, units)
+    plain = effects(Refit(model, layers, [example], ridge=0.05, values=False, mixtures=False), layers, drop, units)
     assert (found - plain).abs().max() > 1e-4
     for i in range(0, len(units), 1 + len(units) // 6):
         expected = direct(refit, example, drop, units[i], 0.05)
