@@ -491,7 +491,7 @@ def _repair(metrics: dict[str, Any]) -> list[str]:
     lines += [
         "",
         "On the reporting part. W_O's error: of its output per token, squared, as a share of the dense output's variance, mean over "
-        "the refitted layers, on the scoring examples.",
+        "the refitted layers, on what they were fitted to.",
     ]
     for b in rows:
         if step := (b.get("repair") or {}).get("answers"):
