@@ -129,13 +129,14 @@ def test_other_models_have_none(name: str) -> None:
     assert not refit.runner.further
 
 
-def test_a_model_that_does_not_take_them_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ValueError, TypeError, KeyError])
+def test_a_model_that_does_not_take_them_has_none(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = classifier(3)
     forward = model.forward
 
     def particular(**inputs: Any) -> Any:
         if "labels" not in inputs:
-            raise ValueError("All examples must end alike")
+            raise error("All examples must end alike")
         return forward(**{k: v for k, v in inputs.items() if k != "labels"})
 
     labelled = [{**b, "labels": torch.zeros(len(b["input_ids"]), dtype=torch.long)} for b in batches]
@@ -179,3 +180,15 @@ def test_two_batches_of_other_sizes_give_the_same_mixtures() -> None:
     assert found is not None
     parts = [crossed({k: v[i : i + 8] for k, v in whole.items()}, 1) for i in range(0, 32, 8)]
     assert torch.equal(found[0]["input_ids"], torch.cat([p[0]["input_ids"] for p in parts if p is not None]))
+
+
+def test_memory_that_ran_out_is_not_taken_for_a_model_that_does_not_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = classifier(3)
+    refit = Refit(model, hp.find_attention(model, batches[0]), batches)
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(model, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        refit.runner.mix(1)

@@ -93,7 +93,7 @@ def test_an_order_that_would_take_too_long_is_left_out(monkeypatch: pytest.Monke
     assert made("10", "re-scored") == ["re-scored"]
 
 
-def test_the_control_is_drawn_where_it_was_asked_for_and_at_every_other_level() -> None:
+def test_the_control_is_drawn_where_it_was_asked_for_and_at_the_end() -> None:
     @contextmanager
     def track(text: str) -> Any:
         yield lambda *args: None
@@ -107,4 +107,9 @@ def test_the_control_is_drawn_where_it_was_asked_for_and_at_every_other_level() 
     assert levels == [20, 30, 40, 50, 60, 70]
     assert curve[0] == ("dense", 80)
     assert [keep for name, keep in curve if name == "re-scored"] == levels[::-1]
-    assert [keep for name, keep in curve if name == "random"] == [60, 60, 40, 40, 30, 30, 20, 20]
+    assert [keep for name, keep in curve if name == "random"] == [40, 40, 30, 30, 20, 20]
+
+    # A plan of the user's may keep another number than its file says that it was made for.
+    own = Fit(PruningPlan({"a": [0, 1]}, 78, 80, 79))
+    curve = trade_off({}, [made], [own], trials, console)
+    assert curve == [("dense", 80), ("plan", 78), ("random", 78)]

@@ -6,7 +6,8 @@ W_O gives, with a pull towards the old weights and a bias that takes up the remo
 there change (and biases that were not), so a repaired model prunes like any other.
 
 The fit takes the dense model's own activations, on the calibration examples and, for texts with one answer each, on mixtures
-of them (`headprune.repair.crossed`): one set of statistics serves any choice of heads (`Refit`). Then all W_O move together, once, towards the dense model's answers (`headprune.repair.answers`).
+of them (`headprune.repair.crossed`): one set of statistics serves any choice of heads (`Refit`). Then all W_O move together,
+once, towards the dense model's answers (`headprune.repair.answers`).
 """
 
 from __future__ import annotations

@@ -119,8 +119,10 @@ class Refit:
         """
         weights = self.fitted(drop)
         places = {p.name: (p, p.kept(drop)) for p in self.places if p.name in weights.of}
-        if not places or self._answers.note:
-            weights.note = self._answers.note if places else ""
+        if not places:
+            return weights
+        if self._answers.note:
+            weights.note = self._answers.note
             return weights
         masked = {layer.name: drop[layer.name] for layer in self.layers if layer.maskable and layer.name in drop}
         with torch.inference_mode(False), self.applied(weights), mask(self.model, masked, layers=self.layers):

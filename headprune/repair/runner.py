@@ -14,6 +14,7 @@ from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import batch_size, inputs_of, rows_of, singles
+from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention, uncompiled
 from headprune.repair.crossed import crossed
 from headprune.repair.places import Place, Values
@@ -115,7 +116,9 @@ class Runner:
         """Whether the model gives one vector of logits for every mixture."""
         try:
             output = self.run(mixed.inputs, lambda *_: None)
-        except (HeadPruneError, ValueError, RuntimeError, IndexError):  # a text may have to end as the model knows it
+        except Exception as error:  # a model may want labels, or a text to end as it knows it, and say so in any way
+            if is_out_of_memory(error):
+                raise
             return False
         logits = getattr(output, "logits", None)
         return (

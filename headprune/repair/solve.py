@@ -38,13 +38,6 @@ class Moments:
         both = torch.cat([kept, torch.tensor([self.xx.shape[-1] - 1])]).to(self.xx.device)
         return self.xx[:, both][:, :, both], self.xy[:, both]
 
-    def of(self, kept: Tensor) -> Moments:
-        """Of some inputs alone."""
-        other = Moments(0, 0, self.xx.device)
-        other.xx, other.xy = self.rows_of(kept)
-        other.yy = self.yy
-        return other
-
     def spread(self) -> float:
         """Variance of the outputs, summed over tokens."""
         xy, tokens = self.xy.sum(0), self.xx[:, -1, -1].sum()

@@ -293,11 +293,10 @@ def trade_off(
     if not orders:  # a plan of the user's
         jobs += [("plan", replace(f.plan, asked=f.plan.kept)) for f in fits]
         levels = [f.plan.kept for f in fits]
-    asked = {f.plan.asked for f in fits}
-    for i, keep in enumerate(levels):
-        # The control takes most of the time, and its curve is the smoother one: at every other level that no one asked for.
-        controls = randoms if keep in asked or i % 2 else []
-        named = [*orders.items(), *(("random", order) for order in controls)]
+    # Three draws take most of the time, so the control is drawn where it was asked for, and at the end.
+    drawn = {levels[-1], *(keep for f in fits for keep in (f.plan.asked, f.plan.kept))}
+    for keep in levels:
+        named = [*orders.items(), *(("random", order) for order in randoms if keep in drawn)]
         jobs += [(name, order.plan(keep)) for name, order in named if order.least <= keep]
     curve = []
     with console.track("trade-off on the choosing part") as progress:
