@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.data import DataOptions, load_parts
 from headprune.gates import gated
-from headprune.loss import ExampleLoss, batch_size
+from headprune.loss import ExampleLoss
 from headprune.models import load_model
 from headprune.modules import exact_attention
 from headprune.scoring import Settings
@@ -56,7 +56,7 @@ def problem_of(model: nn.Module, batches: list[Any]) -> Problem:
     losses = ExampleLoss(model)
     kept = losses.prepare(batches)
     layers = hp.find_attention(model, {k: v for k, v in kept[0].items() if k != "labels"})
-    return Problem(model, layers, [(b, batch_size(b)) for b in kept], losses, 0, silent)
+    return Problem(model, layers, [(b, losses.rows.size(b)) for b in kept], losses, 0, silent, rows=losses.rows)
 
 
 def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:

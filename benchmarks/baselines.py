@@ -25,7 +25,7 @@ from headprune.attention import AttentionLayer, Heads
 from headprune.fingerprint import fingerprint
 from headprune.gates import gated, zero_gates
 from headprune.inputs import call
-from headprune.loss import ExampleLoss, batch_size, inputs_of
+from headprune.loss import ExampleLoss, inputs_of
 from headprune.modules import exact_attention
 from headprune.planning import GROUPS, Search, arrange
 from headprune.scoring.base import HeadScores, Problem
@@ -103,9 +103,9 @@ class _Gradients:
         started = time.perf_counter()
         losses = ExampleLoss(model)
         with evaluating(model), exact_attention(model):
-            kept = [(batch, batch_size(batch)) for batch in losses.prepare(list(batches))]
+            kept = [(batch, losses.rows.size(batch)) for batch in losses.prepare(list(batches))]
             self._found = gate_gradients(
-                Problem(model, layers, kept, losses, 0, lambda done, total, note="": None)
+                Problem(model, layers, kept, losses, 0, lambda done, total, note="": None, rows=losses.rows)
             ).effects
         self._key, self._batches, self._seconds = key, batches, time.perf_counter() - started
         return self._found

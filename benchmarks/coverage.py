@@ -39,7 +39,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import headprune as hp
+from headprune.convention import find
 from headprune.errors import first_line
+from headprune.evaluation import evaluate
 from headprune.inputs import call
 from headprune.modules import exact_attention
 from headprune.surgery import answers
@@ -190,15 +192,48 @@ def examine(model_type: str) -> dict[str, Any]:
             try:
                 model, _, example = tiny.build(model_type)
             except Exception as error:
-                return {**row, "why": why(error)}
+                return {**row, "why": why(error), "loss": loss_of(model_type)}
             row["status"] = "CRASH"
             randomise(model, example)
             row.update(trial(model, example))
+            del model, example
     except TookTooLongError as error:
         row.update(status="too slow", why=str(error))
     except Exception as error:
         row.update(status="CRASH", why=why(error))
-    return {**row, "seconds": round(time.monotonic() - started, 1)}
+    return {**row, "loss": loss_of(model_type), "seconds": round(time.monotonic() - started, 1)}
+
+
+def loss_of(model_type: str) -> str:
+    """How a causal language model of this type compares logits with labels, and whether `evaluate` gives its own loss.
+
+    The token that the labels are of (``"next"``, ``"same"``), ``"own"`` where the loss is none of its logits' cross-entropies;
+    ``"WRONG …"``; "" where there is no such model, or it was not built.
+    """
+    try:
+        with limited(LIMIT), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            found = tiny.causal_lm(model_type)
+            if found is None:
+                return ""
+            model, example = found
+            randomise(model, example)
+            labels = example["input_ids"].masked_fill(example["attention_mask"] == 0, -100)
+            batch = {**example, "labels": labels}
+            with torch.no_grad():
+                own = call(model, batch).loss
+    except (Exception, TookTooLongError):
+        return ""
+    if own is None:
+        return ""
+    try:
+        with torch.no_grad():
+            known = find(model, [batch], [{k: v[i : i + 1] for k, v in batch.items()} for i in range(3)])
+            measured = evaluate(model, [batch]).metrics["loss"]
+    except Exception as error:
+        return f"WRONG: {why(error)}"
+    if abs(measured - float(own)) > 1e-5 * max(1.0, float(own)):
+        return f"WRONG: {measured:.6f}, its own is {float(own):.6f}"
+    return "own" if known.convention is None else "next" if known.convention.ahead else "same"
 
 
 def trial(model: nn.Module, example: dict[str, Any]) -> dict[str, Any]:
@@ -258,7 +293,11 @@ def removal_fails(model: nn.Module, drop: dict[str, list[int]], layers: list[Any
 def summary(rows: list[dict[str, Any]]) -> dict[str, int]:
     counts = {s: sum(r["status"] == s for r in rows) for s in STATUSES}
     have = [r for r in rows if r["layers"]]
-    return {**counts, "attention": len(have), "masked_all": sum(r["mask"] == r["layers"] for r in have)}
+    losses = [r.get("loss", "") for r in rows]
+    return {
+        **counts, "attention": len(have), "masked_all": sum(r["mask"] == r["layers"] for r in have),
+        "causal": sum(map(bool, losses)), "next": losses.count("next"), "same": losses.count("same"), "own": losses.count("own"),
+    }  # fmt: skip
 
 
 def table(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
@@ -275,6 +314,9 @@ def table(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
         f"- **Pruned exactly in every layer: {counts['exact']} of {counts['attention']}**; in some layers: {counts['in part']} more; the "
         "rest is refused, with the reason below.",
         f"- Wrong: {counts['WRONG']}. Crashed: {counts['CRASH']}. Took longer than {LIMIT} s: {counts['too slow']}.",
+        f"- **Causal language models: `evaluate` gives the model's own loss, to 1e-5, in {counts['next'] + counts['same'] + counts['own']} of "
+        f"{counts['causal']}**, on padded texts. Logits are compared with the next token in {counts['next']}, with the token in their own "
+        f"place in {counts['same']}; in {counts['own']} the loss is another, and asked of the model.",
         "",
         "A mask is right if it does what zeros in place of the head's attention do (set by a `TorchFunctionMode` that knows nothing of "
         "the trace). A prune is right if the pruned model answers as the masked one, on the proof's inputs and on one that the proof "
@@ -370,7 +412,9 @@ def main() -> None:
         print(
             f"worse than {options.output}: {', '.join(lost) or 'none'}; too slow this time: {', '.join(set(worse) - set(lost)) or 'none'}"
         )
-        sys.exit(1 if lost else 0)
+        wrong = {r["type"]: r["loss"] for r in rows if r["loss"].startswith("WRONG")}
+        print(f"evaluate gives another loss than the model: {wrong or 'none'}")
+        sys.exit(1 if lost or wrong else 0)
     else:
         options.output.write_text(table(report, [json.loads(path.read_text()) for path in options.others]))
 

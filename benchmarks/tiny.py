@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from headprune.errors import first_line
 from headprune.inputs import call
@@ -80,6 +80,29 @@ def build(model_type: str) -> tuple[nn.Module, PretrainedConfig, dict[str, Any]]
     raise RuntimeError(" || ".join(dict.fromkeys(errors)))
 
 
+def causal_lm(model_type: str) -> tuple[nn.Module, dict[str, Any]] | None:
+    """A tiny causal language model of this type, and texts of different length that it takes; None where there is none.
+
+    Raises:
+        RuntimeError: None was built; it says what went wrong.
+    """
+    if CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    ids = torch.randint(3, 20, (3, TOKENS), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(TOKENS) < torch.tensor([[TOKENS], [TOKENS - 3], [4]])).long()
+    example = {"input_ids": ids, "attention_mask": mask}
+    errors = []
+    for recipe in _RECIPES:
+        try:
+            model, _ = _model(model_type, recipe, MODEL_FOR_CAUSAL_LM_MAPPING)
+            with torch.no_grad():
+                call(model, example)
+            return model, example
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {first_line(error)}"[:300])
+    raise RuntimeError(" || ".join(dict.fromkeys(errors)))
+
+
 class _Recipe:
     """How to shrink: a base width and number of heads."""
 
@@ -101,9 +124,9 @@ _RECIPES = (
 )
 
 
-def _model(model_type: str, recipe: _Recipe) -> tuple[nn.Module, PretrainedConfig]:
+def _model(model_type: str, recipe: _Recipe, classes: Any = MODEL_MAPPING) -> tuple[nn.Module, PretrainedConfig]:
     config = tiny_config(CONFIG_MAPPING[model_type], recipe)
-    model_class: Any = MODEL_MAPPING[CONFIG_MAPPING[model_type]]
+    model_class: Any = classes[CONFIG_MAPPING[model_type]]
     if isinstance(model_class, tuple | list):
         model_class = model_class[0]
     with torch.device("meta"):

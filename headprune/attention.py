@@ -102,7 +102,7 @@ class HeadArgument:
     features: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AttentionLayer:
     """One attention layer of a model, as `headprune.find_attention` found it.
 
@@ -167,6 +167,15 @@ class AttentionLayer:
     output_arity: int = 0
     output_inside: bool = True
     concatenates: bool = False
+
+    def __repr__(self) -> str:
+        """In a line; what else is known is in `to_json`."""
+        name = self.name if len(self.name) <= 64 else f"…{self.name[-63:]}"
+        kv = f", {self.num_kv_heads} key/value" if self.num_kv_heads != self.num_heads else ""
+        fixed = "" if self.prunable else ", not prunable"
+        return (
+            f"AttentionLayer(L{self.index} {name!r}: {self.kind}, {self.num_heads} heads of {self.head_dim}{kv}{fixed})"
+        )
 
     @property
     def maskable(self) -> bool:

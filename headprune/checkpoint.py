@@ -2,7 +2,8 @@
 
 Stock classes hold one head count per model, so a pruned model's weights do not fit them. The folder
 therefore holds, beside the weights and the model's config, a sidecar that says which heads went; loading
-builds the dense architecture without weights, repeats the removal, and fills in the weights.
+builds the dense architecture without weights, repeats the removal, and fills in the weights. Then the loaded model has to
+give the answers that the saved one gave (`headprune.probe`).
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ import copy
 import importlib
 import os
 import shutil
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from headprune import __version__
+from headprune import __version__, probe
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.jsonio import read_json, write_json
+from headprune.locks import Lock
 from headprune.repair import add_biases, added_biases
 from headprune.surgery import Removal, record, remove
 
@@ -36,6 +39,7 @@ def save(
     path: str | Path,
     *,
     processor: Any = None,
+    example: Any = None,
     overwrite: bool = False,
     about: dict[str, Any] | None = None,
 ) -> Path:
@@ -45,55 +49,67 @@ def save(
         model: A transformers model, or any module (its ``load`` then needs a fresh instance).
         path: The folder; it appears complete or not at all.
         processor: A tokenizer or image processor to save beside the model.
+        example: What the model takes, where it was never pruned and is no transformers model: its answers to a made-up
+            input of that form are saved, and `load` compares them. Of the example itself only the form is kept.
         overwrite: Replace what is there.
         about: More to remember in the sidecar (such as the dataset).
 
     Raises:
         HeadPruneError: The folder exists and is not empty.
     """
-    from safetensors.torch import save_model
-
     path = Path(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())) and not overwrite:
-        raise HeadPruneError(f"{path} exists.", "Choose another folder, or allow overwriting.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        os.chmod(temporary, 0o755)
-        weights = PRUNED_WEIGHTS if record(model) else WEIGHTS
-        save_model(model, str(temporary / weights), metadata={"format": "pt"})
-        dtype = next((p.dtype for p in model.parameters()), torch.float32)
-        config = copy.deepcopy(getattr(model, "config", None))
-        if config is not None and hasattr(config, "save_pretrained"):
-            config.architectures = [type(model).__name__]
-            config.dtype = dtype
-            config.save_pretrained(temporary)
-            if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
-                model.generation_config.save_pretrained(temporary)  # type: ignore[union-attr,operator]
-        if processor is not None:
-            processor.save_pretrained(temporary)
-        sidecar = {
-            "version": __version__,
-            "class": f"{type(model).__module__}.{type(model).__qualname__}",
-            "dtype": str(dtype).removeprefix("torch."),
-            "weights": weights,
-            "attention": getattr(config, "_attn_implementation", None),
-            "fingerprint": fingerprint(model),
-            "biases": added_biases(model),
-            "removals": [removal.to_json() for removal in record(model)],
-            "about": about or {},
-        }
-        write_json(temporary / SIDECAR, "checkpoint", sidecar)
-        for file in temporary.iterdir():
-            file.chmod(0o644)
-        swap_in(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with _locked(path):
+        _recover(path)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())) and not overwrite:
+            raise HeadPruneError(f"{path} exists.", "Choose another folder, or allow overwriting.")
+        temporary = path.with_name(f".{path.name}.new")
+        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed while it wrote
+        temporary.mkdir()
+        try:
+            _write(model, temporary, processor, example, about or {})
+            _swap_in(temporary, path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     return path
 
 
+def _write(model: nn.Module, folder: Path, processor: Any, example: Any, about: dict[str, Any]) -> None:
+    """All files of a checkpoint."""
+    from safetensors.torch import save_model
+
+    weights = PRUNED_WEIGHTS if record(model) else WEIGHTS
+    save_model(model, str(folder / weights), metadata={"format": "pt"})
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    config = copy.deepcopy(getattr(model, "config", None))
+    if config is not None and hasattr(config, "save_pretrained"):
+        config.architectures = [type(model).__name__]
+        config.dtype = dtype
+        config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
+            model.generation_config.save_pretrained(folder)  # type: ignore[union-attr,operator]
+    if processor is not None:
+        processor.save_pretrained(folder)
+    sidecar = {
+        "version": __version__,
+        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "dtype": str(dtype).removeprefix("torch."),
+        "weights": weights,
+        "attention": getattr(config, "_attn_implementation", None),
+        "fingerprint": fingerprint(model),
+        "biases": added_biases(model),
+        "removals": [removal.to_json() for removal in record(model)],
+        "about": about,
+    }
+    probe.keep(model, folder, example)
+    write_json(folder / SIDECAR, "checkpoint", sidecar)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+
+
 def load(path: str | Path, model: nn.Module | None = None, *, device: torch.device | str = "cpu") -> nn.Module:
-    """Load a model that `save` wrote, in evaluation mode.
+    """Load a model that `save` wrote, in evaluation mode, and see that it answers as the saved one did.
+
+    Nothing that the folder holds is run as code.
 
     Args:
         path: The folder.
@@ -101,12 +117,17 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
         device: Where to put it.
 
     Raises:
-        HeadPruneError: Not such a folder, or its weights do not fit.
+        HeadPruneError: Not such a folder, weights that do not fit, or a model that answers otherwise: a config that was
+            edited, another class or version. The error names what differs.
     """
     path = Path(path)
+    if not path.exists() and _old(path).exists():
+        with _locked(path):
+            _recover(path)
     if not path.is_dir():
         raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that headprune saved.")
     sidecar = read_json(path / SIDECAR, "checkpoint")
+    weights = _weights(sidecar)
     skeleton = model if model is not None else _skeleton(path, sidecar)
     try:
         biases = sidecar.get("biases", [])
@@ -114,17 +135,27 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
         for data in sidecar["removals"]:
             remove(skeleton, Removal.from_json(data))
             add_biases(skeleton, biases)
-        _fill(skeleton, path / sidecar["weights"])
+        _fill(skeleton, path / weights)
     except Exception as error:
-        raise HeadPruneError(
-            f"The weights in {path} do not fit {type(skeleton).__name__}: {first_line(error)}.",
+        raise damaged(path, error) or HeadPruneError(
+            f"The weights in {path} do not fit {type(skeleton).__name__}: {first_line(error)}{probe.edits(path)}.",
             "Load with the transformers version that saved it, or pass an instance as it was built: "
             "headprune.load(path, model=…).",
         ) from error
+    probe.restore_buffers(skeleton, path)
     skeleton.to(device).eval()
     if (now := fingerprint(skeleton)) != sidecar["fingerprint"]:
         raise HeadPruneError(f"The weights in {path} are not those that were saved ({now}).", "Save it again.")
+    probe.check(skeleton, path)
     return skeleton
+
+
+def _weights(sidecar: dict[str, Any]) -> str:
+    """The name of the file with the weights; a path to elsewhere is not followed."""
+    name = sidecar.get("weights")
+    if name not in (WEIGHTS, PRUNED_WEIGHTS):
+        raise HeadPruneError(f"{SIDECAR} names {name!r} as its weights, which headprune never does.", "Save it again.")
+    return str(name)
 
 
 def _fill(model: nn.Module, file: Path) -> None:
@@ -140,14 +171,25 @@ def _fill(model: nn.Module, file: Path) -> None:
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     if unknown := set(state) - set(own):
         raise KeyError(f"there is no place for {sorted(unknown)[0]}")
-    for name, value in state.items():
+    for name in list(state):
+        value = state.pop(name)
         if own[name].shape != value.shape:
             raise ValueError(f"{name} has shape {tuple(own[name].shape)}, the file {tuple(value.shape)}")
-        own[name].data = value
+        # A copy, since within the file it may start at any byte: kernels then sum in another order.
+        own[name].data = value.clone()
         filled.add(id(own[name]))
     for name in model.state_dict():
         if id(own[name]) not in filled:  # tied weights are saved once
             raise KeyError(f"{name} is not in the file")
+
+
+def damaged(path: str | Path, error: BaseException) -> HeadPruneError | None:
+    """What to say of weights that could not be read because their file is no whole safetensors file."""
+    if type(error).__name__ != "SafetensorError":
+        return None
+    return HeadPruneError(
+        f"The weights in {path} are damaged or cut short ({first_line(error)}).", "Copy, download or save it again."
+    )
 
 
 def is_checkpoint(path: str | Path) -> bool:
@@ -164,43 +206,95 @@ def about(path: str | Path) -> dict[str, Any]:
 
 def _skeleton(path: Path, sidecar: dict[str, Any]) -> nn.Module:
     """The dense architecture, weights not yet meaningful."""
-    qualified = sidecar["class"]
     import transformers
     from transformers.initialization import no_init_weights
 
+    qualified, attention = str(sidecar.get("class")), sidecar.get("attention")
     module, _, name = qualified.rpartition(".")
-    if not module.startswith("transformers."):
+    if not module.startswith("transformers.models."):  # whatever else a folder names is not imported
         raise HeadPruneError(
             f"{path} holds a {qualified}, which headprune cannot build.",
             "Pass a fresh dense instance: headprune.load(path, model=YourModel(...)).",
         )
     try:
         # By module first: not every class is exported at the top.
-        cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
+        cls: Any = getattr(importlib.import_module(module), name)
+        if not issubclass(cls, transformers.PreTrainedModel):
+            raise TypeError
+    except (ImportError, AttributeError, TypeError):
         raise HeadPruneError(
             f"This transformers ({transformers.__version__}) has no {qualified}.",
             "Use the version that saved the model.",
         ) from None
-    config = transformers.AutoConfig.from_pretrained(path)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        raise HeadPruneError(
+            f"{path / 'config.json'} does not load: {first_line(error)}.", "Save the model again."
+        ) from error
+    config._attn_implementation = attention = attention or getattr(config, "_attn_implementation", None)
+    check_attention(path, config)
     # Weight initialisation costs more than everything else here, and every weight is overwritten.
-    with no_init_weights():
-        instance: nn.Module = cls._from_config(config, attn_implementation=sidecar["attention"])
-    instance.tie_weights()  # type: ignore[operator]
+    try:
+        with no_init_weights():
+            instance: nn.Module = cls._from_config(config, attn_implementation=attention)
+        instance.tie_weights()  # type: ignore[operator]
+    except Exception as error:
+        raise HeadPruneError(
+            f"{qualified} cannot be built from {path / 'config.json'}: {first_line(error)}{probe.edits(path)}.",
+            "Put config.json back as it was, or use the transformers version that saved the model.",
+        ) from error
     return instance
 
 
-def swap_in(new: Path, path: Path) -> None:
+def check_attention(source: str | Path, config: Any) -> None:
+    """Refuse a config that has attention computed by a kernel from the Hub: that is code, too."""
+    names = {getattr(c, "_attn_implementation", None) for c in _configs(config)}
+    if kernels := sorted(n for n in names if isinstance(n, str) and "/" in n):
+        raise HeadPruneError(
+            f"{source} asks for the attention kernel {kernels[0]} from the Hub, which is code that would run here.",
+            "Look at it first; --trust-remote-code allows it for a dense model. Or take it out of the folder's JSON files.",
+        )
+
+
+def _configs(config: Any) -> list[Any]:
+    """A config and those in it."""
+    below = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
+    return [config, *(c for sub in below if sub is not None for c in _configs(sub))]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time writes a folder, so what another has left half-written is no one's."""
+    lock = Lock(path.with_name(f".{path.name}.lock"))
+    lock.take(f"The folder {path}", "headprune.save")
+    try:
+        yield
+    finally:
+        lock.free()
+
+
+def _old(path: Path) -> Path:
+    """Where a folder is while another takes its place."""
+    return path.with_name(f".{path.name}.old")
+
+
+def _swap_in(new: Path, path: Path) -> None:
     """Rename ``new`` to ``path``; what was there goes only after the new folder is complete."""
-    if not path.exists():
-        os.replace(new, path)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-    os.replace(path, old / "was")
+    if path.exists():
+        os.replace(path, _old(path))
     try:
         os.replace(new, path)
-    except OSError:
-        os.replace(old / "was", path)
-        raise
     finally:
+        _recover(path)
+
+
+def _recover(path: Path) -> None:
+    """After a swap, or one that a kill cut short: the old folder goes, or goes back if there is no new one."""
+    old = _old(path)
+    if path.exists():
         shutil.rmtree(old, ignore_errors=True)
+        if old.is_file():
+            old.unlink()
+    elif old.exists():
+        os.replace(old, path)

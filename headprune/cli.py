@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import os
-import re
+import signal
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.errors import HeadPruneError, first_line
+from headprune.asked import (
+    Commands,
+    bytes_of,
+    fail,
+    known_methods,
+    numbers_in,
+    planned,
+    refuse_unused,
+    scores_first,
+)  # fmt: skip
+from headprune.errors import HeadPruneError, Stopped, explained, first_line
 
 if TYPE_CHECKING:
     from headprune.console import Console
@@ -20,8 +32,10 @@ if TYPE_CHECKING:
     from headprune.scoring import HeadScores
     from headprune.workflow import Goal, Options, Scene
 
+
 app = typer.Typer(
     name="headprune",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
@@ -67,7 +81,8 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps [auto].
 Dtype = Annotated[
     str | None, typer.Option(help="auto, float32, bfloat16 or float16 [auto: as stored; float32 on a CPU].")
 ]
-Seed = Annotated[int | None, typer.Option(help="For every draw [0].")]
+_MAX_SEED = 2**31 - 1  # as in headprune.data, which is not imported for --help
+Seed = Annotated[int | None, typer.Option(min=0, max=_MAX_SEED, help="For every draw [0].")]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Run folder [reports/MODEL-1, or the next free number].")
 ]
@@ -82,6 +97,15 @@ Methods = Annotated[
     list[str] | None,
     typer.Option(
         "--method", "-m", help="Scoring method; repeatable. `headprune methods` lists them [ablation, gradient]."
+    ),
+]
+PlanBy = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        "-m",
+        help="Scores to plan by; repeatable [all that there are; where there are none, heads are scored by gradient, which is "
+        "enough for auto, or by ablation and gradient for another --strategy].",
     ),
 ]
 Examples = Annotated[
@@ -166,23 +190,28 @@ def score(
     revision: Revision = None,
 ) -> None:
     """Score the importance of every head, by ablation and by gradient."""
+    key = _key("score", dict(locals()))
     with _session(quiet, verbose, json) as console:
         from headprune import runs, workflow
+        from headprune.folders import claimed
 
         options = _options(None, dict(locals()))
-        methods = method or _DEFAULT_METHODS
-        folder = runs.choose_folder(output, Path(options.model.rstrip("/")).name, overwrite)
+        methods = known_methods(method) or _DEFAULT_METHODS
+        choose = partial(runs.choose_folder, output, Path(options.model.rstrip("/")).name, overwrite, key)
         if dry_run:
+            folder = choose()
             scene = workflow.open_scene(options, console)
             _print_layers(console, scene)
             console.result(f"Would score by {', '.join(methods)} and write {folder.path}. Nothing was written.")
+            console.document(planned(folder, methods, scene))
             return
-        if no_resume:
-            folder.clear_unfinished()
-        scene, scores = workflow.score_run(options, methods, folder, console)
-        _print_scores(console, scores)
-        console.result(f"\nReport: {folder.report_path}\nNext:   headprune prune --keep 50% -o {folder.path}")
-        console.document({"folder": str(folder.path), "scores": [s.to_json() for s in scores]})
+        with claimed(choose, key, runs.command_line(), resume=not no_resume, say=console.say) as folder:
+            if not folder.done_by(key):  # else it was killed just after
+                workflow.score_run(options, methods, folder, console)
+            scores = folder.read_scores()
+            _print_scores(console, scores)
+            console.result(f"\nReport: {folder.report_path}\nNext:   headprune prune --keep 50% -o {folder.path}")
+            console.document({"folder": str(folder.path), "scores": [s.to_json() for s in scores]})
 
 
 @app.command(epilog="Example: `headprune prune --keep 36`, after `headprune score`")
@@ -232,6 +261,13 @@ def prune(
     min_heads_per_layer: Annotated[
         int | None, typer.Option(min=0, help="Query heads that every layer keeps [0].", rich_help_panel="Planning")
     ] = None,
+    effort: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the search for heads: low, normal or high (counted, never timed; see docs/planning.md) [normal].",
+            rich_help_panel="Planning",
+        ),
+    ] = None,
     no_repair: Annotated[
         bool,
         typer.Option("--no-repair", help="Leave the kept heads' weights as they were.", rich_help_panel="Repair"),
@@ -254,7 +290,7 @@ def prune(
     report_limit: ReportLimit = None,
     max_length: MaxLength = None,
     batch_size: BatchSize = None,
-    method: Methods = None,
+    method: PlanBy = None,
     examples: Examples = None,
     seconds: Seconds = None,
     max_memory: MaxMemory = None,
@@ -278,35 +314,41 @@ def prune(
     revision: Revision = None,
 ) -> None:
     """Remove the least important heads, measure accuracy and latency again, save the model and the report."""
+    key = _key("prune", dict(locals()))
     with _session(quiet, verbose, json) as console:
-        from headprune import workflow
+        from headprune import runs, workflow
+        from headprune.folders import claimed
 
         goal = _goal(dict(locals()))
+        asked = known_methods(method)
         # A plan needs no scores, so none are looked for if it is said what to prune and measure on.
         source = None if plan and model and scores is None else _source(model, scores, output, console)
+        refuse_unused(source, goal, dict(locals()))
         options = _options(source, {**locals(), "keep": keep[0] if keep and not source else None})
-        folder = _prune_folder(source, output, options.model, overwrite)
+        choose = partial(_prune_folder, source, output, options.model, overwrite, key)
+        usual = ["gradient"] if goal.strategy == "auto" else _DEFAULT_METHODS
+        methods = asked or (usual if source is None and goal.uses_scores else [])
+        if methods and not asked:
+            console.say(scores_first(goal, methods))
         if dry_run:
+            folder = choose()
             if source is None and goal.needs_scores:
+                scene = workflow.open_scene(options, console)
+                workflow.check_goal(goal, scene)
+                _print_layers(console, scene)
                 console.result(f"Would score, then prune and write {folder.path}. Nothing was written.")
+                console.document(planned(folder, methods, scene))
                 return
-            found, fits = workflow.plan_run(options, goal, method or [], source, console)
+            found, fits = workflow.plan_run(options, goal, asked, source, console)
             for fitted in fits:
                 _print_plan(console, fitted, found)
-            console.document({"plans": [f.plan.to_json() for f in fits]})
+            console.document({"folder": str(folder.path), "plans": [f.plan.to_json() for f in fits]})
             console.result(f"Would prune and write {folder.path}. Nothing was written.")
             return
-        if no_resume:
-            folder.clear_unfinished()
-        usual = ["gradient"] if goal.strategy == "auto" else _DEFAULT_METHODS
-        results = workflow.prune_run(options, goal, method or ([] if source else usual), source, folder, console)
-        metrics = folder.read_metrics()
-        assert metrics is not None
-        _print_results(console, metrics)
-        console.result(f"\nReport: {folder.report_path}")
-        for r in results:
-            console.result(f"Model:  {folder.checkpoint_path(r.plan.asked)}  (headprune.load reads it)")
-        console.document({"folder": str(folder.path), **metrics})
+        with claimed(choose, key, runs.command_line(), resume=not no_resume, say=console.say) as folder:
+            if not folder.done_by(key):  # else it was killed just after
+                workflow.prune_run(options, goal, methods, source, folder, console)
+            _print_pruned(console, folder)
 
 
 @app.command(epilog="Example: `headprune finetune reports/MODEL-1/pruned-36`, after `headprune prune --keep 36`")
@@ -352,7 +394,9 @@ def finetune(
     task: Task = None,
     device: Device = None,
     dtype: Annotated[str, typer.Option(help="To train in: float32 or bfloat16.")] = "float32",
-    seed: Annotated[int | None, typer.Option(help="For the order of the examples, and dropout [0].")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=_MAX_SEED, help="For the order of the examples, and dropout [0].")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the trained model [PRUNED-finetuned].")
     ] = None,
@@ -399,17 +443,28 @@ def finetune(
 @app.command(epilog="Example: `headprune report reports/digits`")
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Write a run's markdown and figures again, from its JSON documents."""
-    with _session(quiet, verbose, False) as console:
+    with _session(quiet, verbose, json) as console:
         from headprune import report as room
-        from headprune.runs import RunFolder
+        from headprune.runs import RunFolder, command_line
 
+        if not run.is_dir():
+            raise HeadPruneError(f"There is no folder {run}.", "Pass a folder that `headprune score` or `prune` wrote.")
         folder = RunFolder(run)
-        room.write(folder)
+        folder.settle()
+        if not (run / "run.json").is_file():
+            raise HeadPruneError(
+                f"{run} is not a run's folder: it has no run.json.", "Pass one that `headprune score` or `prune` wrote."
+            )
+        folder.read_run()
+        with folder.locked(command_line()):
+            room.write(folder)
         console.result(str(folder.report_path))
+        console.document({"folder": str(folder.path), "report": str(folder.report_path)})
 
 
 @app.command(epilog="Example: `headprune inspect openai-community/gpt2`")
@@ -456,9 +511,9 @@ def bench(
     """Time two models against each other, in turn, on the same inputs."""
     with _session(quiet, verbose, json) as console:
         from headprune import latency
-        from headprune.models import dummy_input, load_model
+        from headprune.models import check_length, dummy_input, load_model
 
-        sizes, tokens = _numbers("--batch-sizes", batch_sizes), _numbers("--lengths", lengths)
+        sizes, tokens = numbers_in("--batch-sizes", batch_sizes), numbers_in("--lengths", lengths)
         first, second = (
             load_model(
                 m, task=task, device=device or "auto", dtype=dtype or "auto", trust_remote_code=trust_remote_code,
@@ -471,6 +526,8 @@ def bench(
                 f"{dense} is for {first.task.name}, {pruned} for {second.task.name}.", "Compare alike."
             )
         used = tokens if first.task.modality == "text" else [0]
+        for loaded in (first, second) if any(used) else ():
+            check_length(loaded, max(used))
         inputs = [(b, t, dummy_input(first, b, t or 1)) for t in used for b in sizes]
         with console.track("timing") as progress:
             rows = latency.bench(
@@ -485,9 +542,9 @@ def bench(
 
 
 @app.command(epilog="Example: `headprune score MODEL -d DATASET --method fisher --method random`")
-def methods(json: Json = False) -> None:
+def methods(json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
     """List the scoring methods, each with its unit, and the planning strategies."""
-    with _session(True, False, json) as console:
+    with _session(quiet, verbose, json) as console:
         from rich.table import Table
 
         from headprune.planning import STRATEGIES
@@ -524,34 +581,35 @@ def demo(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/digits/."""
+    key = _key("demo", dict(locals()))
     with _session(quiet, verbose, json) as console:
         from headprune import demo as room
-        from headprune import workflow
+        from headprune import runs, workflow
         from headprune.data import DataOptions
+        from headprune.folders import Folder, claimed
         from headprune.planning.budgets import Budget
-        from headprune.runs import RunFolder, choose_folder
 
-        folder = RunFolder(output or room.REPORT)
+        folder = runs.RunFolder(output or room.REPORT)
         if room.was_run(folder) and not overwrite:
             console.result(f"The demo has been run: {folder.report_path}\nAgain: headprune demo --overwrite")
             console.document({"folder": str(folder.path), **(folder.read_metrics() or {})})
             return
-        # reports/digits is the demo's own: a checkout brings one made on another machine.
-        folder = choose_folder(folder.path, "digits", overwrite or output is None)
-        with console.track("training a ViT on digits") as progress:
-            model, data, accuracy = room.prepare(room.HOME, progress)
-        console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
-        options = workflow.Options(str(model), DataOptions(str(data), limit=1000), device=device or "auto")
-        _, scores = workflow.score_run(options, _DEFAULT_METHODS, folder, console)
-        _print_scores(console, scores)
-        goal = workflow.Goal(tuple(Budget.parse("keep", keep) for keep in room.KEEP))
-        workflow.prune_run(options, goal, [], folder, folder, console)
-        room.remember(folder)
-        metrics = folder.read_metrics()
-        assert metrics is not None
-        _print_results(console, metrics)
-        console.result(f"\nReport: {folder.report_path}")
-        console.document({"folder": str(folder.path), **metrics})
+        # reports/digits is the demo's own: a checkout brings one made on another machine. It stays until there is another.
+        choose = partial(runs.choose_folder, folder.path, "digits", overwrite or output is None, key)
+        with claimed(choose, key, runs.command_line(), say=console.say) as folder:
+            if not folder.done_by(key):  # else it was killed just after
+                with (
+                    Folder(room.HOME).locked(runs.command_line()),
+                    console.track("training a ViT on digits") as progress,
+                ):
+                    model, data, accuracy = room.prepare(room.HOME, progress)
+                console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
+                options = workflow.Options(str(model), DataOptions(str(data), limit=1000), device=device or "auto")
+                goal = workflow.Goal(tuple(Budget.parse("keep", keep) for keep in room.KEEP))
+                workflow.prune_run(options, goal, _DEFAULT_METHODS, None, folder, console)
+            room.remember(folder)
+            _print_scores(console, folder.read_scores())
+            _print_pruned(console, folder)
 
 
 def _print_version(wanted: bool) -> None:
@@ -573,6 +631,14 @@ def _root(
 
 def main() -> None:
     """The entry point of the ``headprune`` command."""
+
+    def stop(number: int, _: Any) -> None:
+        raise Stopped(128 + number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup has it ignored
+            signal.signal(number, stop)
     app()
 
 
@@ -585,25 +651,31 @@ def _session(quiet: bool, verbose: bool, as_json: bool) -> Iterator[Console]:
     from headprune.console import Console
 
     console = Console(quiet, as_json)
+    # What libraries (or a model's own code) print must not get into the document.
+    apart = redirect_stdout(sys.stderr) if as_json else nullcontext()
     try:
-        _quieten(verbose)
-        yield console
+        with apart:
+            _quieten(verbose)
+            yield console
     except HeadPruneError as error:
+        fail(console, str(error.args[0]), error.hint)
         if verbose:
             raise
-        typer.echo(f"headprune: {error}", err=True)
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        text = "headprune: interrupted; nothing was half-written, and the same command goes on where this one was."
-        typer.echo(text, err=True)
-        raise typer.Exit(130) from None
-    except (typer.Exit, SystemExit):
+    except KeyboardInterrupt as error:
+        stopped = error if isinstance(error, Stopped) else Stopped()
+        fail(console, "interrupted.", stopped.hint)
+        raise typer.Exit(stopped.status) from None
+    except (typer.Exit, SystemExit, BrokenPipeError):  # nobody reads on, as behind `| head`
         raise
     except Exception as error:
+        name, known = type(error).__name__, explained(error)
+        if known is not None:
+            fail(console, str(known.args[0]), known.hint)
+        else:
+            fail(console, f"{name}: {first_line(error)}", "(unexpected; add -v for the traceback)")
         if verbose or os.environ.get("HEADPRUNE_DEBUG"):
             raise
-        name = type(error).__name__
-        typer.echo(f"headprune: {name}: {first_line(error)} (unexpected; add -v for the traceback)", err=True)
         raise typer.Exit(1) from None
 
 
@@ -619,10 +691,21 @@ def _quieten(verbose: bool) -> None:
 
     huggingface_hub.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
+    warnings.filterwarnings("default", message="headprune: ")  # such as a checkpoint that was edited
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    datasets.utils.logging.set_verbosity_error()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # an error is told once, by its exception
     datasets.disable_progress_bars()
+
+
+_MANNERS = ("json", "quiet", "verbose", "dry_run", "no_resume")
+
+
+def _key(command: str, given: dict[str, Any]) -> str:
+    """A name for what was typed, but for the manner of it: whoever types the same again goes on."""
+    from headprune.folders import key_of
+
+    return key_of(command, sorted((k, v) for k, v in given.items() if k not in _MANNERS))
 
 
 def _options(source: RunFolder | None, given: dict[str, Any]) -> Options:
@@ -636,20 +719,23 @@ def _options(source: RunFolder | None, given: dict[str, Any]) -> Options:
     data_names = {f.name for f in fields(DataOptions)}
     typed_data = {k: v for k, v in given.items() if k in data_names and v is not None}
     if given.get("max_memory") is not None:
-        given["max_memory"] = _bytes(given["max_memory"])
+        given["max_memory"] = bytes_of(given["max_memory"])
     names = {f.name for f in fields(Settings)} - {"keep"}
     settings = Settings(**{k: v for k, v in given.items() if k in names})
     names = {f.name for f in fields(Options)} - {"data", "scoring"}
     typed = {k: v for k, v in given.items() if k in names and v is not None and v is not False}
     if source is not None:
-        base = Options.from_json(source.read_run()["options"])
-        typed.pop("model", None)
-        return replace(base, **typed, data=replace(base.data, **typed_data), scoring=settings)
+        base = Options.of_run(source.read_run(), source.path / "run.json")
+        found = replace(base, **typed, data=replace(base.data, **typed_data), scoring=settings)
+        found.check()
+        return found
     if "dataset" not in typed_data:
         raise HeadPruneError(
             "No dataset was given.", "Name one with -d, for instance: -d stanfordnlp/imdb, or -d data/train.jsonl."
         )
-    return Options(**typed, data=DataOptions(**typed_data), scoring=settings)
+    found = Options(**typed, data=DataOptions(**typed_data), scoring=settings)
+    found.check()
+    return found
 
 
 def _goal(given: dict[str, Any]) -> Goal:
@@ -660,6 +746,7 @@ def _goal(given: dict[str, Any]) -> Goal:
     """
     from headprune.planning import strategy_named
     from headprune.planning.budgets import FLAGS, Budget
+    from headprune.planning.effort import effort_named
     from headprune.plans import PruningPlan
     from headprune.workflow import Goal
 
@@ -672,18 +759,23 @@ def _goal(given: dict[str, Any]) -> Goal:
         )
     if len(flags) > 1:
         raise HeadPruneError(f"{' and '.join(flags)} are different kinds of budget.", "Give one of them.")
-    if given["finetune"] is not None and not given["finetune"] > 0:
+    if given["finetune"] is not None and not 0 < given["finetune"] < float("inf"):
         raise HeadPruneError(f"--finetune {given['finetune']:g} is no number of epochs.", "Give 1, or a fraction.")
     after: dict[str, Any] = {"repair": not given["no_repair"], "finetune": given["finetune"] or 0.0}
     if given["plan"]:
-        changing = [n for n in ("strategy", "protect", "min_heads_per_layer", "method") if given[n] is not None]
+        changing = [
+            n for n in ("strategy", "effort", "protect", "min_heads_per_layer", "method") if given[n] is not None
+        ]
         if changing:
             flag = f"--{changing[0].replace('_', '-')}"
             raise HeadPruneError(f"--plan says which heads go, so {flag} has no use.", f"Leave out {flag}.")
         return Goal(plan=PruningPlan.load(given["plan"]), file=str(given["plan"]), **after)
     strategy = strategy_named(given["strategy"] or "auto").name
+    after["effort"] = effort_named(given["effort"] or "normal").name
     texts = {kind: [value] if isinstance(value, str) else value for kind, value in typed.items() if value}
     budgets = tuple(Budget.parse(kind, text) for kind, values in texts.items() for text in values)
+    for budget in budgets:
+        budget.check()
     return Goal(budgets, strategy, given["protect"] or "", given["min_heads_per_layer"] or 0, **after)
 
 
@@ -692,10 +784,12 @@ def _source(model: str | None, scores: Path | None, output: Path | None, console
     from headprune.runs import REPORTS, RunFolder, newest_scores
 
     if scores is not None:
+        if not scores.exists():
+            raise HeadPruneError(f"There is no file or folder {scores}.", "Pass a run folder, or its scores.json.")
         folder = RunFolder(scores if scores.is_dir() else scores.parent)
-        folder.read_scores()
-        if scores.is_file() and scores.name != folder.scores_path.name:
+        if not scores.is_dir() and scores.name != folder.scores_path.name:
             raise HeadPruneError(f"{scores} is not a run's scores.json.", "Pass a run folder, or its scores.json.")
+        folder.read_scores()
         return folder
     found = newest_scores(output, model)
     if found is None and model is None:
@@ -708,40 +802,20 @@ def _source(model: str | None, scores: Path | None, output: Path | None, console
     return found
 
 
-def _prune_folder(source: RunFolder | None, output: Path | None, model: str, overwrite: bool) -> RunFolder:
-    """Where `prune` writes: the scores' own run, unless that was pruned before."""
+def _prune_folder(source: RunFolder | None, output: Path | None, model: str, overwrite: bool, key: str) -> RunFolder:
+    """Where `prune` writes: the scores' own run, unless that was pruned before, or another prune was interrupted there."""
     from headprune.runs import choose_folder
 
     if source is not None and output in (None, source.path, source.path.parent):
-        if not source.pruned or overwrite:
+        free = not source.pruned or overwrite or source.done_by(key)
+        if free and (output == source.path or source.command is None or source.left_by(key)):
             return source
         if output == source.path:
             raise HeadPruneError(
                 f"{source.path} was pruned before.", "Choose another folder with -o, or add --overwrite."
             )
         output = None
-    return choose_folder(output, Path(model.rstrip("/")).name, overwrite)
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)i?b?\s*", text.lower())
-    try:
-        size = int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " ")) if match else 0
-    except ValueError:
-        size = 0
-    if size < 1:
-        raise HeadPruneError(f"--max-memory {text!r} is no amount of memory.", "Write it as 4GB or 500MB.")
-    return size
-
-
-def _numbers(flag: str, text: str) -> list[int]:
-    try:
-        numbers = [int(n) for n in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise HeadPruneError(f"{flag} {text!r} is no list of numbers.", f"Write it as {flag} 1,8,32.")
-    return numbers
+    return choose_folder(output, Path(model.rstrip("/")).name, overwrite, key)
 
 
 # -- printing ---------------------------------------------------------------------------------
@@ -755,6 +829,8 @@ def _print_scores(console: Console, scores: list[HeadScores]) -> None:
     for s in scores:
         _print_heat(console, s, {})
     for s in scores:
+        if s.caution:
+            console.result(f"{s.method}: {s.caution}.")
         if stable := s.details.get("stability"):
             console.result(
                 f"{s.method}: other examples would order the heads alike to Spearman {stable['spearman']:.2f}."
@@ -816,6 +892,16 @@ def _print_attention(console: Console, name: str, layers: list[Any]) -> None:
     console.table(table)
 
 
+def _print_pruned(console: Console, folder: RunFolder) -> None:
+    metrics = folder.read_metrics()
+    assert metrics is not None
+    _print_results(console, metrics)
+    console.result(f"\nReport: {folder.report_path}")
+    for b in metrics["budgets"]:
+        console.result(f"Model:  {folder.path / b['checkpoint']}  (headprune.load reads it)")
+    console.document({"folder": str(folder.path), **metrics})
+
+
 def _print_results(console: Console, metrics: dict[str, Any]) -> None:
     from rich.table import Table
 
@@ -839,6 +925,10 @@ def _print_results(console: Console, metrics: dict[str, Any]) -> None:
     console.table(table)
     for b in metrics["budgets"]:
         console.result(f"{b['kept']} heads: {b['change']['verdict']}.")
+        if left_out := [t["step"] for t in (b.get("repair") or {}).get("trials", ()) if not t["kept"]]:
+            console.result(
+                f"{b['kept']} heads: repair of {', '.join(left_out)} did no better on held-out examples; left out."
+            )
     _print_latency(console, metrics["latency"]["rows"])
 
 

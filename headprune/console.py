@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+
+from headprune.jsonio import dumps
 
 _PIPED_WIDTH = 140  # columns where no terminal says how many there are
 _WIDE = 16  # heads per layer up to which the heat map shows numbers
@@ -23,6 +26,7 @@ class Console:
     def __init__(self, quiet: bool = False, as_json: bool = False) -> None:
         self.quiet = quiet
         self.as_json = as_json
+        self.stdout = sys.stdout  # as it is now: while a command runs, what is printed may be sent elsewhere
         self.out = RichConsole(highlight=False)
         self.err = RichConsole(stderr=True, highlight=False)
         if not self.out.is_terminal:
@@ -46,7 +50,7 @@ class Console:
     def document(self, data: Any) -> None:
         """The result as one JSON document, if that was asked for."""
         if self.as_json:
-            sys.stdout.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+            self.stdout.write(dumps(data) + "\n")
 
     @contextmanager
     def track(self, label: str) -> Iterator[Any]:
@@ -55,17 +59,38 @@ class Console:
             self.say(f"{label} …")
             yield lambda done, total, note="": None
             return
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(),
-        )  # fmt: skip
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), Ahead())
         with Progress(*columns, console=self.err, transient=True) as bars:
             task = bars.add_task(label, total=None)
 
             def update(done: int, total: int, note: str = "") -> None:
-                bars.update(task, completed=done, total=total, description=f"{label} ({note})" if note else label)
+                bars.update(
+                    task, completed=done, total=total, description=f"{label} ({note})" if note else label,
+                    heard=time.monotonic(),
+                )  # fmt: skip
 
             yield update
+
+
+class Ahead(ProgressColumn):
+    """How much is done, and the time left by the pace so far; nothing while that is not known.
+
+    rich's own column goes by the last half minute alone, and shows ``-:--:--`` where no step ended in it.
+    """
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        """Such as ``12/38, 0:01:10 left``."""
+        if not task.total:
+            return Text("")
+        count = f"{task.completed:,.0f}/{task.total:,.0f}"
+        heard, now = task.fields.get("heard"), time.monotonic()
+        if not task.completed or heard is None or task.elapsed is None:
+            return Text(count)
+        waited = now - heard
+        left = (task.elapsed - waited) * (task.total / task.completed - 1) - waited
+        return Text(f"{count}, {timedelta(seconds=max(round(left), 0))} left")
 
 
 def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int]]], signed: bool = True) -> Table:

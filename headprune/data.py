@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headprune.convention import find, sees_ahead
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError, first_line
+from headprune.inputs import model_device
 from headprune.models import LoadedModel
+from headprune.trace import evaluating
 
 _BUILDERS = {
     ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text",
 }  # fmt: skip
 _CHOOSE_SPLITS = ("validation", "valid", "val", "dev", "eval", "validation_matched")
 _REPORT_SPLITS = ("test", *_CHOOSE_SPLITS)
+
+MAX_SEED = 2**31 - 1  # NumPy takes no more than 2**32 - 1, and some draws add to it
 
 # Usual names, most telling first; a tuple is a pair of texts.
 _TEXT: tuple[str | tuple[str, str], ...] = (
@@ -69,6 +77,47 @@ class DataOptions:
     batch_size: int = 32
     seed: int = 0
 
+    def check(self) -> None:
+        """Refuse what is surely wrong, before anything is loaded.
+
+        Raises:
+            HeadPruneError: A number out of its range, or no such file or folder, or one without anything in it.
+        """
+        least = {"limit": 2, "report_limit": 2, "max_length": 2, "batch_size": 1, "seed": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= (MAX_SEED if name == "seed" else math.inf):
+                most = f" to {MAX_SEED}" if name == "seed" else " or more"
+                raise HeadPruneError(f"--{name.replace('_', '-')} is {value}.", f"Give {low}{most}.")
+        if self.text_column is not None and self.text_column.count(",") > 1:
+            raise HeadPruneError(
+                f"--text-column {self.text_column} names more than two columns.", "Name one, or two for pairs."
+            )
+        _check_local(self.dataset)
+
+
+def _check_local(dataset: str) -> None:
+    """Refuse files that are surely no data: reading takes longer, and the libraries' errors say less."""
+    path = Path(dataset)
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+        empty = (is_file and not path.stat().st_size) or (is_folder and not any(path.iterdir()))
+    except OSError as error:
+        raise HeadPruneError(f"{dataset} cannot be read: {error.strerror}.", "Check the path.") from None
+    if not dataset.strip():
+        raise HeadPruneError(
+            "--dataset names no dataset.", "Pass a Hub id, a folder, or a .jsonl, .csv or .parquet file."
+        )
+    if empty:
+        raise HeadPruneError(f"{path} is empty.", "Pass a folder or a file with data in it.")
+    known = path.suffix.lower() in _BUILDERS
+    if is_file and not known:
+        raise HeadPruneError(
+            f"{path} is no data file that headprune reads.", f"Use {', '.join(_BUILDERS)}, a folder or a Hub id."
+        )
+    if not is_file and not is_folder and (known or path.is_absolute() or dataset.startswith((".", "~"))):
+        raise HeadPruneError(f"There is no file or folder {dataset}.", "Check the path.")
+
 
 @dataclass(frozen=True)
 class Part:
@@ -80,6 +129,7 @@ class Part:
         rows: Their row numbers in that split.
         features: One dict of plain lists or tensors per example; of images and sounds to train on, made when asked for.
         batch_size: Examples per batch.
+        inputs: A hash of every example's input, where parts were cut by it.
     """
 
     name: str
@@ -88,6 +138,7 @@ class Part:
     features: Sequence[dict[str, Any]]
     collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]]
     batch_size: int
+    inputs: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.features)
@@ -116,13 +167,20 @@ class Part:
         return self.collate([self.features[i] for i in order[middle : middle + count]])
 
     def about(self) -> dict[str, Any]:
-        return {"split": self.split, "examples": len(self), "rows_hash": _hash(self.rows)}
+        """Which examples these are: enough to see later whether they are the same."""
+        about = {"split": self.split, "examples": len(self), "rows_hash": _hash(self.rows)}
+        # Token ids are the same everywhere; pixels and sounds may differ in their last digit between machines.
+        texts = not isinstance(self.features, _OnDemand) and "input_ids" in self.features[0]
+        return about | {"content_hash": self.content_hash()} if texts else about
+
+    @cached_property
+    def _content(self) -> str:
+        made = isinstance(self.features, _OnDemand)
+        return _hash(self.features.hashes if made else [_hash(f) for f in self.features])  # type: ignore[attr-defined]
 
     def content_hash(self) -> str:
         """A hash of every example, labels included."""
-        if isinstance(self.features, _OnDemand):
-            return _hash(self.features.hashes)
-        return _hash([_hash(f) for f in self.features])
+        return self._content
 
 
 @dataclass(frozen=True)
@@ -147,37 +205,72 @@ def load_parts(options: DataOptions, loaded: LoadedModel) -> Parts:
     """
     splits = read_splits(options)
     encoder = _ENCODERS[loaded.task.name](options, loaded, _columns_of(splits))
-    cuts, notes = _cut(splits, options)
+    rows_of, notes = _cut(splits, options)
     parts = {}
     seen: set[str] = set()
     repeated = 0
-    for name, (split, rows) in cuts.items():
-        kept, features, keys = [], [], set()
+    shortened = {}
+    for name, (split, rows) in rows_of.items():
+        kept: list[int] = []
+        features: list[dict[str, Any]] = []
+        keys: list[str] = []
+        again = shortened[name] = 0
         for row in rows:
-            try:
-                example = splits[split][row]
-                feature = encoder.encode(example, row)
-            except HeadPruneError as error:
-                raise HeadPruneError(f"Row {row} of {split}: {error.args[0]}", error.hint) from None
+            feature, cut = _encoded(encoder, splits[split], split, row)
             if feature is None:
                 continue
             key = _hash(encoder.identity(feature))
             if key in seen:
-                repeated += 1  # the same input in two parts would make them depend on each other
+                again += 1  # the same input in two parts would make them depend on each other
                 continue
-            keys.add(key)
+            shortened[name] += cut
+            keys.append(key)
             kept.append(row)
             features.append(feature)
         if not features:
-            raise HeadPruneError(
-                f"No usable example is left to {name} on (split {split!r}).", "Check the dataset, --split and --limit."
-            )
-        seen |= keys
-        parts[name] = Part(name, split, kept, features, encoder.collate, options.batch_size)
+            raise _nothing_left(name, split, len(rows), again, encoder)
+        repeated += again
+        seen.update(keys)
+        parts[name] = Part(name, split, kept, features, encoder.collate, options.batch_size, tuple(keys))
     if repeated:
         notes.append(f"{repeated} examples whose input had already been used were left out of the later parts.")
+    if any(shortened.values()):
+        counts = ", ".join(f"{shortened[name]} of {len(part)} to {name}" for name, part in parts.items())
+        notes.append(f"{encoder.cut_note}: {counts}.")
     notes.extend(encoder.notes)
     return Parts(parts["score"], parts["choose"], parts["report"], encoder.columns, notes)
+
+
+def _encoded(encoder: _Encoder, data: Any, split: str, row: int) -> tuple[dict[str, Any] | None, bool]:
+    """A row's features, and whether something was cut off at the end of it."""
+    encoder.cut = False
+    try:
+        return encoder.encode(data[row], row), encoder.cut
+    except HeadPruneError as error:
+        raise HeadPruneError(f"Row {row} of {split}: {error.args[0]}", error.hint) from None
+    except Exception as error:
+        raise HeadPruneError(
+            f"Row {row} of {split} cannot be read: {type(error).__name__}: {first_line(error)}.",
+            "Check this row, --text-column, --label-column and --max-length.",
+        ) from error
+
+
+def _nothing_left(name: str, split: str, rows: int, repeated: int, encoder: _Encoder) -> HeadPruneError:
+    """Why a part has no example."""
+    if not rows:
+        return HeadPruneError(
+            f"Split {split!r} has too few rows: none is left to {name} on.", "Use more data, or a smaller --limit."
+        )
+    if repeated == rows:
+        cut = f" {encoder.cut_note}." if encoder.cut else ""
+        return HeadPruneError(
+            f"All {rows} examples to {name} on (split {split!r}) repeat an input that an earlier part has.{cut}",
+            "The parts must not share inputs: remove the duplicates, use more data, or name another split.",
+        )
+    return HeadPruneError(
+        f"None of the {rows} examples to {name} on (split {split!r}) can be used: they are empty, or hold no answer.",
+        "Check the columns that were guessed, --text-column and --label-column.",
+    )
 
 
 def load_train(
@@ -206,22 +299,20 @@ def load_train(
     rows: list[int] = []
     features: list[dict[str, Any]] = []
     hashes: list[str] = []
-    repeated = 0
-    for row in _shuffled(len(splits[split]), split, options.seed):
+    repeated = shortened = 0
+    for row in _shuffled(len(splits[split]), options.seed):
         if len(rows) == limit:
             break
         if row in taken:
             continue
-        try:
-            feature = encoder.encode(splits[split][row], row)
-        except HeadPruneError as error:
-            raise HeadPruneError(f"Row {row} of {split}: {error.args[0]}", error.hint) from None
+        feature, cut = _encoded(encoder, splits[split], split, row)
         if feature is None:
             continue
         if _hash(encoder.identity(feature)) in seen:
             repeated += 1
             continue
         rows.append(row)
+        shortened += cut
         if loaded.task.modality == "text":
             features.append(feature)
         else:
@@ -235,6 +326,8 @@ def load_train(
     notes = [f"{len(rows)} examples to train on ({split}), of which {scored} also scored the heads."]
     if repeated:
         notes.append(f"{repeated} examples whose input chooses or is reported were left out of the training part.")
+    if shortened:
+        notes.append(f"{encoder.cut_note}: {shortened} of {len(rows)} to train on.")
     made = features or _OnDemand(lambda row: encoder.encode(splits[split][row], row), rows, hashes)
     return Part("train", split, rows, made, encoder.collate, options.batch_size), notes
 
@@ -320,7 +413,7 @@ def _cut(splits: Mapping[str, Any], options: DataOptions) -> tuple[dict[str, tup
     choosing = options.choose_split or next(
         (s for s in _CHOOSE_SPLITS if s in usable and s not in (scoring, reporting)), None
     )
-    free = {name: _shuffled(len(data), name, options.seed) for name, data in usable.items()}
+    free = {name: _shuffled(len(data), options.seed) for name, data in usable.items()}
 
     def take(split: str, count: int) -> tuple[str, list[int]]:
         rows, free[split] = free[split][:count], free[split][count:]
@@ -348,14 +441,15 @@ def _cut(splits: Mapping[str, Any], options: DataOptions) -> tuple[dict[str, tup
     return cuts, notes
 
 
-def _shuffled(count: int, name: str, seed: int) -> list[int]:
+def _shuffled(count: int, seed: int) -> list[int]:
+    """The rows of a split in the order in which they are taken; of every split of one size the same."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(count, generator=generator).tolist()
 
 
 def _hidden_labels(data: Any) -> bool:
     """Whether every label is -1, as in the test splits of GLUE."""
-    return "label" in data.column_names and set(data[: min(50, len(data))]["label"]) == {-1}
+    return "label" in data.column_names and all(label == -1 for label in data[: min(50, len(data))]["label"])
 
 
 def _hash(value: Any) -> str:
@@ -379,6 +473,7 @@ class _Encoder:
         self.available = list(columns)
         self.columns: dict[str, str] = {}
         self.notes: list[str] = []
+        self.cut = False  # whether something of the last example was cut off
         self.setup()
 
     def setup(self) -> None:
@@ -413,19 +508,44 @@ class _Encoder:
             f"No column looks like the {what}: the columns are {', '.join(self.available)}.", f"Name it with {flag}."
         )
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """Tokens per example: what was asked for, or 512, as far as the model allows."""
-        limits = [self.options.max_length or 512]
+        return min(self.options.max_length or 512, self.most_tokens)
+
+    @cached_property
+    def most_tokens(self) -> int:
+        """Tokens that the model and its tokenizer take."""
+        limits = [sys.maxsize]
         tokenizer, table = (
             getattr(self.processor, "model_max_length", None),
-            getattr(self.config, "max_position_embeddings", None),
+            getattr(self.config.get_text_config(), "max_position_embeddings", None),
         )
         if isinstance(tokenizer, int):
             limits.append(tokenizer)
         if isinstance(table, int) and table > 0:
             limits.append(table - _first_position(self.model))
         return min(limits)
+
+    @property
+    def cut_note(self) -> str:
+        """Where texts are cut, and why there."""
+        why = "the most that the model takes" if self.max_length >= self.most_tokens else "--max-length says where"
+        return f"Texts of more than {self.max_length} tokens were cut there ({why})"
+
+    def shortened(self, encode: Callable[..., Any], limit: int | None = None, how: str | bool = True) -> Any:
+        """What a tokenizer gives for an example, cut at ``limit`` (`max_length`); notes whether that took anything off.
+
+        Args:
+            encode: The tokenizer with its texts, ready to be called with ``truncation`` and ``max_length``.
+            how: Its ``truncation``.
+        """
+        most = limit or self.max_length
+        coded = encode(truncation=how, max_length=most)
+        # Whole it is made only where that may matter: a long text takes as long again.
+        if len(coded["input_ids"]) >= most and len(encode(truncation=False)["input_ids"]) > len(coded["input_ids"]):
+            self.cut = True
+        return coded
 
 
 def _first_position(model: Any) -> int:
@@ -458,7 +578,7 @@ class _Text(_Encoder):
         texts = [example[name] for name in self.text]
         if any(not isinstance(t, str) for t in texts):
             raise HeadPruneError(f"column {self.text[0]!r} holds no text.", "Name another with --text-column.")
-        return dict(self.processor(*texts, truncation=True, max_length=self.max_length))
+        return dict(self.shortened(partial(self.processor, *texts)))
 
     def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
         inputs = [{k: v for k, v in f.items() if k not in _LABEL_KEYS} for f in features]
@@ -529,7 +649,7 @@ class _TokenClassification(_Text):
             raise HeadPruneError(f"{len(words)} words, but {len(tags)} labels.", "Check the two columns.")
         if not words:
             return None
-        coded = self.processor(words, is_split_into_words=True, truncation=True, max_length=self.max_length)
+        coded = self.shortened(partial(self.processor, words, is_split_into_words=True))
         labels, previous = [], None
         for word in coded.word_ids():
             # A word counts once, at its first token.
@@ -544,13 +664,40 @@ class _CausalLM(_Text):
         super().setup()
         # Padding on the left would have the first word predicted from it, and shift every position after it.
         self.processor.padding_side = "right"
+        self.shifted = self._wants_next_tokens()
+
+    def _wants_next_tokens(self) -> bool:
+        """Whether labels must be the next tokens, since the model compares logits with labels in their own place.
+
+        Raises:
+            HeadPruneError: A model that sees the tokens that it would be asked for.
+        """
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = self.config.get_text_config().vocab_size
+        # Marks of images and the like are mostly the first or the last of a vocabulary.
+        ids = torch.randint(vocabulary // 4, max(vocabulary // 2, 2), (1, 8), generator=generator)
+        ids = ids.to(model_device(self.model))
+        example = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        with torch.no_grad(), evaluating(self.model):
+            if sees_ahead(self.model, example):
+                raise HeadPruneError(
+                    f"{type(self.model).__name__}, as it is set up, sees the tokens behind each one: its perplexity on plain "
+                    "text would mean nothing.",
+                    "Use --task masked-lm, if it is a masked language model (or is_decoder in its config).",
+                )
+            convention = find(self.model, [example], [example]).convention
+        shifted = convention is not None and convention.ahead == 0
+        if shifted:
+            self.notes.append("This model's own loss does not shift labels: they are the next tokens.")
+        return shifted
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
         coded = self.tokens(example)
         if len(coded["input_ids"]) < 2:
             return None  # nothing to predict
         coded.pop("token_type_ids", None)
-        return {**coded, "labels": list(coded["input_ids"])}
+        ids = list(coded["input_ids"])
+        return {**coded, "labels": [*ids[1:], IGNORED] if self.shifted else ids}
 
 
 class _MaskedLM(_Text):
@@ -598,10 +745,10 @@ class _QuestionAnswering(_Encoder):
             return None
         start = answers["answer_start"][0]
         end = start + len(answers["text"][0])
-        coded = self.processor(
-            example[self.question], example[self.context], truncation="only_second", max_length=self.max_length,
-            return_offsets_mapping=True,
-        )  # fmt: skip
+        coded = self.shortened(
+            partial(self.processor, example[self.question], example[self.context], return_offsets_mapping=True),
+            how="only_second",
+        )
         offsets, sequence = coded.pop("offset_mapping"), coded.sequence_ids()
         inside = [
             i for i, (s, (a, b)) in enumerate(zip(sequence, offsets, strict=True)) if s == 1 and a < end and b > start
@@ -621,7 +768,7 @@ class _Seq2Seq(_Text):
         self.target = self.column("target", "--label-column", self.options.label_column, usual)
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
-        target = self.processor(text_target=str(example[self.target]), truncation=True, max_length=self.max_length)
+        target = self.shortened(partial(self.processor, text_target=str(example[self.target])))
         return {**self.tokens(example), "labels": list(target["input_ids"])}
 
     def labels(self, labels: list[Any], length: int) -> Tensor:
@@ -701,7 +848,7 @@ class _SpeechSeq2Seq(_Audio):
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
         extractor, tokenizer = self.processor.feature_extractor, self.processor.tokenizer
         coded = extractor(self.samples(example), sampling_rate=extractor.sampling_rate, return_tensors="pt")
-        target = tokenizer(str(example[self.target]), truncation=True, max_length=self.options.max_length or 448)
+        target = self.shortened(partial(tokenizer, str(example[self.target])), self.options.max_length or 448)
         labels = list(target["input_ids"])
         if labels[:1] == [self.config.decoder_start_token_id]:
             labels = labels[1:]  # the model puts it there itself when it shifts the labels

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.divergence import LABELS, Divergence, logits_of
+from headprune.divergence import Divergence, logits_of
 from headprune.errors import HeadPruneError
-from headprune.inputs import call
+from headprune.inputs import LABELS, call, tensors
 from headprune.loss import ExampleLoss
+from headprune.rows import find_rows
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,12 @@ class DistillationLoss:
         self._extra = {"output_hidden_states": True} if mixture.hidden_states else {}
 
     def prepare(self, batch: Mapping[str, Any]) -> None:
-        """Check on one batch that the models fit each other and the labels.
+        """Check on one batch that the models fit each other and the labels, and how these are compared. Comes first.
 
         Raises:
             HeadPruneError: No labels though alpha is below 1, other classes, other widths.
         """
+        self.divergence.rows = find_rows(self.student, [batch], lambda b: tensors(call(self.student, self._inputs(b))))
         if self.mixture.alpha < 1:
             if not any(name in batch for name in LABELS):
                 raise HeadPruneError("The batches to train on have no labels.", "Train with alpha 1.")
@@ -82,7 +84,7 @@ class DistillationLoss:
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
         """Losses ``[batch]`` in nats, each the mean over its tokens; differentiable in the student's weights."""
-        inputs = {k: v for k, v in batch.items() if self._keeps_labels or k not in LABELS}
+        inputs = self._inputs(batch)
         output = call(self.student, inputs, **self._extra)
         alpha, parts = self.mixture.alpha, []
         if alpha < 1:
@@ -103,6 +105,9 @@ class DistillationLoss:
             if self.mixture.hidden_states:
                 parts.append(self._hidden(taught, output, batch))
         return sum(parts[1:], start=parts[0])
+
+    def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in batch.items() if self._keeps_labels or k not in LABELS}
 
     def _hidden(self, taught: Any, output: Any, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``: relative squared difference of the hidden states, the mean over layers."""

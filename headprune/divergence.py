@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,12 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError
-from headprune.inputs import call
+from headprune.inputs import ADDED, DRAWN, KNOWN, LABELS, call
+from headprune.rows import Rows
 
-_KNOWN = "headprune_dense"  # in a batch: the dense model's logits
-_DRAWN = "headprune_drawn"  # labels drawn from them
-ADDED = (_KNOWN, _DRAWN)
-LABELS = ("labels", "start_positions", "end_positions")
 IGNORED = -100
 
 
@@ -25,55 +23,64 @@ class Divergence:
 
     Kullback-Leibler, dense from now (Hinton et al. 2015): of softmax over classes, or, for a head
     that gives several labels at once, of each label's sigmoid, summed. A head that gives real numbers is compared by
-    their squared difference. Tokens are averaged, padding left out.
+    their squared differences, summed. Tokens are averaged, padding left out.
 
     Args:
+        model: Whose answers are compared.
+        seed: For the labels that are drawn (`surrogate`).
         temperature: T, by which the logits are divided; the divergence is then multiplied by T squared, so that its
             gradient keeps its size (section 2.1 there). Squared differences have none.
+
+    Attributes:
+        rows: How examples lie in the batches; by names alone, until somebody has looked (`headprune.rows.find_rows`).
     """
 
     def __init__(self, model: nn.Module, seed: int, temperature: float = 1.0) -> None:
         self.model, self.seed, self.temperature = model, seed, temperature
-        config = getattr(model, "config", None)
-        self._several = getattr(config, "problem_type", None) == "multi_label_classification"
+        self.rows = Rows()
+        self._several, self._regresses = gives_several(model), regresses(model)
         self.about = "divergence (KL) from the dense model's answers"
 
     def taught(self, batch: Mapping[str, Any], start: int) -> dict[str, Any]:
         """A batch with the dense model's answers, ``start`` being the number of its first example."""
         with torch.no_grad():
             known = self._logits(batch)
-        if known.shape[-1] == 1 and not self._several:
+        made = {**batch, KNOWN: known}
+        if self._are_numbers(known):
             self.about = "squared difference from the dense model's answers"
-        made = {**batch, _KNOWN: known}
-        if self._several or known.shape[-1] == 1:
+            return made
+        if self._several:
             return made
         # The same draws for an example in whatever batch, with whatever padding.
         chances = known.double().softmax(-1).cumsum(-1).cpu()
-        counted = _counted(made, chances[..., 0], self._labels_pad)
+        counted = self._counted(made, chances[..., 0])
         drawn = torch.zeros(chances.shape[:-1], dtype=torch.long)
         for i, (rows, real) in enumerate(zip(chances, counted, strict=True)):
             numbers = np.random.default_rng((self.seed, start + i)).random(int(real.sum()))
             uniform = torch.from_numpy(numbers)[:, None]
             drawn[i][real] = (rows[real].reshape(-1, rows.shape[-1]) < uniform).sum(-1).clamp(max=rows.shape[-1] - 1)
-        return {**made, _DRAWN: drawn.to(known.device)}
+        return {**made, DRAWN: drawn.to(known.device)}
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``; differentiable under grad mode."""
-        return self.between(batch[_KNOWN], self._logits(batch), batch)
+        return self.between(batch[KNOWN], self._logits(batch), batch)
 
     def between(self, known: Tensor, now: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``, from the dense model's logits (`logits_of`) and this model's."""
-        squared = 1.0
-        if self._several or known.shape[-1] > 1:
+        squared, numbers = 1.0, self._are_numbers(known)
+        if not numbers:
             known, now, squared = known / self.temperature, now / self.temperature, self.temperature**2
         if self._several:
             chance = known.sigmoid()
             each = F.binary_cross_entropy_with_logits(now, chance, reduction="none")
             each = (each - F.binary_cross_entropy_with_logits(known, chance, reduction="none")).sum(-1)
-        elif known.shape[-1] == 1:
+        elif numbers:
             each = ((now - known) ** 2).sum(-1)
         else:
-            each = F.kl_div(now.log_softmax(-1), known.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+            now, known = now.log_softmax(-1), known.log_softmax(-1)
+            ruled = known == -math.inf  # what the dense model rules out weighs nothing
+            now, known = now.masked_fill(ruled, 0.0), known.masked_fill(ruled, 0.0)
+            each = F.kl_div(now, known, reduction="none", log_target=True).masked_fill(ruled, 0.0).sum(-1)
         return squared * self.mean(each, batch)
 
     def surrogate(self, batch: Mapping[str, Any]) -> Tensor:
@@ -82,13 +89,16 @@ class Divergence:
         The divergence has no gradient at the dense model, but the mean square of these gradients is its curvature there
         (the Fisher information).
         """
-        if _DRAWN not in batch:
+        if DRAWN not in batch:
             raise HeadPruneError(
                 "Without labels this model's answers are compared as numbers, and that has no gradient at the dense model.",
                 "Score by ablation, shapley or integrated-gradients.",
             )
         logits = self._logits(batch)
-        return self.mean(F.nll_loss(logits.log_softmax(-1).movedim(-1, 1), batch[_DRAWN], reduction="none"), batch)
+        return self.mean(F.nll_loss(logits.log_softmax(-1).movedim(-1, 1), batch[DRAWN], reduction="none"), batch)
+
+    def _are_numbers(self, logits: Tensor) -> bool:
+        return self._regresses or (logits.shape[-1] == 1 and not self._several)
 
     @property
     def _labels_pad(self) -> bool:
@@ -98,8 +108,17 @@ class Divergence:
         """``[batch]``: the mean of ``[batch, tokens]`` over each example's real tokens."""
         if each.ndim == 1:
             return each
-        counted = _counted(batch, each, self._labels_pad).to(each.device).flatten(1)
+        counted = self._counted(batch, each).to(each.device).flatten(1)
         return (each.flatten(1) * counted).sum(1) / counted.sum(1).clamp(min=1)
+
+    def _counted(self, batch: Mapping[str, Any], values: Tensor) -> Tensor:
+        """Which of ``[batch, tokens]`` (or ``[batch]``) are real."""
+        found = self.rows.table(batch, "decoder_attention_mask" if self._labels_pad else "attention_mask")
+        masks = [] if found is None else [found != 0]
+        if self._labels_pad and isinstance(batch.get("labels"), Tensor):
+            masks.append(batch["labels"] != IGNORED)
+        fitting = next((m for m in masks if m.shape == values.shape), None)
+        return torch.ones(values.shape, dtype=torch.bool) if fitting is None else fitting.cpu()
 
     def _logits(self, batch: Mapping[str, Any]) -> Tensor:
         """``[batch, (tokens,) classes]``, in float32 or wider."""
@@ -107,6 +126,16 @@ class Divergence:
             raise HeadPruneError("Batches without labels must be dicts.", "Give dicts that the model accepts.")
         hidden = (*ADDED, *(() if self._labels_pad else LABELS))
         return logits_of(call(self.model, {k: v for k, v in batch.items() if k not in hidden}), batch)
+
+
+def gives_several(model: nn.Module) -> bool:
+    """Whether a model's head gives several labels at once."""
+    return getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
+
+
+def regresses(model: nn.Module) -> bool:
+    """Whether a model's head gives real numbers, one or several, by its config."""
+    return getattr(getattr(model, "config", None), "problem_type", None) == "regression"
 
 
 def logits_of(output: Any, batch: Mapping[str, Any]) -> Tensor:
@@ -127,13 +156,3 @@ def logits_of(output: Any, batch: Mapping[str, Any]) -> Tensor:
     if logits.ndim > 3:  # images: [batch, classes, height, width]
         logits = logits.movedim(1, -1).flatten(1, -2)
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _counted(batch: Mapping[str, Any], values: Tensor, labels_pad: bool) -> Tensor:
-    """Which of ``[batch, tokens]`` (or ``[batch]``) are real."""
-    names = ("decoder_attention_mask",) if labels_pad else ("attention_mask",)
-    masks = [batch[n] != 0 for n in names if isinstance(batch.get(n), Tensor)]
-    if labels_pad and isinstance(batch.get("labels"), Tensor):
-        masks.append(batch["labels"] != IGNORED)
-    fitting = next((m for m in masks if m.shape == values.shape), None)
-    return torch.ones(values.shape, dtype=torch.bool) if fitting is None else fitting.cpu()

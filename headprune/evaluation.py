@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError
 from headprune.inputs import model_device, move
-from headprune.loss import ExampleLoss
-from headprune.modules import exact_attention
+from headprune.loss import ExampleLoss, LossFn
+from headprune.modules import exact_attention, uncompiled
 from headprune.scoring.base import Progress
 from headprune.trace import evaluating
+from headprune.uncertainty import carried_by, p_value, quantile, spread, wilson
 
-RESAMPLES = 4000
+METRICS = ("accuracy", "perplexity", "loss")
+_MOST = 700.0  # exp of more is no number
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,10 @@ class Measurement:
 
     Attributes:
         metrics: ``accuracy`` and ``f1`` (macro over the classes that occur), or ``perplexity`` and
-            ``accuracy`` over tokens; always ``loss`` (nats per labelled token).
+            ``accuracy`` over tokens; always ``loss`` (nats per labelled token; for numbers their mean squared error).
         loss: ``[examples]``, nats, each the mean over its tokens.
         correct: ``[examples]``, labelled tokens predicted right.
-        tokens: ``[examples]``, labelled tokens.
+        tokens: ``[examples]``, labelled tokens; 1 where the loss is a given function.
     """
 
     metrics: dict[str, float]
@@ -42,20 +44,33 @@ class Measurement:
         return len(self.loss)
 
     def per_example(self, metric: str) -> np.ndarray:
-        """Numerator of the metric for each example; the metric is a function of its sum over ``tokens``' sum."""
-        return self.correct if metric == "accuracy" else self.loss * self.tokens
+        """Numerator of the metric for each example; the metric is a function of its sum over ``tokens``' sum.
+
+        Raises:
+            HeadPruneError: It is no such metric, or not known of this model.
+        """
+        if metric not in METRICS:
+            raise HeadPruneError(f"There is no interval of {metric!r}.", f"Choose from {', '.join(METRICS)}.")
+        found = self.correct if metric == "accuracy" else self.loss * self.tokens
+        if not np.isfinite(found).all():
+            raise HeadPruneError(f"The {metric} of this model is not known.", "Its logits could not be read.")
+        return found
 
 
 @dataclass(frozen=True)
 class Change:
     """How a metric changed from the dense to the pruned model, on the same examples.
 
+    Interval, p and verdict come from one test, so they never contradict one another (`headprune.uncertainty`).
+
     Attributes:
-        metric: ``"accuracy"`` (the change is a difference) or ``"perplexity"`` (the change is a ratio minus 1).
-        value: The change; negative accuracy and positive perplexity are worse.
-        low, high: 95 % interval, paired bootstrap over examples (percentile, 4,000 resamples).
-        p_value: Exact McNemar test for one label per example, else NaN.
+        metric: ``"accuracy"`` or ``"loss"`` (the change is a difference) or ``"perplexity"`` (the change is a ratio minus 1).
+        value: The change; negative accuracy, positive loss and positive perplexity are worse.
+        low, high: 95 % interval, paired by example.
+        p_value: Two-sided, that nothing changed; below .05 if and only if the interval leaves 0 out.
         verdict: ``"worse"``, ``"better"`` or ``"no measurable change"`` (the interval holds 0).
+        examples: How many were compared.
+        carried_by: How many of them the change rests on (`headprune.uncertainty.carried_by`).
     """
 
     metric: str
@@ -65,14 +80,28 @@ class Change:
     p_value: float
     verdict: str
     examples: int = 0
-    details: dict[str, Any] = field(default_factory=dict)
+    carried_by: float = 0.0
 
 
-def evaluate(model: nn.Module, batches: Iterable[Any], progress: Progress | None = None, total: int = 0) -> Measurement:
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    progress: Progress | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+) -> Measurement:
     """Run a model over labelled batches.
 
+    Which label a token's logits are compared with is found by measuring, against the model's own loss (`headprune.convention`).
+    Where that is no loss that can be made from its logits, it is asked for one example at a time, and there is no accuracy.
+
+    Args:
+        loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``; nothing else is then measured. Batches may
+            be pairs ``(inputs, labels)``.
+
     Raises:
-        HeadPruneError: No examples, or a loss that is not finite.
+        HeadPruneError: No examples, no labels, a loss that is not finite; a model without a loss of its own, where nothing
+            else tells which labels its logits are compared with.
     """
     device = model_device(model)
     kept = [move(batch, device) for batch in batches]
@@ -81,9 +110,10 @@ def evaluate(model: nn.Module, batches: Iterable[Any], progress: Progress | None
     loss, tokens, correct = [], [], []
     guesses: list[Tensor] = []
     truths: list[Tensor] = []
-    losses = ExampleLoss(model)
+    losses = ExampleLoss(model, loss_fn)
     with evaluating(model), torch.inference_mode(), exact_attention(model):
-        prepared = losses.prepare(kept)
+        with uncompiled():  # single examples would each be compiled for
+            prepared = losses.prepare(kept)
         for i, batch in enumerate(prepared):
             outcome = losses.outcome(batch)
             loss.append(outcome.loss.cpu().double())
@@ -101,76 +131,117 @@ def evaluate(model: nn.Module, batches: Iterable[Any], progress: Progress | None
         )
     correct = [(p == t).sum().item() for p, t in zip(guesses, truths, strict=True)] or [float("nan")] * len(all_loss)
     measured = Measurement({}, all_loss, np.asarray(correct, dtype=np.float64), all_tokens)
-    measured.metrics.update(_metrics(measured, guesses, truths))
+    measured.metrics.update(_metrics(measured, guesses, truths, numbers=loss_fn is not None or _numbers(kept)))
     return measured
 
 
 def value_of(metric: str, numerator: float, tokens: float) -> float:
     """A metric from its sums: accuracy = correct / tokens, perplexity = exp(loss / tokens)."""
     mean = numerator / max(tokens, 1)
-    return math.exp(min(mean, 700.0)) if metric == "perplexity" else mean
+    return math.exp(min(mean, _MOST)) if metric == "perplexity" else mean
 
 
-def interval(measured: Measurement, metric: str, seed: int = 0) -> tuple[float, float]:
-    """95 % bootstrap interval of a metric over examples."""
-    sums, tokens = _resampled([measured.per_example(metric)], measured.tokens, seed)
-    values = [value_of(metric, s, t) for s, t in zip(sums[0], tokens, strict=True)]
-    return float(np.percentile(values, 2.5)), float(np.percentile(values, 97.5))
+def interval(measured: Measurement, metric: str) -> tuple[float, float]:
+    """95 % interval of a metric over examples.
 
-
-def compare(dense: Measurement, pruned: Measurement, metric: str, seed: int = 0) -> Change:
-    """The paired change of a metric, with its interval and verdict.
+    Of accuracy it is Wilson's, which has a width at 1.000 too; where an example has several labels, with the number of labels
+    that would be as sure if each were an example of its own (Korn and Graubard 1998, Survey Methodology 24:193).
 
     Raises:
+        HeadPruneError: It is no such metric, or not known of this model.
+    """
+    parts = _Parts.of(measured.per_example(metric), measured.tokens)
+    if metric == "accuracy":
+        share, own = parts.mean, float((parts.residuals**2).sum())
+        # Nothing varies: all labels of an example may belong together.
+        size = share * (1 - share) * parts.tokens**2 / own if own > 0 else float(parts.examples)
+        return wilson(share, max(size, 1.0))
+    half = parts.half_width(abs(parts.mean * parts.tokens) if parts.examples == 1 else 0.0)
+    low, high = parts.mean - half, parts.mean + half
+    low = max(low, 0.0) if (measured.loss >= 0).all() else low
+    return value_of(metric, low, 1), value_of(metric, high, 1)
+
+
+def compare(dense: Measurement, pruned: Measurement, metric: str) -> Change:
+    """The paired change of a metric, with its interval and verdict.
+
+    The change of accuracy or loss per label is ``D = sum_i d_i / sum_i t_i`` over examples i with ``t_i`` labels; its error is
+    that of a ratio (Cochran 1977, section 6.4, from ``d_i - D t_i``), widened as `headprune.uncertainty` says. An accuracy that no
+    example changed still may change: one label of one example more, each way, is what is counted then.
+
+    Raises:
+        HeadPruneError: It is no such metric, or not known of these models; they were measured on different labels.
         ValueError: The two were not measured on the same number of examples.
     """
     if len(dense) != len(pruned):
         raise ValueError(f"{len(dense)} and {len(pruned)} examples cannot be paired")
-    before, after = dense.per_example(metric), pruned.per_example(metric)
-
-    def change(b: float, a: float, tokens: float) -> float:
-        was, now = value_of(metric, b, tokens), value_of(metric, a, tokens)
-        return now / was - 1 if metric == "perplexity" else now - was
-
-    value = change(before.sum(), after.sum(), dense.tokens.sum())
-    sums, tokens = _resampled([before, after], dense.tokens, seed)
-    changes = [change(b, a, t) for b, a, t in zip(*sums, tokens, strict=True)]
-    low, high = float(np.percentile(changes, 2.5)), float(np.percentile(changes, 97.5))
+    if not np.array_equal(dense.tokens, pruned.tokens):
+        raise HeadPruneError("The two models were measured on different labels.", "Measure both on the same examples.")
+    differences = pruned.per_example(metric) - dense.per_example(metric)
+    parts = _Parts.of(differences, dense.tokens)
+    least = 1.0 if metric == "accuracy" else abs(parts.mean * parts.tokens) if parts.examples == 1 else 0.0
+    half = parts.half_width(least)
+    value, low, high = parts.mean, parts.mean - half, parts.mean + half
+    if metric == "perplexity":
+        value, low, high = (math.expm1(min(v, _MOST)) for v in (value, low, high))
+    elif metric == "accuracy":
+        low, high = max(low, -1.0), min(high, 1.0)
+    p = p_value(parts.mean, half / quantile(parts.examples), parts.examples)
     verdict = "no measurable change"
     if high < 0 or low > 0:
-        verdict = "worse" if (value > 0) == (metric == "perplexity") else "better"
-    p_value = float("nan")
-    if metric == "accuracy" and (dense.tokens == 1).all():
-        p_value = mcnemar(int(((before == 1) & (after == 0)).sum()), int(((before == 0) & (after == 1)).sum()))
-    return Change(metric, value, low, high, p_value, verdict, len(dense))
+        verdict = "better" if (value > 0) == (metric == "accuracy") else "worse"
+    return Change(metric, value, low, high, p, verdict, len(dense), float(carried_by(differences)))
 
 
-def mcnemar(lost: int, gained: int) -> float:
-    """Exact two-sided McNemar test: ``lost`` examples became wrong, ``gained`` became right."""
-    from scipy.stats import binomtest
+@dataclass(frozen=True)
+class _Parts:
+    """A mean per label over examples.
 
-    return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
+    Attributes:
+        mean: ``sum_i x_i / sum_i t_i``.
+        residuals: ``x_i - mean t_i`` of every example with labels.
+        tokens: All labels.
+    """
+
+    mean: float
+    residuals: np.ndarray
+    tokens: float
+
+    @classmethod
+    def of(cls, numerators: np.ndarray, tokens: np.ndarray) -> _Parts:
+        has = tokens > 0
+        total = float(max(tokens.sum(), 1))
+        mean = float(numerators[has].sum()) / total
+        return cls(mean, numerators[has] - mean * tokens[has], total)
+
+    @property
+    def examples(self) -> int:
+        return len(self.residuals)
+
+    def half_width(self, least: float) -> float:
+        """Of the 95 % interval of the mean; ``least`` as `headprune.uncertainty.spread` has it."""
+        if not self.examples:
+            return 0.0
+        return quantile(self.examples) * float(spread(self.residuals, least)) / self.tokens
 
 
-def _resampled(parts: Sequence[np.ndarray], tokens: np.ndarray, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Bootstrap sums of every part, and of the tokens, with the same draws for all: ``[resamples]`` each."""
-    rng = np.random.default_rng(seed)
-    counts = rng.multinomial(len(tokens), np.full(len(tokens), 1 / len(tokens)), size=RESAMPLES)
-    return [counts @ part for part in parts], counts @ tokens
+def _numbers(batches: Sequence[Any]) -> bool:
+    """Whether labels are real numbers, of which there is no perplexity."""
+    labels = batches[0].get("labels")
+    return isinstance(labels, Tensor) and labels.is_floating_point()
 
 
-def _metrics(measured: Measurement, guesses: list[Tensor], truths: list[Tensor]) -> dict[str, float]:
+def _metrics(measured: Measurement, guesses: list[Tensor], truths: list[Tensor], *, numbers: bool) -> dict[str, float]:
     tokens = float(measured.tokens.sum())
     found = {"loss": float((measured.loss * measured.tokens).sum() / max(tokens, 1))}
-    if not guesses:
-        return {**found, "perplexity": value_of("perplexity", found["loss"], 1)}
-    if truths[0].is_floating_point() and len(truths[0]) == 1:
-        return found  # regression: the loss is the squared error
-    found["accuracy"] = float(measured.correct.sum() / max(tokens, 1))
-    truth, guess = torch.cat(truths).numpy(), torch.cat(guesses).numpy()
-    if len(np.unique(truth)) <= 100:
-        from sklearn.metrics import f1_score
+    if guesses:
+        found["accuracy"] = float(measured.correct.sum() / max(tokens, 1))
+        truth, guess = torch.cat(truths).numpy(), torch.cat(guesses).numpy()
+        if len(np.unique(truth)) <= 100:
+            from sklearn.metrics import f1_score
 
-        found["f1"] = float(f1_score(truth, guess, labels=np.unique(truth), average="macro", zero_division=0))
+            found["f1"] = float(f1_score(truth, guess, labels=np.unique(truth), average="macro", zero_division=0))
+    elif numbers:
+        return found
     found["perplexity"] = value_of("perplexity", found["loss"], 1)
     return found

@@ -17,18 +17,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from headprune import __version__
 from headprune.data import Part
 from headprune.distillation import DistillationLoss, Mixture
 from headprune.errors import HeadPruneError
 from headprune.evaluation import evaluate
+from headprune.fingerprint import versions
 from headprune.inputs import model_device, move
-from headprune.loss import batch_size
+from headprune.rows import apparent_size
 from headprune.scoring.base import Progress
 from headprune.scoring.resume import digest
 from headprune.trace import evaluating
@@ -155,7 +154,7 @@ def finetune(
         if work is not None:
             # The folder's place counts too: Trainer notes where its best checkpoint lies.
             facts = [
-                _VERSIONS,
+                versions(),
                 device.type,
                 str(work.resolve()),
                 asdict(options),
@@ -186,9 +185,6 @@ def finetune(
         return Finetuned(model.to(device).eval(), order.examples, steps, len(order), history, best, resumed, seconds)
 
 
-_VERSIONS = [__version__, torch.__version__, transformers.__version__]
-
-
 def _content(data: Data) -> list[Any]:
     return [data.content_hash(), data.batch_size] if isinstance(data, Part) else list(data)
 
@@ -210,7 +206,7 @@ class _Order(Dataset[Any]):
 
     def __init__(self, train: Data, options: FinetuneOptions) -> None:
         self.train, self.seed = train, options.seed
-        self.examples = len(train) if isinstance(train, Part) else sum(map(batch_size, train))
+        self.examples = len(train) if isinstance(train, Part) else sum(map(apparent_size, train))
         if not len(train):
             raise HeadPruneError("There are no examples to train on.", "Check the data.")
         self.per_epoch = math.ceil(len(train) / train.batch_size) if isinstance(train, Part) else len(train)

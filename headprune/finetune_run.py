@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import datetime
 import re
-import shutil
 import time
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,16 @@ from headprune.data import DataOptions, Parts, load_parts, load_train
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate, interval
 from headprune.finetune import Finetuned, FinetuneOptions, finetune
-from headprune.fingerprint import fingerprint
-from headprune.jsonio import write_json, write_text
-from headprune.models import LoadedModel, load_model
+from headprune.fingerprint import fingerprint, versions
+from headprune.folders import Folder, claimed, key_of
+from headprune.jsonio import dumps, read_json, write_json, write_text
+from headprune.models import LoadedModel, load_model, numbers_given
 from headprune.report.finetuned import render
-from headprune.runs import RunFolder
+from headprune.runs import RunFolder, check_free
+from headprune.scoring.resume import digest
 from headprune.workflow import Console, Options
+from headprune.workflow.checks import changed_options, same_parts, seen_before
+from headprune.workflow.stages import Stages
 
 DOCUMENT = "finetune.json"
 REPORT = "finetune.md"
@@ -63,65 +67,75 @@ def finetune_run(asked: FinetuneRun, console: Console) -> tuple[Path, dict[str, 
     Raises:
         HeadPruneError: No such folder, no dense model, data that is cut otherwise than when pruning.
     """
-    started = time.monotonic()
     source = _checkpoint(asked.pruned)
     output = asked.output or source.with_name(f"{source.name}-finetuned")
-    _check_free(output, asked.overwrite)
-    work = output.with_name(f".{output.name}.unfinished")
-    if not asked.resume:
-        shutil.rmtree(work, ignore_errors=True)
+    key = key_of("finetune", replace(asked, resume=True))
+
+    def choose() -> Folder:
+        folder = Folder(output)
+        check_free(folder, asked.overwrite or folder.done_by(key))
+        if not folder.empty and not (output / DOCUMENT).is_file():
+            raise HeadPruneError(f"{output} holds something that finetune did not write.", "Choose another with -o.")
+        return folder
+
+    with claimed(choose, key, runs.command_line(), resume=asked.resume, say=console.say) as folder:
+        if not folder.done_by(key):  # else it was killed just after
+            _run(asked, source, folder, console)
+        document = read_json(output / DOCUMENT, "finetune")
+        return output, {k: v for k, v in document.items() if k not in ("headprune", "schema")}
+
+
+def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> None:
+    started = time.monotonic()
     run = _run_of(source)
     data = _data_options(asked, run)
+    data.check()
     pruned, dense = _load(asked, source, run)
     metric = pruned.task.metric
-    if getattr(pruned.config, "num_labels", 2) == 1 and metric == "accuracy":
+    if (numbers := numbers_given(pruned)) is not None:
         raise HeadPruneError(
-            f"{source} has a regression head (one label), which the command line does not measure yet.",
+            f"{source} has a regression head ({numbers}), which the command line does not measure yet.",
             "Use the Python API: headprune.finetune.finetune.",
         )
     parts = load_parts(data, pruned)
-    _check_cut(parts, data, run)
+    parts.notes.extend((*pruned.notes, *_check_cut(parts, data, run, pruned)))
     train, notes = load_train(data, pruned, parts, asked.train_limit)
     console.say(f"{type(pruned.model).__name__} for {pruned.task.name} on {next(pruned.model.parameters()).device}")
     for note in (*parts.notes, *notes):
         console.say(note)
+    document: dict[str, Any] = {
+        "command": runs.command_line(),
+        "when": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "environment": runs.environment(str(next(pruned.model.parameters()).device)),
+        "pruned": str(source),
+        "teacher": dense.source,
+        "task": pruned.task.name,
+        "metric": metric,
+        "options": {**asdict(asked.training), "dtype": asked.dtype, "train_limit": asked.train_limit},
+        "data": asdict(data),
+        "parts": {**parts.about(), "train": train.about()},
+        "notes": [*parts.notes, *notes],
+    }
+    dumps(document)  # better known before the long work if it cannot be written
     with console.track("fine-tuning") as progress:
         tuned = finetune(
-            pruned.model, dense.model, train, parts.choose, asked.training, metric=metric, work=work,
-            progress=progress, say=console.say,
+            pruned.model, dense.model, train, parts.choose, asked.training, metric=metric,
+            work=folder.unfinished / "training", progress=progress, say=console.say,
         )  # fmt: skip
-
-    staging = work / "staging"
-    shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed while it wrote
-    try:
-        about = {"task": pruned.task.name, "from": dense.source, "finetuned": {"from": str(source)}}
-        checkpoint.save(tuned.model, staging, processor=pruned.processor, about=about)
-        measured = _measure(
-            {"dense": dense.model, "pruned": pruned.model, "finetuned": _reloaded(staging, tuned)}, parts, console
-        )
-        document = {
-            "command": runs.command_line(),
-            "when": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            "seconds": round(time.monotonic() - started, 1),
-            "environment": runs.environment(str(next(pruned.model.parameters()).device)),
-            "pruned": str(source),
-            "teacher": dense.source,
-            "task": pruned.task.name,
-            "metric": metric,
-            "options": {**asdict(asked.training), "dtype": asked.dtype, "train_limit": asked.train_limit},
-            "data": asdict(data),
-            "parts": {**parts.about(), "train": train.about()},
-            "notes": [*parts.notes, *notes],
-            "training": tuned.to_json(),
-            **_figures(measured, metric, asked.training.seed),
-        }
-        write_json(staging / DOCUMENT, "finetune", document)
-        write_text(staging / REPORT, render(output.name, document))
-        checkpoint.swap_in(staging, output)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    shutil.rmtree(work, ignore_errors=True)
-    return output, document
+    content = folder.unfinished / "content"
+    about = {"task": pruned.task.name, "from": dense.source, "finetuned": {"from": str(source)}}
+    checkpoint.save(tuned.model, content, processor=pruned.processor, overwrite=True, about=about)
+    models = {"dense": dense.model, "pruned": pruned.model, "finetuned": _reloaded(content, tuned)}
+    facts = digest(versions(), *parts.report.batches(), *models.values())
+    measured = _measure(models, parts, Stages(folder.unfinished / f"measured-{facts}"), console)
+    document |= {
+        "seconds": round(time.monotonic() - started, 1),
+        "training": tuned.to_json(),
+        **_figures(measured, metric),
+    }
+    write_json(content / DOCUMENT, "finetune", document)
+    write_text(content / REPORT, render(folder.path.name, document))
+    folder.publish(content, ["*"])
 
 
 def _checkpoint(path: Path) -> Path:
@@ -140,18 +154,6 @@ def _checkpoint(path: Path) -> Path:
     return found[0]
 
 
-def _check_free(output: Path, overwrite: bool) -> None:
-    if output.exists() and not output.is_dir():
-        raise HeadPruneError(f"{output} is a file.", "Choose a folder with -o.")
-    if output.is_dir() and any(output.iterdir()):
-        if not overwrite:
-            raise HeadPruneError(
-                f"The folder {output} exists and is not empty.", "Choose another with -o, or add --overwrite."
-            )
-        if not (output / DOCUMENT).is_file():
-            raise HeadPruneError(f"{output} holds something that finetune did not write.", "Choose another with -o.")
-
-
 def _run_of(source: Path) -> dict[str, Any] | None:
     """The run that a checkpoint lies in, if it does."""
     folder = RunFolder(source.resolve().parent)
@@ -161,7 +163,7 @@ def _run_of(source: Path) -> dict[str, Any] | None:
 def _data_options(asked: FinetuneRun, run: dict[str, Any] | None) -> DataOptions:
     given = {k: v for k, v in asked.data.items() if v is not None}
     if run is not None:
-        return replace(Options.from_json(run["options"]).data, **given)
+        return replace(Options.of_run(run, "The run.json beside it").data, **given)
     if "dataset" not in given:
         raise HeadPruneError(
             f"{asked.pruned} lies in no run folder that says its data.", "Name the dataset with -d, as when pruning."
@@ -172,13 +174,13 @@ def _data_options(asked: FinetuneRun, run: dict[str, Any] | None) -> DataOptions
 def _load(asked: FinetuneRun, source: Path, run: dict[str, Any] | None) -> tuple[LoadedModel, LoadedModel]:
     """The pruned model and the dense one."""
     about = checkpoint.about(source)
-    options = Options.from_json(run["options"]) if run is not None else Options("", DataOptions(""))
+    options = Options.of_run(run, "The run.json beside it") if run is not None else Options("", DataOptions(""))
     teacher = asked.teacher or about.get("from")
-    if teacher is None:
+    if not isinstance(teacher, str):
         raise HeadPruneError(f"{source} does not say which model it was made from.", "Name it with --teacher.")
     common: dict[str, Any] = {
         "task": asked.task or about.get("task"), "device": asked.device or options.device, "dtype": asked.dtype,
-        "trust_remote_code": asked.trust_remote_code or options.trust_remote_code,
+        "trust_remote_code": asked.trust_remote_code,  # never what a folder says
     }  # fmt: skip
     pruned = load_model(str(source), **common)
     try:
@@ -188,21 +190,73 @@ def _load(asked: FinetuneRun, source: Path, run: dict[str, Any] | None) -> tuple
         if asked.teacher is not None:
             raise
         raise HeadPruneError(
-            f"The dense model that {source} names is not to be had: {error.args[0]}", "Name it with --teacher."
+            f"The dense model that {source} names is not to be had: {error.args[0]}",
+            f"{error.hint} Or name it with --teacher.".strip(),
         ) from error
     return pruned, dense
 
 
-def _check_cut(parts: Parts, data: DataOptions, run: dict[str, Any] | None) -> None:
-    """What scored and chose the heads must not be reported here."""
-    if run is None or run["parts"] == parts.about():
-        return
-    before = Options.from_json(run["options"]).data
-    if data.dataset == before.dataset and data.subset == before.subset:
+def _check_cut(parts: Parts, data: DataOptions, run: dict[str, Any] | None, pruned: LoadedModel) -> list[str]:
+    """What scored and chose the heads must not be reported here; a note where that cannot be known.
+
+    Raises:
+        HeadPruneError: Some of it would be, or the data is not what it was.
+    """
+    _check_trained(parts, data, run, Path(pruned.source))
+    if run is None or same_parts(run, parts):
+        return []
+    before = Options.of_run(run, "The run.json beside it").data
+    changed = changed_options(before, data)
+    same_data = (before.dataset, before.subset) == (data.dataset, data.subset)
+    try:
+        then = load_parts(before, pruned)
+    except HeadPruneError as error:
+        if same_data:
+            raise
+        then, why = None, error.args[0]
+    if then is None or not same_parts(run, then):
+        if same_data:
+            raise HeadPruneError(
+                f"{data.dataset} is not what it was when the model was pruned, so examples that chose its heads could be "
+                "reported.",
+                "Bring back the data as it was, or name other data with -d.",
+            )
+        why = f"{before.dataset} is not what it was" if then else why
+        return [f"Whether reported examples scored or chose the heads is not known: {why.rstrip('.')}."]
+    if again := seen_before(parts, then, same_data):
+        flags = " and ".join(changed) or "these options"
         raise HeadPruneError(
-            "The data is not cut as it was when the model was pruned, so examples that chose its heads could be reported.",
-            "Use the same data options and seed.",
+            f"With {flags}, {again:,} of the {len(parts.report):,} examples to report scored or chose the heads when the "
+            "model was pruned.",
+            f"Leave out {flags}, or name other data with -d.",
         )
+    return []
+
+
+def _check_trained(parts: Parts, data: DataOptions, run: dict[str, Any] | None, source: Path) -> None:
+    """Of a model that was fine-tuned before, only what was reported then is surely unseen: it must be cut alike.
+
+    Raises:
+        HeadPruneError: It is cut otherwise.
+    """
+    then: dict[str, Any] | None = None
+    if (source / DOCUMENT).is_file():
+        then = read_json(source / DOCUMENT, "finetune")
+    elif run is not None and (metrics := RunFolder(source.resolve().parent).read_metrics()) is not None:
+        own = [b for b in metrics["budgets"] if b["checkpoint"] == source.name and b.get("finetune")]
+        then = {"parts": run["parts"], "data": run["options"]["data"]} if own else None
+    if (
+        then is None
+        or same_parts(then, parts)
+        or (then["data"]["dataset"], then["data"]["subset"]) != (data.dataset, data.subset)
+    ):
+        return
+    flags = " and ".join(changed_options(DataOptions(**then["data"]), data)) or "these options"
+    raise HeadPruneError(
+        f"{source} was fine-tuned before; with {flags} the data is cut otherwise than it was then, and what it was trained "
+        "on could be reported.",
+        f"Leave out {flags}, or give what was given then.",
+    )
 
 
 def _reloaded(path: Path, tuned: Finetuned) -> nn.Module:
@@ -214,15 +268,15 @@ def _reloaded(path: Path, tuned: Finetuned) -> nn.Module:
     return model
 
 
-def _measure(models: dict[str, nn.Module], parts: Parts, console: Console) -> dict[str, Measurement]:
+def _measure(models: dict[str, nn.Module], parts: Parts, stages: Stages, console: Console) -> dict[str, Measurement]:
     found = {}
     for name, model in models.items():
         with console.track(f"measuring the {name} model") as progress:
-            found[name] = evaluate(model, parts.report.batches(), progress)
+            found[name] = stages.measurement(name, partial(evaluate, model, parts.report.batches(), progress))
     return found
 
 
-def _figures(measured: dict[str, Measurement], metric: str, seed: int) -> dict[str, Any]:
+def _figures(measured: dict[str, Measurement], metric: str) -> dict[str, Any]:
     """Metrics of the three models, and the paired changes between them."""
     models = {}
     for name, m in measured.items():
@@ -231,6 +285,5 @@ def _figures(measured: dict[str, Measurement], metric: str, seed: int) -> dict[s
     pairs = {"pruned": ("dense", "pruned"), "finetuned": ("dense", "finetuned"), "gain": ("pruned", "finetuned")}
     changes = {}
     for name, (before, after) in pairs.items():
-        change = asdict(compare(measured[before], measured[after], metric, seed))
-        changes[name] = {k: (None if v != v else v) for k, v in change.items() if k != "details"}
+        changes[name] = asdict(compare(measured[before], measured[after], metric))
     return {"models": models, "changes": changes}

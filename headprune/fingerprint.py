@@ -1,8 +1,10 @@
-"""A short name for a model's exact weights, so that scores and plans are never used on another model."""
+"""Short names for a model's exact weights, and for the code that works on them, so that nothing is used where it does not belong."""
 
 from __future__ import annotations
 
 import hashlib
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -23,3 +25,17 @@ def fingerprint(model: nn.Module) -> str:
         seen.add(where)
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+@cache
+def versions() -> tuple[str, ...]:
+    """What unfinished work depends on: the libraries, and headprune to the letter, since a checkout changes between releases."""
+    import transformers
+
+    from headprune import __version__
+
+    code = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        code.update(f"{path.relative_to(root)}:".encode() + path.read_bytes())
+    return __version__, code.hexdigest()[:16], torch.__version__, transformers.__version__

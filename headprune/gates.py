@@ -143,8 +143,12 @@ class _Gate:
         return self._scaled(hidden.movedim(self.dim, -1)).movedim(-1, self.dim)
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """``hidden``, which has the heads' features last, times their gates."""
-        gate = self.gate.to(hidden.device, hidden.dtype)
+        """``hidden``, which has the heads' features last, times their gates; in float32, where hidden is in half precision.
+
+        So a gate is not rounded, and neither is what a gate's derivative sums over tokens and features. A gate of 1
+        leaves ``hidden`` as it is, to the bit.
+        """
+        gate = self.gate.to(hidden.device, torch.promote_types(hidden.dtype, torch.float32))
         gate = torch.cat([gate, gate.new_ones(*gate.shape[:-1], 1)], dim=-1)
         factor = gate[..., self._owner_of(hidden)]  # [features] or [batch, features]
         if gate.ndim == 1:
@@ -159,9 +163,11 @@ class _Gate:
         return self._mixed(hidden, factor.view(-1, *[1] * (hidden.ndim - 2), hidden.shape[-1]))
 
     def _mixed(self, hidden: Tensor, factor: Tensor) -> Tensor:
-        if self.fill is None:
-            return hidden * factor
-        return hidden * factor + self.fill(hidden, len(self.gate) if self.gate.ndim > 1 else 0) * (1 - factor)
+        mixed = hidden.to(factor.dtype) * factor
+        if self.fill is not None:
+            fill = self.fill(hidden.to(factor.dtype), len(self.gate) if self.gate.ndim > 1 else 0)
+            mixed = mixed + fill * (1 - factor)
+        return mixed.to(hidden.dtype)
 
     def _owner_of(self, hidden: Tensor) -> Tensor:
         """The head of each input feature of W_O; features of no head get the constant 1 behind the gates."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from headprune.errors import HeadPruneError
+
+LABELS = ("labels", "start_positions", "end_positions")
+KNOWN, DRAWN = "headprune_dense", "headprune_drawn"  # what `headprune.divergence` adds to a batch
+ADDED = (KNOWN, DRAWN)
 
 Example = Mapping[str, Any] | Tensor | tuple[Any, ...] | list[Any]
 
@@ -18,6 +25,21 @@ def call(model: nn.Module, example: Example, **extra: Any) -> Any:
     if isinstance(example, Tensor):
         return model(example, **extra)
     return model(*example, **extra)
+
+
+def takes(model: nn.Module, name: str) -> bool:
+    """Whether ``forward`` has such an argument."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def too_long(model: nn.Module, batch: Any) -> str:
+    """That a batch has more tokens than the model has positions, if it has."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(ids, Tensor) or not isinstance(most, int) or ids.shape[-1] <= most:
+        return ""
+    return f": they have {ids.shape[-1]} tokens, the model has {most} positions (--max-length cuts them)"
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -45,6 +67,20 @@ def usable(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(usable(v) for v in value)
     return value
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse weights that autograd refuses.
+
+    Raises:
+        HeadPruneError: Some were made in inference mode.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
+            raise HeadPruneError(
+                f"{name} was made in torch.inference_mode(), and what was cannot be differentiated.",
+                "Make or load the model outside of it, or pass copy.deepcopy(model), made outside of it.",
+            )
 
 
 def tensors(value: Any) -> list[Tensor]:

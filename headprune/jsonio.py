@@ -1,10 +1,18 @@
-"""JSON files that are never half-written, and that say what they hold."""
+"""JSON files that are never half-written, and that say what they hold.
+
+JSON has no infinity and no NaN. Both have one form here, wherever a document holds them: ``{"float": "Infinity"}``,
+``{"float": "-Infinity"}`` and ``{"float": "NaN"}``, which `loads` reads back as the floats that they were.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +20,63 @@ from headprune.errors import HeadPruneError
 
 SCHEMA = 1
 
+_TAG = "float"
+_FORMS = {math.inf: "Infinity", -math.inf: "-Infinity"}
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-def write_text(path: Path, text: str) -> None:
-    """Write to a temporary name beside ``path``, then rename: readers see the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+
+def dumps(data: Any) -> str:
+    """JSON that any reader takes: infinities and NaN in the form above, NumPy's numbers as numbers, tuples as lists.
+
+    Raises:
+        HeadPruneError: Something that JSON cannot hold; the message says where.
+    """
+    text = json.dumps(_plain(data, "the document"), indent=1, ensure_ascii=False, allow_nan=False)
+    # A file name may hold bytes that are no text. JSON can write them: as escapes.
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text)
+
+
+def loads(text: str) -> Any:
+    """What `dumps` wrote."""
+    return json.loads(text, object_hook=_read)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write to a temporary name beside ``path``, then rename: readers see the old file or the new one.
+
+    Raises:
+        HeadPruneError: The disk is full.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise HeadPruneError(
+            f"{path} could not be written: {error.strerror}.",
+            "What was finished before is kept: run the same command again once there is room.",
+        ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
-def write_json(path: Path, kind: str, data: dict[str, Any]) -> None:
+def write_text(path: Path, text: str) -> None:
+    """As `write_bytes`."""
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def write_json(path: Path, kind: str, data: Mapping[str, Any]) -> None:
     """Write a document that `read_json` recognises as a ``kind``."""
-    document = {"headprune": kind, "schema": SCHEMA, **data}
-    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-    write_text(
-        path, _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text) + "\n"
-    )
+    write_text(path, dumps({"headprune": kind, "schema": SCHEMA, **data}) + "\n")
 
 
 # Whole numbers in a list go on one line, as a person would write the heads of a layer. JSON escapes line ends within
@@ -48,7 +91,7 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
         HeadPruneError: No such file, not JSON, or not a ``kind``.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise HeadPruneError(f"There is no file {path}.", f"headprune writes {kind} as {path.name}.") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -63,3 +106,28 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
             "Make it again with this version.",
         )
     return data
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A value made of what JSON has."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_TAG: _FORMS.get(value, "NaN")}
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise HeadPruneError(f"In {where}, {wrong[0]!r} is no name for a value in JSON.", "Please report this.")
+        return {key: _plain(part, f"{where} › {key}") for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part, f"{where} › {i}") for i, part in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # a number of NumPy's or torch's
+        return _plain(value.item(), where)
+    raise HeadPruneError(f"In {where} is a {type(value).__name__}, which JSON cannot hold.", "Please report this.")
+
+
+def _read(found: dict[str, Any]) -> Any:
+    """A dict of a document, or the float that it stands for."""
+    form = found.get(_TAG) if len(found) == 1 else None
+    return _FLOATS.get(form, found) if isinstance(form, str) else found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headprune.inputs import Example, call, model_device, move, tensors
+from headprune.inputs import LABELS, Example, call, model_device, move, tensors
 from headprune.modules import exact_attention
+from headprune.rows import by_names
 from headprune.trace import evaluating
 
 WARM_UP = 3
@@ -71,13 +73,13 @@ def bench(
     *,
     seed: int = 0,
     min_runs: int = MIN_RUNS,
-    min_seconds: float = MIN_SECONDS,
+    min_seconds: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[LatencyRow]:
     """Time models against each other: interleaved, after a warm-up, synchronised.
 
     Every round runs each model once, in an order that is reversed every other round. Rounds go on until
-    both ``min_runs`` and ``min_seconds`` per model are reached.
+    both ``min_runs`` and ``min_seconds`` per model (by default `MIN_SECONDS`) are reached. Models are timed in evaluation mode, and left in their own.
 
     Args:
         models: The dense model first; all on one device.
@@ -88,22 +90,30 @@ def bench(
         A row per input. On CUDA the times are the device's own (events), elsewhere a monotonic clock's.
     """
     rows = []
-    names = list(models)
-    for i, (batch, length, example) in enumerate(inputs):
-        times: dict[str, list[float]] = {name: [] for name in names}
-        arms = {name: _arm(model, example) for name, model in models.items()}
-        for arm in arms.values():
-            for _ in range(WARM_UP):
-                arm()
-        rounds = 0
-        while rounds < MAX_RUNS and (rounds < min_runs or min(sum(t) for t in times.values()) < min_seconds * 1000):
-            for name in names if rounds % 2 == 0 else reversed(names):
-                times[name].append(arms[name]())
-            rounds += 1
-        rows.append(_row(batch, length, times, seed))
-        if progress:
-            progress(i + 1, len(inputs))
+    least = MIN_SECONDS if min_seconds is None else min_seconds
+    with ExitStack() as stack:
+        for model in models.values():
+            stack.enter_context(evaluating(model))
+        for i, (batch, length, example) in enumerate(inputs):
+            times = _timed({name: _arm(model, example) for name, model in models.items()}, min_runs, least)
+            rows.append(_row(batch, length, times, seed))
+            if progress:
+                progress(i + 1, len(inputs))
     return rows
+
+
+def _timed(arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of every arm in every round."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for arm in arms.values():
+        for _ in range(WARM_UP):
+            arm()
+    rounds = 0
+    while rounds < MAX_RUNS and (rounds < min_runs or min(sum(t) for t in times.values()) < min_seconds * 1000):
+        for name in arms if rounds % 2 == 0 else reversed(list(arms)):
+            times[name].append(arms[name]())
+        rounds += 1
+    return times
 
 
 def speedup(dense: Sequence[float], other: Sequence[float], seed: int = 0) -> Speedup:
@@ -128,19 +138,17 @@ def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) ->
     """
     ids = example.get("input_ids")
     tokens = ids.shape[1] if isinstance(ids, Tensor) else None
-    made: dict[str, Any] = {}
-    for key, value in example.items():
-        if key in ("labels", "start_positions", "end_positions"):
-            continue
-        if not isinstance(value, Tensor) or not value.ndim:
-            made[key] = value
-            continue
-        rows = value[torch.arange(batch) % value.shape[0]]
-        if length is not None and tokens is not None and rows.ndim == 2 and rows.shape[1] == tokens:
-            rows = rows[:, torch.arange(length) % tokens]
+    inputs = {key: value for key, value in example.items() if key not in LABELS}
+    rows = by_names(inputs)
+    made: dict[str, Any] = rows.take(inputs, [i % rows.size(inputs) for i in range(batch)])
+    if length is None or tokens is None:
+        return made
+    for key in made:
+        value = rows.table(made, key)
+        if value is not None and value.shape[1] == tokens:
+            made[key] = value[:, torch.arange(length) % tokens]
             if key == "attention_mask":
-                rows = torch.ones_like(rows)
-        made[key] = rows
+                made[key] = torch.ones_like(made[key])
     return made
 
 
@@ -183,7 +191,6 @@ def _arm(model: nn.Module, example: Example) -> Callable[[], float]:
     """A function that runs the model once and gives the milliseconds it took."""
     device = model_device(model)
     moved = move(example, device)
-    model.eval()
 
     def clocked() -> float:
         start = time.perf_counter()

@@ -106,9 +106,47 @@ class PruningPlan:
         data = read_json(Path(path), "plan")
         try:
             return cls.from_json(data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             what = f"{type(error).__name__}: {error}"
             raise HeadPruneError(f"{path} is a damaged plan ({what}).", "Plan again.") from None
+
+
+def keep_of(keep: Keep) -> int | float:
+    """A budget as it is meant: a count (int) of heads, or a share (float) of them.
+
+    >>> keep_of(36), keep_of("36"), keep_of("50%"), keep_of("0.5"), keep_of(36.0)
+    (36, 36, 0.5, 0.5, 36)
+
+    Raises:
+        HeadPruneError: Not a number, or 0 or less.
+    """
+    wrong = HeadPruneError(
+        f"--keep {keep} is not a number of heads.", "Give a count (36), a percentage (50%) or a share (0.5)."
+    )
+    found: int | float
+    try:
+        if isinstance(keep, str) and keep.strip().endswith("%"):
+            found = float(keep.strip()[:-1]) / 100
+        elif isinstance(keep, str):
+            found = _whole(float(keep)) if "." in keep else int(keep)
+        else:
+            found = _whole(keep) if isinstance(keep, float) else int(keep)
+    except (TypeError, ValueError, OverflowError):
+        raise wrong from None
+    if found != found:
+        raise wrong
+    if found <= 0:
+        raise HeadPruneError(f"--keep {keep} leaves no head.", "Keep at least 1.")
+    return found
+
+
+def _whole(number: float) -> int | float:
+    """A number above 1 as a count; up to 1 it is a share."""
+    if number <= 1:
+        return number
+    if not number.is_integer():
+        raise ValueError
+    return int(number)
 
 
 def heads_to_keep(keep: Keep, total: int) -> int:
@@ -120,36 +158,11 @@ def heads_to_keep(keep: Keep, total: int) -> int:
     Raises:
         HeadPruneError: Not a number, 0 or less, or more than there are.
     """
-    wrong = HeadPruneError(
-        f"--keep {keep} is not a number of heads.", "Give a count (36), a percentage (50%) or a share (0.5)."
-    )
-    try:
-        if isinstance(keep, str):
-            text = keep.strip()
-            if text.endswith("%"):
-                count = _share(float(text[:-1]) / 100, total)
-            elif "." in text:
-                return heads_to_keep(float(text), total)
-            else:
-                count = int(text)
-        elif isinstance(keep, float):
-            if keep > 1:
-                if not keep.is_integer():
-                    raise wrong
-                count = int(keep)
-            else:
-                count = _share(keep, total)
-        else:
-            count = int(keep)
-    except (TypeError, ValueError, OverflowError):
-        raise wrong from None
+    found = keep_of(keep)
+    # A share is rounded down, so that the budget holds.
+    count = found if isinstance(found, int) else total + 1 if found > 1 else int(found * total + 1e-9)
     if count < 1:
         raise HeadPruneError(f"--keep {keep} leaves no head.", f"Keep at least 1 of the {total}.")
     if count > total:
         raise HeadPruneError(f"--keep {keep} is more than the model's {total} heads.", f"Keep at most {total}.")
     return count
-
-
-def _share(share: float, total: int) -> int:
-    """Heads in a share: rounded down, so that the budget holds; above 1 it stays above ``total``."""
-    return total + 1 if share > 1 else int(share * total + 1e-9)

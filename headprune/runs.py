@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shlex
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from headprune import __version__
 from headprune.errors import HeadPruneError
+from headprune.folders import Folder
 from headprune.jsonio import read_json, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring.base import HeadScores, load_scores, save_scores
 
 REPORTS = Path("reports")
-_UNFINISHED = ".unfinished"
+# What a run is made of; a new one in its place replaces all of it.
+PARTS = (
+    "scores.json", "run.json", "metrics.json", "plan*.json", "pruned-*",
+    "report.md", "importance.png", "agreement.png", "tradeoff.png", "latency.png",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class RunFolder:
+class RunFolder(Folder):
     """One run: scores, and once pruned, plans, metrics and checkpoints."""
-
-    path: Path
 
     @property
     def scores_path(self) -> Path:
@@ -42,15 +43,6 @@ class RunFolder:
     def report_path(self) -> Path:
         return self.path / "report.md"
 
-    @property
-    def unfinished(self) -> Path:
-        """Finished parts of a scoring run that is not through."""
-        return self.path / _UNFINISHED
-
-    def clear_unfinished(self) -> None:
-        """Remove the parts of an interrupted scoring run."""
-        shutil.rmtree(self.unfinished, ignore_errors=True)
-
     def plan_path(self, keep: int, first: bool) -> Path:
         """The first budget's plan is plan.json; further ones carry their number."""
         return self.path / ("plan.json" if first else f"plan-{keep}.json")
@@ -60,32 +52,8 @@ class RunFolder:
 
     @property
     def pruned(self) -> bool:
+        self.settle()
         return self.metrics_path.exists()
-
-    @contextmanager
-    def staging(self) -> Iterator[Path]:
-        """A folder inside for checkpoints until the run is complete; what stays in it is thrown away."""
-        path = self.path / f".staging-{os.getpid()}"
-        path.mkdir(parents=True)
-        try:
-            yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
-            if not any(self.path.iterdir()):
-                self.path.rmdir()
-
-    def clear_pruned(self) -> None:
-        """Remove an earlier prune, so that its figures are never shown beside new ones."""
-        stale = [
-            self.metrics_path,
-            self.path / "tradeoff.png",
-            self.path / "latency.png",
-            *self.path.glob("plan*.json"),
-        ]
-        for path in stale:
-            path.unlink(missing_ok=True)
-        for path in self.path.glob("pruned-*"):
-            shutil.rmtree(path)
 
     def write_scores(self, scores: Sequence[HeadScores], run: dict[str, Any]) -> None:
         save_scores(self.scores_path, scores)
@@ -95,9 +63,11 @@ class RunFolder:
         write_json(self.path / "run.json", "run", run)
 
     def read_run(self) -> dict[str, Any]:
+        self.settle()
         return read_json(self.path / "run.json", "run")
 
     def read_scores(self) -> list[HeadScores]:
+        self.settle()
         return load_scores(self.scores_path)
 
     def read_metrics(self) -> dict[str, Any] | None:
@@ -107,35 +77,49 @@ class RunFolder:
         return PruningPlan.load(self.plan_path(keep, first))
 
 
-def choose_folder(output: Path | None, model: str, overwrite: bool) -> RunFolder:
+def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "") -> RunFolder:
     """The folder a new run writes to: the one asked for, or the next free ``reports/<model>-<n>``.
+
+    Args:
+        key: Of the command (`headprune.folders.key_of`): where it was interrupted, it goes on.
 
     Raises:
         HeadPruneError: It exists and holds something, and may not be overwritten.
     """
-    if output is None:
-        stem = re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
-        n = 1
-        while _holds_something(REPORTS / f"{stem}-{n}"):
-            n += 1
-        return RunFolder(REPORTS / f"{stem}-{n}")
-    if output.exists() and not output.is_dir():
-        raise HeadPruneError(f"{output} is a file.", "Choose a folder with -o.")
-    if _holds_something(output) and not overwrite:
+    if output is not None:
+        folder = RunFolder(output)
+        check_free(folder, overwrite or folder.done_by(key))
+        return folder
+    stem = re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
+    for n in count(1):
+        folder = RunFolder(REPORTS / f"{stem}-{n}")
+        folder.settle()
+        mine = folder.command is None or folder.left_by(key)
+        if mine and (folder.empty or folder.done_by(key)) and not folder.in_use:
+            break
+    return folder
+
+
+def check_free(folder: Folder, overwrite: bool) -> None:
+    """Refuse a folder that holds something, unless it may be overwritten.
+
+    Raises:
+        HeadPruneError: It does, or is no folder.
+    """
+    if folder.path.exists() and not folder.path.is_dir():
+        raise HeadPruneError(f"{folder.path} is a file.", "Choose a folder with -o.")
+    folder.settle()
+    if not folder.empty and not overwrite:
         raise HeadPruneError(
-            f"The folder {output} exists and is not empty.", "Choose another with -o, or add --overwrite."
+            f"The folder {folder.path} exists and is not empty.", "Choose another with -o, or add --overwrite."
         )
-    return RunFolder(output)
-
-
-def _holds_something(folder: Path) -> bool:
-    """Whether there is more in a folder than a run that was interrupted, and can go on."""
-    return folder.exists() and any(p.name != _UNFINISHED for p in folder.iterdir())
 
 
 def newest_scores(output: Path | None, model: str | None = None) -> RunFolder | None:
     """The run with the newest scores (of ``model``): ``output`` itself, or one under it (default ``reports/``)."""
     root = output or REPORTS
+    for path in (root, *root.glob("*/")):
+        RunFolder(path).settle()
     found = [p for p in (root / "scores.json", *root.glob("*/scores.json")) if p.is_file()]
     for path in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True):
         folder = RunFolder(path.parent)

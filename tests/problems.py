@@ -12,7 +12,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.loss import ExampleLoss, batch_size
+from headprune.loss import ExampleLoss
 from headprune.scoring import METHODS, Problem, Settings
 from headprune.scoring.base import Estimate, Store
 from tests.test_trace import hooks
@@ -87,9 +87,10 @@ def problem(
 ) -> Problem:
     first = batches[0]
     layers = hp.find_attention(model, first if isinstance(first, dict) else first[0])
-    sized = [(batch, batch_size(batch)) for batch in batches]
     losses = ExampleLoss(model, loss_fn)
-    return Problem(model, layers, sized, losses, seed, progress, settings or Settings(), store or Store())
+    sized = [(batch, losses.rows.size(batch)) for batch in losses.prepare(batches)]
+    told = settings or Settings()
+    return Problem(model, layers, sized, losses, seed, progress, told, store or Store(), rows=losses.rows)
 
 
 def without(model: nn.Module, batches: Sequence[dict[str, Tensor]], kept: Sequence[bool]) -> float:
@@ -144,3 +145,10 @@ def check_resumes(method: str, make: Callable[[Store], Problem], limit: int) -> 
     resumed, whole, again = run(make(store)), run(make(Memory())), run(make(store))
     assert same(resumed, whole)
     assert same(resumed, again)
+
+
+def error_of(rows: Tensor) -> Tensor:
+    """Standard error of a mean over ``rows`` [examples, heads], two more of them counted: the largest deviation, each way."""
+    deviations = rows - rows.mean(0)
+    most = deviations.abs().amax(0)
+    return torch.cat([deviations, most[None], -most[None]]).square().sum(0).sqrt() / len(rows)

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -174,10 +173,9 @@ def test_json_is_all_of_stdout(here: Path, bert_folder: Path, data_folder: Path)
     (["prune"], "How many heads to keep?"),
     (["prune", "--keep", "4"], "There are no scores in reports"),
     (["prune", "--keep", "4", "--scores", "{data}"], "no file .*scores.json"),
-    (["prune", "--keep", "4", "--scores", "{data}/test.jsonl"], "no file .*scores.json"),
     (["prune", "{bert}", "--keep", "0", "-d", "{data}", "-L", "10"], "leaves no head"),
     (["prune", "{bert}", "--keep", "9", "-d", "{data}", "-L", "10"], "more than the model's 8"),
-    (["report", "{data}"], "no file .*run.json"),
+    (["report", "{data}"], "is not a run.s folder"),
     (["inspect", "nobody/nothing"], "no model"),
     (["bench", "{bert}", "{llama}"], "Compare alike"),
     (["bench", "{bert}", "{bert}", "--lengths", "long"], "no list of numbers"),
@@ -209,7 +207,7 @@ def test_damaged_scores(damage: str, scored: Path) -> None:
 
 
 def test_scores_of_other_data_or_seed_are_refused(scored: Path) -> None:
-    assert "not cut as it was" in run("prune", "-k", 4, "--seed", 1, code=1).stderr
+    assert "Leave out --seed, or score again" in run("prune", "-k", 4, "--seed", 1, code=1).stderr
 
 
 def test_scores_of_another_model_are_refused(scored: Path, bert_folder: Path, tmp_path: Path) -> None:
@@ -241,10 +239,10 @@ def test_a_nan_loss_names_the_example(bert_folder: Path, data_folder: Path, here
     broken = here / "broken"
     model = tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
     with torch.no_grad():
-        model.classifier.bias.fill_(float("nan"))
+        model.classifier.bias.fill_(float("inf"))
     model.save_pretrained(broken)
     tf.AutoTokenizer.from_pretrained(bert_folder).save_pretrained(broken)
-    assert "is nan" in run("score", broken, "-d", data_folder, code=1).stderr
+    assert "(in the order given) is nan" in run("score", broken, "-d", data_folder, code=1).stderr
 
 
 def test_no_attention(here: Path) -> None:
@@ -272,12 +270,19 @@ def test_usage_errors() -> None:
     assert run("--version").stdout.startswith("headprune 0")
 
 
-def test_help_is_quick_and_needs_no_torch() -> None:
-    code = "import sys; sys.argv = ['headprune', '--help']\nfrom headprune.cli import main\ntry: main()\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
-    started = time.perf_counter()
+@pytest.mark.parametrize("command", [(), ("score",), ("prune",), ("finetune",), ("bench",), ("demo",)], ids=" ".join)
+def test_help_is_quick_and_needs_no_torch(command: tuple[str, ...]) -> None:
+    """Time is the processor's, and loosely bounded: the machine may be busy. What makes help slow is what it imports."""
+    code = (
+        f"import sys, time; sys.argv = ['headprune', *{command}, '--help']\n"
+        "from headprune.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'scipy', 'matplotlib', 'huggingface_hub', 'safetensors'}\n"
+        "print(sorted(heavy & set(sys.modules)), time.process_time())"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert out.splitlines()[-1] == "False"
-    assert time.perf_counter() - started < 5  # a loose bound: the machine may be busy
+    imported, _, seconds = out.splitlines()[-1].rpartition(" ")
+    assert imported == "[]"
+    assert float(seconds) < 3
 
 
 def test_the_launcher(bert_folder: Path) -> None:
@@ -342,8 +347,14 @@ def test_a_failed_prune_loses_nothing(scored: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("headprune.latency.bench", full)
     assert "No space left" in run("prune", "-k", 2, "-o", scored, "--overwrite", code=1).stderr
     run("prune", "-k", 2, code=1)  # would have gone to a new folder
-    assert {p: p.read_bytes() for p in scored.rglob("*") if p.is_file()} == before
-    assert [p.name for p in scored.parent.iterdir()] == [scored.name]
+    assert {p: p.read_bytes() for p in scored.rglob("*") if p.is_file() and ".unfinished" not in p.parts} == before
+    assert [p.name for p in scored.parent.glob("*/[!.]*")] == [p.name for p in scored.iterdir() if p.name[0] != "."]
+    monkeypatch.undo()
+    result = run("prune", "-k", 2, "-o", scored, "--overwrite")  # what was finished is not done again
+    assert "Going on with" in result.stderr
+    assert "repairing" not in result.stderr
+    assert (scored / "pruned-2").is_dir()
+    assert not (scored / ".unfinished").exists()
 
 
 def test_scoring_again_leaves_no_figures_of_the_old_prune(scored: Path, bert_folder: Path, data_folder: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,24 @@ def headprune(*arguments: object, cwd: Path) -> str:
     return done.stdout
 
 
+def test_nothing_that_is_ignored_is_committed() -> None:
+    """Else a fresh clone would find what it says it makes."""
+    git = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    found = subprocess.run(git, capture_output=True, text=True, cwd=ROOT, check=False)
+    if found.returncode or not (ROOT / ".git").exists():
+        pytest.skip("no checkout")
+    assert found.stdout == ""
+
+
 @pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
+    """From nothing, as in a fresh clone: the ViT is trained here."""
+    assert not list(tmp_path.iterdir())
+    began = time.time()
     headprune("demo", "-q", cwd=tmp_path)
+    trained = tmp_path / ".headprune" / "digits"
+    assert (trained / "trained.json").stat().st_mtime > began
+    assert len(list((trained / "data").glob("*.parquet"))) == 3
     run = tmp_path / "reports" / "digits"
     metrics = json.loads((run / "metrics.json").read_text())
     assert metrics["dense"]["metrics"]["accuracy"] >= 0.97

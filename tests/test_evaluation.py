@@ -5,9 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binom
+from scipy.stats import t as student
 
 import headprune as hp
-from headprune.evaluation import Measurement, compare, evaluate, interval, mcnemar
+from headprune.evaluation import Change, Measurement, compare, evaluate, interval
 from tests.zoo import bert, gpt2, labelled, text
 
 
@@ -46,11 +48,121 @@ def test_perplexity_by_hand() -> None:
     assert found.tokens.sum() == len(nll)
 
 
+def flipped(n: int, lost: int, gained: int) -> Change:
+    """n examples, all right before or after but for those that changed sides."""
+    dense, pruned = np.ones(n), np.ones(n)
+    pruned[:lost], dense[lost : lost + gained] = 0, 0
+    return compare(measured(dense), measured(pruned), "accuracy")
+
+
 def test_identical_models_do_not_differ() -> None:
     same = measured(np.random.default_rng(0).random(200) > 0.2)
     change = compare(same, same, "accuracy")
-    assert (change.value, change.low, change.high, change.p_value) == (0, 0, 0, 1)
+    assert (change.value, change.p_value) == (0, 1)
+    assert change.low == -change.high
+    assert (
+        0.01 < change.high < 0.02
+    )  # one more of 200 each way, in t's quantile: some examples might have changed sides
     assert change.verdict == "no measurable change"
+    assert compare(same, same, "perplexity").high == 0  # losses equal to the bit are those of one model
+
+
+def test_four_lost_are_not_more_than_chance() -> None:
+    change = flipped(100, 4, 0)
+    assert change.verdict == "no measurable change"
+    assert change.p_value > 0.05
+    assert change.low < 0 < change.high
+    assert flipped(100, 8, 0).verdict == "worse"
+    assert flipped(100, 0, 8).verdict == "better"
+
+
+def test_interval_p_and_verdict_never_contradict_one_another() -> None:
+    for n in (1, 2, 5, 8, 20, 100, 1500):
+        for lost in range(min(n, 14) + 1):
+            for gained in range(min(n - lost, 8) + 1):
+                c = flipped(n, lost, gained)
+                assert (c.verdict == "no measurable change") == (c.p_value >= 0.05) == (c.low <= 0 <= c.high)
+                assert -1 <= c.low <= c.value <= c.high <= 1
+    rng = np.random.default_rng(0)
+    for n in (1, 2, 3, 10, 60):
+        for shift in (0.0, 0.1, 1.0):
+            one, other = (Measurement({}, rng.random(n) + at, np.zeros(n), rng.integers(1, 9, n)) for at in (0, shift))
+            for metric in ("perplexity", "loss"):
+                c = compare(one, Measurement({}, other.loss, other.correct, one.tokens), metric)
+                assert (c.verdict == "no measurable change") == (c.p_value >= 0.05) == (c.low <= 0 <= c.high)
+                assert c.low <= c.value <= c.high
+
+
+def test_the_formula_by_hand() -> None:
+    """Two labels and one label an example, one of which is lost: a ratio's residuals, and the largest of them twice more."""
+    tokens = np.array([2, 1, 2, 1])
+    dense = Measurement({}, np.zeros(4), tokens.astype(float), tokens)
+    pruned = Measurement({}, np.zeros(4), np.array([1.0, 1, 2, 1]), tokens)
+    change = compare(dense, pruned, "accuracy")
+    residuals = [-1 + 2 / 6, 1 / 6, 2 / 6, 1 / 6]
+    error = math.sqrt(sum(r * r for r in residuals) + 2 * 1.0) / 6  # one label at least
+    assert change.value == pytest.approx(-1 / 6)
+    assert change.high - change.value == pytest.approx(student.ppf(0.975, 3) * error)
+    assert change.p_value == pytest.approx(2 * student.sf(1 / 6 / error, 3))
+
+
+@pytest.mark.parametrize("n", [8, 20, 50, 200, 1500])
+def test_equal_models_are_said_to_differ_at_most_five_times_in_a_hundred(n: int) -> None:
+    """Added up over all outcomes, for flips as rare and as common as they come."""
+    for rate in (r for r in (0.005, 0.02, 0.1, 0.3) if n * r <= 30):  # more is the normal case
+        wrong, most = 0.0, min(n, int(n * rate + 4 * math.sqrt(n * rate) + 4))
+        for flips in range(1, most + 1, 1 + most // 60):
+            told = 0  # how few must be lost, of so many flips, for a verdict; the other side is as likely
+            while told <= flips // 2 and flipped(n, told, flips - told).verdict != "no measurable change":
+                told += 1
+            chance = float(binom.pmf(range(flips, min(flips + 1 + most // 60, n + 1)), n, rate).sum())
+            wrong += chance * min(1.0, 2 * float(binom.cdf(told - 1, flips, 0.5)))
+        assert wrong <= 0.05
+
+
+def test_perplexity_of_equal_models_is_said_to_differ_at_most_five_times_in_a_hundred() -> None:
+    rng = np.random.default_rng(0)
+    for n in (3, 8, 20, 50):
+        told = 0
+        for _ in range(300):
+            x = rng.normal(size=n) if rng.random() < 0.5 else rng.choice([-1, 1], n) * (rng.random(n) < 0.1)
+            one, other = (Measurement({}, loss, np.zeros(n), np.ones(n, dtype=int)) for loss in (np.zeros(n), x))
+            told += compare(one, other, "perplexity").verdict != "no measurable change"
+        assert told <= 20  # of 300; the bootstrap's were 30 and more with 8
+
+
+def test_a_metric_that_has_no_interval_is_refused() -> None:
+    some = measured(np.ones(4))
+    with pytest.raises(hp.HeadPruneError, match="no interval of 'f1'"):
+        compare(some, some, "f1")
+    unknown = Measurement({}, np.ones(4), np.full(4, np.nan), np.ones(4, dtype=int))
+    with pytest.raises(hp.HeadPruneError, match="not known"):
+        interval(unknown, "accuracy")
+    with pytest.raises(hp.HeadPruneError, match="different labels"):
+        compare(some, Measurement({}, some.loss, some.correct, 2 * some.tokens), "accuracy")
+
+
+def test_more_loss_is_worse() -> None:
+    good, bad = measured(np.ones(50)), measured(np.zeros(50))
+    assert compare(good, bad, "loss").verdict == "worse"
+
+
+@pytest.mark.parametrize(("right", "n"), [(20, 20), (0, 20), (1, 1), (13, 20)])
+def test_one_models_interval_is_wilsons(right: int, n: int) -> None:
+    low, high = interval(measured(np.r_[np.ones(right), np.zeros(n - right)]), "accuracy")
+    assert 0 <= low < high <= 1
+    for end in (low, high):  # where the score test just accepts
+        if 0 < end < 1:
+            assert abs(right / n - end) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / n), rel=1e-5)
+
+
+def test_labels_of_one_example_are_not_independent() -> None:
+    """As many labels, in as few examples as they belong to: all of an example are right, or none is."""
+    tokens = np.full(40, 25)
+    right = np.where(np.arange(40) < 30, 25.0, 0.0)
+    whole = interval(Measurement({}, np.zeros(40), right, tokens), "accuracy")
+    single = interval(measured(np.arange(40) < 30), "accuracy")
+    assert whole == pytest.approx(single)
 
 
 def test_verdicts() -> None:
@@ -77,17 +189,10 @@ def test_the_interval_covers() -> None:
     """Of 200 samples from a known truth, about 95 % of the intervals hold it."""
     rng = np.random.default_rng(1)
     held = 0
-    for seed in range(200):
-        low, high = interval(measured(rng.random(150) < 0.7), "accuracy", seed)
+    for _ in range(200):
+        low, high = interval(measured(rng.random(150) < 0.7), "accuracy")
         held += low <= 0.7 <= high
     assert 180 <= held <= 198
-
-
-@pytest.mark.parametrize(("lost", "gained", "p"), [(0, 0, 1.0), (5, 0, 0.0625), (10, 10, 1.0), (1, 8, 0.0390625)])
-def test_mcnemar(lost: int, gained: int, p: float) -> None:
-    assert mcnemar(lost, gained) == pytest.approx(p)
-    tail = sum(math.comb(lost + gained, k) for k in range(min(lost, gained) + 1)) / 2 ** (lost + gained)
-    assert mcnemar(lost, gained) == pytest.approx(min(1.0, 2 * tail))
 
 
 def test_nothing_to_evaluate() -> None:

@@ -78,6 +78,11 @@ def setting(steps: int = 4) -> tuple[nn.Module, nn.Module, list[Batch], list[Bat
 # -- the loss ---------------------------------------------------------------------------------
 
 
+def prepared(loss: DistillationLoss, batch: dict[str, Any]) -> DistillationLoss:
+    loss.prepare(batch)
+    return loss
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_the_loss_of_a_classifier_by_hand(alpha: float, temperature: float) -> None:
@@ -86,7 +91,7 @@ def test_the_loss_of_a_classifier_by_hand(alpha: float, temperature: float) -> N
     batch = labelled(dense, example)
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     with torch.no_grad():
-        found = DistillationLoss(pruned, dense, Mixture(alpha, temperature))(batch).numpy()
+        found = prepared(DistillationLoss(pruned, dense, Mixture(alpha, temperature)), batch)(batch).numpy()
         z, t = pruned(**inputs).logits.numpy(), dense(**inputs).logits.numpy()
     p, q = softmax(t / temperature), softmax(z / temperature)
     divergence = temperature**2 * (p * (np.log(p) - np.log(q))).sum(-1)
@@ -131,7 +136,7 @@ def test_several_labels_at_once_by_hand() -> None:
     dense, pruned, _ = pair((randomise(tf.BertForSequenceClassification(config)).double(), example), {0: [1, 2]})
     batch = {**example, "labels": torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0]]).double()}
     with torch.no_grad():
-        found = DistillationLoss(pruned, dense, Mixture(0.5, 2.0))(batch).numpy()
+        found = prepared(DistillationLoss(pruned, dense, Mixture(0.5, 2.0)), batch)(batch).numpy()
         z, t = pruned(**example).logits.numpy(), dense(**example).logits.numpy()
 
     def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -239,7 +244,7 @@ def test_training_brings_the_pruned_model_nearer(make: Any, tmp_path: Path) -> N
     ]
     assert not done.model.training
     assert {**done.model.config.to_dict(), "problem_type": None} == {**config, "problem_type": None}
-    loss = DistillationLoss(pruned, dense, Mixture()), DistillationLoss(done.model, dense, Mixture())
+    loss = [prepared(DistillationLoss(m, dense, Mixture()), made[0]) for m in (pruned, done.model)]
     with torch.no_grad():
         was, now = (sum(x(b).mean().item() for b in made[:6]) for x in loss)
     assert now < was
@@ -575,7 +580,7 @@ def test_sigkill(pruned_here: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     call = [sys.executable, "-c", code, *command, "-o", "out"]
-    work = pruned_here.parent / ".out.unfinished"
+    work = pruned_here.parent / "out" / ".unfinished" / "training"
     process = subprocess.Popen(call, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not any(int(p.parent.name[11:]) > 5 for p in work.glob("*/checkpoint-*/trainer_state.json")):
@@ -585,7 +590,7 @@ def test_sigkill(pruned_here: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.communicate()
-    assert not (pruned_here.parent / "out").exists()
+    assert {p.name for p in (pruned_here.parent / "out").iterdir()} == {".unfinished", ".lock"}
     assert work.is_dir()
     result = run(*command, "-o", "out", "--json")
     training = json.loads(result.stdout)["training"]
@@ -609,10 +614,10 @@ def test_control_c_then_no_resume(pruned_here: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(room._Pace, "on_step_end", stop)
     assert "interrupted" in run("finetune", "run", code=130).stderr
     monkeypatch.setattr(room._Pace, "on_step_end", original)
-    assert (pruned_here / ".pruned-4-finetuned.unfinished").is_dir()
+    assert (pruned_here / "pruned-4-finetuned" / ".unfinished" / "training").is_dir()
     result = run("finetune", "run", "--no-resume", "--json")
     assert json.loads(result.stdout)["training"]["resumed"] is None
-    assert not list(pruned_here.glob(".*"))
+    assert not list(pruned_here.rglob(".*"))
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -620,7 +625,7 @@ def test_control_c_then_no_resume(pruned_here: Path, monkeypatch: pytest.MonkeyP
     (["{bert}"], "holds no pruned model"), (["run", "--alpha", "2"], "Alpha 2"),
     (["run", "--temperature", "0"], "temperature 0"), (["run", "--epochs", "0"], "0 epochs"),
     (["run", "--learning-rate", "0"], "learning rate 0"), (["run", "--teacher", "nobody/nothing"], "no model 'nobody"),
-    (["run", "--teacher", "{llama}"], "not trained for sequence"), (["run", "--limit", "10"], "not cut as it was"),
+    (["run", "--teacher", "{llama}"], "not trained for sequence"),
     (["run", "-o", "{data}"], "exists and is not empty"), (["run", "-o", "{data}", "--overwrite"], "did not write"),
     (["run", "--dtype", "float16"], "float16"), (["run", "--batch-size", "8", "--device", "cuda"], "no CUDA device"),
 ])  # fmt: skip

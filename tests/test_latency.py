@@ -31,6 +31,22 @@ def test_models_take_turns() -> None:
     assert list(row.speedups) == ["b"]
 
 
+def test_models_keep_their_mode() -> None:
+    """Timed in evaluation mode; a model that was being trained stayed in it."""
+    model, frozen = nn.Sequential(nn.Dropout(), nn.Linear(3, 3)), nn.Linear(3, 3).eval()
+    model.train()
+    model[0].eval()
+    seen: list[bool] = []
+    model.register_forward_pre_hook(lambda m, _: seen.append(m.training))
+    bench({"a": model, "b": frozen}, [(2, 0, torch.zeros(2, 3))], min_runs=2, min_seconds=0)
+    assert not any(seen)
+    assert [m.training for m in (model, *model, frozen)] == [True, False, True, False]
+    model.register_forward_pre_hook(lambda m, _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench({"a": model}, [(2, 0, torch.zeros(2, 3))])
+    assert model.training
+
+
 def test_the_ratio_is_paired() -> None:
     """A machine that slows down for both must not blur the ratio."""
     drift = np.linspace(1, 5, 50)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.inputs import call
+from headprune.repair import repair
 from headprune.surgery import answers
 from tests.zoo import randomise
 
@@ -285,6 +286,28 @@ def test_inference_mode() -> None:
         hp.prune(model, {"0": [1]}, x + 1)
     assert [layer.prunable for layer in layers] == [True, True]
     assert model[0].o.weight.shape == (WIDTH, 24)
+
+
+def test_weights_made_in_inference_mode() -> None:
+    """Autograd refuses them, so headprune says so: it blamed the example, or ended in a traceback."""
+    with torch.inference_mode():
+        model = model_of(Attention)
+    x = noise(2, 5, WIDTH)
+    layers = hp.find_attention(copy.deepcopy(model), x)
+    batches = [(x, torch.zeros(2))]
+    for inside in (False, True):
+        with torch.inference_mode(inside):
+            for attempt in (
+                lambda: hp.find_attention(model, x),
+                lambda: hp.prune(model, {"0": [1]}, x),
+                lambda: hp.score(model, batches, loss_fn=lambda out, _: out.sum((1, 2)), layers=layers),
+                lambda: repair(model, {"0": [1]}, batches, layers=layers),
+            ):
+                with pytest.raises(hp.HeadPruneError, match="made in torch"):
+                    attempt()
+    hp.prune(model, {"0": [1]}, x, layers=layers)  # which takes no derivatives
+    with torch.no_grad():
+        assert model(x).isfinite().all()
 
 
 class OwnMultihead(nn.MultiheadAttention):

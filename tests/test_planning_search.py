@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.attention import Heads
-from headprune.loss import rows_of
 from headprune.planning import STRATEGIES, Constraints, Order, Search, arrange
 from headprune.planning.effects import effects
 from headprune.planning.search import _least, stages
@@ -26,6 +25,7 @@ from headprune.planning.units import GROUPS, SLICES, Unit
 from headprune.repair import Refit
 from headprune.repair.probe import across as _across
 from headprune.repair.probe import noise as _noise
+from headprune.rows import Rows
 from tests.problems import duplicated, small
 from tests.test_odd_modules import WIDTH, Attention, Pair, noise
 from tests.test_planning import check_plans, scores_of
@@ -94,7 +94,7 @@ def direct(refit: Refit, drop: Heads, unit: Unit, ridge: float) -> Tensor:
 def test_effects_are_the_refits_without_the_unit(name: str, single: bool, gone: bool) -> None:
     model, example, layers = made(name)
     before = state(model)
-    refit = Refit(model, layers, [example, rows_of(example, [1])], ridge=0.05, values=False)
+    refit = Refit(model, layers, [example, Rows().take(example, [1])], ridge=0.05, values=False)
     drop = {layers[0].name: list(layers[0].units[1])} if gone else {}
     units = units_for(layers, drop, single)
     found = effects(refit, layers, drop, units)
@@ -109,7 +109,7 @@ def gate_gradients(model: nn.Module, layers: Sequence[hp.AttentionLayer], batch:
     """Minus the derivative of the probe by a factor on every head, one example at a time."""
     rows = []
     for row in range(len(batch["input_ids"])):
-        one = {k: v for k, v in rows_of(batch, [row]).items() if k != "labels"}
+        one = {k: v for k, v in Rows().take(batch, [row]).items() if k != "labels"}
         factors = [torch.ones(a.num_heads, dtype=torch.float64, requires_grad=True) for a in layers]
         handles = []
         for a, factor in zip(layers, factors, strict=True):
@@ -163,9 +163,9 @@ def test_batches_and_padding_do_not_matter(name: str, ridge: float | None) -> No
 
     whole = found([example])
     assert whole.abs().max() > 1e-4
-    torch.testing.assert_close(found([rows_of(example, [i]) for i in range(rows)]), whole, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(found([Rows().take(example, [i]) for i in range(rows)]), whole, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(
-        found([rows_of(example, [0, 1]), rows_of(example, range(2, rows))]), whole, rtol=1e-6, atol=1e-8
+        found([Rows().take(example, [0, 1]), Rows().take(example, range(2, rows))]), whole, rtol=1e-6, atol=1e-8
     )
     if not name.startswith("xlnet"):
         torch.testing.assert_close(found([padded(example, 3, left=False)]), whole, rtol=1e-6, atol=1e-8)

@@ -1,5 +1,6 @@
 """Repair against brute force: the same regression on the stacked tokens, by another solver."""
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.attention import Heads
+from headprune.attention import Heads, check_heads
 from headprune.inputs import call
-from headprune.loss import rows_of
 from headprune.modules import exact_attention
 from headprune.planning.effects import effects
 from headprune.planning.units import Unit
 from headprune.repair import Place, Refit, Weights, added_biases, repair
 from headprune.repair.probe import across as _across
 from headprune.repair.probe import noise as _noise
+from headprune.rows import Rows
 from headprune.surgery import answers
 from tests import zoo
 from tests.problems import duplicated, small
@@ -351,8 +352,8 @@ def test_batches_and_padding_do_not_matter(name: str, ridge: float | None) -> No
     model, _, _ = made(name)
     batch = text(5, 9)
     whole = fitted(model, [batch], ridge)
-    close(fitted(model, [rows_of(batch, [i]) for i in range(5)], ridge), whole)
-    close(fitted(model, [rows_of(batch, [0, 1, 2]), rows_of(batch, [3, 4])], ridge), whole)
+    close(fitted(model, [Rows().take(batch, [i]) for i in range(5)], ridge), whole)
+    close(fitted(model, [Rows().take(batch, [0, 1, 2]), Rows().take(batch, [3, 4])], ridge), whole)
     close(fitted(model, [padded(batch, 4, left=False)], ridge), whole)
     if name == "llama":  # whose positions only count relatively
         close(fitted(model, [padded(batch, 3, left=True)], ridge), whole)
@@ -362,7 +363,7 @@ def test_batches_and_padding_do_not_matter(name: str, ridge: float | None) -> No
 @pytest.mark.parametrize("ridge", [None, 0.1])
 def test_one_example_only(name: str, ridge: float | None) -> None:
     model, example, _ = made(name)
-    one = rows_of(example, [0])
+    one = Rows().take(example, [0])
     weights = fitted(model, [one], ridge)
     assert min(weights.ridges.values()) < float("inf")  # its tokens are both folds
     assert all(f.after <= f.before + 1e-9 for f in weights.facts.values())
@@ -470,7 +471,10 @@ def test_repaired_pruned_saved_loaded_and_again(name: str, tmp_path: Path) -> No
     drop, make = PRUNED[name]
     model, example = make()
     layers = hp.find_attention(model, example)
-    done = repair(model, drop, [example], layers=layers)
+    refit = Refit(model, layers, [example])  # three examples: `repair` would leave it out
+    weights = refit.fitted(check_heads(drop, layers))
+    refit.apply(weights)
+    done = refit.report(weights)
     assert bool(done.biases) == (name in ("llama", "t5"))
     assert added_biases(model) == list(done.biases)
     for _ in range(2):
@@ -631,7 +635,9 @@ def test_answers_that_are_ruled_out() -> None:
 
     ruled = Ruled().eval()
     layers = hp.find_attention(ruled, example)
-    assert repair(ruled, {"L0": [1]}, [example], layers=layers).layers
+    done = repair(ruled, {"L0": [1]}, [example, example], layers=layers)
+    assert all(math.isfinite(t.before) and math.isfinite(t.after) for t in done.trials)
+    assert done.trials
 
 
 def test_too_few_tokens_for_two_folds() -> None:

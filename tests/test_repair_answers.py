@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.attention import Heads
 from headprune.repair import Refit, Weights, answers, repair
-from headprune.repair.answers import Answers, _directions, solved
+from headprune.repair.answers import Answers, _basis, _directions, solved
+from headprune.repair.coordinates import longest
 from tests import zoo
 from tests.problems import duplicated, small
 from tests.test_repair import close, made, same, state
@@ -119,13 +120,14 @@ def test_the_step_is_the_ridge_regression(classes: int, problem: str | None) -> 
         )
 
 
-def test_with_mixtures_all_that_have_a_half_in_common_are_left_out_together() -> None:
+def test_mixtures_are_fitted_to_instead_and_those_that_have_a_half_in_common_are_left_out_together() -> None:
     model, batches = classifier(3)
     refit = refit_of(model, batches, mixtures=True)
     plain, found = refit.fitted(DROP), refit.answering(DROP)
     # Made once more, by hand: who was mixed with whom.
-    seen, halves, at = list(batches), [{i} for i in range(sum(len(b["input_ids"]) for b in batches))], 0
-    starts = []
+    seen: list[dict[str, Tensor]] = []
+    halves: list[set[int]] = []
+    starts, at = [], 0
     for batch in batches:
         starts.append(at)
         at += len(batch["input_ids"])
@@ -145,7 +147,7 @@ def test_with_mixtures_all_that_have_a_half_in_common_are_left_out_together() ->
         together = [set.union(*(other for other in together if own & other)) for own in together]
     lacking, gradients, _ = by_hand(model, seen, refit, plain, None)
     assert found.answers is not None
-    assert (found.answers.examples, found.answers.mixtures) == (len(halves), len(halves) - at)
+    assert (found.answers.examples, found.answers.mixtures) == (len(halves), len(halves))
     assert found.answers.before == pytest.approx(float(lacking.square().mean().sqrt()), rel=1e-9)
     unit = float(torch.cat(gradients).square().sum(1).mean())
     left = []
@@ -154,6 +156,14 @@ def test_with_mixtures_all_that_have_a_half_in_common_are_left_out_together() ->
         step = ridge([lacking[j] for j in rest], [gradients[j] for j in rest], found.answers.strength * unit)
         left.append(lacking[i] - gradients[i] @ step)
     assert found.answers.held_out == pytest.approx(float(torch.stack(left).square().mean().sqrt()), rel=1e-6)
+
+
+def test_where_few_can_be_mixed_the_examples_themselves_are_fitted_to() -> None:
+    model, batches = classifier(3)
+    pairs = [{k: v[i : i + 2] for k, v in b.items()} for b in batches[1:3] for i in range(0, len(b["input_ids"]), 2)]
+    found = refit_of(model, [batches[3], *pairs], mixtures=True).answering(DROP)
+    assert found.answers is not None
+    assert (found.answers.examples, found.answers.mixtures) == (20, 0)
 
 
 def test_the_distance_is_what_is_said() -> None:
@@ -224,11 +234,10 @@ def test_a_whole_layer_gone_leaves_its_bias_to_move() -> None:
     assert bias.isfinite().all()
 
 
-@pytest.mark.parametrize("limit", ["_MOST_KEPT", "_MOST_GRADIENTS"])
-def test_little_room_gives_the_same(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_room_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = classifier(4)
     whole = refit_of(model, batches).answering(DROP)
-    monkeypatch.setattr(answers, limit, 1)
+    monkeypatch.setattr(answers, "_MOST_KEPT", 1)  # coordinates are chosen by the first batch that is seen
     parts = refit_of(model, batches).answering(DROP)
     assert whole.answers is not None
     assert parts.answers is not None
@@ -284,41 +293,122 @@ def test_noise_that_no_gradient_explains_is_not_fitted() -> None:
 def test_what_gradients_explain_is_fitted() -> None:
     generator = torch.Generator().manual_seed(0)
     j = torch.randn(60, 5, generator=generator, dtype=torch.float64)
-    found = solved(j @ j.T, (j @ torch.ones(5, dtype=torch.float64)).view(30, 2), torch.arange(30))
+    found = solved(j, (j @ torch.ones(5, dtype=torch.float64)).view(30, 2), torch.arange(30))
     assert found is not None
-    alpha, strength, held_out = found
+    change, strength, held_out = found
     assert strength == answers.STRENGTHS[0]
     assert held_out < 1e-2
-    torch.testing.assert_close(j.T @ alpha.flatten(), torch.ones(5, dtype=torch.float64), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(change, torch.ones(5, dtype=torch.float64), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("each", [False, True])
-def test_many_classes_are_seen_along_some_directions(each: bool) -> None:
-    few = _directions(4, 50, each, 7)
-    of = 50 if each else 49
-    torch.testing.assert_close(few @ few.mT, torch.eye(7, dtype=torch.float64).expand(4, 7, 7))
-    if not each:
-        assert few.sum(-1).abs().max() < 1e-12
-    assert _directions(4, 50, each, 60).shape == (4, of, 50)
-    # Together they look everywhere.
-    assert int(torch.linalg.matrix_rank(_directions(30, 50, each, 7).flatten(0, 1))) == of
+def noisy() -> tuple[Tensor, Tensor]:
+    """Gradients ``[200, 300]`` of unequal length along their axes, and what is lacking ``[100, 2]``, half of it noise."""
+    generator = torch.Generator().manual_seed(0)
+    j = torch.randn(200, 300, generator=generator, dtype=torch.float64) * torch.logspace(0, -2, 300)
+    y = j @ torch.randn(300, generator=generator, dtype=torch.float64)
+    return j * 1e-12, (y + y.std() * torch.randn(200, generator=generator, dtype=torch.float64)).view(100, 2)
 
 
-def test_with_some_directions_the_step_is_still_towards_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_solves_as_float64_does() -> None:
+    j, lacking = noisy()
+    wide, narrow = (solved(g, lacking, torch.arange(100)) for g in (j, j.float()))
+    assert wide is not None
+    assert narrow is not None
+    assert narrow[1] == wide[1]
+    assert narrow[2] == pytest.approx(wide[2], rel=1e-4)
+    torch.testing.assert_close(narrow[0], wide[0], rtol=1e-3, atol=1e-4 * float(wide[0].abs().max()))
+
+
+def test_strengths_are_compared_on_some_and_solved_for_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    j, lacking = noisy()
+    whole = solved(j, lacking, torch.arange(100))
+    monkeypatch.setattr(answers, "_MOST_TRIED", 100)
+    found = solved(j, lacking, torch.arange(100))
+    assert whole is not None
+    assert found is not None
+    assert abs(answers.STRENGTHS.index(found[1]) - answers.STRENGTHS.index(whole[1])) <= 1
+    unit = float(j.square().sum(1).mean())
+    expected = torch.linalg.solve(
+        j.T @ j + found[1] * unit * torch.eye(300, dtype=torch.float64), j.T @ lacking.flatten()
+    )
+    torch.testing.assert_close(found[0], expected, rtol=1e-6, atol=1e-9 * float(expected.abs().max()))
+
+
+def test_all_directions_where_they_are_few() -> None:
+    gap = torch.randn(3, 5, dtype=torch.float64)
+    assert torch.equal(_directions(gap, torch.randn(3, 5, 5)), torch.eye(5, dtype=torch.float64).expand(3, 5, 5))
+    basis = _basis(6, False)
+    torch.testing.assert_close(basis @ basis.T, torch.eye(5, dtype=torch.float64))
+    assert basis.sum(1).abs().max() < 1e-12
+    assert torch.equal(_basis(6, True), torch.eye(6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("some", [1, 2, 4])
+def test_many_classes_are_seen_along_the_gap_and_some_others_without_bias(some: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    gap, other = noise(9), noise(9)
+    found = _directions(gap.expand(20_000, 9), noise(20_000, 9, some))
+    products = found @ found.mT
+    torch.testing.assert_close(products, torch.diag_embed(products.diagonal(dim1=1, dim2=2)))
+    # What is seen of any error, on average: its mean square over all directions.
+    seen = (found @ other).square().mean(1)
+    assert float(seen.mean()) == pytest.approx(float(other.square().mean()), rel=0.03)
+    if some > 1:  # and of the gap all, without chance
+        torch.testing.assert_close((found @ gap).square().mean(1), gap.square().mean().expand(20_000))
+
+
+def test_an_answer_without_a_gap_has_directions_too() -> None:
+    found = _directions(torch.zeros(2, 9, dtype=torch.float64), torch.randn(2, 9, 3, dtype=torch.float64))
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("some", [1, 2])
+def test_with_some_directions_the_step_is_still_towards_the_answers(some: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = classifier(6)
-    monkeypatch.setattr(answers, "_MOST_ROWS", 2 * sum(len(b["input_ids"]) for b in batches))
+    monkeypatch.setattr(answers, "_MOST_ROWS", 64)  # there are 32 examples
     refit = refit_of(model, batches)
-    found = refit.answering(DROP)
+    plain, found = refit.fitted(DROP), refit.answering(DROP)
     assert refit._answers._count == 2
     assert found.answers is not None
     with torch.no_grad():
         dense = torch.cat([model(**b).logits for b in batches])
     gaps = []
-    for weights in (refit.fitted(DROP), found):
+    for weights in (plain, found):
         with refit.applied(weights), hp.mask(model, DROP, layers=refit.layers), torch.no_grad():
             gap = torch.cat([model(**b).logits for b in batches]) - dense
-        gaps.append(float((gap - gap.mean(1, keepdim=True)).square().mean()))
+        gaps.append(float((gap - gap.mean(1, keepdim=True)).square().sum(1).mean() / 5) ** 0.5)
+    # What is said of it is of all classes, all the same.
+    assert gaps == pytest.approx([found.answers.before, found.answers.after], rel=1e-6)
     assert gaps[1] < gaps[0]
+
+
+def test_how_far_answers_are_off_does_not_depend_on_the_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = classifier(6)
+    monkeypatch.setattr(answers, "_MOST_ROWS", 48)  # one direction for each of 32 examples
+    refit = refit_of(model, batches)
+    seen, places = refit._answers, {p.name: (p, p.kept(DROP)) for p in refit.places}
+    assert seen._count == 1
+    with hp.mask(model, DROP, layers=refit.layers):
+        assert seen._system(places)[0] == pytest.approx(seen.distance(), rel=1e-9)
+
+
+def test_few_coordinates_come_near_the_whole_step_as_they_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = classifier(3)
+    refit = refit_of(model, batches)
+    plain, whole = refit.fitted(DROP), refit.answering(DROP)
+    off = []
+    for most in (20, 100, 10**6):
+        monkeypatch.setattr(answers, "longest", lambda parts, most=most: longest(parts, most))
+        found = refit.answering(DROP)
+        assert found.answers is not None
+        change = [(found.of[n][0] - whole.of[n][0]).square().sum() for n in plain.of]
+        off.append(float(torch.stack(change).sum()))
+    assert off[0] > off[1] > off[2]
+    assert off[2] < 1e-12
 
 
 def test_many_examples_are_seen_in_part(monkeypatch: pytest.MonkeyPatch) -> None:

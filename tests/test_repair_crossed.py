@@ -9,6 +9,7 @@ from torch import Tensor
 import headprune as hp
 from headprune.repair import Refit, repair
 from headprune.repair.crossed import blocks, crossed
+from headprune.rows import Rows
 from tests import zoo
 from tests.problems import small
 from tests.test_repair import made, state
@@ -31,7 +32,7 @@ def texts(lengths: list[int], left: bool = False) -> dict[str, Tensor]:
 @pytest.mark.parametrize("shift", [1, 2, 3])
 def test_the_first_half_of_one_and_the_second_of_another(shift: int, left: bool) -> None:
     lengths = [12, 7, 9, 12, 4, 3, 12, 2, 10, 12, 11, 5, 6]
-    found = crossed(texts(lengths, left), shift)
+    found = crossed(texts(lengths, left), shift, Rows())
     assert found is not None
     mixed, rows = found
     assert mixed.keys() == {"input_ids", "attention_mask"}
@@ -80,7 +81,16 @@ def test_blocks_are_of_one_parity() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_not(batch: Any) -> None:
-    assert crossed(batch, 1) is None
+    assert crossed(batch, 1, Rows()) is None
+
+
+def test_a_causal_mask_is_no_padding() -> None:
+    batch = {
+        "input_ids": torch.ones(8, 8, dtype=torch.long),
+        "attention_mask": torch.ones(8, 8, dtype=torch.long).tril(),
+    }
+    assert crossed(batch, 1, Rows()) is not None
+    assert crossed(batch, 1, Rows({("input_ids",): 0, ("attention_mask",): None})) is None
 
 
 def test_statistics_are_of_examples_and_mixtures() -> None:
@@ -176,9 +186,9 @@ def test_it_can_be_left_out_and_is_told() -> None:
 def test_two_batches_of_other_sizes_give_the_same_mixtures() -> None:
     """As long as these are multiples of eight, as the command line's are."""
     whole = zoo.text(32, 9, seed=3)
-    found = crossed(whole, 1)
+    found = crossed(whole, 1, Rows())
     assert found is not None
-    parts = [crossed({k: v[i : i + 8] for k, v in whole.items()}, 1) for i in range(0, 32, 8)]
+    parts = [crossed({k: v[i : i + 8] for k, v in whole.items()}, 1, Rows()) for i in range(0, 32, 8)]
     assert torch.equal(found[0]["input_ids"], torch.cat([p[0]["input_ids"] for p in parts if p is not None]))
 
 

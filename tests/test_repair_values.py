@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.attention import AttentionLayer, Heads
 from headprune.inputs import call
-from headprune.loss import rows_of
 from headprune.modules import exact_attention
 from headprune.planning.effects import effects
 from headprune.planning.units import Unit
@@ -26,8 +25,9 @@ from headprune.repair import statistics as statistics_module
 from headprune.repair import values as values_module
 from headprune.repair.places import Values
 from headprune.repair.runner import Calls
-from headprune.repair.solve import Moments, fit_output
+from headprune.repair.solve import Moments, downhill, fit_output
 from headprune.repair.values import _Start, fit_values, inputs_of_heads
+from headprune.rows import Rows
 from tests import zoo
 from tests.problems import small
 from tests.test_odd_modules import HEADS, WIDTH, noise
@@ -701,9 +701,11 @@ def test_pruned_saved_and_loaded(name: str, tmp_path: Path) -> None:
     drop, make = PRUNED[name]
     model, example = make()
     layers = hp.find_attention(model, example)
-    done = repair(model, drop, [example], layers=layers, ridge=0.1)
+    refit = Refit(model, layers, [example], ridge=0.1)
+    weights = refit.fitted({a.name: drop[f"L{a.index}"] for a in layers if f"L{a.index}" in drop})
+    refit.apply(weights)
     lost = {f"L{a.index}": a.name for a in layers}
-    assert all(done.layers[lost[n]].values for n, heads in drop.items() if len(heads) < 4 or name.startswith("llama"))
+    assert all(weights.facts[lost[n]].values for n, heads in drop.items() if len(heads) < 4 or name.startswith("llama"))
     whole = model(**example).logits
     with hp.mask(model, drop, layers=layers):
         masked = model(**example).logits
@@ -803,8 +805,8 @@ def test_other_batches_give_the_same_up_to_rounding(name: str) -> None:
 
     whole = found([example])
     assert set(whole.mixes) == {a.output_projection.module for a in layers if a.output_projection}
-    close(found([rows_of(example, [i]) for i in range(rows)]), whole)
-    close(found([rows_of(example, [0, 1]), rows_of(example, range(2, rows))]), whole)
+    close(found([Rows().take(example, [i]) for i in range(rows)]), whole)
+    close(found([Rows().take(example, [0, 1]), Rows().take(example, range(2, rows))]), whole)
     if name in ("bert", "gpt2"):
         close(found([padded(example, 4, left=False)]), whole)
 
@@ -1107,6 +1109,6 @@ def test_the_strength_is_the_valleys_floor(lowest: int) -> None:
         tried.append(strength)
         return 1.0 + abs(values_module.RIDGES.index(strength) - lowest)
 
-    assert values_module._downhill(error) == (values_module.RIDGES[lowest], 1.0)
+    assert downhill(error, values_module.RIDGES, 2) == (values_module.RIDGES[lowest], 1.0)
     assert len(tried) == len(set(tried))  # none twice
-    assert values_module._downhill(lambda strength: math.inf)[1] == math.inf
+    assert downhill(lambda strength: math.inf, values_module.RIDGES, 2)[1] == math.inf

@@ -87,6 +87,40 @@ def test_figures_and_bad_news() -> None:
     assert "Caution" not in text
 
 
+def test_a_control_that_was_repaired_by_less_stands_beside_heads_repaired_alike() -> None:
+    metrics = copy.deepcopy(METRICS)
+    layer = {"before": 0.2, "after": 0.1, "ridge": 0.3, "values": False}
+    step = {"before": 1.0, "after": 0.5, "held_out": 0.7, "examples": 9, "mixtures": 0}
+    metrics["budgets"][0]["repair"] = {
+        "layers": {LAYER.name: layer}, "examples": 9, "mixtures": 0, "notes": [], "answers": step,
+        "without": {"metrics": {"accuracy": 0.6}}, "layers_alone": {"metrics": {"accuracy": 0.65}},
+    }  # fmt: skip
+    text = render(metrics)
+    assert "repaired layer by layer alone, give 60.0 %" in text
+    assert "repaired in the same way, the chosen heads give 65.0 %" in text
+    assert "| heads | accuracy without | layer by layer alone | repaired |" in text
+    assert "| 2 | 60.0 % | 65.0 % | 70.0 % |" in text
+    metrics["budgets"][0]["repair"] |= {"answers": None, "layers_alone": None}
+    text = render(metrics)
+    assert "repaired as well, give 60.0 %" in text
+    assert "last step" not in text
+
+
+def test_the_effort_and_what_it_left_out_are_told() -> None:
+    metrics = copy.deepcopy(METRICS)
+    metrics["planning"] = {
+        "strategy": "auto", "about": "As…", "effort": {"name": "low", "flops": 5e13, "examples": 128},
+        "work": {
+            "compensated": {"passes": 21.0, "flops": 2e12, "examples": 512},
+            "re-scored": {"passes": 70.0, "flops": 7e13, "examples": 512, "left_out": "it would take much"},
+        },
+    }  # fmt: skip
+    text = render(metrics)
+    assert "re-scored was left out: it would take much. `--effort high` makes it." in text
+    assert "compensated was counted beforehand to take about 21 forward passes over 512 examples, 2 TFLOPs" in text
+    assert "looks at up to 128 scoring examples" in text
+
+
 def test_no_measurable_change() -> None:
     metrics = copy.deepcopy(METRICS)
     metrics["budgets"][0]["change"] |= {"low": -0.15, "high": 0.01, "verdict": "no measurable change"}

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import headprune as hp
 from headprune.scoring import METHODS, Settings
-from tests.problems import check_resumes, duplicated, problem, small, without
+from tests.problems import check_resumes, duplicated, error_of, problem, small, without
 from tests.test_scores import TokensFirst, scaled
 from tests.zoo import randomise
 
@@ -22,7 +22,7 @@ def test_completeness() -> None:
     assert found.details["mean_loss"] == pytest.approx(without(model, batches, [True] * 6), abs=1e-8)
     assert found.details["gap"] < 1e-6
     torch.testing.assert_close(found.effects.mean(dim=0), found.values)
-    torch.testing.assert_close(found.effects.std(dim=0) / 3, found.stderr)
+    torch.testing.assert_close(error_of(found.effects), found.stderr)
 
 
 def test_against_the_trapezoid_rule() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.scoring.maps import attention_maps
+from tests.problems import error_of
 from tests.test_scores import TokensFirst, output_weight, scaled, split
 from tests.test_textbook import made
 from tests.test_trace import hooks
@@ -76,7 +77,7 @@ def test_of_attention_against_output_attentions(name: str, method: str) -> None:
             values = STATISTICS[method](weights)
             rows = mean_over_tokens(values, real_of(batch, layer, weights.shape[2]))
             torch.testing.assert_close(s.values[layer.name], rows.mean(0), rtol=1e-6, atol=1e-7)
-            torch.testing.assert_close(s.stderr[layer.name], rows.std(0) / 3**0.5, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(s.stderr[layer.name], error_of(rows), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -101,7 +102,7 @@ def test_output_norm_against_slices_of_the_output_projection(name: str) -> None:
         norms = torch.stack([(x**2).sum(-1).sqrt() for x in added], dim=1)
         rows = mean_over_tokens(norms, real_of(batch, layer, norms.shape[-1]))
         torch.testing.assert_close(s.values[layer.name], rows.mean(0), rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(s.stderr[layer.name], rows.std(0) / 3**0.5, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(s.stderr[layer.name], error_of(rows), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -439,6 +440,7 @@ def test_an_interrupted_run_goes_on() -> None:
     assert call(model, batch) is not None
     for method in STATISTICS:
         store, losses = Kept(), ExampleLoss(model)
+        losses.prepare([batch])
         batches = [(row, 1) for row in split(batch, 1)]
         problem = Problem(model, layers, batches, losses, 0, lambda *_: None, store=store)
         first = METHODS[method].run(problem)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from headprune.data import DataOptions
+from headprune.errors import HeadPruneError
 from headprune.planning import Order
 from headprune.planning.budgets import Budget, Fit
+from headprune.planning.effort import EFFORTS, Effort
 from headprune.plans import PruningPlan
-from headprune.workflow import targets
-from headprune.workflow.targets import Goal, _levels, _merit, orders_of, shown, trade_off
+from headprune.workflow.scene import Options, open_scene
+from headprune.workflow.targets import Goal, Trials, _levels, _merit, orders_of, shown, trade_off
 
 
 class Judge:
@@ -64,33 +70,57 @@ def test_fewer_heads_are_wanted_where_accuracy_is_the_budget() -> None:
     assert _merit([fit(made, 3), fit(made, 4)], judge)[1] == pytest.approx(1.5)
 
 
-def test_an_order_that_would_take_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it is said; who asks for it gets it."""
+class Silent:
+    """A console that remembers what was said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
 
     @contextmanager
-    def track(text: str) -> Any:
-        yield lambda *args: None
+    def track(self, label: str) -> Any:
+        yield lambda done, total, note="": None
 
-    clock = iter(range(0, 10**6, 700))  # every order takes 700 s, so that a look may take 233 s or more
-    monkeypatch.setattr(targets, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(targets, "arrange", lambda search, name, *args: order(name))
-    scene: Any = SimpleNamespace(
-        maskable=[SimpleNamespace(num_heads=100, name="a")], model=None,
-        parts=SimpleNamespace(score=SimpleNamespace(batches=list)), options=SimpleNamespace(seed=0),
-    )  # fmt: skip
-    judge: Any = Judge({})
-    judge.refit = None
-    said: list[str] = []
-    console: Any = SimpleNamespace(track=track, say=said.append)
 
-    def made(keep: str, strategy: str = "auto") -> list[str]:
-        return list(orders_of(scene, Goal(budgets=(Budget("keep", keep),), strategy=strategy), [], judge, console))
+def planned(model: Path, data: Path, **goal: Any) -> tuple[dict[str, Order], Trials, list[str]]:
+    console = Silent()
+    scene = open_scene(Options(str(model), DataOptions(str(data), limit=24, batch_size=8)), console)
+    trials = Trials(scene, repair=True)
+    wanted = Goal(budgets=(Budget("keep", "2"),), **goal)
+    return orders_of(scene, wanted, [], trials, console), trials, console.said
 
-    assert made("80") == ["compensated", "re-scored"]
-    assert not said
-    assert made("10") == ["compensated"]
-    assert "re-scored, which would take" in said[0]
-    assert made("10", "re-scored") == ["re-scored"]
+
+def test_a_slow_machine_plans_alike(bert_folder: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, trials, said = planned(bert_folder, data_folder)
+    clock = iter(range(0, 10**9, 3600))
+    for name in ("monotonic", "time", "perf_counter", "process_time"):
+        monkeypatch.setattr(time, name, lambda: float(next(clock)))
+    slowed, *_ = planned(bert_folder, data_folder)
+    assert list(usual) == ["compensated", "re-scored"]
+    assert slowed == usual
+    (line,) = [text for text in said if "Planning will take" in text]
+    assert "forward passes over 24 examples" in line
+    assert trials.work["re-scored"]["passes"] > trials.work["compensated"]["passes"] > 0
+    assert trials.work["re-scored"]["flops"] > 0
+
+
+def test_an_order_that_would_be_too_much_work_is_left_out(
+    bert_folder: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is said, and kept for the report; who asks for it gets it."""
+    monkeypatch.setitem(EFFORTS, "low", Effort("low", 16, 1.0))
+    orders, trials, said = planned(bert_folder, data_folder, effort="low")
+    assert list(orders) == ["compensated"]
+    assert any("Not tried: re-scored" in text for text in said)
+    assert "left_out" in trials.work["re-scored"]
+    assert "left_out" not in trials.work["compensated"]
+    orders, trials, said = planned(bert_folder, data_folder, effort="low", strategy="re-scored")
+    assert list(orders) == ["re-scored"]
+    assert not any("Not tried" in text for text in said)
+    with pytest.raises(HeadPruneError, match="no effort 'huge'"):
+        planned(bert_folder, data_folder, effort="huge")
 
 
 def test_the_control_is_drawn_where_it_was_asked_for_and_at_the_end() -> None:
@@ -104,10 +134,15 @@ def test_the_control_is_drawn_where_it_was_asked_for_and_at_the_end() -> None:
     fits = [fit(made, 40), fit(made, 30)]
     curve: Any = trade_off({"re-scored": made}, [made, made], fits, trials, console)
     levels = _levels(80, [40, 30])
-    assert levels == [20, 30, 40, 50, 60, 70]
+    assert levels == [20, 30, 40, 60]
     assert curve[0] == ("dense", 80)
     assert [keep for name, keep in curve if name == "re-scored"] == levels[::-1]
     assert [keep for name, keep in curve if name == "random"] == [40, 40, 30, 30, 20, 20]
+
+    other = replace(made, strategy="one-shot", method="gradient")
+    curve = trade_off({"re-scored": made, "gradient": other}, [made], fits, trials, console)
+    assert [keep for name, keep in curve if name == "re-scored"] == levels[::-1]
+    assert [keep for name, keep in curve if name == "gradient"] == [40, 30, 20]
 
     # A plan of the user's may keep another number than its file says that it was made for.
     own = Fit(PruningPlan({"a": [0, 1]}, 78, 80, 79))

@@ -1,11 +1,12 @@
 """Tracing finds the right heads, and leaves the model as it was."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from torch import nn
+from torch import Tensor, nn
 
 import headprune as hp
 from tests.zoo import CASES, ZOO, TorchEncoder, bert, gpt2, llama, randomise, t5, text
@@ -299,3 +300,27 @@ def test_attributes_do_not_keep_the_trace() -> None:
     model = Noting()
     hp.find_attention(model, torch.randn(2, 5, 32))
     assert not hasattr(model, "last")
+
+
+def test_a_model_that_reads_its_own_hidden_states_answers_as_before() -> None:
+    """transformers puts its capturing hooks up on the first run; taken back by half, they are put up twice."""
+
+    class Penultimate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bert, self.out = ZOO["bert"]()[0].bert, nn.Linear(32, 3)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+            states = self.bert(input_ids, attention_mask, output_hidden_states=True).hidden_states
+            assert len(states) == 1 + len(self.bert.encoder.layer)
+            return self.out(states[-2].mean(1))
+
+    model = Penultimate().eval()
+    example = {k: v for k, v in ZOO["bert"]()[1].items() if k in ("input_ids", "attention_mask")}
+    layers = hp.find_attention(model, example)  # its first run
+    with torch.no_grad():
+        before = model(**example)
+        hp.find_attention(model, example)
+        assert torch.equal(model(**example), before)
+        hp.prune(model, {layers[0].name: [1]}, example)
+        assert model(**example).shape == before.shape

@@ -9,7 +9,8 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.loss import ExampleLoss, batch_size
+from headprune.loss import ExampleLoss
+from headprune.rows import Rows
 from headprune.scoring import unread
 from headprune.scoring.base import Problem
 from headprune.scoring.replay import Replay
@@ -23,8 +24,11 @@ def problem_of(
     model: nn.Module, batches: list[Any], losses: Callable[[Any], Tensor] | None = None, **more: Any
 ) -> Problem:
     layers = hp.find_attention(model, {k: v for k, v in batches[0].items() if k != "labels"})
-    each = losses or ExampleLoss(model)
-    return Problem(model, layers, [(b, batch_size(b)) for b in batches], each, 0, lambda *a: None, **more)
+    each = losses
+    if each is None:
+        each = ExampleLoss(model)
+        each.prepare(batches)
+    return Problem(model, layers, [(b, Rows().size(b)) for b in batches], each, 0, lambda *a: None, **more)
 
 
 def gpt2_classifier() -> nn.Module:
@@ -73,7 +77,7 @@ def test_the_last_blocks_feed_forward_layer_runs_for_the_first_token(made: Any) 
     replay = check(problem)
     assert set(replay.tokens.values()) == {0}
     last = problem.layers[-1]
-    with evaluating(model), torch.no_grad(), replay.of(batch, batch_size(batch)) as recording:
+    with evaluating(model), torch.no_grad(), replay.of(batch, Rows().size(batch)) as recording:
         recording._doubtful.clear()
         for layer, tokens in ((problem.layers[0], [5, 1]), (last, [1])):
             seen.clear()

@@ -11,7 +11,7 @@ from decimal import ROUND_CEILING, Context, Decimal
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Change
 from headprune.planning.order import Order
-from headprune.plans import PruningPlan, heads_to_keep
+from headprune.plans import PruningPlan, heads_to_keep, keep_of
 
 FLAGS = {
     "keep": "--keep",
@@ -56,6 +56,7 @@ class Budget:
             HeadPruneError: No such kind, or no number that makes sense.
         """
         if kind == "keep":
+            keep_of(text)
             return cls(kind, text)
         if kind not in FLAGS:
             raise HeadPruneError(f"There is no budget {kind!r}.", f"Choose from {', '.join(FLAGS)}.")
@@ -68,6 +69,20 @@ class Budget:
         if not math.isfinite(amount) or (amount <= 0 and kind != "drop"):
             raise HeadPruneError(f"{FLAGS[kind]} {text} is no budget.", f"Write it as {_EXAMPLES[kind]}.")
         return cls(kind, text.strip(), amount, kind != "drop" and match is not None and match[2] == "%")
+
+    def check(self) -> None:
+        """Refuse a share that the dense model has as it is: all of it.
+
+        Raises:
+            HeadPruneError: There would be nothing to prune.
+        """
+        share = keep_of(self.text) if self.kind == "keep" else self.amount if self.relative else 0
+        if isinstance(share, float) and share >= 1:
+            met = "keeps all heads" if self.kind == "keep" else "is met by the dense model"
+            raise HeadPruneError(
+                f"{FLAGS[self.kind]} {self.text} {met}, so there is nothing to prune.",
+                f"Ask for less, for instance {FLAGS[self.kind]} {'50' if self.kind == 'keep' else '80'}%.",
+            )
 
     def __str__(self) -> str:
         return f"{self.kind} {self.text}"
@@ -167,7 +182,9 @@ def _out_of_reach(order: Order, budget: Budget, least: Reading) -> HeadPruneErro
     return HeadPruneError(
         f"{FLAGS[budget.kind]} {budget.text} is out of reach: with the fewest heads that {order.strategy} can keep{why}, "
         f"{order.least} of {order.total}, it is {budget.show(least.high)}.",
-        f"The nearest that can be met is {budget.at_least(least.high)}.",
+        "Pruning heads does not bring it below the dense model's."
+        if budget.relative and least.high >= 1
+        else f"The nearest that can be met is {budget.at_least(least.high)}.",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +13,11 @@ from torch import Tensor
 from headprune.attention import AttentionLayer, Heads
 from headprune.gates import gated, mask
 from headprune.inputs import call
-from headprune.loss import batch_size, inputs_of
+from headprune.loss import inputs_of
+from headprune.planning.effort import spread
 from headprune.planning.units import Unit
 from headprune.repair import Place, Refit, Weights
+from headprune.repair.probe import probe_of
 from headprune.scoring.gradient import finite, frozen
 
 _FIRST_RIDGE = 0.3  # for layers that have lost nothing yet, so that cross-validation has said nothing; see RIDGES
@@ -39,7 +42,9 @@ class _Removal:
     columns: list[int]
 
 
-def effects(refit: Refit, layers: Sequence[AttentionLayer], drop: Heads, units: Sequence[Unit]) -> Tensor:
+def effects(
+    refit: Refit, layers: Sequence[AttentionLayer], drop: Heads, units: Sequence[Unit], examples: int | None = None
+) -> Tensor:
     """First-order change of the model's answers to every example if a unit goes too, ``[examples, units]``, float64.
 
     The model is as it is without the heads in ``drop``, repaired. When unit u goes, the refit changes W_O by
@@ -57,22 +62,36 @@ def effects(refit: Refit, layers: Sequence[AttentionLayer], drop: Heads, units: 
         layers: What the units' layers are counted in.
         drop: What is gone, ``{layer_name: [head, ...]}``.
         units: What may go next.
+        examples: How many to look at, about; all, by default.
 
     Raises:
         HeadPruneError: Some are not finite.
     """
-    key = tuple((layers[unit.layer].name, unit.heads) for unit in units)
+    chosen = spread(len(refit.batches), refit.examples, examples)
+    key = (tuple(chosen), tuple((layers[unit.layer].name, unit.heads) for unit in units))
     dense = not any(drop.values())
     if dense and key in refit.looks:
         return refit.looks[key].clone()
+    name = hashlib.sha256(repr((sorted(drop.items()), key)).encode()).hexdigest()[:16]
+    each = refit.store.get(f"look-{name}", lambda: _looked(refit, layers, drop, units, chosen))
+    if dense:
+        refit.looks[key] = each.clone()
+    return each
+
+
+def _looked(
+    refit: Refit, layers: Sequence[AttentionLayer], drop: Heads, units: Sequence[Unit], chosen: Sequence[int]
+) -> Tensor:
+    """`effects` on some batches, measured."""
     weights = refit.fitted(drop)
     removals = {p.name: _removal(refit, p, layers, drop, weights, units) for p in refit.places}
     fitted = {layer.name for place in refit.places for layer in place.layers}
     others = [i for i, unit in enumerate(units) if layers[unit.layer].name not in fitted]
     found = []
     with torch.inference_mode(False), refit.applied(weights), mask(refit.model, drop, layers=layers):
-        for index, batch in enumerate(refit.batches):
-            out = torch.zeros(batch_size(batch), len(units), dtype=torch.float64)
+        for index in chosen:
+            batch = refit.batches[index]
+            out = torch.zeros(refit.runner.rows.size(batch), len(units), dtype=torch.float64)
             if others:
                 out[:, others] = _gated(refit, layers, index, [units[i] for i in others])
             for name, calls in refit.slopes(index).items():
@@ -80,26 +99,26 @@ def effects(refit: Refit, layers: Sequence[AttentionLayer], drop: Heads, units: 
                     for x, slope in calls:
                         _add(out, removal, x, slope)
             found.append(out)
-    each = finite(torch.cat(found))
-    if dense:
-        refit.looks[key] = each.clone()
-    return each
+    return finite(torch.cat(found))
 
 
 def _gated(refit: Refit, layers: Sequence[AttentionLayer], index: int, units: Sequence[Unit]) -> Tensor:
     """Minus the gate gradients on a batch, ``[examples, units]``."""
-    batch = refit.batches[index]
+    runner = refit.runner
     names = {layers[unit.layer].name: layers[unit.layer] for unit in units}
-    gates = {
-        name: torch.ones(batch_size(batch), layer.num_heads, dtype=torch.float64, requires_grad=True)
-        for name, layer in names.items()
-    }
-    with torch.enable_grad(), refit.runner.calm(), frozen(refit.model):
-        with gated(refit.model, layers, gates):
-            probe = refit.runner.probe(call(refit.model, inputs_of(refit.model, batch)), index)
-        slopes = torch.autograd.grad(probe, list(gates.values()), allow_unused=True)
-    of = {name: gate * 0 if s is None else s for (name, gate), s in zip(gates.items(), slopes, strict=True)}
-    return -torch.stack([of[layers[u.layer].name][:, list(u.heads)].sum(1) for u in units], dim=1).detach()
+    found = []
+    # One by one: at these layers nobody has seen which rows are whose.
+    for row, one in enumerate(runner.rows.singles(refit.batches[index])):
+        gates = {
+            name: torch.ones(layer.num_heads, dtype=torch.float64, requires_grad=True) for name, layer in names.items()
+        }
+        with torch.enable_grad(), runner.calm(), frozen(refit.model), gated(refit.model, layers, gates):
+            output = call(refit.model, inputs_of(refit.model, one))
+            probe = probe_of(refit.model, output, one, runner.first(index) + row, runner.rows)
+            slopes = torch.autograd.grad(probe, list(gates.values()), allow_unused=True)
+        of = {name: gate * 0 if s is None else s for (name, gate), s in zip(gates.items(), slopes, strict=True)}
+        found.append(torch.stack([of[layers[u.layer].name][list(u.heads)].sum() for u in units]))
+    return -torch.stack(found).detach()
 
 
 def _removal(

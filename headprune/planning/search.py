@@ -10,14 +10,17 @@ from torch import Tensor
 from headprune.attention import Heads
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
-from headprune.loss import ExampleLoss, batch_size
+from headprune.loss import ExampleLoss
 from headprune.planning.effects import effects
+from headprune.planning.effort import Work, flops_of_pass, spread
 from headprune.planning.order import Order
 from headprune.planning.state import State
 from headprune.planning.strategies import Search, strategy
 from headprune.planning.units import SLICES, Unit
 from headprune.repair import Refit
+from headprune.rows import apparent_size
 
+_LOOKING = ("re-scored", "compensated", "auto", "greedy")  # strategies that look at the model
 _SHARE = 1 / 6  # of the kept heads that go before they are looked at again
 _TRIED, _TRIED_EXAMPLES = 6, 256  # units that greedy tries before one goes, and the examples it tries them on
 
@@ -73,10 +76,9 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
     before = refit.passes
     looks = stages(state.kept, levels)
     losses = ExampleLoss(refit.model)
-    batches = losses.prepare(refit.batches)
-    # Batches often come sorted by length: some from everywhere.
-    count = max(1, round(len(batches) * min(1.0, _TRIED_EXAMPLES / refit.examples)))
-    examples = [batches[i * len(batches) // count] for i in range(count)]
+    with refit.runner.calm():
+        batches = losses.prepare(refit.batches)
+    examples = [batches[i] for i in spread(len(batches), refit.examples, _TRIED_EXAMPLES)]
     tries = 0
 
     def loss(drop: Heads) -> float:
@@ -97,7 +99,7 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
             ranked = [u for u in ranked if u.heads != best.heads or u.layer != best.layer]
         search.progress(i + 1, len(looks))
     state.remove(ranked, 0)
-    passes = refit.passes - before + tries * sum(map(batch_size, examples)) / refit.examples
+    passes = refit.passes - before + tries * sum(map(losses.rows.size, examples)) / refit.examples
     return search.order(state.steps, "greedy", _cost(refit, passes))
 
 
@@ -168,7 +170,7 @@ def _ranked(refit: Refit, state: State) -> list[Unit]:
     search, units = state.search, state.units()
     if not units:
         return []
-    found = effects(refit, search.layers, state.drop, units)
+    found = effects(refit, search.layers, state.drop, units, search.effort.examples)
     if search.kind == SLICES:
         units, found = _sliced(search, units, found)
     sizes = found.abs().mean(0).tolist()
@@ -210,13 +212,39 @@ def stages(total: int, levels: Sequence[int]) -> list[int]:
     return found
 
 
+def work_of(search: Search, strategy: str, levels: Sequence[int], times: int = 1) -> Work:
+    """What an order costs, with the statistics of repair that the first one needs; nothing, if it needs the scores alone.
+
+    Counted before it is made; solving for weights is not counted.
+
+    Args:
+        times: How often it is made: for every kind in which heads go.
+    """
+    if strategy not in _LOOKING:
+        return Work(0.0, 0.0, sum(map(apparent_size, search.batches)))
+    refit = _refit_of(search)
+    start = State(search).kept
+    looks = 1 if strategy == "compensated" else max(1, len(stages(start, levels)))
+    passes = looks * refit.look * _share(refit, search.effort.examples)
+    if strategy == "greedy":
+        passes += _TRIED * (start - min(levels, default=start)) * _share(refit, _TRIED_EXAMPLES)
+    passes = refit.statistics.cost + times * passes
+    return Work(passes, passes * flops_of_pass(refit.model, refit.batches), refit.examples)
+
+
+def _share(refit: Refit, examples: int | None) -> float:
+    """Of the scoring examples that are looked at."""
+    chosen = spread(len(refit.batches), refit.examples, examples)
+    return sum(refit.runner.rows.size(refit.batches[i]) for i in chosen) / refit.examples
+
+
 def _refit_of(search: Search) -> Refit:
     """The repair that will follow; where none will, the same model with its old weights."""
     if search.refit is not None:
         return search.refit
     if search.model is None or not search.batches:
         raise HeadPruneError("This strategy runs the model, but got none.", "Give Search a model and batches.")
-    return Refit(search.model, search.layers, search.batches, ridge=float("inf"))
+    return Refit(search.model, search.layers, search.batches, ridge=float("inf"), store=search.store)
 
 
 def _cost(refit: Refit, passes: float) -> str:

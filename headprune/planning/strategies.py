@@ -11,10 +11,11 @@ from torch import nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
+from headprune.planning.effort import NORMAL, Effort
 from headprune.planning.order import Order
 from headprune.planning.units import GROUPS, Constraints, Unit, units_of, why_stay
 from headprune.repair import Refit
-from headprune.scoring.base import HeadScores, Progress
+from headprune.scoring.base import HeadScores, Progress, Store
 
 
 def _unheard(done: int, total: int, note: str = "") -> None:
@@ -35,6 +36,8 @@ class Search:
         model: For strategies that run it: in evaluation mode, on its device, never changed.
         batches: Labelled batches to score or to compare on (the scoring part of the data).
         refit: The repair that will follow, if any: strategies that run the model see it repaired.
+        store: Keeps what strategies measure, so that an interrupted search goes on where it was.
+        effort: How much work it may be.
     """
 
     layers: Sequence[AttentionLayer]
@@ -46,6 +49,8 @@ class Search:
     model: nn.Module | None = None
     batches: Sequence[Any] = ()
     refit: Refit | None = None
+    store: Store | None = None
+    effort: Effort = NORMAL
 
     def units(self, scores: HeadScores | None = None) -> list[list[Unit]]:
         """The units of every layer that may go, those with the least score first.

@@ -7,7 +7,8 @@ there change (and biases that were not), so a repaired model prunes like any oth
 
 The fit takes the dense model's own activations, on the calibration examples and, for texts with one answer each, on mixtures
 of them (`headprune.repair.crossed`): one set of statistics serves any choice of heads (`Refit`). Then all W_O move together,
-once, towards the dense model's answers (`headprune.repair.answers`).
+once, towards the dense model's answers (`headprune.repair.answers`). A step that does no better on examples that it was not
+fitted to is left out (`headprune.repair.held_out`).
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from typing import Any
 from torch import nn
 
 from headprune.attention import AttentionLayer, check_heads
+from headprune.inputs import check_weights
+from headprune.repair.held_out import HeldOut
 from headprune.repair.places import Place
 from headprune.repair.refit import Refit
 from headprune.repair.statistics import Progress
-from headprune.repair.weights import AnswersRepair, LayerRepair, Repair, Weights, add_biases, added_biases
+from headprune.repair.weights import AnswersRepair, LayerRepair, Repair, Trial, Weights, add_biases, added_biases
 
 __all__ = [
     "AnswersRepair",
+    "HeldOut",
     "LayerRepair",
     "Place",
     "Refit",
     "Repair",
+    "Trial",
     "Weights",
     "add_biases",
     "added_biases",
@@ -57,9 +62,14 @@ def repair(
     (`headprune.prune` is still to come).
 
     For W_O alone, minimised is ``mean_t |y_t - W x_t - b|^2 + ridge * v * |W - W_old|^2``, y being the dense W_O's output at token t, x the
-    kept heads' outputs, v their mean variance. Statistics are sums over tokens (float64), so memory does not grow with the
+    kept heads' outputs, v their mean variance. The mean over tokens is weighted by how much the answers depend on each (the norm of the
+    slope at W_O's output). Statistics are sums over tokens (float64), so memory does not grow with the
     data. This is the reconstruction of He et al. (2017, arXiv:1707.06168, section 3.1) and, towards the old weights, the
     refit of SparseGPT's kind (Frantar and Alistarh 2023, arXiv:2301.00774) for whole heads.
+
+    Every step is tried on examples that it was not fitted to, and left out unless the model's answers come nearer to the dense
+    model's there (with few examples, by more than chance): W_O, values, the last step (`headprune.repair.held_out`). What was found is in `Repair.trials`. So
+    with few examples nothing may change but that the columns of removed heads become zero.
 
     Args:
         model: The dense model; or one pruned before, which is then what is fitted to.
@@ -81,11 +91,12 @@ def repair(
     Raises:
         HeadPruneError: An unknown layer or head, or no examples.
     """
+    check_weights(model)
     checked = check_heads(drop, layers)
     refit = Refit(
         model, layers, batches, ridge=ridge, values=values and not sweeps, mixtures=mixtures and not sweeps,
         progress=progress,
     )  # fmt: skip
-    weights = refit.answering(checked) if answers and not sweeps and ridge is None else refit.fitted(checked, sweeps)
+    weights = HeldOut(refit).checked(checked, sweeps=sweeps, answers=answers and not sweeps and ridge is None)
     refit.apply(weights)
     return refit.report(weights)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headprune.divergence import LABELS
+from headprune.inputs import LABELS
+from headprune.rows import Rows
 
 _BLOCK = 4  # examples that are mixed with one another only, so that they can be left out together
 _TEXT = {"input_ids", "attention_mask", "token_type_ids"}
@@ -26,7 +27,7 @@ def blocks(size: int) -> Tensor:
     return rows // 2 // _BLOCK * 2 + rows % 2
 
 
-def crossed(batch: Any, shift: int) -> tuple[dict[str, Tensor], Tensor] | None:
+def crossed(batch: Any, shift: int, rows: Rows) -> tuple[dict[str, Tensor], Tensor] | None:
     """Every text's beginning with the end of the one ``shift`` further in its block.
 
     Both are cut in the middle of where both have no padding.
@@ -34,6 +35,7 @@ def crossed(batch: Any, shift: int) -> tuple[dict[str, Tensor], Tensor] | None:
     Args:
         batch: Calibration examples, with labels or without.
         shift: From 1.
+        rows: How examples lie in the batch.
 
     Returns:
         The new examples, without labels, and the rows that they begin with; None where there are none, or it is not known
@@ -46,6 +48,8 @@ def crossed(batch: Any, shift: int) -> tuple[dict[str, Tensor], Tensor] | None:
         return None
     if "input_ids" not in inputs or not inputs.keys() <= _TEXT or len({v.shape for v in inputs.values()}) > 1:
         return None
+    if any(rows.table(inputs, name) is None for name in inputs):
+        return None
     real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
     block = blocks(len(real))
     pairs = [
@@ -56,7 +60,7 @@ def crossed(batch: Any, shift: int) -> tuple[dict[str, Tensor], Tensor] | None:
     ]
     if not pairs:
         return None
-    rows, others = torch.tensor(sorted(pairs)).T
-    both = (real[rows] != 0) & (real[others] != 0)
+    firsts, others = torch.tensor(sorted(pairs)).T
+    both = (real[firsts] != 0) & (real[others] != 0)
     before = both.cumsum(1) * 2 <= both.sum(1, keepdim=True)
-    return {name: torch.where(before, value[rows], value[others]) for name, value in inputs.items()}, rows
+    return {name: torch.where(before, value[firsts], value[others]) for name, value in inputs.items()}, firsts

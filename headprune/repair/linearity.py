@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from headprune.loss import batch_size, rows_of
 from headprune.repair.places import Values
 from headprune.repair.runner import Runner, replaced
-from headprune.scoring.gradient import unlike
 
 
 def linear(runner: Runner, values: Mapping[str, Values]) -> dict[str, Values]:
@@ -22,9 +20,9 @@ def linear(runner: Runner, values: Mapping[str, Values]) -> dict[str, Values]:
     Args:
         values: By output projection.
     """
-    batch = max(runner.batches, key=batch_size)
-    if batch_size(batch) > 2:
-        batch = rows_of(batch, unlike(batch, 2))
+    batch = max(runner.batches, key=runner.rows.size)
+    if runner.rows.size(batch) > 2:
+        batch = runner.rows.take(batch, [0, 1])
     generator = torch.Generator().manual_seed(0)
     turns = {
         name: torch.linalg.qr(torch.randn(v.head_dim, v.head_dim, generator=generator, dtype=torch.float64))[0]

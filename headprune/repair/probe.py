@@ -8,52 +8,57 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.divergence import IGNORED, logits_of
+from headprune.divergence import IGNORED, gives_several, logits_of, regresses
 from headprune.errors import HeadPruneError
 from headprune.inputs import tensors
-from headprune.loss import batch_size
+from headprune.rows import Rows
 
 
-def tokens_of(model: nn.Module, batch: Any, kind: str) -> Tensor | None:
+def tokens_of(model: nn.Module, batch: Any, kind: str, rows: Rows) -> Tensor | None:
     """Which tokens are no padding, ``[batch, tokens]``, for layers of a kind; None where that is not known."""
     if isinstance(batch, tuple | list):  # a pair, with labels
         batch = batch[0]
     if not isinstance(batch, Mapping):
         return None
     translates = "decoder_input_ids" in batch or getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    found = batch.get("attention_mask")
+    found = rows.table(batch, "attention_mask")
     if translates and kind != "encoder":
         labels = batch.get("labels")
         if isinstance(labels, Tensor) and labels.ndim == 2:  # what is decoded is made of them
             found = labels != IGNORED
         elif "decoder_input_ids" in batch:
             found = None
-        found = batch.get("decoder_attention_mask", found)
-    return found.bool() if isinstance(found, Tensor) and found.ndim == 2 else None
+        given = rows.table(batch, "decoder_attention_mask")
+        found = found if given is None else given
+    return None if found is None else found.bool()
 
 
-def probe_of(model: nn.Module, output: Any, batch: Any, first: int, alone: bool = False) -> Tensor:
+def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, alone: int | None = None) -> Tensor:
     """A number whose gradient, squared, is on average the Fisher information of the answers to a batch.
 
     Args:
         output: The model's.
         first: The number of the batch's first example; noise goes by it.
-        alone: Whether the first example's answers alone are looked at.
+        rows: How examples lie in the batch.
+        alone: The only example whose answers are looked at; all, by default.
     """
-    seeds = range(first, first + batch_size(batch))
-    mask = tokens_of(model, batch, "decoder")
+    seeds = range(first, first + rows.size(batch))
+    mask = tokens_of(model, batch, "decoder", rows)
 
     def drawn(like: Tensor) -> Tensor:
         found = noise(like, mask, seeds)
-        if alone and len(found) == len(seeds):
-            found[1:] = 0
+        if alone is not None and len(found) == len(seeds):
+            found[torch.arange(len(found)) != alone] = 0
         return found
 
     logits = getattr(output, "logits", None)
     if hasattr(output, "start_logits"):  # where an answer starts and ends: tokens are the classes, and padding is none
         chances = logits_of(output, batch if isinstance(batch, Mapping) else {}).log_softmax(-1)
         draws = drawn(chances.movedim(1, -1)).movedim(-1, 1)
-    elif isinstance(logits, Tensor) and logits.shape[-1] > 1:
+    elif isinstance(logits, Tensor) and gives_several(model):  # each label is a yes or no of its own
+        chance = widened(logits).detach().sigmoid()
+        return (drawn(logits) * (chance * (1 - chance)).sqrt() * widened(logits)).sum()
+    elif isinstance(logits, Tensor) and logits.shape[-1] > 1 and not regresses(model):
         chances = widened(logits).log_softmax(-1)
         draws = drawn(chances)
     else:

@@ -21,6 +21,7 @@ from headprune.repair.solve import Fit, Moments, fit_output
 from headprune.repair.statistics import Progress, Statistics
 from headprune.repair.values import fit_values, written
 from headprune.repair.weights import Repair, Weights, add_biases, remove_biases
+from headprune.scoring.base import Store
 
 _REMEMBERED = 8  # fits of one W_O: what a search, its trials and the pruning that follows come back to
 _NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
@@ -38,6 +39,7 @@ class Refit:
         values: Whether values are refitted too, where they can be.
         mixtures: Whether mixtures of the examples are fitted to as well, where they can be (`headprune.repair.crossed`).
         progress: Called after every batch of a pass.
+        store: For what is measured with it.
 
     Attributes:
         places: The output projections that can be refitted.
@@ -46,6 +48,7 @@ class Refit:
         statistics: Sums over their tokens.
         added: Modules that get a bias.
         looks: Effects of the removal of heads from the dense model that were measured already (`headprune.planning.effects`).
+        store: Keeps all that are measured, so that an interrupted search goes on where it was.
     """
 
     def __init__(
@@ -58,8 +61,9 @@ class Refit:
         values: bool = True,
         mixtures: bool = True,
         progress: Progress | None = None,
+        store: Store | None = None,
     ) -> None:
-        self.model, self.layers, self.ridge = model, layers, ridge
+        self.model, self.layers, self.ridge, self.store = model, layers, ridge, store or Store()
         self.notes: list[str] = []
         with torch.inference_mode(False):
             self.places = list(places_of(model, layers, self.notes))
@@ -67,7 +71,7 @@ class Refit:
         fits = ridge != float("inf")
         self.statistics = Statistics(self.runner, values and fits, mixtures and fits, self.notes, progress)
         self.added = [p.name for p in self.places if p.has_bias and not p.own_bias]
-        self.looks: dict[tuple[tuple[str, tuple[int, ...]], ...], Tensor] = {}
+        self.looks: dict[object, Tensor] = {}
         self._fits: dict[str, dict[tuple[int, ...], Fit]] = {}
         self._applied = Weights()
 
@@ -102,40 +106,88 @@ class Refit:
         if not any(drop.values()):
             return Weights()
         with torch.inference_mode(False), torch.no_grad():
-            moments = self.statistics.dense
-            if not sweeps:
-                return self._gathered({p.name: self._fit(p, drop) for p in self._losing(moments, drop, dense=True)})
-            weights = self._outputs(moments, drop, dense=True)
-            for _ in range(sweeps):
-                behind = self.statistics.behind(partial(self.applied, weights))
-                weights = self._outputs(behind, drop, dense=False)
-        return weights
+            if sweeps:
+                return self._swept(drop, sweeps)[0]
+            return self._refitted(drop)
 
-    def answering(self, drop: Heads) -> Weights:
+    def by_step(self, drop: Heads, sweeps: int = 0) -> tuple[list[Weights], Mapping[str, Moments]]:
+        """As `fitted`, and what comes before it: W_O alone, and then with values, where any are refitted.
+
+        Returns:
+            The weights after every step (none if nothing is to be fitted), and what they were fitted to.
+        """
+        if not any(drop.values()):
+            return [], {}
+        with torch.inference_mode(False), torch.no_grad():
+            if sweeps:
+                weights, moments = self._swept(drop, sweeps)
+                return [weights] if weights else [], moments
+            moments, both = self.statistics.dense, self._refitted(drop)
+            alone = [self._outputs(moments, drop, dense=True)] if both.mixes else []
+            return [*alone, *([both] if both else [])], moments
+
+    def halved(self, weights: Weights, moments: Mapping[str, Moments], drop: Heads, fold: int) -> Weights:
+        """Weights that `by_step` gave, fitted with the same strengths to one fold of the examples alone."""
+        fits = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for place in (p for p in self.places if p.name in weights.of):
+                some, kept, ridge = moments[place.name].only(fold), place.kept(drop), weights.ridges[place.name]
+                if not float(some.xx[0, -1, -1]):  # nothing was seen there
+                    fits[place.name] = fit_output(some, place, kept, float("inf"))
+                elif place.name in weights.mixes:
+                    rank = self.statistics.directions[place.name].shape[1]
+                    heads = place.heads(drop)
+                    fits[place.name] = fit_values(some, place, self.values[place.name], heads, rank, ridge)
+                else:
+                    fits[place.name] = fit_output(some, place, kept, ridge)
+            return self._gathered(fits)
+
+    def unrepaired(self, drop: Heads, biases: bool = False) -> Weights:
+        """The old weights of every W_O that loses heads, without the columns of these.
+
+        Args:
+            biases: Whether modules that have none get a bias of zeros, if they can have one.
+        """
+        found = Weights()
+        for place in self.places:
+            kept = place.kept(drop)
+            if len(kept) < len(place.weight):
+                whole = torch.zeros_like(place.weight, device="cpu")
+                whole[kept] = place.weight.cpu()[kept]
+                bias = place.own_bias or (biases and place.has_bias)
+                found.of[place.name] = whole, place.bias.cpu() if bias else None
+        return found
+
+    def answering(self, drop: Heads, start: Weights | None = None, answers: Answers | None = None) -> Weights:
         """As `fitted`, and then all W_O that lose heads moved together towards the dense model's answers.
 
         A layer's fit does not know what the other layers' errors add up to; this does (`headprune.repair.answers`). It takes
-        five passes or more, so plans are compared without.
+        three passes or more, so plans are compared without.
+
+        Args:
+            start: In the place of what `fitted` gives.
+            answers: Those to come nearer to; by default, to all calibration examples.
         """
-        weights = self.fitted(drop)
+        weights = self.fitted(drop) if start is None else start
         places = {p.name: (p, p.kept(drop)) for p in self.places if p.name in weights.of}
         if not places:
             return weights
-        if self._answers.note:
-            weights.note = self._answers.note
+        answers = answers or self._answers
+        if answers.note:
+            weights.note = answers.note
             return weights
         masked = {layer.name: drop[layer.name] for layer in self.layers if layer.maskable and layer.name in drop}
         with torch.inference_mode(False), self.applied(weights), mask(self.model, masked, layers=self.layers):
-            step = self._answers.step(places)
+            step = answers.step(places)
         if step is not None:
             for part in _PARTS:
                 moved = weights.moved(step.of, part)
                 with torch.inference_mode(False), self.applied(moved), mask(self.model, masked, layers=self.layers):
-                    after = self._answers.distance()
+                    after = answers.distance()
                 if after < step.facts.before:
                     moved.answers = replace(step.facts, after=after, part=part)
                     return moved
-        weights.note = self._answers.note or _NO_GAIN
+        weights.note = answers.note or _NO_GAIN
         return weights
 
     @cached_property
@@ -176,11 +228,16 @@ class Refit:
             ys = {name: [y for _, y, _ in calls] for name, calls in found.items()}
             with torch.no_grad(), self.runner.calm():
                 xs = self.statistics.widened(self.batches[index], xs, ys, list(xs), shares=1)
-            self.runner.passes += index == len(self.batches) - 1
+            self.runner.passes += self.runner.rows.size(self.batches[index]) / self.examples
         return {
             name: [(x, slope) for x, (_, _, slope) in zip(xs[name], calls, strict=True)]
             for name, calls in found.items()
         }
+
+    @property
+    def look(self) -> int:
+        """Forward passes, over the examples looked at, that `slopes` take: a backward pass counts as two."""
+        return 3 + bool(self.values)
 
     def matters(self, place: Place) -> bool:
         """Whether the model's answers depend on a W_O at all, so that there is something to fit it to."""
@@ -188,10 +245,19 @@ class Refit:
 
     def report(self, weights: Weights) -> Repair:
         """What was done."""
-        biases = tuple(name for name in self.added if name in weights.of)
+        biases = tuple(name for name in self.added if weights.of.get(name, (None, None))[1] is not None)
         notes = (*self.notes, *([weights.note] if weights.note else []))
         mixtures = sum(len(mixed.rows) for mixed in self.runner.further)
-        return Repair(dict(weights.facts), self.examples, mixtures, round(self.passes), biases, notes, weights.answers)
+        return Repair(
+            dict(weights.facts),
+            self.examples,
+            mixtures,
+            round(self.passes),
+            biases,
+            notes,
+            weights.answers,
+            weights.trials,
+        )
 
     def _losing(self, moments: Mapping[str, Moments], drop: Heads, *, dense: bool) -> Iterator[Place]:
         """The places that are to be fitted anew."""
@@ -219,6 +285,21 @@ class Refit:
             if len(known) > _REMEMBERED:
                 del known[next(iter(known))]
         return known[key]
+
+    def _refitted(self, drop: Heads) -> Weights:
+        """Of W_O and values, to the dense model's activations."""
+        return self._gathered(
+            {p.name: self._fit(p, drop) for p in self._losing(self.statistics.dense, drop, dense=True)}
+        )
+
+    def _swept(self, drop: Heads, sweeps: int) -> tuple[Weights, Mapping[str, Moments]]:
+        """After some sweeps: the weights, and what they were fitted to."""
+        moments: Mapping[str, Moments] = self.statistics.dense
+        weights = self._outputs(moments, drop, dense=True)
+        for _ in range(sweeps):
+            moments = self.statistics.behind(partial(self.applied, weights))
+            weights = self._outputs(moments, drop, dense=False)
+        return weights, moments
 
     def _outputs(self, moments: Mapping[str, Moments], drop: Heads, *, dense: bool) -> Weights:
         """Fits of W_O alone."""

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.inputs import call, model_device, move, tensors, usable
-from headprune.loss import batch_size, inputs_of, rows_of, singles
+from headprune.loss import inputs_of
 from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention, uncompiled
 from headprune.repair.crossed import crossed
 from headprune.repair.places import Place, Values
 from headprune.repair.probe import probe_of, real_tokens, tokens_of, widened
 from headprune.repair.solve import FOLDS
+from headprune.rows import find_rows, is_empty
 from headprune.scoring.gradient import frozen, unlike
 from headprune.trace import evaluating
 
@@ -59,6 +60,7 @@ class Runner:
         batches: Those that are not empty, on the model's device; of one example each, where a projection mixes examples up.
         examples: How many there are.
         passes: Forward passes over all of them, so far.
+        rows: How examples lie in the batches.
         further: Mixtures of them (`headprune.repair.crossed`), once they are asked for (`mix`).
     """
 
@@ -67,14 +69,16 @@ class Runner:
         self.passes = 0.0
         device = model_device(model)
         with torch.inference_mode(False):
-            self.batches = [usable(move(batch, device)) for batch in batches if batch_size(batch)]
+            self.batches = [usable(move(batch, device)) for batch in batches if not is_empty(batch)]
         if not self.batches:
             raise HeadPruneError("There are no examples to repair on.", "Check the dataset, its split and --limit.")
-        self.examples = sum(map(batch_size, self.batches))
+        with torch.inference_mode(False), self.calm():
+            self.rows = find_rows(model, self.batches, lambda batch: tensors(call(model, inputs_of(model, batch))))
+        self.examples = sum(map(self.rows.size, self.batches))
         self.further: list[Mixed] = []
         self._sensitivities: dict[int, Calls] = {}
         if not self._independent():
-            self.batches = [row for batch in self.batches for row in singles(batch)]
+            self.batches = [row for batch in self.batches for row in self.rows.singles(batch)]
 
     @contextmanager
     def calm(self) -> Iterator[None]:
@@ -84,7 +88,7 @@ class Runner:
 
     def first(self, index: int) -> int:
         """The number of a batch's first example."""
-        return sum(map(batch_size, self.everything[:index]))
+        return sum(map(self.rows.size, self.everything[:index]))
 
     @property
     def everything(self) -> list[Any]:
@@ -94,7 +98,7 @@ class Runner:
     def fold(self, index: int) -> Tensor:
         """On which side of a cross-validation every example of `everything` is, ``[examples]``."""
         if index < len(self.batches):
-            return (self.first(index) + torch.arange(batch_size(self.batches[index]))) % FOLDS
+            return (self.first(index) + torch.arange(self.rows.size(self.batches[index]))) % FOLDS
         mixed = self.further[index - len(self.batches)]
         return self.fold(mixed.batch)[mixed.rows]
 
@@ -104,7 +108,7 @@ class Runner:
         made = []
         for index, batch in enumerate(self.batches):
             for shift in range(1, times + 1):
-                if (found := crossed(batch, shift)) is not None:
+                if (found := crossed(batch, shift, self.rows)) is not None:
                     made.append(Mixed(index, shift, *found))
         with torch.no_grad(), self.calm():
             if not all(self._answers_once(mixed) for mixed in made):
@@ -134,7 +138,7 @@ class Runner:
 
     def real(self, x: Tensor, batch: Any, kind: str) -> Tensor | None:
         """Which of ``x``'s tokens ``[rows * tokens]`` are no padding, in layers of a kind; None where that is not known."""
-        return real_tokens(x, tokens_of(self.model, batch, kind))
+        return real_tokens(x, tokens_of(self.model, batch, kind, self.rows))
 
     def run(self, batch: Any, see: See, hear: See | None = None, values: Mapping[str, Values] | None = None) -> Any:
         """The model's output.
@@ -193,7 +197,7 @@ class Runner:
         Slopes are of a random projection of the model's answers as it is now (`probe`).
         """
         batch = self.everything[index]
-        self.passes += 3 * batch_size(batch) / self.examples  # a backward pass costs about two
+        self.passes += 3 * self.rows.size(batch) / self.examples  # a backward pass costs about two
         return self._slopes(batch, self.first(index))
 
     def sensitivity(self, index: int) -> Calls:
@@ -203,15 +207,17 @@ class Runner:
         but a few tokens of a few examples to fit to. Found once: the first call must see the dense model.
         """
         if index not in self._sensitivities:
-            found = self.slopes(index)
-            self._sensitivities[index] = {
-                name: [widened(slope).norm(dim=-1) for *_, slope in calls] for name, calls in found.items()
-            }
+            self.recorded_with_slopes(index)
         return self._sensitivities[index]
 
-    def probe(self, output: Any, index: int) -> Tensor:
-        """A number whose gradient, squared, is on average the Fisher information of the answers to a batch."""
-        return probe_of(self.model, output, self.batches[index], self.first(index))
+    def recorded_with_slopes(self, index: int) -> tuple[Calls, Calls]:
+        """As `recorded`, of the dense model on a batch, whose `sensitivity` is known from then on: one pass serves both."""
+        found = self.slopes(index)
+        self._sensitivities[index] = {
+            name: [widened(slope).norm(dim=-1) for *_, slope in calls] for name, calls in found.items()
+        }
+        xs = {name: [x for x, _, _ in calls] for name, calls in found.items()}
+        return xs, {name: [y for _, y, _ in calls] for name, calls in found.items()}
 
     def slopes_of(self, batch: Any, names: Iterable[str], sums_of: Callable[[Any], Sequence[Tensor]]) -> Seen:
         """W_O's inputs, outputs and the slopes there of some sums of the model's answers to a batch.
@@ -241,23 +247,48 @@ class Runner:
         )
         return {name: [(x, y, next(slopes)) for x, y, _ in calls] for name, calls in seen.items()}
 
-    def _slopes(self, batch: Any, first: int, alone: bool = False) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
+    def _slopes(
+        self, batch: Any, first: int, alone: int | None = None
+    ) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
         found = self.slopes_of(
-            batch, [p.name for p in self.places], lambda output: [probe_of(self.model, output, batch, first, alone)]
+            batch,
+            [p.name for p in self.places],
+            lambda output: [probe_of(self.model, output, batch, first, self.rows, alone)],
         )
         return {name: [(x, y, slopes[0]) for x, y, slopes in calls] for name, calls in found.items()}
 
     def _independent(self) -> bool:
-        """Whether rows of one example stay together at every W_O, tried on up to three.
+        """Whether rows of one example stay together at every W_O, one after another, tried on up to three.
 
         A module that puts tokens before the batch would mix them up.
         """
-        batch = max(self.batches, key=batch_size)
-        if batch_size(batch) == 1 or not self.places:
+        batch = max(self.batches, key=self.rows.size)
+        if self.rows.size(batch) == 1 or not self.places:
             return True
-        some = rows_of(batch, unlike(batch, batch_size(batch)))
-        found = [slope for calls in self._slopes(some, 0, alone=True).values() for *_, slope in calls]
-        return not any(bool(slope[-(-len(slope) // batch_size(some)) :].any()) for slope in found)
+        some = self.rows.take(batch, unlike(self.rows, batch, self.rows.size(batch)))
+        if not self._examples_first(some):
+            return False
+        size = self.rows.size(some)
+        for one in range(size):
+            for calls in self._slopes(some, 0, alone=one).values():
+                for *_, slope in calls:
+                    each = slope.reshape(size, -1)
+                    if bool(each[torch.arange(size) != one].any()):
+                        return False
+        return True
+
+    def _examples_first(self, batch: Any) -> bool:
+        """Whether two and three examples have as many rows more, at every W_O, as there are examples more."""
+
+        def shapes(index: Sequence[int]) -> list[torch.Size]:
+            with torch.no_grad(), self.calm():
+                xs, _ = self.recorded(self.rows.take(batch, index))
+            return [x.shape for calls in xs.values() for x in calls]
+
+        two, three = shapes([0, 1]), shapes([0, 1, 0])
+        return len(two) == len(three) and all(
+            a[1:] == b[1:] and 3 * a[0] == 2 * b[0] for a, b in zip(two, three, strict=True)
+        )
 
 
 def replaced(values: Values, out: Tensor, new: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +14,7 @@ from headprune.repair.weights import LayerRepair
 
 RIDGES = (1e-4, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0)  # of the mean variance of an input
 FOLDS = 2
+_ROUNDED = 1e-12  # of a square: a variance below it is rounding
 
 
 class Moments:
@@ -38,10 +41,18 @@ class Moments:
         both = torch.cat([kept, torch.tensor([self.xx.shape[-1] - 1])]).to(self.xx.device)
         return self.xx[:, both][:, :, both], self.xy[:, both]
 
+    def only(self, fold: int) -> Moments:
+        """Of one fold's tokens: for fits of a strength that is given."""
+        found = copy.copy(self)
+        found.xx, found.xy, found.yy = (m[fold : fold + 1] for m in (self.xx, self.xy, self.yy))
+        return found
+
     def spread(self) -> float:
-        """Variance of the outputs, summed over tokens."""
+        """Variance of the outputs, summed over tokens; of outputs that never change, their square."""
         xy, tokens = self.xy.sum(0), self.xx[:, -1, -1].sum()
-        return float(tokens) * max(float(self.yy.sum() / tokens - (xy[-1] / tokens).square().sum()), 1e-30)
+        square = float(self.yy.sum())
+        around = square - float(tokens * (xy[-1] / tokens).square().sum())
+        return around if around > _ROUNDED * square else max(square, 1e-30)
 
 
 @dataclass(frozen=True)
@@ -114,11 +125,24 @@ def centred(xx: Tensor, xy: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Ten
     mean_x, mean_y = (xx[-1, :-1] / tokens, xy[-1] / tokens)
     if not has_bias:  # nothing may be taken out that nothing can put back
         return xx[:-1, :-1] / tokens, xy[:-1] / tokens, mean_x, mean_y
-    a = xx[:-1, :-1] / tokens - torch.outer(mean_x, mean_x)
-    return a, xy[:-1] / tokens - torch.outer(mean_x, mean_y), mean_x, mean_y
+    a, c = xx[:-1, :-1] / tokens - torch.outer(mean_x, mean_x), xy[:-1] / tokens - torch.outer(mean_x, mean_y)
+    if float(a.diagonal().sum()) <= _ROUNDED * float(xx[:-1, :-1].diagonal().sum() / tokens):
+        a, c = torch.zeros_like(a), torch.zeros_like(c)  # inputs that never change: what is left is rounding
+    return a, c, mean_x, mean_y
 
 
 def error(xx: Tensor, xy: Tensor, yy: Tensor, weight: Tensor, bias: Tensor) -> float:
     """Sum over tokens of ``|y - W x - b|^2``."""
     w = torch.cat([weight, bias[None]])
     return float(yy - 2 * (w * xy).sum() + (w * (xx @ w)).sum())
+
+
+def downhill(error: Callable[[float], float], strengths: Sequence[float], start: int) -> tuple[float, float]:
+    """The strength of least error, and that error: from number ``start`` on as long as it falls, since there is one valley."""
+    at, least = start, error(strengths[start])
+    for step in (-1, 1):
+        while 0 <= at + step < len(strengths) and (now := error(strengths[at + step])) < least:
+            at, least = at + step, now
+        if at != start:
+            break
+    return strengths[at], least

@@ -13,7 +13,7 @@ from torch import Tensor
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.inputs import model_device
-from headprune.loss import batch_size
+from headprune.repair.crossed import crossed
 from headprune.repair.linearity import linear
 from headprune.repair.places import Place, Values
 from headprune.repair.probe import widened
@@ -98,19 +98,37 @@ class Statistics:
     @cached_property
     def dense(self) -> dict[str, Moments]:
         """Of W_O's inputs, widened by what heads attend to along `directions`, and of its outputs."""
+        if not self.runner.places:
+            return {}
         with torch.inference_mode(False), torch.no_grad(), self.runner.calm():
             if self._with_mixtures:
-                self.runner.mix(min(_MIXTURES, _MOST_EXAMPLES // self.runner.examples - 1))
+                self.runner.mix(self._times)
             found = self._moments(widened=True)
             batches = self.runner.everything
             for i, batch in enumerate(batches):
-                xs, ys = self.runner.recorded(batch)
+                xs, ys = self.runner.recorded_with_slopes(i)
                 for names in self.at_once(xs):
                     wide = self.widened(batch, xs, ys, names)
                     self._add(found, i, {n: wide[n] for n in names}, ys)
                 self._tell(i)
-        self.runner.passes += (1 + self._shares()) * sum(map(batch_size, batches)) / self.runner.examples
+        self.runner.passes += self._shares() * sum(map(self.runner.rows.size, batches)) / self.runner.examples
         return self._finite(found)
+
+    @property
+    def cost(self) -> float:
+        """Forward passes over the calibration examples that `dense` will take, about; a backward pass counts as two."""
+        if "dense" in vars(self):
+            return 0.0
+        share = self._share(self.values) if self.values else 0
+        shifts = range(1, self._times + 1) if self._with_mixtures else ()
+        mixtures = [crossed(batch, shift, self.runner.rows) for batch in self.runner.batches for shift in shifts]
+        times = sum(len(mixed[1]) for mixed in mixtures if mixed) / self.runner.examples
+        return bool(share) + times + (3 + share) * (1 + times)
+
+    @property
+    def _times(self) -> int:
+        """How many mixtures of every example are wanted."""
+        return min(_MIXTURES, _MOST_EXAMPLES // self.runner.examples - 1)
 
     def behind(self, changed: Callable[[], AbstractContextManager[None]]) -> dict[str, Moments]:
         """Of W_O's inputs in a changed model, and of its outputs in the dense model.
@@ -251,7 +269,7 @@ class Statistics:
     def _sum(self, moments: Moments, x: Tensor, y: Tensor, told: Tensor, index: int, layer: AttentionLayer) -> None:
         batch = self.runner.everything[index]
         real = self.runner.real(x, batch, layer.kind)
-        rows, tokens, size = x.shape[0], x.shape[:-1], batch_size(batch)
+        rows, tokens, size = x.shape[0], x.shape[:-1], self.runner.rows.size(batch)
         if self.runner.examples == 1:  # its tokens take turns
             fold = torch.arange(tokens.numel(), device=x.device) % FOLDS
         else:

@@ -11,14 +11,14 @@ values (`Refit`), so nothing needs to be known of how attention is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from headprune.repair.places import Place, Values
-from headprune.repair.solve import FOLDS, Fit, Moments, centred, error
+from headprune.repair.solve import FOLDS, Fit, Moments, centred, downhill, error
 from headprune.repair.weights import LayerRepair
 
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # of the mean variance of an input
@@ -87,7 +87,7 @@ def fit_values(
                 found += start.error(xx[i], xy[i], yy[i], mix, out, bias)
             return found
 
-        chosen, held_out = _downhill(held_out_error)
+        chosen, held_out = downhill(held_out_error, RIDGES, len(RIDGES) // 2)
     mix, out, bias = start.solved(start.sums(all_xx, all_xy), chosen, _ROUNDS, _STEPS)
     before = start.error(all_xx, all_xy, all_yy, start.mix, start.out, place.bias.cpu())
     after = start.error(all_xx, all_xy, all_yy, mix, out, bias)
@@ -96,19 +96,6 @@ def fit_values(
     whole[values.columns[list(heads)].flatten()] = out.flatten(0, 1)
     made = {h: mix[start.owner[i]] for i, h in enumerate(heads)}
     return Fit(whole, bias if place.has_bias else None, facts, held_out, made)
-
-
-def _downhill(error: Callable[[float], float]) -> tuple[float, float]:
-    """The strength of least error, and that error: from the middle one on as long as it falls, since there is one valley."""
-    at = len(RIDGES) // 2
-    least = error(RIDGES[at])
-    for step in (-1, 1):
-        start = at
-        while 0 <= at + step < len(RIDGES) and (now := error(RIDGES[at + step])) < least:
-            at, least = at + step, now
-        if at != start:
-            break
-    return RIDGES[at], least
 
 
 def written(values: Values, mixes: dict[int, Tensor], further: Tensor) -> tuple[Tensor, Tensor | None]:

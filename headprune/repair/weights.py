@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +15,7 @@ class LayerRepair:
     """One layer's refit.
 
     Attributes:
-        before: Mean squared error per token of W_O's output with the old weights and without the removed heads, divided
+        before: Mean squared error per token (weighted as in the fit: `headprune.repair.repair`) of W_O's output with the old weights and without the removed heads, divided
             by the variance of the dense model's output.
         after: The same with the new weights.
         ridge: The strength that was best on held-out examples; infinite where the old weights were.
@@ -52,6 +53,29 @@ class AnswersRepair:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """How one step of a repair did on examples that it was not fitted to (`headprune.repair.held_out`).
+
+    Attributes:
+        step: ``"output projections"``, ``"values"`` or ``"answers"`` (the last step, towards the dense model's answers).
+        before, after: Mean divergence from the dense model's answers, in nats (of answers that are no logits, the mean squared
+            difference), without this step and with it; heads masked.
+        examples: Those that it was tried on.
+        kept: Whether it did better there. What did not, was left out.
+    """
+
+    step: str
+    before: float
+    after: float
+    examples: int
+    kept: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """With None for what is no number, as where answers overflow."""
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in vars(self).items()}
+
+
+@dataclass(frozen=True)
 class Repair:
     """What `repair` did.
 
@@ -63,6 +87,7 @@ class Repair:
         biases: Output projections that had no bias, and have one now.
         notes: What could not be refitted, and why.
         answers: The step towards the dense model's answers; None where none was taken.
+        trials: How every step did on examples that it was not fitted to, and whether it was kept.
     """
 
     layers: dict[str, LayerRepair]
@@ -72,12 +97,13 @@ class Repair:
     biases: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     answers: AnswersRepair | None = None
+    trials: tuple[Trial, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
             "layers": {name: vars(fitted) for name, fitted in self.layers.items()},
             "examples": self.examples, "mixtures": self.mixtures, "passes": self.passes, "biases": list(self.biases), "notes": list(self.notes),
-            "answers": vars(self.answers) if self.answers else None,
+            "answers": vars(self.answers) if self.answers else None, "trials": [t.to_json() for t in self.trials],
         }  # fmt: skip
 
 
@@ -123,6 +149,7 @@ class Weights:
         facts: What the fits were like, by layer.
         answers: The step towards the dense model's answers, if they have it in them.
         note: Why they have not, if it was tried.
+        trials: How every step did on examples that it was not fitted to (`headprune.repair.held_out`).
     """
 
     of: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
@@ -131,6 +158,7 @@ class Weights:
     facts: dict[str, LayerRepair] = field(default_factory=dict)
     answers: AnswersRepair | None = None
     note: str = ""
+    trials: tuple[Trial, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.of)

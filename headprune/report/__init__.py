@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headprune.errors import HeadPruneError
 from headprune.jsonio import write_text
 from headprune.report import figures, markdown
 from headprune.runs import RunFolder
@@ -15,6 +16,16 @@ def write(folder: RunFolder) -> None:
     Raises:
         HeadPruneError: A document is missing or damaged.
     """
+    try:
+        _write(folder)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise HeadPruneError(
+            f"The documents in {folder.path} are damaged, or of another version ({type(error).__name__}: {error}).",
+            "Make the run again.",
+        ) from error
+
+
+def _write(folder: RunFolder) -> None:
     run, metrics = folder.read_run(), folder.read_metrics()
     scores = folder.read_scores() if folder.scores_path.exists() else []  # a plan of the user's needs none
     if scores:

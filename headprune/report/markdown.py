@@ -9,6 +9,7 @@ from headprune.latency import WARM_UP
 from headprune.scoring import METHODS
 from headprune.scoring.agreement import agreements, chance
 from headprune.scoring.base import HeadScores
+from headprune.uncertainty import FEW
 
 _SHOWN = 8
 _PAIRS = 3  # pairs of methods that get a sentence each; more are in the table alone
@@ -89,8 +90,23 @@ def _budget_sentence(budget: dict[str, Any], metrics: dict[str, Any], run: dict[
     return (
         f"With **{budget['kept']} of {budget['total']} heads** ({_chosen(budget)}), {metric} on "
         f"{change['examples']:,} examples goes from {_value(metric, before)} to {_value(metric, after)}: "
-        f"{_change(metric, change)}: {verdict}. Random heads in the same number{', repaired as well,' if budget.get('repair') else ''} give {_value(metric, mean)} "
-        f"(mean of {len(control)}, {_value(metric, min(control))} to {_value(metric, max(control))})."
+        f"{_change(metric, change)}: {verdict}. Random heads in the same number{_as_repaired(budget)} give {_value(metric, mean)} "
+        f"(mean of {len(control)}, {_value(metric, min(control))} to {_value(metric, max(control))}){_alike(budget, metric)}."
+    )
+
+
+def _as_repaired(budget: dict[str, Any]) -> str:
+    """How the random control was repaired."""
+    if not budget.get("repair"):
+        return ""
+    return ", repaired layer by layer alone," if budget["repair"].get("layers_alone") else ", repaired as well,"
+
+
+def _alike(budget: dict[str, Any], metric: str) -> str:
+    """What the chosen heads give with the control's repair."""
+    alike = (budget.get("repair") or {}).get("layers_alone")
+    return (
+        f"; repaired in the same way, the chosen heads give {_value(metric, alike['metrics'][metric])}" if alike else ""
     )
 
 
@@ -209,21 +225,36 @@ def _results(metrics: dict[str, Any]) -> str:
     )
     for b in _largest_first(metrics):
         cells = [_value(m, b["pruned"]["metrics"][m]) for m in names]
-        p = b["change"]["p_value"]
-        test = f" (McNemar p {p:.2g})" if p is not None else ""
         lines.append(
             f"| {b['kept']} | "
             + " | ".join(cells)
-            + f" | {_change(metric, b['change'])} | {b['change']['verdict']}{test} "
+            + f" | {_change(metric, b['change'])} | {b['change']['verdict']}{_p_of(b['change'])} "
             f"| {b['parameters']:,} ({b['parameters'] / dense['parameters'] - 1:+.1%}) "
             f"| {_flops(b['flops'])} ({b['flops'] / dense['flops'] - 1:+.1%}) |"
         )
     lines += [
         "",
-        "Change: of the metric in the first column after heads, paired bootstrap over examples. FLOPs: one forward "
-        "pass on one example of median length.",
+        "Change: of the metric in the first column after heads, paired by example; interval, p and verdict are of one test, which "
+        "counts two examples more than were seen (`headprune.uncertainty`). FLOPs: one forward pass on one example of median length.",
+        *_rests_on_few(metrics),
     ]
     return "\n".join(lines)
+
+
+def _p_of(change: dict[str, Any]) -> str:
+    p = change["p_value"]  # older runs have none for perplexity
+    return "" if p is None else f" (p {p:.2g})"
+
+
+def _rests_on_few(metrics: dict[str, Any]) -> Iterator[str]:
+    """Changes of perplexity that hang on so few examples that their intervals may be too narrow."""
+    for b in _largest_first(metrics):
+        c = b["change"]
+        if metrics["metric"] != "accuracy" and 0 < c.get("carried_by", 0.0) < FEW <= c["examples"]:
+            yield (
+                f"\n**Caution:** with {b['kept']} heads, the change of the loss rests on about {c['carried_by']:.0f} of the "
+                f"{c['examples']:,} examples, so its interval may be too narrow; measure on more."
+            )
 
 
 def _trade_off(metrics: dict[str, Any], run: dict[str, Any]) -> str:
@@ -237,7 +268,7 @@ def _trade_off(metrics: dict[str, Any], run: dict[str, Any]) -> str:
         f"![{metric} against heads kept](tradeoff.png)",
         "",
         f"Curves: heads masked{' and the rest repaired' + (' (but for the last step)' if _stepped(metrics) else '') if any(b.get('repair') for b in metrics['budgets']) else ''}, on the {choose['examples']:,} examples of the choosing part (`{choose['split']}`); shaded: "
-        "95 % bootstrap interval. Diamonds: pruned for real, reloaded, on the reporting part. Which curve's plans are used "
+        "95 % interval. Diamonds: pruned for real, reloaded, on the reporting part. Which curve's plans are used "
         f"was decided on the choosing part, for all budgets together{_judged(metrics)}.",
         "",
         f"| heads kept | {' | '.join(methods)} |",
@@ -329,6 +360,8 @@ def _certainty(s: HeadScores) -> str:
     text = f"no standard error: {s.details['stderr']}" if "stderr" in s.details else "± is the standard error"
     if "estimated" in s.details:
         text += f"; {s.details['estimated']}"
+    if s.caution:
+        text += f"; {s.caution}"
     if stable := s.details.get("stability"):
         how = "examples drawn anew" if stable["by"] == "bootstrap" else "draws within the standard errors"
         text += f"; {how} order the heads alike to Spearman {stable['spearman']:.2f}"
@@ -414,7 +447,7 @@ def _method(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[str
     ]
     lines += [f"- {s.method}: {_about(s.method)}{_particulars(s)}" for s in scores]
     if metrics is not None:
-        lines += _planning(metrics.get("planning", {}))
+        lines += _planning(metrics.get("planning", {}), run)
         lines += _weights(metrics["budgets"])
     lines += [f"- {note}" for note in run["notes"]]
     fixed = [a for a in run["model"]["layers"] if not a["prunable"]]
@@ -431,12 +464,14 @@ def _weights(budgets: Sequence[dict[str, Any]]) -> list[str]:
             f"- Repair: in every layer that lost heads, W_O and the kept heads' values were refitted by least squares, on the "
             f"{repaired[0]['examples']:,} scoring examples{_mixtures(repaired[0])}, to what the dense model's W_O gives there; with a pull towards the old "
             "weights, whose strength was chosen on held-out halves of those examples, as was whether the values change at all. "
-            "Removed heads are masked or pruned behind that."
+            "Removed heads are masked or pruned behind that. Every step was tried on examples that it was not fitted to, and left out "
+            "where it brought the answers no nearer to the dense model's there."
         )
     if any(r.get("answers") for r in repaired):
         lines.append(
             "- Then those W_O were moved together, by one least-squares (Gauss-Newton) step in closed form, towards the dense model's "
-            "logits on these examples; its ridge did best on examples left out. No labels, no training. Random heads got the same."
+            "logits on these examples; its ridge did best on examples left out. No labels, no training. Random heads were "
+            "repaired layer by layer alone, which is cheaper; what the chosen heads give with that repair stands beside them."
         )
     tuned = [b["finetune"] for b in budgets if b.get("finetune")]
     if tuned:
@@ -466,11 +501,12 @@ def _repair(metrics: dict[str, Any]) -> list[str]:
     if not rows:
         return []
     metric, tunes = metrics["metric"], any(b.get("finetune") for b in rows)
+    steps = any((b.get("repair") or {}).get("layers_alone") for b in rows)
     lines = [
         "## Repair",
         "",
-        f"| heads | {metric} without | {'repaired | fine-tuned' if tunes else 'repaired'} | W_O's error without | repaired | ridge | layers with new values |",
-        "|---" * (8 if tunes else 7) + "|",
+        f"| heads | {metric} without | {'layer by layer alone | ' if steps else ''}{'repaired | fine-tuned' if tunes else 'repaired'} | W_O's error without | repaired | ridge | layers with new values |",
+        "|---" * (7 + tunes + steps) + "|",
     ]
     for b in rows:
         repair, tuned = b.get("repair"), b.get("finetune")
@@ -478,11 +514,14 @@ def _repair(metrics: dict[str, Any]) -> list[str]:
         before, after = ([f[k] for f in fits] for k in ("before", "after"))
         now = _value(metric, b["pruned"]["metrics"][metric])
         middle = [_value(metric, tuned["before"]["metrics"][metric]), now] if tuned else [now, "–"] if tunes else [now]
+        if steps:
+            alike = (repair or {}).get("layers_alone")
+            middle.insert(0, _value(metric, alike["metrics"][metric]) if alike else "–")
         ridges = sorted({f["ridge"] for f in fits})
         lines.append(
             f"| {b['kept']} | {_value(metric, repair['without']['metrics'][metric]) if repair else '–'} | {' | '.join(middle)} | "
             + (
-                f"{sum(before) / len(fits):.2f} | {sum(after) / len(fits):.2f} | {ridges[0]:g} to {ridges[-1]:g} "
+                f"{sum(before) / len(fits):.2f} | {sum(after) / len(fits):.2f} | {_ridge(ridges[0])} to {_ridge(ridges[-1])} "
                 f"| {sum(f['values'] for f in fits)} of {len(fits)} |"
                 if fits
                 else "– | – | – | – |"
@@ -491,7 +530,8 @@ def _repair(metrics: dict[str, Any]) -> list[str]:
     lines += [
         "",
         "On the reporting part. W_O's error: of its output per token, squared, as a share of the dense output's variance, mean over "
-        "the refitted layers, on what they were fitted to.",
+        "the refitted layers, on what they were fitted to. A ridge of ∞ left a layer's old weights as they were: no refit did better "
+        "on held-out examples.",
     ]
     for b in rows:
         if step := (b.get("repair") or {}).get("answers"):
@@ -500,6 +540,7 @@ def _repair(metrics: dict[str, Any]) -> list[str]:
                 f"square) from {step['before']:.2f} to {step['after']:.2f} on the {step['examples']:,} examples {_fitted_to(step)}; on others "
                 f"{step['held_out']:.2f} is to be expected, to first order."
             )
+    lines += [f"\n{b['kept']} heads: {text}" for b in rows if (text := tried(b.get("repair")))]
     notes: dict[str, list[str]] = {}
     repaired = [b for b in rows if b.get("repair")]
     for b in repaired:
@@ -510,18 +551,50 @@ def _repair(metrics: dict[str, Any]) -> list[str]:
     return ["\n".join(lines)]
 
 
+def _ridge(strength: float) -> str:
+    return "∞" if strength == float("inf") else f"{strength:g}"
+
+
+def tried(repair: dict[str, Any] | None) -> str:
+    """How every step of a repair did on examples that it was not fitted to; "" if none was tried."""
+    trials = (repair or {}).get("trials", ())
+    each = (
+        f"{t['step']} {_known(t['before'])} to {_known(t['after'])} on {t['examples']:,}{'' if t['kept'] else ', no better than chance: **left out**'}"
+        for t in trials
+    )
+    return f"divergence from the dense model's answers, on examples not fitted to: {'; '.join(each)}." if trials else ""
+
+
+def _known(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3g}"
+
+
 def _fitted_to(step: dict[str, Any]) -> str:
     count = step.get("mixtures", 0)
     return f"that it was made from, {count:,} of them mixtures" if count else "that it was made from"
 
 
-def _planning(planning: dict[str, Any]) -> list[str]:
+def _planning(planning: dict[str, Any], run: dict[str, Any]) -> list[str]:
     """The strategy and its constraints."""
     lines = [f"- {planning['strategy']}: {planning['about']}"] if "strategy" in planning else []
+    if planning.get("strategy") == "auto" and run.get("methods") == ["gradient"]:
+        lines.append(
+            "- Of scores it had those by gradient alone, beside the orders that it makes itself (`-m ablation -m gradient` adds ablation's)."
+        )
     if protect := planning.get("protect"):
         lines.append(f"- Protected, so that they stay: {protect}.")
     if least := planning.get("min_heads_per_layer"):
         lines.append(f"- Every layer keeps at least {least} query heads.")
+    for name, work in planning.get("work", {}).items():
+        cost = f"{work['passes']:,.0f} forward passes over {work['examples']:,} examples, {work['flops'] / 1e12:,.3g} TFLOPs"
+        if why := work.get("left_out"):
+            lines.append(f"- {name} was left out: {why}. `--effort high` makes it.")
+        else:
+            lines.append(f"- {name} was counted beforehand to take about {cost}; no choice depended on time.")
+    if most := (planning.get("effort") or {}).get("examples"):
+        lines.append(
+            f"- At effort {planning['effort']['name']} a search looks at up to {most:,} scoring examples each time."
+        )
     return lines
 
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
-from headprune.inputs import model_device, move
-from headprune.loss import ExampleLoss, batch_size, inputs_of, too_long
+from headprune.inputs import check_weights, model_device, move, too_long
+from headprune.loss import ExampleLoss, inputs_of
 from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention, uncompiled
+from headprune.rows import is_empty
 from headprune.scoring import ablation, gradient, learned, path, random, shapley, statistics
 from headprune.scoring.agreement import agreement
 from headprune.scoring.base import (
@@ -88,9 +89,10 @@ def score(
     settings.check()
     if seed < 0:
         raise HeadPruneError(f"The seed is {seed}.", "Give 0 or more.")
+    check_weights(model)
     device = model_device(model)
     kept = [move(batch, device) for batch in batches]
-    kept = [batch for batch in kept if batch_size(batch)]
+    kept = [batch for batch in kept if not is_empty(batch)]
     if not kept:
         raise HeadPruneError("There are no examples to score on.", "Check the dataset, its split and --limit.")
     losses = ExampleLoss(model, loss_fn, distil=distil, seed=seed)
@@ -102,18 +104,19 @@ def score(
     if not maskable:
         why = f": {layers[0].reason}" if layers else ""
         raise HeadPruneError(f"No head of {type(model).__name__} can be masked{why}.")
+    own = fingerprint(model)  # as it is elsewhere too: parts of a calm model may have other names
     with _calm(model):
         problem = Problem(
             model,
             maskable,
-            [(batch, batch_size(batch)) for batch in kept],
+            [(batch, losses.rows.size(batch)) for batch in kept],
             lambda batch: _checked(problem, batch, losses),
             seed,
             progress or _silent,
             settings,
             surrogate=losses.divergence.surrogate if losses.distils else None,
+            rows=losses.rows,
         )
-        own = fingerprint(model)
         unfinished = Work(Path(work)) if isinstance(work, str | Path) else work
         store = unfinished.store(problem, method, own, loss_fn) if unfinished else Store()
         try:

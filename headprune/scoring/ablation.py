@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headprune.attention import AttentionLayer
 from headprune.gates import Fill, gated
-from headprune.scoring.base import Estimate, Problem, Samples, method
+from headprune.scoring.base import Estimate, Problem, Samples, method, standard_error
 from headprune.scoring.gradient import separate
 from headprune.scoring.replay import Replay
 from headprune.scoring.sampled import sampled
@@ -76,7 +76,7 @@ def resample_ablation(problem: Problem) -> Estimate:
 
     def fills(start: int, size: int, batch: Any) -> dict[str, Fill]:
         def real(layer: AttentionLayer, tokens: int) -> Tensor | None:
-            return real_tokens(problem.model, layer, batch, tokens)
+            return real_tokens(problem, layer, batch, tokens)
 
         return {
             layer.name: _Elsewhere(pools[layer.name], problem.seed + 1, start, size, partial(real, layer))
@@ -119,7 +119,7 @@ def _widest(found: list[Tensor], columns: list[Tensor]) -> str:
     if sum(map(len, found)) < 2:
         return ""
     effects = torch.cat(found)
-    error = (effects[:, 1:] - effects[:, :1]).std(0).max() / len(effects) ** 0.5
+    error = standard_error(effects[:, 1:] - effects[:, :1]).max()
     return f"widest interval ±{1.96 * error.item():.2g}"
 
 
@@ -168,7 +168,7 @@ def _read(problem: Problem, key: str, take: Callable[[Tensor, int], Tensor]) -> 
             def reading(layer: AttentionLayer, hidden: Tensor, gates: int) -> Tensor:
                 if layer.name not in rows:  # where a layer runs several times, its first says
                     each = hidden.detach().reshape(size, -1, hidden.shape[-1]).cpu().double()
-                    real = real_tokens(problem.model, layer, batch, each.shape[1])
+                    real = real_tokens(problem, layer, batch, each.shape[1])
                     seen = [None if real is None else real[r, 0].cpu() for r in range(size)]
                     kept = [e if s is None or not s.any() else e[s] for e, s in zip(each, seen, strict=True)]
                     rows[layer.name] = torch.stack([take(k, start + r) for r, k in enumerate(kept)])

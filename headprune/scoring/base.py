@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.jsonio import read_json, write_json
+from headprune.rows import Rows
+from headprune.uncertainty import FEW, carried_by, spread
+
+_NAMED = 4  # heads that a caution names
 
 
 class Progress(Protocol):
@@ -55,7 +61,7 @@ class Settings:
         least = {"keep": 1, "examples": 2, "max_memory": 1, "steps": 1, "permutations": 1, "sparsity": 0}
         for name, low in least.items():
             value = getattr(self, name)
-            if value is not None and not value >= low:
+            if value is not None and not low <= value < math.inf:
                 raise HeadPruneError(f"{name} is {value}.", f"Give {low} or more.")
         if self.seconds is not None and not self.seconds > 0:
             raise HeadPruneError(f"The time to spend is {self.seconds} seconds.", "Give more than 0.")
@@ -69,11 +75,12 @@ class HeadScores:
         method: Such as ``"gradient"``.
         unit: What a score of 1 means.
         values: ``{layer_name: [num_heads]}``, float64.
-        stderr: The standard error of each value over examples; NaN where the method has none.
+        stderr: The standard error of each value over examples (`standard_error`); NaN where the method has none.
         examples: How many examples were used.
         layers: The layers that were scored.
         model: Fingerprint of the model's weights.
-        details: What else the method tells (such as the mean loss, or why there is no standard error).
+        details: What else the method tells (such as the mean loss, why there is no standard error, or, as ``carried_by``, how
+            many examples every head's score rests on).
         matrix: For methods that weigh pairs: ``[heads, heads]``, in the order of `flat`.
     """
 
@@ -104,6 +111,24 @@ class HeadScores:
     def basis(self) -> str:
         """``"512 examples"``, or that none were looked at."""
         return f"{self.examples:,} examples" if self.examples else "no data"
+
+    @property
+    def caution(self) -> str:
+        """Which scores rest on so few examples that their standard errors may be too small; "" if none does."""
+        carried = self.details.get("carried_by")
+        if carried is None or self.examples < FEW:
+            return ""
+        labels = self.labels()
+        few = [label for label, count in zip(labels, carried, strict=True) if 0 < count < FEW]
+        none = [label for label, count in zip(labels, carried, strict=True) if count == 0]
+        said = []
+        if few:
+            said.append(f"fewer than {FEW:.0f} examples carry {_named(few)}, so the ± there may be too small")
+        if none:
+            said.append(
+                f"no example shows any effect of {_named(none)}: up to {min(1.0, 3 / self.examples):.1%} of all examples still may"
+            )
+        return "; ".join(said)
 
     def labels(self) -> list[str]:
         """Every head's short address, in the same order."""
@@ -160,6 +185,12 @@ class HeadScores:
         return load_scores(path)[0]
 
 
+def _named(labels: Sequence[str]) -> str:
+    """Some heads, the first by name."""
+    named = ", ".join(labels[:_NAMED])
+    return named if len(labels) <= _NAMED else f"{named} and {len(labels) - _NAMED} heads more"
+
+
 def save_scores(path: str | Path, scores: Sequence[HeadScores]) -> None:
     """Write scores of one model by several methods to one file."""
     document = {
@@ -203,6 +234,7 @@ class Problem:
         surrogate: Where the losses are divergences from the dense model, whose gradient is zero at the dense model: other
             losses to differentiate, against labels drawn from the dense model. None where ``losses`` serve.
         replays: Whether losses under gates may be replayed.
+        rows: How examples lie in the batches; by names alone, where nobody has looked.
     """
 
     model: nn.Module
@@ -215,6 +247,7 @@ class Problem:
     store: Store = field(default_factory=lambda: Store())
     surrogate: Callable[[Any], Tensor] | None = None
     replays: bool = True
+    rows: Rows = field(default_factory=Rows)
 
     @property
     def examples(self) -> int:
@@ -297,14 +330,38 @@ class Estimate:
 
     @classmethod
     def mean_of(cls, samples: Samples, **details: Any) -> Estimate:
-        """Mean over examples, with its standard error (NaN for a single example)."""
+        """Mean over examples, with its standard error (`standard_error`; NaN for a single example)."""
         effects = samples.effects
         n = len(effects)
-        stderr = effects.std(dim=0) / n**0.5 if n > 1 else torch.full_like(effects[0], float("nan"))
         details = {"mean_loss": samples.losses.mean().item(), **details}
         if n == 1:
             details["stderr"] = "none from a single example"
-        return cls(effects.mean(dim=0), stderr, n, details, effects)
+        else:
+            details["carried_by"] = rounded(torch.from_numpy(carried_by(effects.numpy())))
+        return cls(effects.mean(dim=0), standard_error(effects), n, details, effects)
+
+
+def standard_error(effects: Tensor) -> Tensor:
+    """Of the mean over examples, of every head ``[heads]``; NaN for a single example.
+
+    A little more than the usual one: an example with the largest effect seen, and one with its opposite, are counted too
+    (`headprune.uncertainty.spread`), since few examples carry most of an effect. A head without any effect in all examples may
+    have one in others: for it the size is what is the largest of the middle one of the other heads.
+
+    Args:
+        effects: ``[examples, heads]``, float64.
+    """
+    if len(effects) == 1:
+        return torch.full_like(effects[0], float("nan"))
+    residuals = (effects - effects.mean(dim=0)).numpy()
+    largest = np.abs(residuals).max(axis=0)
+    middle = np.median(largest[largest > 0]) if (largest > 0).any() else 0.0
+    return torch.from_numpy(spread(residuals, np.where(largest > 0, 0.0, middle)) / len(effects))
+
+
+def rounded(values: Tensor) -> list[float]:
+    """To six digits, for `Estimate.details`."""
+    return [float(f"{v:.6g}") for v in values.tolist()]
 
 
 @dataclass(frozen=True)

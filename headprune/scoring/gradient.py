@@ -14,10 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, gated
-from headprune.inputs import tensors
-from headprune.loss import batch_size, rows_of, singles
 from headprune.memory import halving
 from headprune.modules import wrapped
+from headprune.rows import Rows
 from headprune.scoring.base import Estimate, NotFiniteError, Problem, Samples, method
 
 
@@ -75,7 +74,7 @@ def gate_gradients(problem: Problem) -> Samples:
                 done = []
                 for part in halving(range(size), size):
                     with part as rows:
-                        some = _slopes_of(told, batch if len(rows) == size else rows_of(batch, rows), len(rows))
+                        some = _slopes_of(told, batch if len(rows) == size else told.rows.take(batch, rows), len(rows))
                         done.append(torch.cat([some.effects, some.losses[:, None]], dim=1))
                 return torch.cat(done)
 
@@ -92,7 +91,7 @@ def _slopes_of(problem: Problem, batch: Any, size: int) -> Samples:
     except RowsError:
         if size == 1:
             raise
-        parts = [slopes(problem, row, 1) for row in singles(batch)]
+        parts = [slopes(problem, row, 1) for row in problem.rows.singles(batch)]
         return Samples(torch.cat([p.effects for p in parts]), torch.cat([p.losses for p in parts]))
 
 
@@ -133,7 +132,7 @@ def separate(problem: Problem) -> Sequence[tuple[Any, int]]:
 
 def in_singles(problem: Problem) -> list[tuple[Any, int]]:
     """Every example as a batch of its own."""
-    return [(row, 1) for batch, _ in problem.batches for row in singles(batch)]
+    return [(row, 1) for batch, _ in problem.batches for row in problem.rows.singles(batch)]
 
 
 def slopes(problem: Problem, batch: Any, size: int, at: float = 1.0) -> Samples:
@@ -164,13 +163,13 @@ def _gates(problem: Problem, size: int, at: float = 1.0) -> dict[str, Tensor]:
     return {name: torch.full(shape, at, dtype=torch.float64, requires_grad=True) for name, shape in shapes.items()}
 
 
-def _rows(loss: Tensor, gates: dict[str, Tensor]) -> Tensor:
+def _rows(loss: Tensor, gates: dict[str, Tensor], *, again: bool = False) -> Tensor:
     """Derivative with respect to every gate, ``[batch, heads]``."""
     if not loss.requires_grad:
         raise HeadPruneError(
             "The loss does not depend on any head by what can be differentiated.", "Score by ablation."
         )
-    gradients = torch.autograd.grad(loss, list(gates.values()), allow_unused=True)
+    gradients = torch.autograd.grad(loss, list(gates.values()), allow_unused=True, retain_graph=again)
     pairs = zip(gradients, gates.values(), strict=True)
     return torch.cat([torch.zeros_like(gate) if g is None else g for g, gate in pairs], dim=1)
 
@@ -180,26 +179,69 @@ def _independent(problem: Problem) -> bool:
 
     A module that puts tokens before the batch would mix them up.
     """
-    batch, size = max(problem.batches, key=lambda pair: pair[1])
+    # Where padding is cut out on the way, rows are only uneven among examples of different length.
+    batch, size = max(problem.batches, key=lambda pair: (_spread(problem.rows, pair[0]), pair[1]))
+    if size == 1:
+        batch, size = max(problem.batches, key=lambda pair: pair[1])
     if size == 1:
         return True
-    batch = rows_of(batch, unlike(batch, size))
-    size = batch_size(batch)
+    few = unlike(problem.rows, batch, size)
+    batch, size = problem.rows.take(batch, few), len(few)
     gates = _gates(problem, size)
     try:
+        if not examples_first(problem, batch, size):
+            return False
         with torch.enable_grad(), gated(problem.model, problem.layers, gates):
-            first = _rows(problem.losses(batch)[0], gates)
+            losses = problem.losses(batch)
+            each = torch.stack([_rows(loss, gates, again=i + 1 < size) for i, loss in enumerate(losses)])
     except NotFiniteError:
         return True  # the pass itself will say which example
     except RowsError:
         return False
-    return not bool(first[1:].any())
+    return not bool(each[~torch.eye(size, dtype=torch.bool)].any())
 
 
-def unlike(batch: Any, size: int) -> list[int]:
+def examples_first(problem: Problem, batch: Any, size: int) -> bool:
+    """Whether the rows that come to every gate are those of the examples, one after another.
+
+    Read off how many rows two and three examples have; gates alone would not notice where the loss reads one token only.
+    """
+    two, three = (_shapes(problem, problem.rows.take(batch, index)) for index in ([0, 1 % size], [0, 1 % size, 0]))
+    return len(two) == len(three) and all(
+        a[1:] == b[1:] and 3 * a[0] == 2 * b[0] for a, b in zip(two, three, strict=True)
+    )
+
+
+def _shapes(problem: Problem, batch: Any) -> list[torch.Size]:
+    """The shapes of what comes to the gates of a dense pass, in turn."""
+    found: list[torch.Size] = []
+
+    def note(hidden: Tensor, gates: int) -> Tensor:
+        found.append(hidden.shape)
+        return torch.zeros_like(hidden)
+
+    ones = {layer.name: torch.ones(layer.num_heads) for layer in problem.layers}
+    with torch.no_grad(), gated(problem.model, problem.layers, ones, dict.fromkeys(ones, note)):
+        problem.losses(batch)
+    return found
+
+
+def unlike(rows: Rows, batch: Any, size: int) -> list[int]:
     """Up to three examples of a batch, of different length: padding may be cut out on the way."""
-    masks = [t for t in tensors(batch) if t.ndim == 2 and len(t) == size and bool(((t == 0) | (t == 1)).all())]
-    if not masks:
+    lengths = _lengths(rows, batch)
+    if lengths is None:
         return list(range(min(size, 3)))
-    order = (masks[0] != 0).sum(1).argsort().tolist()
+    order = lengths.argsort().tolist()
     return list(dict.fromkeys((order[-1], order[0], order[len(order) // 2])))
+
+
+def _spread(rows: Rows, batch: Any) -> int:
+    """By how many tokens the examples of a batch differ in length."""
+    lengths = _lengths(rows, batch)
+    return 0 if lengths is None else int(lengths.max() - lengths.min())
+
+
+def _lengths(rows: Rows, batch: Any) -> Tensor | None:
+    """The tokens of every example, ``[examples]``; None where no mask says."""
+    masks = rows.masks(batch)
+    return (masks[0] != 0).sum(1) if masks else None

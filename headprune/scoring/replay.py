@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
-from headprune.gates import Fill, gated
+from headprune.gates import Fill, RowsError, gated
 from headprune.inputs import model_device, tensors
-from headprune.loss import batch_size, rows_of
 from headprune.memory import free_memory, halving
 from headprune.modules import wrapped
 from headprune.scoring.base import NotFiniteError, Problem
+from headprune.scoring.gradient import examples_first
 from headprune.scoring.unread import read_tokens, reading
 
 _TRIED_ROWS = 2  # examples on which every layer's replay is compared with a plain forward
@@ -81,9 +81,12 @@ class Replay:
     def _study(self) -> None:
         """Find out what can be replayed, and try it."""
         batch, size = max(self.problem.batches, key=lambda pair: pair[1])
-        few = rows_of(batch, range(min(size, _TRIED_ROWS)))
+        count, take = min(size, _TRIED_ROWS), self.problem.rows.take
+        few = take(batch, range(count))
         try:
-            two, three = (_observe(self.problem, rows_of(few, index)) for index in ([0, 1 % size], [0, 1 % size, 0]))
+            two, three = (_observe(self.problem, take(few, index)) for index in ([0, 1 % size], [0, 1 % size, 0]))
+            if not examples_first(self.problem, few, count):
+                raise RowsError("Rows at the output projections are not the examples', one after another.")
             starts = _starts(self.problem, two, three)
             self.bytes_per_row = two.largest // 2
             self.counts = two.counts
@@ -92,7 +95,7 @@ class Replay:
             return
         self.stacks = True
         tried: dict[str, _Start] = {name: start for name, start in starts.items() if start.skipped}
-        dense = Recording(self, few, batch_size(few), tried)
+        dense = Recording(self, few, count, tried)
         for layer in sorted(self.problem.layers, key=lambda a: two.gates.get(a.name, 0)):
             good = next(
                 (s for s in (tried.get(layer.name), _Start()) if s and self._agrees(layer.name, s, dense)), None
@@ -139,8 +142,8 @@ class Replay:
             few.starts = {**few.starts, name: start}
             if start.skipped and name not in few._window:
                 few._record(name)
-            replayed = few._stacked({name: gates}, name)[1]
-            plain = few._plain({name: gates[1]})
+            replayed = few._stacked({name: gates}, name)
+            plain = torch.stack([few._plain({name: gate}) for gate in gates])
         except Exception:  # what is wrong with the model itself, a plain forward will say
             return False
         return _close(replayed, plain, few.dense, self.problem.model)
@@ -189,7 +192,10 @@ class Recording:
             done: list[Tensor] = []
             for part in halving(range(len(gates)), self._rows_at_once()):
                 with part as index:
-                    done.append(self._stacked({k: g[list(index)] for k, g in by_layer.items()}, first))
+                    try:
+                        done.append(self._stacked({k: g[list(index)] for k, g in by_layer.items()}, first))
+                    except RowsError:  # this batch's rows are not the examples', unlike those that were studied
+                        raise DisagreementError from None
             found = torch.cat(done)
             if first in self._doubtful:
                 self._doubtful.discard(first)
@@ -229,7 +235,7 @@ class Recording:
     def _run(self, gates: Mapping[str, Tensor], first: str, rows: int) -> Tensor:
         problem = self.replay.problem
         each = {k: g.repeat_interleave(self.size, 0) for k, g in gates.items()}
-        batch = rows_of(self.batch, list(range(self.size)) * rows)
+        batch = problem.rows.take(self.batch, list(range(self.size)) * rows)
         with ExitStack() as stack:
             stack.enter_context(self._naming_rows())
             stack.enter_context(gated(problem.model, problem.layers, each, self.fill))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
@@ -18,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headprune import __version__
-from headprune.errors import HeadPruneError
-from headprune.fingerprint import fingerprint
+from headprune.fingerprint import fingerprint, versions
+from headprune.jsonio import write_bytes
 from headprune.scoring.base import Problem, Store
 
 
@@ -49,22 +47,9 @@ class DiskStore(Store):
         return value
 
     def _write(self, path: Path, value: Tensor) -> None:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         content = io.BytesIO()
         np.save(content, value.cpu().numpy(), allow_pickle=False)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb") as file:
-                file.write(content.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise HeadPruneError(
-                f"{path} could not be written: {error.strerror}.",
-                "What was finished before is kept: run the same command again once there is room.",
-            ) from error
+        write_bytes(path, content.getvalue())
 
     def clear(self) -> None:
         """Remove what was kept."""
@@ -78,8 +63,6 @@ def work_key(problem: Problem, method: str, model: str, loss: Any = None) -> str
         model: The model's fingerprint.
         loss: The user's own loss, if there is one: its code counts, and what it refers to.
     """
-    import transformers
-
     digest = _Digest()
     facts = {
         "method": method,
@@ -88,7 +71,7 @@ def work_key(problem: Problem, method: str, model: str, loss: Any = None) -> str
         "settings": {k: v for k, v in asdict(problem.settings).items() if k != "max_memory"},
         "layers": [layer.to_json() for layer in problem.layers],
         "distilled": problem.surrogate is not None,
-        "versions": [__version__, torch.__version__, transformers.__version__],
+        "versions": versions(),
         "device": next((p.device.type for p in problem.model.parameters()), "cpu"),
         "dtype": sorted({str(p.dtype) for p in problem.model.parameters()}),
     }

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from scipy.stats import t as student
 from torch import Tensor
 
-from headprune.loss import rows_of
-from headprune.scoring.base import Estimate, Problem
+from headprune.scoring.base import Estimate, Problem, rounded
 from headprune.scoring.gradient import gate_gradients
 from headprune.scoring.replay import Replay
 
@@ -93,19 +93,27 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
             problem, replay, state, torch.where(unsure, state.wanted + more, state.wanted).clamp(max=n), number
         )
     values, variance = estimate(state)
-    share_of = ((state.effects.nan_to_num() ** 2) / state.inclusion()).sum(0) / n - values**2
+    effects, pi = state.effects.nan_to_num(), state.inclusion()
+    squares = (effects**2 / pi).sum(0)
+    largest = effects.abs().amax(0)
     looked = (~state.effects.isnan()).sum(0).double()
-    details = {
+    details: dict[str, Any] = {
         "mean_loss": gradients.losses.mean().item(),
         "ablated": looked.mean().item(),
         "ablated_most": int(looked.max()),
-        "sampling_stderr": [float(f"{v:.6g}") for v in variance.sqrt().tolist()],
+        "sampling_stderr": rounded(variance.sqrt()),
+        "carried_by": rounded((effects.abs() / pi).sum(0) ** 2 / squares.clamp(min=1e-300)),
         "estimated": f"gradients on all {n} examples, ablation on {looked.mean():.0f} of them per head",
         "replayed": replay.notes or "every layer",
     }
-    stderr = (variance + share_of.clamp(min=0) / max(n - 1, 1)).sqrt()
+    # The examples' own share, two more of them counted: see `headprune.uncertainty`.
+    own = (squares - n * values**2).clamp(min=0) + 2 * largest**2
+    stderr = (variance + own / n**2).sqrt()
     if n == 1:
         details["stderr"] = "none from a single example"
+    if (seconds := problem.settings.seconds) is not None:
+        why = f"as many as fitted into {seconds:g} s here: on another machine, or a busier one, others"
+        details["estimated"] = f"{details['estimated']}, {why}"
     return Estimate(values, stderr if n > 1 else torch.full_like(stderr, float("nan")), n, details)
 
 
@@ -204,7 +212,7 @@ def _look(problem: Problem, replay: Replay, state: State, wanted: Tensor, number
 def _effects(problem: Problem, replay: Replay, batch: object, rows: list[int], heads: Tensor) -> Tensor:
     """Effects ``[rows, heads]`` of removing each of some heads; zeros for the others."""
     effects = torch.zeros(len(rows), problem.heads, dtype=torch.float64)
-    with replay.of(rows_of(batch, rows), len(rows)) as recording:
+    with replay.of(problem.rows.take(batch, rows), len(rows)) as recording:
         start = 0
         for layer in problem.layers:
             own = [start + h for h in range(layer.num_heads) if heads[start + h]]

@@ -17,7 +17,7 @@ from headprune.attention import AttentionLayer
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError
-from headprune.loss import inputs_of, singles
+from headprune.loss import inputs_of
 from headprune.scoring.base import Estimate, Problem, Samples, method
 from headprune.scoring.gradient import in_singles, separate
 from headprune.scoring.maps import attention_maps
@@ -67,7 +67,7 @@ def output_norm(problem: Problem) -> Estimate:
 
                 def take(hidden: Tensor, layer: AttentionLayer = layer) -> None:
                     norms = readers[layer.name].norms(hidden, size)
-                    found[layer.name].append(_mean(norms, real_tokens(problem.model, layer, batch, norms.shape[-1])))
+                    found[layer.name].append(_mean(norms, real_tokens(problem, layer, batch, norms.shape[-1])))
 
                 stack.callback(readers[layer.name].hook(problem.model, take))
             losses = problem.losses(batch)
@@ -101,20 +101,20 @@ def _samples(problem: Problem, name: str, batches: Sequence[tuple[Any, int]], me
     """What ``measure`` finds in every batch, kept in the store as it comes."""
     parts = []
     for i, (batch, size) in enumerate(batches):
-        parts.append(problem.store.get(f"{name}-{i}", partial(_measured, measure, batch, size)))
+        parts.append(problem.store.get(f"{name}-{i}", partial(_measured, problem, measure, batch, size)))
         problem.progress(i + 1, len(batches))
     table = torch.cat(parts)
     return Samples(table[:, :-1], table[:, -1])
 
 
-def _measured(measure: Measure, batch: Any, size: int) -> Tensor:
+def _measured(problem: Problem, measure: Measure, batch: Any, size: int) -> Tensor:
     with torch.no_grad():
         try:
             return measure(batch, size)
         except RowsError:
             if size == 1:
                 raise
-            return torch.cat([measure(row, 1) for row in singles(batch)])
+            return torch.cat([measure(row, 1) for row in problem.rows.singles(batch)])
 
 
 def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor]) -> Samples:
@@ -123,7 +123,7 @@ def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor])
     def measure(batch: Any, size: int) -> Tensor:
         def keep(layer: AttentionLayer, weights: Tensor) -> Tensor:
             looks = weights.sum(dim=-1) > 0  # a query that sees nothing is neither focused nor not
-            real = real_tokens(problem.model, layer, batch, weights.shape[2])
+            real = real_tokens(problem, layer, batch, weights.shape[2])
             return _mean(statistic(weights), looks & real if real is not None else looks)
 
         with attention_maps(problem.model, problem.layers, size, keep) as found:
@@ -146,16 +146,16 @@ def _mean(values: Tensor, counted: Tensor | None) -> Tensor:
     return torch.where(counted, values, 0.0).sum(dim=-1) / counted.sum(dim=-1).clamp(min=1)
 
 
-def real_tokens(model: nn.Module, layer: AttentionLayer, batch: Any, tokens: int) -> Tensor | None:
+def real_tokens(problem: Problem, layer: AttentionLayer, batch: Any, tokens: int) -> Tensor | None:
     """Which of a layer's queries are no padding, ``[examples, 1, tokens]``; None where the batch does not say."""
-    inputs = inputs_of(model, batch)
+    inputs = inputs_of(problem.model, batch)
     if not isinstance(inputs, Mapping):
         return None
-    masks = [inputs.get("attention_mask")]
-    if layer.kind != "encoder" and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    masks = [problem.rows.table(inputs, "attention_mask")]
+    if layer.kind != "encoder" and getattr(getattr(problem.model, "config", None), "is_encoder_decoder", False):
         labels = inputs.get("labels")
         masks = [
-            inputs.get("decoder_attention_mask"),
+            problem.rows.table(inputs, "decoder_attention_mask"),
             labels != IGNORED if isinstance(labels, Tensor) else None,
             *(masks if "decoder_input_ids" not in inputs else ()),  # BART reads its input again, if it has no other
         ]

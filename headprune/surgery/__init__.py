@@ -13,6 +13,7 @@ from torch import nn
 
 from headprune.attention import AttentionLayer, check_heads, check_possible, ghosts
 from headprune.errors import PruneError
+from headprune.forms import remember
 from headprune.inputs import Example, model_device, move, usable
 from headprune.modules import forget_compiled, uncompiled
 from headprune.plans import PruningPlan
@@ -85,6 +86,7 @@ def prune(
     for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of what it replaced
         model.get_submodule(name.partition("#")[0]).train(training)
     _remember(model, removal)
+    remember(model, example)
     return Proof(difference, tolerance, len(reference), left_as_ghosts(touched, drop))
 
 

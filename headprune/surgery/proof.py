@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,14 +14,19 @@ from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError, first_line
 from headprune.gates import mask
 from headprune.inputs import Example, call, model_device, scrambled, tensors, variants
+from headprune.longer import longer, position_limit, within_bounds
 from headprune.modules import exact_attention
 from headprune.surgery.journal import Journal
 from headprune.surgery.removal import Removal, ways
+from headprune.surgery.watch import Seen, differing, watching
+from headprune.trace import attributes_kept
 
 TRIED = "tried before"  # another way that comes to the same changes
 
 
 # Relative tolerances of the proof: what summing the same products in another order may change.
+# What the layers themselves answer may differ by more: nothing evens it out there, while a wrong cut is off by its own size.
+LAYERS, COARSEST = 10, 0.2
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -50,40 +56,52 @@ class Reference:
         batch: The input.
         masked: The masked model's outputs.
         effect: How much the mask changed each output, at most; infinite where that is not known.
+        seen: What the layers that lose heads answered themselves.
     """
 
     batch: Example
     masked: list[Tensor]
     effect: list[float]
+    seen: Seen
 
 
 def references(
-    model: nn.Module, inputs: Sequence[Example], drop: Heads, layers: Sequence[AttentionLayer]
+    model: nn.Module, inputs: Sequence[Sequence[Example]], drop: Heads, layers: Sequence[AttentionLayer]
 ) -> list[Reference]:
-    """The masked model's answers to those inputs that it takes; it must take the first."""
+    """The masked model's answers to the inputs that it takes: of each of ``inputs`` the first; it must take the example."""
     found = []
     with exact_attention(model):  # dense and masked by the same arithmetic
-        for number, batch in enumerate(inputs):
-            try:
-                with mask(model, drop, layers=layers):
-                    masked = _answer(model, batch)
-                if isinstance(batch, _Prompt):
-                    found.append(Reference(batch, (sure := _sure(masked)), [float("inf")] * len(sure)))
-                    continue
-                effect = [_change(m, d) for m, d in zip(masked, _answer(model, batch), strict=True)]
-                found.append(Reference(batch, masked, effect))
-            except HeadPruneError:
-                raise
-            except Exception as error:
-                if number == 0:
-                    raise HeadPruneError(
-                        f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
-                        "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
-                    ) from error
-                # A model may refuse an input that was only derived, or not generate from its example alone.
+        for number, choices in enumerate(inputs):
+            for batch in choices:
+                try:
+                    # An index out of range ends all work on a GPU, so it must not get there.
+                    with within_bounds(model) if number else nullcontext():
+                        found.append(_reference(model, batch, drop, layers))
+                    break
+                except HeadPruneError:
+                    raise
+                except Exception as error:
+                    if number == 0:
+                        raise HeadPruneError(
+                            f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
+                            "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
+                        ) from error
+                    # A model may refuse an input that was only derived, or not generate from its example alone.
     if not any(torch.isfinite(t).any() for t in found[0].masked):
         raise HeadPruneError("The masked model's outputs are not finite, so a prune cannot be proved on them.")
     return found
+
+
+def _reference(model: nn.Module, batch: Example, drop: Heads, layers: Sequence[AttentionLayer]) -> Reference:
+    """What the pruned model has to answer to one input."""
+    with mask(model, drop, layers=layers):
+        if isinstance(batch, _Prompt):
+            sure = _sure(_answer(model, batch))
+            return Reference(batch, sure, [float("inf")] * len(sure), {})
+        with watching(model, layers, drop, cut=False) as seen:
+            masked = _answer(model, batch)
+    effect = [_change(m, d) for m, d in zip(masked, _answer(model, batch), strict=True)]
+    return Reference(batch, masked, effect, seen)
 
 
 def _change(masked: Tensor, dense: Tensor) -> float:
@@ -93,13 +111,15 @@ def _change(masked: Tensor, dense: Tensor) -> float:
     return (masked - dense).nan_to_num(0, 0, 0).abs().max().item() if masked.numel() else 0.0
 
 
-def inputs_for(model: nn.Module, example: Example) -> list[Example]:
-    """The example, one of another shape and padding, one of random content, and a prompt to go on from.
+def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
+    """The example, one of another shape and padding, one of random content, a longer one, and a prompt to go on from.
 
-    An example whose tokens are all alike makes attention uniform, and so hides a wrong one.
+    An example whose tokens are all alike makes attention uniform, and so hides a wrong one; a short one hides what only
+    acts on later tokens. Each comes as choices: a model may refuse some, and the first that it takes will do.
     """
     prompt = _prompt(model, example)
-    return [example, *variants(example)[:2], *scrambled(example, _vocabulary(model)), *([prompt] if prompt else [])]
+    alone = [example, *variants(example)[:2], *scrambled(example, _vocabulary(model)), *([prompt] if prompt else [])]
+    return [[each] for each in alone] + longer(example, position_limit(model))
 
 
 def _vocabulary(model: nn.Module) -> int:
@@ -127,7 +147,8 @@ def attempt(
             return worst, TRIED
         tried.add(changes)
         for each in reference:
-            got = _answer(model, each.batch)
+            with watching(model, removal.layers if each.seen else (), removal.drop, cut=True) as seen:
+                got = _answer(model, each.batch)
             got = got[: len(each.masked)] if isinstance(each.batch, _Prompt) else got
             if len(got) != len(each.masked) or got[0].shape != each.masked[0].shape:
                 return worst, "the pruned model's outputs have another shape"
@@ -147,6 +168,8 @@ def attempt(
                 # A model in which these heads hardly count would pass whatever is done to them.
                 if difference > max(0.05 * effect, 0.2 * tolerance * scale):
                     return worst, f"its outputs differ from the masked model's by {worst:.2g} of their largest value"
+            if why := differing(seen, each.seen, min(LAYERS * tolerance, COARSEST)):
+                return worst, why
     except Exception as error:
         return worst, f"the pruned model does not run ({type(error).__name__}: {first_line(error)})"
     if worst > tolerance:
@@ -158,7 +181,7 @@ def failing_alone(
     model: nn.Module,
     touched: Sequence[AttentionLayer],
     drop: Heads,
-    inputs: Sequence[Example],
+    inputs: Sequence[Sequence[Example]],
     layers: Sequence[AttentionLayer],
     tolerance: float,
 ) -> list[AttentionLayer]:
@@ -219,7 +242,8 @@ def _sure(scores: list[Tensor]) -> list[Tensor]:
 def _answer(model: nn.Module, batch: Example) -> list[Tensor]:
     """What the model answers, with the same random numbers each time: some draw masks or noise even in evaluation."""
     device = model_device(model)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    # Some modules keep what a long input made them make, such as other frequencies or a wider mask.
+    with attributes_kept(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         if isinstance(batch, _Prompt):
             return _continued(model, batch)

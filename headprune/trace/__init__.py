@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, first_line
-from headprune.inputs import Example, call, model_device, move, usable
+from headprune.inputs import Example, call, check_weights, model_device, move, usable
 from headprune.modules import EmptyAttention, exact_attention, uncompiled
 from headprune.trace.layers import read_layers
 from headprune.trace.meta import Materialised
 from headprune.trace.tracer import Tracer
 
-__all__ = ["evaluating", "find_attention"]
+__all__ = ["attributes_kept", "evaluating", "find_attention"]
 
 
 def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
@@ -48,8 +48,10 @@ def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
         is one layer). Layers whose heads cannot be separated have ``prunable=False`` and a ``reason``.
 
     Raises:
-        HeadPruneError: The model refuses the example, or it has no softmax attention.
+        HeadPruneError: The model refuses the example, it has no softmax attention, or its weights were made in
+            inference mode.
     """
+    check_weights(model)
     device = model_device(model)
     with torch.inference_mode(False):
         given = usable(move(example, "cpu" if device.type == "meta" else device))
@@ -58,7 +60,7 @@ def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
         uncompiled(),
         evaluating(model),
         exact_attention(model),
-        _attributes_kept(model),
+        attributes_kept(model),
         torch.enable_grad(),
     ):
         try:
@@ -120,7 +122,7 @@ def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
+def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Take back what modules note about themselves, such as D2L's ``attention_weights``: it holds the traced graph."""
     before = [(m, dict(m.__dict__)) for m in model.modules()]
     caches = [
@@ -128,6 +130,11 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
     ]
     lists = [(v, list(v)) for _, attributes in before for v in attributes.values() if type(v) is list]
     buffers = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
+    # A model may put up hooks of its own on its first run (transformers' `capture_outputs`), and note that. Both go, or a later
+    # run puts them up once more.
+    hooks = [
+        (v, dict(v)) for _, attributes in before for k, v in attributes.items() if "_hooks" in k and isinstance(v, dict)
+    ]
     copies: dict[int, Tensor] = {}
     for held, content in buffers:  # a forward may write into them: into copies, then
         held.update({k: copies.setdefault(id(b), b.detach().clone()) for k, b in content.items() if b is not None})
@@ -140,7 +147,7 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
         for module, attributes in before:
             module.__dict__.clear()
             module.__dict__.update(attributes)
-        for cache, content in (*caches, *buffers):
+        for cache, content in (*caches, *buffers, *hooks):
             cache.clear()
             cache.update(content)
         for items, were in lists:

@@ -127,7 +127,7 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
     if not reason and not (projections or matrices or attention.selections):
         reason = f"no weights of {attention.module} were found that belong to single heads (quantised?)"
     if not reason:
-        reason = _unsliceable(trace, attention, output, projections)
+        reason = _unsliceable(trace, attention, output, projections) or _asleep(trace, attention, output, projections)
     return AttentionLayer(
         name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=kv_heads, groups=groups,
         head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
@@ -165,6 +165,36 @@ def _unsliceable(
         if hasattr(weight, "placements"):
             return f"the weight of {part.module} is spread over devices (tensor parallel): prune before distributing it"
     return ""
+
+
+def _asleep(trace: Tracer, attention: Attention, output: HeadFeatures | None, projections: list[HeadFeatures]) -> str:
+    """What did not run, but stands beside a projection and is as wide: it would no longer fit once it does run."""
+    for part in (output, *projections):
+        if part is None or (part is output and attention.concatenated):
+            continue
+        side = "in" if part is output else "out"
+        beside, _, _ = part.module.rpartition(".")
+        wrapper = beside and not f"{attention.module}.".startswith(
+            f"{beside}."
+        )  # LoRA's, not the attention module itself
+        for name, module in trace.modules.items():
+            own = name.startswith((f"{part.module}.", *((f"{beside}.",) if wrapper else ())))
+            idle = own and name not in trace.entered and not any(t.startswith(f"{name}.") for t, _ in attention.tables)
+            if idle and _as_wide(module, trace.sizes.get((part.module, side), 0), side):
+                return f"{name} does not run, but would no longer fit (an adapter that is not active: merge or delete it first)"
+    return ""
+
+
+def _as_wide(module: nn.Module, width: int, side: str) -> bool:
+    """Whether a module has weights for as many inputs or outputs, as far as it can be told."""
+    linear = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+    for parameter in module.parameters(recurse=False):
+        shape = parameter.shape[:2]
+        if linear and parameter.ndim > 1:
+            shape = shape[:1] if side == "out" else shape[1:]
+        if width in shape:
+            return True
+    return False
 
 
 def _elsewhere(trace: Tracer, attention: Attention) -> bool:
@@ -271,12 +301,12 @@ def _filled(rows: list[set[int]], size: int) -> list[set[int]]:
     A feature of no head belongs to the heads on both sides of it, if those are the same; and where every head has its own
     block of ``size / heads`` features, to the head of that block. If that is not so, the proof will say.
     """
+    if len(set().union(*rows)) in (0, size):
+        return rows
     users: dict[int, frozenset[int]] = {}
     for h, features in enumerate(rows):
         for feature in features:
             users[feature] = users.get(feature, frozenset()) | {h}
-    if not users or len(users) == size:
-        return rows
     filled = [set(r) for r in rows]
     block, rest = divmod(size, len(rows))
     if block and not rest and len(users) > size // 2 and all(u == {f // block} for f, u in users.items()):
@@ -294,6 +324,8 @@ def _groups(attention: Attention) -> tuple[tuple[int, ...], ...]:
     heads = len(attention.heads)
     group = {h: frozenset({h}) for h in range(heads)}
     for rows in (*attention.rows.values(), *attention.selections.values()):
+        if not overlap(rows):
+            continue
         users: dict[int, set[int]] = {}
         for h, features in enumerate(rows):
             for feature in features:

@@ -60,6 +60,7 @@ class Tracer(TorchFunctionMode):
         self.cached: set[str] = set()  # modules that were given a cache
         self.calls: dict[int, LinearCall] = {}  # by id of the leaf
         self.found: list[Attention] = []
+        self.read: list[tuple[Tensor, Heads, dict[str, list[set[int]]]]] = []  # what `_rows` found in this attention
         self.generator = torch.Generator().manual_seed(0)
         self._index_parameters()
 
@@ -173,6 +174,7 @@ class Tracer(TorchFunctionMode):
     def _on_sdpa(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         query, key, value, mask, _, is_causal = _sdpa_arguments(*args, **kwargs)
         result: Tensor = func(*args, **kwargs).detach().requires_grad_()
+        self.read = []
         heads = self._heads(query)
         attention = Attention(
             self._attention_module(), tuple(self.running), result, heads or Heads.along(1, 0),
@@ -217,6 +219,7 @@ class Tracer(TorchFunctionMode):
         if not out.is_floating_point() or not scores.requires_grad or dim is None:
             return out
         scores = scores.movedim(dim, -1)  # the keys last, as most write it
+        self.read = []
         heads = self._heads(scores)
         if heads is None:
             return out
@@ -283,7 +286,17 @@ class Tracer(TorchFunctionMode):
         return bool(rows) and all(r == features[0] for features in rows.values() for r in features)
 
     def _rows(self, tensor: Tensor, heads: Heads) -> dict[str, list[set[int]]]:
-        """Which features of which projection each head of ``tensor`` depends on."""
+        """Which features of which projection each head of ``tensor`` depends on.
+
+        Several ask the same of one attention's queries and keys: a backward pass for every head is made once.
+        """
+        rows = next((r for known, those, r in self.read if known is tensor and those == heads), None)
+        if rows is None:
+            rows = self._read_rows(tensor, heads)
+            self.read.append((tensor, heads, rows))
+        return {module: [set(own) for own in features] for module, features in rows.items()}
+
+    def _read_rows(self, tensor: Tensor, heads: Heads) -> dict[str, list[set[int]]]:
         leaves = [leaf for leaf in leaves_of(tensor) if id(leaf) in self.calls]
         rows: dict[str, list[set[int]]] = {}
         if not leaves:
@@ -301,11 +314,10 @@ class Tracer(TorchFunctionMode):
         """Modules inside the attention whose output has the heads apart, though what they read has not: norms over all heads."""
         if len(heads) < 2 or not tensor.requires_grad:
             return
-        mixed = {m for m, rows in self._rows(tensor, heads).items() if all(r == rows[0] for r in rows)}
         inside = f"{attention.module}." if attention.module else ""
         projections = {call.module for call in self.calls.values()}
         mixers = {n: t for n, t in self.mixers.items() if n.startswith(inside) and n not in projections}
-        if not mixed or not mixers:
+        if not mixers or not any(all(r == rows[0] for r in rows) for rows in self._rows(tensor, heads).values()):
             return
         features: dict[str, list[set[int]]] = {}
         for h in range(len(heads)):

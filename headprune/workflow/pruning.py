@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,21 +14,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from headprune import checkpoint, latency, report, runs
+from headprune import checkpoint, latency, runs
+from headprune.attention import Heads
 from headprune.data import load_train
 from headprune.errors import HeadPruneError, PruneError
 from headprune.evaluation import Change, Measurement, compare, evaluate, interval
 from headprune.fingerprint import fingerprint
 from headprune.inputs import call, move
-from headprune.jsonio import write_json
+from headprune.jsonio import dumps, write_json
 from headprune.planning import Order
-from headprune.planning.budgets import Fit
+from headprune.planning.budgets import Fit, Reading
 from headprune.plans import PruningPlan
 from headprune.runs import RunFolder
-from headprune.scoring import HeadScores
+from headprune.scoring import HeadScores, save_scores
 from headprune.surgery import answers, prune
+from headprune.workflow.checks import check_goal, check_scored
 from headprune.workflow.scene import Console, Options, Scene, open_scene
-from headprune.workflow.scoring import run_document, score_all
+from headprune.workflow.scoring import cut_anew, run_document, score_all
+from headprune.workflow.stages import Stages, publish, stages_of
 from headprune.workflow.targets import Goal, Trials, fits_of, masked, orders_of, random_orders, shown, trade_off
 from headprune.workflow.timing import budget_input, time_models
 
@@ -53,6 +57,7 @@ def plan_run(
         raise HeadPruneError("There are no scores to plan by.", "Run `headprune score` first.")
     scores = _scores_of(source, methods)
     scene = open_scene(options, console)
+    check_goal(goal, scene)
     if source is not None:
         _check_same(scene, scores, source)
     trials = Trials(scene, goal.repair)
@@ -74,66 +79,113 @@ def prune_run(
         goal: The budgets, or the plan.
         methods: Scores to plan by; () takes all that ``source`` has, but random.
         source: The run whose scores to use; None scores first, if the goal needs scores.
-        folder: Where to write; may be ``source``.
+        folder: Where to write; may be ``source``. It changes when all is done; until then what was made is kept in
+            `Folder.unfinished`, where the same call goes on.
     """
     started = time.monotonic()
     scores = _scores_of(source, methods)
     scene = open_scene(options, console)
+    check_goal(goal, scene)
+    methods = methods if source or goal.uses_scores else []
+    run, before = _run_of(scene, methods, source), 0.0
     if source is None:
-        methods = methods if goal.uses_scores else []
-        scores = score_all(scene, methods, folder, console)
-        run = run_document(scene, started, methods)
+        scores, before = score_all(scene, methods, folder, console)
     else:
         _check_same(scene, scores, source)
-        run = source.read_run()
-        run["commands"] = [run["commands"][0], runs.command_line()]
-    trials = Trials(scene, goal.repair)
-    orders = {} if goal.plan else orders_of(scene, goal, _candidates(scores, methods), trials, console)
-    fits = fits_of(scene, goal, orders, trials, console)
+    facts = [asdict(goal), list(methods), [s.to_json() for s in scores]]
+    stages = stages_of(folder, "prune", scene, *facts, say=console.say)
+    content = RunFolder(stages.path / "content")
+    results, metrics = _pruned_and_measured(scene, goal, _candidates(scores, methods), stages, content, console)
+    if source is not None and source.scores_path.exists():
+        shutil.copyfile(source.scores_path, content.scores_path)
+    elif scores:
+        save_scores(content.scores_path, scores)
+    for i, result in enumerate(results):
+        result.plan.save(content.plan_path(result.plan.asked, first=i == 0))
+    took = before + stages.before + time.monotonic() - started
+    content.write_run({**run, "seconds": [*run["seconds"][: len(run["commands"]) - 1], round(took, 1)]})
+    write_json(content.metrics_path, "metrics", metrics)
+    publish(folder, content)
+    return results
+
+
+def _run_of(scene: Scene, methods: Sequence[str], source: RunFolder | None) -> dict[str, Any]:
+    """The run's document, which must be one that can be written, before the long work."""
+    if source is None:
+        return run_document(scene, methods)
+    run = source.read_run()
+    run = {**run, **cut_anew(scene, run), "commands": [run["commands"][0], runs.command_line()]}
+    dumps(run)
+    return run
+
+
+def _pruned_and_measured(
+    scene: Scene, goal: Goal, scores: Sequence[HeadScores], stages: Stages, content: RunFolder, console: Console
+) -> tuple[list[Pruned], dict[str, Any]]:
+    """All budgets, with their checkpoints in ``content``, and what metrics.json will say."""
+    environment = runs.environment(str(next(scene.model.parameters()).device))
+    trials = Trials(scene, goal.repair, stages)
+    orders = {} if goal.plan else orders_of(scene, goal, scores, trials, console)
+    fits = _kept_fits(goal, stages, environment, lambda: fits_of(scene, goal, orders, trials, console))
     fits = list({f.plan.asked: f for f in fits}.values())  # "50%" and "36" may be the same
     with console.track("measuring the dense model") as progress:
-        dense = evaluate(scene.model, scene.parts.report.batches(), progress)
+        dense = stages.measurement(
+            "dense", lambda: evaluate(scene.model, scene.parts.report.batches(), progress)
+        )  # fmt: skip
     if scene.metric not in dense.metrics:
-        raise HeadPruneError(f"The {scene.metric} of {options.model} cannot be read off its logits.", "Check --task.")
+        raise HeadPruneError(
+            f"The {scene.metric} of {scene.options.model} cannot be read off its logits.", "Check --task."
+        )
     randoms = random_orders(scene, goal, fits)
     curve = trade_off(shown(goal, orders, fits, trials), randoms, fits, trials, console)
-
     results: list[Pruned] = []
     models: dict[int, nn.Module] = {}
-    with folder.staging() as staging:
-        for fitted in fits:
-            path = staging / folder.checkpoint_path(fitted.plan.asked).name
-            work = folder.unfinished / f"finetune-{fitted.plan.asked}"
-            results.append(_prune_one(scene, goal, fitted, randoms, trials, dense, path, work, models, console))
-        metrics = {
-            "metric": scene.metric,
-            # Scores may have been made elsewhere, or with another number of threads.
-            "environment": runs.environment(str(next(scene.model.parameters()).device)),
-            "planning": {**goal.about(), **({"judged_by": trials.judged_by} if len(orders) > 1 else {})},
-            "dense": {
-                **_measured(dense, scene.metric),
-                "parameters": latency.parameters(scene.model),
-                "flops": latency.flops(scene.model, scene.typical_input()),
-            },
-            "budgets": [r.document for r in results],
-            "curve": curve,
-            "latency": time_models(scene, {"dense": scene.model, **_largest_first(models)}, console),
-        }
-        # All is computed: from here on only files are written.
-        folder.clear_pruned()
-        for fitted in fits:
-            path = folder.checkpoint_path(fitted.plan.asked)
-            (staging / path.name).replace(path)
-    if scores and (source is None or folder.path != source.path):
-        folder.write_scores(scores, run)
-    for i, result in enumerate(results):
-        result.plan.save(folder.plan_path(result.plan.asked, first=i == 0))
-    run["seconds"] = [*run["seconds"][: len(run["commands"]) - 1], round(time.monotonic() - started, 1)]
-    folder.write_run(run)
-    write_json(folder.metrics_path, "metrics", metrics)
-    folder.clear_unfinished()
-    report.write(folder)
-    return results
+    for fitted in fits:
+        path = content.checkpoint_path(fitted.plan.asked)
+        results.append(_prune_one(scene, goal, fitted, randoms, trials, dense, path, models, console))
+    # On another machine it is timed again.
+    timed = stages.get(
+        f"latency {environment}",
+        lambda: time_models(scene, {"dense": scene.model, **_largest_first(models)}, console), dict,
+    )  # fmt: skip
+    metrics = {
+        "metric": scene.metric,
+        # Scores may have been made elsewhere, or with another number of threads.
+        "environment": environment,
+        "planning": {
+            **goal.about(),
+            "work": trials.work,
+            **({"judged_by": trials.judged_by} if len(orders) > 1 else {}),
+        },
+        "dense": {
+            **_measured(dense, scene.metric),
+            "parameters": latency.parameters(scene.model),
+            "flops": latency.flops(scene.model, scene.typical_input()),
+        },
+        "budgets": [r.document for r in results],
+        "curve": curve,
+        "latency": timed,
+    }
+    return results, metrics
+
+
+def _kept_fits(goal: Goal, stages: Stages, environment: Any, make: Callable[[], list[Fit]]) -> list[Fit]:
+    """The plans that hold the budgets, as they were when they were first found: what was timed is not timed again."""
+    if goal.plan is not None:
+        return make()
+
+    def to_json(fit: Fit) -> dict[str, Any]:
+        place = None if fit.budget is None else goal.budgets.index(fit.budget)
+        reading = None if fit.reading is None else asdict(fit.reading)
+        return {"plan": fit.plan.to_json(), "budget": place, "reading": reading}
+
+    def read(data: dict[str, Any]) -> Fit:
+        budget = None if data["budget"] is None else goal.budgets[data["budget"]]
+        return Fit(PruningPlan.from_json(data["plan"]), budget, data["reading"] and Reading(**data["reading"]))
+
+    timed = any(budget.kind == "latency" for budget in goal.budgets)
+    name = f"fits {environment}" if timed else "fits"
+    return stages.get(name, lambda: [to_json(fit) for fit in make()], lambda found: [read(data) for data in found])
 
 
 def _scores_of(source: RunFolder | None, methods: Sequence[str]) -> list[HeadScores]:
@@ -158,15 +210,12 @@ def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -
     for s in scores:
         if s.model != now:
             raise HeadPruneError(
-                f"The scores in {source.scores_path} are another model's (fingerprint {s.model}, this one is {now}).",
-                "Score this model first.",
+                f"The scores in {source.scores_path} are another model's than {scene.options.model} (fingerprint {s.model}, "
+                f"this one is {now}).",
+                "Score this model first, or leave it out to prune the one that was scored.",
             )
-    then = source.read_run()["parts"]
-    if then != scene.parts.about():
-        raise HeadPruneError(
-            f"The data is not cut as it was for {source.scores_path}, so scored examples could be reported.",
-            "Use the same data options and seed, or score again.",
-        )
+    run = source.read_run()
+    check_scored(scene, run, Options.of_run(run, source.path / "run.json").data, str(source.path))
 
 
 def _prune_one(
@@ -177,52 +226,32 @@ def _prune_one(
     trials: Trials,
     dense: Measurement,
     path: Path,
-    work: Path,
     models: dict[int, nn.Module],
     console: Console,
 ) -> Pruned:
-    chosen = fitted.plan
+    chosen, stages, asked = fitted.plan, trials.stages, fitted.plan.asked
     for note in chosen.notes:
         console.say(note)
-    doing = console.track(f"repairing {chosen.kept} heads") if trials.refit else nullcontext()
-    with doing, trials.repaired(chosen.drop, answering=True) as repair:
-        model = copy.deepcopy(scene.model)
-    # The plan was made for the dense model's weights; some of them are repaired now.
-    proof = prune(model, chosen.drop, scene.example, layers=scene.layers)
-    trained = None
-    if goal.finetune:
-        model, trained = _trained(scene, goal, model, work, console)
-    checkpoint.save(
-        model, path, processor=scene.loaded.processor, overwrite=True,
-        about={"task": scene.loaded.task.name, "from": scene.loaded.source},
-    )  # fmt: skip
-    # What is reported is what a user will load, not what is in memory.
-    reloaded = checkpoint.load(path, device=next(model.parameters()).device)
-    example = move(scene.example, next(model.parameters()).device)
-    with torch.inference_mode():
-        pairs = zip(answers(call(model, example)), answers(call(reloaded, example)), strict=True)
-        difference = max(((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
-    if difference > proof.tolerance:
-        raise PruneError(
-            f"The saved model answers differently after loading (by {difference:.2g}).", "Please report this."
-        )
-    del model
-    with console.track(f"measuring with {chosen.kept} heads") as progress:
-        pruned = evaluate(reloaded, scene.parts.report.batches(), progress)
+    made, reloaded = _made(scene, goal, chosen, trials, path, console)
     batches = list(scene.parts.report.batches())
+    with console.track(f"measuring with {chosen.kept} heads") as progress:
+        pruned = stages.measurement(f"pruned {asked}", lambda: evaluate(reloaded, batches, progress))
     with console.track(f"random control with {chosen.kept} heads") as progress:
         control = []
         for i, order in enumerate(randoms):
             drop = order.plan(chosen.kept).drop
-            with trials.repaired(drop, answering=True):
-                control.append(masked(scene, drop, batches).metrics[scene.metric])
+            control.append(stages.get(f"control {asked} {i}", lambda: _control(scene, drop, trials, batches), float))  # noqa: B023
             progress(i + 1, len(randoms))
-    without = None if repair is None else _measured(masked(scene, chosen.drop, batches), scene.metric)
-    change = compare(dense, pruned, scene.metric, scene.options.seed)
+    without = alike = None
+    if made["repair"] is not None:
+        without = stages.measurement(f"unrepaired {asked}", lambda: masked(scene, chosen.drop, batches))
+        if made["repair"]["answers"] is not None or any(not trial["kept"] for trial in made["repair"]["trials"]):
+            alike = stages.measurement(f"like control {asked}", lambda: _alike(scene, chosen.drop, trials, batches))
+    change = compare(dense, pruned, scene.metric)
     models[chosen.kept] = reloaded
     document = {
         "name": _name_of(chosen.kept),
-        "asked": chosen.asked,
+        "asked": asked,
         "kept": chosen.kept,
         "total": chosen.total,
         "method": chosen.method,
@@ -231,11 +260,17 @@ def _prune_one(
         "notes": list(chosen.notes),
         "drop": chosen.drop,
         "pruned": _measured(pruned, scene.metric),
-        "change": {k: (None if v != v else v) for k, v in asdict(change).items() if k != "details"},
+        "change": asdict(change),
         "random": control,
-        "repair": None if repair is None else {**repair.to_json(), "without": without},
-        "finetune": trained,
-        "proof": {**asdict(proof), "ghosts": list(proof.ghosts), "reload_difference": difference},
+        "repair": None
+        if without is None
+        else {
+            **made["repair"],
+            "without": _measured(without, scene.metric),
+            "layers_alone": None if alike is None else _measured(alike, scene.metric),
+        },
+        "finetune": made["finetune"],
+        "proof": made["proof"],
         "parameters": latency.parameters(reloaded),
         "flops": latency.flops(reloaded, scene.typical_input()),
         "checkpoint": path.name,
@@ -243,8 +278,71 @@ def _prune_one(
     return Pruned(chosen, change, document)
 
 
+def _control(scene: Scene, drop: Heads, trials: Trials, batches: Sequence[Any]) -> float:
+    """The metric without heads that were drawn at random."""
+    return _alike(scene, drop, trials, batches).metrics[scene.metric]
+
+
+def _alike(scene: Scene, drop: Heads, trials: Trials, batches: Sequence[Any]) -> Measurement:
+    """The model without some heads as the control is measured: fitted layer by layer, all fits kept. The rest is dear."""
+    with trials.repaired(drop):
+        return masked(scene, drop, batches)
+
+
+def _made(
+    scene: Scene, goal: Goal, chosen: PruningPlan, trials: Trials, path: Path, console: Console
+) -> tuple[dict[str, Any], nn.Module]:
+    """The facts of a pruned model that is saved to ``path``, and the model as it is loaded from there.
+
+    What is reported is what a user will load, not what is in memory.
+    """
+    name = f"made {chosen.asked}"
+    for damaged in (False, True):
+        if damaged:
+            trials.stages.forget(name)
+        made = trials.stages.get(name, lambda: _make(scene, goal, chosen, trials, path, console), dict)
+        try:
+            return made, checkpoint.load(path, device=next(scene.model.parameters()).device)
+        except HeadPruneError:
+            if damaged:
+                raise
+    raise AssertionError
+
+
+def _make(
+    scene: Scene, goal: Goal, chosen: PruningPlan, trials: Trials, path: Path, console: Console
+) -> dict[str, Any]:
+    """Repair, prune, train and save."""
+    doing = console.track(f"repairing {chosen.kept} heads") if trials.refit else nullcontext()
+    with doing, trials.repaired(chosen.drop, answering=True) as repair:
+        model = copy.deepcopy(scene.model)
+    # The plan was made for the dense model's weights; some of them are repaired now.
+    proof = prune(model, chosen.drop, scene.example, layers=scene.layers)
+    trained = None
+    if goal.finetune:
+        model, trained = _trained(scene, goal, model, trials.stages, chosen.asked, console)
+    checkpoint.save(
+        model, path, processor=scene.loaded.processor, overwrite=True,
+        about={"task": scene.loaded.task.name, "from": scene.loaded.source},
+    )  # fmt: skip
+    reloaded = checkpoint.load(path, device=next(model.parameters()).device)
+    example = move(scene.example, next(model.parameters()).device)
+    with torch.inference_mode():
+        pairs = zip(answers(call(model, example)), answers(call(reloaded, example)), strict=True)
+        difference = max(((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
+    if not difference <= proof.tolerance:
+        raise PruneError(
+            f"The saved model answers differently after loading (by {difference:.2g}).", "Please report this."
+        )
+    return {
+        "repair": repair and repair.to_json(),
+        "finetune": trained,
+        "proof": {**asdict(proof), "ghosts": list(proof.ghosts), "reload_difference": difference},
+    }
+
+
 def _trained(
-    scene: Scene, goal: Goal, pruned: nn.Module, work: Path, console: Console
+    scene: Scene, goal: Goal, pruned: nn.Module, stages: Stages, asked: int, console: Console
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The fine-tuned model, and what a report says of it."""
     from headprune.finetune import FinetuneOptions, finetune  # Trainer takes seconds to import
@@ -256,8 +354,8 @@ def _trained(
     options = FinetuneOptions(epochs=goal.finetune, seed=scene.options.seed)
     with console.track("fine-tuning") as progress:
         done = finetune(
-            pruned, scene.model, train, scene.parts.choose, options, metric=scene.metric, work=work,
-            progress=progress, say=console.say,
+            pruned, scene.model, train, scene.parts.choose, options, metric=scene.metric,
+            work=stages.path / f"finetune-{asked}", progress=progress, say=console.say,
         )  # fmt: skip
     return done.model, {**done.to_json(), "options": asdict(options), "before": _measured(before, scene.metric)}
 

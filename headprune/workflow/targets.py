@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from headprune.attention import Heads
@@ -18,17 +17,17 @@ from headprune.gates import mask
 from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
 from headprune.planning.budgets import Budget, Fit, fit, fit_drop
 from headprune.planning.costs import Subject, cost_of
-from headprune.planning.search import stages
+from headprune.planning.effort import Work, effort_named
+from headprune.planning.search import work_of
 from headprune.plans import PruningPlan
-from headprune.repair import Refit, Repair
+from headprune.repair import HeldOut, Refit, Repair
 from headprune.scoring import HeadScores, score
 from headprune.workflow.scene import Console, Scene
+from headprune.workflow.stages import Stages
 from headprune.workflow.timing import budget_input
 
 RANDOM_DRAWS = 3
 AUTO = "auto"
-_PATIENCE = 1800.0  # seconds that `auto` spends on one order at most; it may be hours for a language model
-_CURVE = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,7 @@ class Goal:
         finetune: Epochs to train afterwards; 0 for none.
         plan: Instead of budgets.
         file: Where the plan is from.
+        effort: How much work planning may be, a name of `headprune.planning.effort.EFFORTS`.
     """
 
     budgets: tuple[Budget, ...] = ()
@@ -53,6 +53,7 @@ class Goal:
     finetune: float = 0.0
     plan: PruningPlan | None = None
     file: str = ""
+    effort: str = "normal"
 
     @property
     def needs_scores(self) -> bool:
@@ -79,9 +80,11 @@ class Goal:
         """For the report."""
         if self.plan is not None:
             return {"plan": self.file}
+        effort = effort_named(self.effort)
         return {
             "strategy": self.strategy, "about": strategy_named(self.strategy).about, "protect": self.protect,
             "min_heads_per_layer": self.min_heads_per_layer,
+            "effort": {"name": effort.name, "flops": effort.flops, "examples": effort.examples},
         }  # fmt: skip
 
 
@@ -90,34 +93,43 @@ class Trials:
 
     Attributes:
         refit: The repair; None if there is to be none.
+        stages: Where what is measured is kept.
+        work: What making the orders was counted to cost, by name; and of those that were left out for that, why. For the report.
     """
 
-    def __init__(self, scene: Scene, repair: bool) -> None:
-        self.scene = scene
-        self.refit = Refit(scene.model, scene.layers, list(scene.parts.score.batches())) if repair else None
+    def __init__(self, scene: Scene, repair: bool, stages: Stages | None = None) -> None:
+        self.scene, self.stages = scene, stages or Stages()
+        batches = list(scene.parts.score.batches())
+        self.refit = Refit(scene.model, scene.layers, batches, store=self.stages.store) if repair else None
+        self._held_out = HeldOut(self.refit) if self.refit else None
         self.batches = list(scene.parts.choose.batches())
+        self.work: dict[str, dict[str, Any]] = {}
         self._known: dict[str, Measurement] = {}
         self._merits: dict[str, float] = {}
 
     def measure(self, drop: Heads, *, answering: bool = False) -> Measurement:
         key = repr((sorted(drop.items()), answering))
         if key not in self._known:
-            with self.repaired(drop, answering=answering):
-                self._known[key] = masked(self.scene, drop, self.batches)
+            self._known[key] = self.stages.measurement(f"trial {key}", lambda: self._measured(drop, answering))
         return self._known[key]
+
+    def _measured(self, drop: Heads, answering: bool) -> Measurement:
+        with self.repaired(drop, answering=answering):
+            return masked(self.scene, drop, self.batches)
 
     @contextmanager
     def repaired(self, drop: Heads, *, answering: bool = False) -> Iterator[Repair | None]:
         """The scene's model repaired, while the context lasts; what that did.
 
         Args:
-            answering: Whether with the last step, which is for what is reported (`Refit.answering`).
+            answering: Whether as what is reported is: with the last step, and without those that do no better on examples that they
+                were not fitted to (`headprune.repair.held_out`).
         """
-        if self.refit is None:
+        if self.refit is None or self._held_out is None:
             yield None
             return
-        weights = self.refit.answering(drop) if answering else self.refit.fitted(drop)
-        if not weights:
+        weights = self._held_out.checked(drop) if answering else self.refit.fitted(drop)
+        if not weights and not weights.trials:
             yield None
             return
         with self.refit.applied(weights):
@@ -125,8 +137,7 @@ class Trials:
 
     def change_at(self, plan: PruningPlan) -> Change:
         """The paired change from the dense model to a plan, repaired as it will be."""
-        scene = self.scene
-        return compare(self.measure({}), self.measure(plan.drop, answering=True), scene.metric, scene.options.seed)
+        return compare(self.measure({}), self.measure(plan.drop, answering=True), self.scene.metric)
 
     @cached_property
     def _fidelity(self) -> Fidelity:
@@ -148,9 +159,12 @@ class Trials:
             return -self.measure(plan.drop).metrics["loss"]
         key = repr(sorted(plan.drop.items()))
         if key not in self._merits:
-            with self.repaired(plan.drop), mask(self.scene.model, plan.drop, layers=self.scene.layers):
-                self._merits[key] = -math.log(max(self._fidelity.divergence(), 1e-12))
+            self._merits[key] = self.stages.get(f"merit {key}", lambda: self._nearness(plan.drop), float)
         return self._merits[key]
+
+    def _nearness(self, drop: Heads) -> float:
+        with self.repaired(drop), mask(self.scene.model, drop, layers=self.scene.layers):
+            return -math.log(max(self._fidelity.divergence(), 1e-12))
 
     def point(self, name: str, plan: PruningPlan) -> dict[str, Any]:
         """A point of the trade-off curve."""
@@ -177,28 +191,55 @@ def orders_of(
     kinds = (GROUPS,) if any(b.kind == "kv-cache" for b in goal.budgets) else (GROUPS, SLICES)
     base = Search(
         scene.maskable, constraints=goal.constraints(scene), seed=scene.options.seed, model=scene.model,
-        batches=list(scene.parts.score.batches()), refit=trials.refit,
+        batches=list(scene.parts.score.batches()), refit=trials.refit, store=trials.stages.store,
+        effort=effort_named(goal.effort),
     )  # fmt: skip
     found: dict[str, Order] = {}
-    levels, look = _levels(total, counts), 0.0
-    for name, strategy, given in goal.searches(scores):
-        if strategy == "re-scored" and found and (expected := look * len(stages(total, levels))) > _PATIENCE:
-            console.say(
-                f"Not tried: {name}, which would take about {expected / 60:,.0f} minutes or more (--strategy {name})."
-            )
-            continue
-        started = time.monotonic()
+    # What the curve shows below all budgets comes from the last look at the model: no one has asked for more.
+    levels = [k for k in _levels(total, counts) if not counts or k >= min(counts)]
+    shares = any(layer.groups and layer.prunable for layer in scene.maskable)
+    searches = _affordable(goal.searches(scores), base, levels, len(kinds) if shares else 1, trials, console)
+    for name, strategy, given in searches:
         with console.track(f"planning by {strategy}, {name}" if given else f"planning by {name}") as progress:
-            found[name] = arrange(
-                replace(base, scores=given, progress=progress), strategy, levels, trials.merit, kinds, counts,
-            )  # fmt: skip
-        if name == "compensated":
-            # It looks once, behind the statistics of repair, which take about twice as long and are then there.
-            look = (time.monotonic() - started) / 3
+            search = replace(base, scores=given, progress=progress)
+            make = partial(arrange, search, strategy, levels, trials.merit, kinds, counts)
+            found[name] = trials.stages.order(f"order {name}", make)
     if len(found) > 1 and trials.refit and trials.refit.passes:
         passes, examples = trials.refit.passes, trials.refit.examples
         console.say(f"All orders together took about {passes:.0f} forward passes over {examples:,} examples.")
     return found
+
+
+Searches = list[tuple[str, str, HeadScores | None]]
+
+
+def _affordable(
+    searches: Searches, base: Search, levels: Sequence[int], times: int, trials: Trials, console: Console
+) -> Searches:
+    """Those orders that the effort allows; never none. Says what they will cost, and what is left out.
+
+    Decided by counted work, so that the same seed gives the same plan on every machine, however busy.
+
+    Args:
+        times: How often every order is made.
+    """
+    chosen: Searches = []
+    sum_of = Work(0.0, 0.0, 0)
+    for name, strategy, given in searches:
+        work = work_of(base, strategy, levels, times)
+        if work.passes:
+            trials.work[name] = work.to_json()
+        if strategy == "re-scored" and chosen and not base.effort.allows(work):
+            why = f"it would take about {work}, and at effort {base.effort.name} an order may take {base.effort.limit}"
+            trials.work[name]["left_out"] = why
+            console.say(f"Not tried: {name}, since {why} (--effort high, or --strategy {name}).")
+            continue
+        chosen.append((name, strategy, given))
+        # Statistics, and a first look, are made once for all.
+        sum_of = max(sum_of, work, key=lambda w: w.passes)
+    if sum_of.passes:
+        console.say(f"Planning will take about {sum_of}.")
+    return chosen
 
 
 def fits_of(scene: Scene, goal: Goal, orders: dict[str, Order], trials: Trials, console: Console) -> list[Fit]:
@@ -293,11 +334,13 @@ def trade_off(
     if not orders:  # a plan of the user's
         jobs += [("plan", replace(f.plan, asked=f.plan.kept)) for f in fits]
         levels = [f.plan.kept for f in fits]
-    # Three draws take most of the time, so the control is drawn where it was asked for, and at the end.
+    # What is not used, and the control, would take most of the time: they are drawn where it was asked for, and at the end.
     drawn = {levels[-1], *(keep for f in fits for keep in (f.plan.asked, f.plan.kept))}
+    used = fits[0].plan.strategy, fits[0].plan.method
+    named = [*orders.items(), *(("random", order) for order in randoms)]
     for keep in levels:
-        named = [*orders.items(), *(("random", order) for order in randoms if keep in drawn)]
-        jobs += [(name, order.plan(keep)) for name, order in named if order.least <= keep]
+        here = [(n, o) for n, o in named if keep in drawn or (n != "random" and (o.strategy, o.method) == used)]
+        jobs += [(name, order.plan(keep)) for name, order in here if order.least <= keep]
     curve = []
     with console.track("trade-off on the choosing part") as progress:
         for i, (name, plan) in enumerate(jobs):
@@ -307,10 +350,13 @@ def trade_off(
 
 
 def _levels(total: int, counts: Sequence[int]) -> list[int]:
-    """Numbers of kept heads to look at: those asked for, and a grid down to the first one below them, for the curve.
+    """Numbers of kept heads to look at: those asked for, every quarter above the fewest, and the next eighth below, for the curve.
 
-    The whole grid, if it is not known yet how many heads will stay.
+    Every eighth, if it is not known yet how many heads will stay.
     """
-    grid = sorted({max(1, round(f * total)) for f in _CURVE}, reverse=True)
-    last = next((k for k in grid if k < min(counts)), 0) if counts else 0
-    return sorted({*counts, *(k for k in grid if k >= last)})
+    grid = {k: max(1, round(k * total / 8)) for k in range(7, 0, -1)}
+    if not counts:
+        return sorted(set(grid.values()))
+    above = [keep for k, keep in grid.items() if k % 2 == 0 and keep > min(counts)]
+    below = next((keep for keep in grid.values() if keep < min(counts)), None)
+    return sorted({*counts, *above, *([] if below is None else [below])})

@@ -1,0 +1,388 @@
+"""How a model compares logits with labels, found by measuring: nothing goes by a class's name.
+
+Every way that the shapes allow is tried against the model's own loss on a few examples. Where a model has no loss of its own,
+what it sees decides: a causal model whose labels are its own input predicts the next token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.divergence import IGNORED, gives_several, regresses
+from headprune.errors import HeadPruneError, first_line
+from headprune.inputs import LABELS, call, takes, too_long
+from headprune.outcome import (
+    BINARY,
+    SQUARED,
+    TOKENS,
+    Convention,
+    conventions,
+    logits_in,
+    no_logits,
+    refuse_unknown,
+    unknown_label,
+)
+
+_CLOSE, _CLOSE_HALF = (1e-4, 1e-5), (2e-2, 1e-3)  # relative and absolute, by dtype
+_ORDERS = 4  # of an example's labels, that a loss with more in it is followed through
+_FOLLOWED = 3  # examples
+_LEAST_SHIFT = 1e-3  # nats that another order must change a loss by to tell anything
+_SOME = 0.5  # of the labels: as many equal the input by chance at most
+_Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found out about a model and its labels.
+
+    Attributes:
+        convention: None where the model's own loss is none that can be made from its logits.
+        own: Whether the model's own loss is another, or has more in it (such as a router's): it is then asked for
+            one example at a time.
+        gives_labels: Whether the model needs the labels to run.
+    """
+
+    convention: Convention | None
+    own: bool = False
+    gives_labels: bool = False
+
+
+def find(model: nn.Module, batches: Sequence[_Batch], rows: Sequence[_Batch]) -> Found:
+    """How a model compares logits with labels.
+
+    Args:
+        batches: All of them, labelled.
+        rows: Single examples of them, to measure on.
+
+    Raises:
+        HeadPruneError: The model does not run on them; labels that are no classes of its; nothing tells.
+    """
+    with torch.no_grad():
+        first, gives = _first(model, rows[0])
+        _refuse_whole_numbers(model, first, batches)
+        able = [c for c in conventions(first, rows[0]) if not c.masked or _pads(rows)]
+        asks = any(takes(model, name) for name in LABELS if name in rows[0])
+        if able and _has_others(model, first, batches, asks):
+            return Found(None, own=True, gives_labels=gives)
+        if asks and (found := _by_loss(model, first, rows, able, gives)) is not None:
+            return found
+        return Found(_by_inputs(model, able, batches, rows, gives), gives_labels=gives)
+
+
+def loss_in(output: Any) -> Any:
+    """A model's own loss of a batch, or None."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def hidden_labels(batch: _Batch) -> Tensor | None:
+    """Which labels ``[batch, tokens]`` are of tokens that the attention mask leaves out; None where that is not known."""
+    labels, mask = batch.get("labels"), batch.get("attention_mask")
+    if not isinstance(labels, Tensor) or not isinstance(mask, Tensor) or labels.shape != mask.shape:
+        return None
+    return (labels != IGNORED) & (mask == 0)
+
+
+def unlabelled(batch: _Batch) -> dict[str, Any]:
+    """A batch without its labels."""
+    return {k: v for k, v in batch.items() if k not in LABELS}
+
+
+def sees_ahead(model: nn.Module, example: _Batch, *, gives_labels: bool = False) -> bool | None:
+    """Whether logits depend on tokens behind their own; None where that cannot be seen.
+
+    Args:
+        example: One example; the last of its tokens is exchanged for another.
+    """
+    logits, mask = logits_in(_run(model, example, gives_labels)), example.get("attention_mask")
+    like = example.get("labels", example.get("input_ids"))
+    if logits is None or logits.ndim != 3 or not isinstance(like, Tensor) or logits.shape[1] < like.shape[-1]:
+        return None
+    real = like.shape[-1]
+    if isinstance(mask, Tensor) and mask.shape == like.shape and bool(mask.any()):
+        real = int(mask[0].nonzero().max()) + 1
+    tokens = {
+        name: _exchanged(value, real - 1)
+        for name, value in example.items()
+        if name not in LABELS and isinstance(value, Tensor) and value.shape[:2] == like.shape
+        and not any(word in name for word in ("mask", "position", "type"))
+    }  # fmt: skip
+    if real < 2 or not tokens:
+        return None
+    try:
+        other = logits_in(_run(model, {**example, **tokens}, gives_labels))
+    except Exception:  # such as a mark of an image where there is none
+        return None
+    assert other is not None
+    before = logits.shape[1] - like.shape[-1] + real - 1
+    apart = (other - logits)[:, :before].abs().max()
+    return bool(apart > (1e-5 if _is_wide(logits) else 1e-3) * logits.abs().max())
+
+
+def _exchanged(value: Tensor, place: int) -> Tensor:
+    """Other content in one place of every row."""
+    made = value.clone()
+    if value.is_floating_point():
+        made[:, place] = 1 - value[:, place]
+        return made
+    before = value[0, :place]
+    others = before[before != value[0, place]]
+    last = int(value[0, place])
+    made[:, place] = int(others[-1]) if len(others) else last - 1 if last else 1
+    return made
+
+
+# -- with a loss of its own ---------------------------------------------------------------------
+
+
+def _by_loss(
+    model: nn.Module, first: Any, rows: Sequence[_Batch], able: Sequence[Convention], gives: bool
+) -> Found | None:
+    """The way that comes nearest to the model's own loss, if it comes near enough; None where there is no such loss."""
+    worst, wide = [0.0] * len(able), True
+    told: list[_Batch] = []
+    alike = True
+    for i, row in enumerate(rows):
+        output = _asked(model, row)
+        own = loss_in(output)
+        if i == 0:  # with labels as without them: then one run gives both the loss and the logits
+            alike = gives or _alike(first, output)
+        if not isinstance(own, Tensor) or not bool(own.isfinite().all()):
+            continue  # such as that of an example without a label
+        told.append(row)
+        shown = output if alike else _run(model, row, gives)
+        wide &= _is_wide(logits_in(shown))
+        worst = [max(w, _apart(c, row, shown, own)) for c, w in zip(able, worst, strict=True)]
+    if not told:
+        return None
+    if able and min(worst) <= 1:
+        return Found(able[worst.index(min(worst))], gives_labels=gives)
+    if len(able) == 1:  # one label per example, or where an answer starts and ends: nothing to choose from
+        return Found(able[0], own=True, gives_labels=gives)
+    if able and able[0].what == TOKENS:
+        return Found(_followed(model, told, able, wide), own=True, gives_labels=gives)
+    return Found(_declared(model, able), own=True, gives_labels=gives)
+
+
+def _pads(rows: Sequence[_Batch]) -> bool:
+    """Whether padding has labels, so that it matters whether they count."""
+    return any((hidden := hidden_labels(row)) is not None and bool(hidden.any()) for row in rows)
+
+
+def _apart(convention: Convention, row: _Batch, output: Any, own: Tensor) -> float:
+    """How far a convention's loss is from the model's own, in what is allowed; infinite where there is none."""
+    try:
+        mine = convention.outcome(output, row).loss[0]
+    except HeadPruneError:
+        return math.inf
+    relative, absolute = _CLOSE if _is_wide(logits_in(output)) else _CLOSE_HALF
+    known = own.double().mean().to(mine.device)
+    found = float((mine.double() - known).abs() / (absolute + relative * known.abs()))
+    return math.inf if math.isnan(found) else found
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if "start_logits" in a if isinstance(a, Mapping) else hasattr(a, "start_logits"):
+        return True
+    x, y = logits_in(a), logits_in(b)
+    return x is not None and y is not None and x.shape == y.shape and torch.allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def _followed(model: nn.Module, rows: Sequence[_Batch], able: Sequence[Convention], wide: bool) -> Convention | None:
+    """The way by which the own loss rises and falls as an example's labels change places.
+
+    A router's loss, or smoothed labels, leave that as it is but for a factor and a constant.
+    """
+    generator = torch.Generator().manual_seed(0)
+    losses: list[list[list[float]]] = []  # [examples, orders, the own loss and every convention's]
+    for row in sorted(rows, key=lambda row: -int((row["labels"] != IGNORED).sum()))[:_FOLLOWED]:
+        fixed = _with_decoder_inputs(model, row)
+        places = (row["labels"][0] != IGNORED).nonzero().flatten().cpu()
+        orders = []
+        for _ in range(_ORDERS):
+            labels = row["labels"].clone()
+            labels[0, places] = labels[0, places[torch.randperm(len(places), generator=generator)]]
+            batch = {**fixed, "labels": labels}
+            output = call(model, batch)
+            if logits_in(output) is None:
+                return None
+            orders.append([float(loss_in(output).mean()), *(float(c.outcome(output, batch).loss[0]) for c in able)])
+        losses.append(orders)
+    table = torch.tensor(losses, dtype=torch.float64)
+    own, *mine = (table - table.mean(1, keepdim=True)).flatten(0, 1).T
+    rests = []
+    for x in mine:
+        slope = float(x @ own / (x @ x).clamp(min=1e-30))
+        rest = float((own - slope * x).abs().max() / own.abs().max().clamp(min=1e-30))
+        rests.append(rest if slope > 0 and float(x.abs().max()) > _LEAST_SHIFT else math.inf)
+    return able[rests.index(min(rests))] if min(rests) < (1e-2 if wide else 0.1) else None
+
+
+def _with_decoder_inputs(model: nn.Module, row: _Batch) -> dict[str, Any]:
+    """An example whose decoder's input does not go by its labels."""
+    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if not encodes or make is None or "decoder_input_ids" in row:
+        return dict(row)
+    return {**row, "decoder_input_ids": make(labels=row["labels"])}
+
+
+# -- without one --------------------------------------------------------------------------------
+
+
+def _by_inputs(
+    model: nn.Module, able: Sequence[Convention], batches: Sequence[_Batch], rows: Sequence[_Batch], gives: bool
+) -> Convention:
+    """The one way that makes sense of the labels."""
+    able = [c for c in able if not c.masked and not c.prompted]
+    if not able:
+        raise no_logits()
+    if able[0].what in (SQUARED, BINARY):
+        return _numbers(model, able, batches)
+    if able[0].what != TOKENS:
+        return able[0]
+    here, further = able
+    assert (here.ahead, further.ahead) == (0, 1)
+    longest = max(rows, key=lambda row: int((row["labels"] != IGNORED).sum()))
+    ahead = sees_ahead(model, longest, gives_labels=gives)
+    if ahead:
+        return here  # it sees the next token: nobody asks it for that
+    same, shifted = _copied(batches, 0), _copied(batches, 1)
+    if ahead is not None and same is not None and shifted is not None:
+        if same == 1 and shifted < 1:
+            return further
+        if shifted == 1 or max(same, shifted) < _SOME:
+            return here  # made to be compared in their place, or no copies of the input but a class for each token
+    raise HeadPruneError(
+        f"It cannot be told which token's label the logits of {type(model).__name__} are compared with: it has no loss of its own.",
+        "Pass loss_fn=, or give forward an argument labels and let its output have a loss.",
+    )
+
+
+def _copied(batches: Sequence[_Batch], ahead: int) -> float | None:
+    """The part of the labels that equal an input's token ``ahead`` of them; None where there are no such inputs."""
+    best: float | None = None
+    names = [
+        name
+        for name, value in batches[0].items()
+        if name not in LABELS and isinstance(value, Tensor) and not value.is_floating_point() and "mask" not in name
+    ]
+    for name in names:
+        hits = total = 0
+        for batch in batches:
+            value, labels = batch.get(name), batch["labels"]
+            if not isinstance(value, Tensor) or value.shape != labels.shape:
+                break
+            labels = labels[:, : labels.shape[1] - ahead]
+            counted = labels != IGNORED
+            hits += int(((value[:, ahead:] == labels) & counted).sum())
+            total += int(counted.sum())
+        else:
+            best = max(best or 0.0, hits / total if total else 0.0)
+    return best
+
+
+def _numbers(model: nn.Module, able: Sequence[Convention], batches: Sequence[_Batch]) -> Convention:
+    """Squared errors, unless the labels are all 0 or 1: then they may be logits, and nothing tells."""
+    if (declared := _declared(model, able)) is not None:
+        return declared
+    if all(bool(((b["labels"] == 0) | (b["labels"] == 1)).all()) for b in batches):
+        raise HeadPruneError(
+            f"Labels of 0.0 and 1.0 may be numbers or classes, and {type(model).__name__} has no loss of its own to tell.",
+            "Pass loss_fn=, or set config.problem_type.",
+        )
+    return Convention(SQUARED)
+
+
+def _declared(model: nn.Module, able: Sequence[Convention]) -> Convention | None:
+    """What the config says that the labels are."""
+    what = SQUARED if regresses(model) else BINARY if gives_several(model) else None
+    return next((c for c in able if c.what == what), None)
+
+
+# -- running it ---------------------------------------------------------------------------------
+
+
+def _run(model: nn.Module, batch: _Batch, gives_labels: bool) -> Any:
+    return call(model, batch if gives_labels else unlabelled(batch))
+
+
+def _first(model: nn.Module, row: _Batch) -> tuple[Any, bool]:
+    """The model's output for an example, and whether it needs the labels to run.
+
+    Encoder-decoders do: they make their decoder's input of them.
+    """
+    asks = any(takes(model, name) for name in LABELS if name in row)
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        try:
+            return call(model, unlabelled(row)), False
+        except Exception as error:
+            if not asks:
+                raise _does_not_run(model, row, error) from error
+    return _asked(model, row), True
+
+
+def _asked(model: nn.Module, row: _Batch) -> Any:
+    """The model's output for an example with its labels."""
+    try:
+        return call(model, row)
+    except Exception as error:
+        raise _does_not_run(model, row, error) from error
+
+
+def _does_not_run(model: nn.Module, row: _Batch, error: Exception) -> HeadPruneError:
+    return HeadPruneError(
+        f"The model does not run on an example with these labels: {type(error).__name__}: {first_line(error)}.",
+        f"Check their type and shape{too_long(model, row)}.",
+    )
+
+
+def _refuse_whole_numbers(model: nn.Module, first: Any, batches: Sequence[_Batch]) -> None:
+    """Raise where labels are whole numbers, but the head gives real ones."""
+    logits = logits_in(first)
+    several = gives_several(model)
+    if logits is None or logits.ndim != 2 or not (logits.shape[1] == 1 or several or regresses(model)):
+        return
+    labels = [batch.get("labels") for batch in batches]
+    if any(isinstance(t, Tensor) and not t.is_floating_point() for t in labels):
+        raise HeadPruneError(
+            "The labels are whole numbers, but the model's head wants real ones "
+            f"({'several labels at once' if several else 'regression'}).",
+            "Pass them as floats.",
+        )
+
+
+def _has_others(model: nn.Module, first: Any, batches: Sequence[_Batch], asks: bool) -> bool:
+    """Whether there are labels that are no classes, but that the model's own loss knows (to ignore, perhaps).
+
+    Raises:
+        HeadPruneError: Labels that the model does not know.
+    """
+    if (logits := logits_in(first)) is None:
+        return False
+    for batch in batches:
+        labels = batch.get("labels")
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            continue
+        if unknown_label(labels, logits.shape[-1]) is not None:
+            if asks and _knows(model, batch):
+                return True
+            refuse_unknown(labels, logits.shape[-1])
+    return False
+
+
+def _knows(model: nn.Module, batch: _Batch) -> bool:
+    try:
+        own = loss_in(call(model, batch))
+    except Exception:
+        return False
+    return isinstance(own, Tensor) and bool(own.isfinite().all())
+
+
+def _is_wide(logits: Tensor | None) -> bool:
+    return logits is None or logits.dtype in (torch.float32, torch.float64)

@@ -1,0 +1,185 @@
+"""A lock that one process holds, and that its end sets free, however it ends."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import json
+import os
+import platform
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from headprune.errors import HeadPruneError
+from headprune.jsonio import dumps
+
+try:
+    import fcntl
+except ImportError:  # Windows, where runs are not locked
+    fcntl = None  # type: ignore[assignment]
+
+_WAITS = (0.05, 0.1, 0.2)  # seconds: someone may just be looking whether it is taken
+# A file system without locks says one of these.
+_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK}
+
+
+class BusyError(HeadPruneError):
+    """Another process holds the lock."""
+
+
+class Lock:
+    """A file that one process at a time holds.
+
+    The kernel knows who holds it (``flock``), and lets go when that process ends, by SIGKILL too: what a killed run leaves
+    is never in the way; on NFS the server does the same. The file also says who holds it, for the message; where the file
+    system has no locks that is what decides: a process of this machine that is gone holds nothing.
+
+    Args:
+        path: The file; it is there only while the lock is held, or after a kill.
+    """
+
+    held: ClassVar[set[Path]] = set()  # by this process
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: int | None = None
+        self._made: list[Path] = []  # folders, for the lock to lie in
+
+    def take(self, what: str, command: str) -> None:
+        """Get hold of it; the folder that it lies in is made.
+
+        Args:
+            what: That is locked, for the message.
+            command: What this process is doing, for others' messages.
+
+        Raises:
+            BusyError: Another process has it; the message says which.
+            HeadPruneError: The file cannot be written.
+        """
+        try:
+            while self._file is None:
+                self._file = self._opened(what)
+            os.ftruncate(self._file, 0)
+            os.write(self._file, dumps({**_self(), "command": command}).encode())
+        except OSError as error:
+            self.free()
+            raise HeadPruneError(f"{what} cannot be written: {error.strerror}.", "Choose another with -o.") from None
+        except BaseException:
+            self.free()
+            raise
+        self.held.add(self.path.resolve())
+
+    def free(self) -> None:
+        """Let go; folders that were made for it go, if they are empty."""
+        if self._file is not None:
+            self.held.discard(self.path.resolve())
+            with suppress(OSError):
+                self.path.unlink()
+            os.close(self._file)
+            self._file = None
+        with suppress(OSError):  # not empty
+            while self._made:
+                self._made.pop().rmdir()
+        self._made.clear()
+
+    def taken(self) -> bool:
+        """Whether another process has it now."""
+        if self.path.resolve() in self.held:
+            return False
+        try:
+            file = os.open(self.path, os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            return not _acquired(file)
+        finally:
+            os.close(file)
+
+    def _opened(self, what: str) -> int | None:
+        """The file, locked; None if its last holder has just removed it."""
+        missing = [p for p in (self.path.parent, *self.path.parent.parents) if not p.exists()]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._made += reversed(missing)
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:
+            return None
+        for wait in _WAITS:
+            if _acquired(file):
+                break
+            time.sleep(wait)
+        else:
+            owner = _read(file)
+            os.close(file)
+            raise BusyError(f"{what} is in use by {_told(owner)}.", _hint(owner, self.path))
+        with suppress(FileNotFoundError):
+            if os.fstat(file).st_ino == os.stat(self.path).st_ino:
+                return file
+        os.close(file)
+        return None
+
+
+def _acquired(file: int) -> bool:
+    """Lock a file, if no one else has: for as long as it is open."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return not _lives(_read(file))
+    return True
+
+
+def _self() -> dict[str, Any]:
+    since = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
+    return {"pid": os.getpid(), "host": platform.node(), "started": _started(os.getpid()), "since": since}
+
+
+def _read(file: int) -> dict[str, Any]:
+    try:
+        os.lseek(file, 0, os.SEEK_SET)
+        found = json.loads(os.read(file, 1 << 16))
+        return found if isinstance(found, dict) and isinstance(found.get("pid"), int) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _lives(owner: dict[str, Any]) -> bool:
+    """Whether the process that wrote this may still be there."""
+    if not owner:
+        return False
+    if owner.get("host") != platform.node():
+        return True  # who knows
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # another user's
+    return _started(owner["pid"]) == owner.get("started")  # else its number was given to another process
+
+
+def _started(pid: int) -> str:
+    """When a process began, as Linux counts it; "" elsewhere."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+def _told(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "another process"
+    where = "" if owner.get("host") == platform.node() else f" on {owner.get('host')}"
+    return f"process {owner['pid']}{where} (`{owner.get('command', '')}`, since {owner.get('since', '?')})"
+
+
+def _hint(owner: dict[str, Any], path: Path) -> str:
+    if owner and owner.get("host") != platform.node():
+        return f"Wait for it, or choose another folder with -o; if it is surely gone, remove {path}."
+    return "Wait for it, or choose another folder with -o."

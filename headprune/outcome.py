@@ -1,0 +1,169 @@
+"""What a model made of a batch: which label each logit is compared with, the loss of each example, and predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headprune.divergence import IGNORED
+from headprune.errors import HeadPruneError
+
+SPAN, CLASSES, TOKENS, SQUARED, BINARY = "span", "classes", "tokens", "squared error", "binary cross-entropy"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a model made of a batch.
+
+    Attributes:
+        loss: ``[batch]``, in nats; the mean over an example's labelled tokens.
+        tokens: ``[batch]``, labelled tokens (1 for a label per example, 2 for an answer's start and end).
+        predictions: Per example, the predicted classes ``[tokens]``; empty where the model gives no classes.
+        targets: Per example, the labels ``[tokens]``; empty likewise.
+    """
+
+    loss: Tensor
+    tokens: Tensor
+    predictions: list[Tensor]
+    targets: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a model's labels are compared with its logits.
+
+    Attributes:
+        what: `SPAN`: an answer's start and end; `CLASSES`: one label per example; `TOKENS`: one per token; `SQUARED`:
+            numbers; `BINARY`: several labels at once.
+        ahead: Of `TOKENS`: the logits of token t are compared with the label of token t + ahead.
+        masked: Of `TOKENS`: whether labels of tokens that the ``attention_mask`` leaves out do not count.
+        prompted: Of `TOKENS`, where there are more logits than labels since something comes before the text (an image,
+            a learned prompt): whether the first label is predicted there.
+    """
+
+    what: str
+    ahead: int = 0
+    masked: bool = False
+    prompted: bool = False
+
+    def outcome(self, output: Any, batch: Mapping[str, Any]) -> Outcome:
+        """Of a model's output.
+
+        Raises:
+            HeadPruneError: Logits that do not fit the labels.
+        """
+        if self.what not in {c.what for c in conventions(output, batch)}:
+            raise no_logits()
+        if self.what == SPAN:
+            return _span(output, batch)
+        logits, labels = logits_in(output), batch["labels"]
+        assert logits is not None
+        if self.what in (SQUARED, BINARY):
+            return _numbers(logits, labels, self.what == BINARY)
+        refuse_unknown(labels, logits.shape[-1])
+        if self.what == CLASSES:
+            return _classes(logits[:, None], labels.reshape(-1, 1))
+        mask = batch.get("attention_mask")
+        if self.masked and isinstance(mask, Tensor):
+            labels = labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
+        before = logits.shape[1] - labels.shape[1]
+        if self.prompted:
+            labels = F.pad(labels, (before, 0), value=IGNORED)
+        else:
+            logits = logits[:, before:]
+        if self.ahead:
+            logits, labels = logits[:, : -self.ahead], labels[:, self.ahead :]
+        return _classes(logits, labels)
+
+
+def conventions(output: Any, batch: Mapping[str, Any]) -> list[Convention]:
+    """All that the shapes of logits and labels allow; empty where there are no logits that fit."""
+    if "start_positions" in batch:
+        found = [getattr(output, name, None) for name in ("start_logits", "end_logits")]
+        return [Convention(SPAN)] if all(isinstance(t, Tensor) and t.ndim == 2 for t in found) else []
+    logits, labels = logits_in(output), batch.get("labels")
+    if logits is None or not isinstance(labels, Tensor) or not logits.ndim or len(logits) != len(labels):
+        return []
+    if labels.is_floating_point():
+        if logits[0].numel() != labels[0].numel():
+            return []
+        chances = bool(((labels >= 0) & (labels <= 1)).all())
+        return [Convention(SQUARED), *([Convention(BINARY)] if chances else [])]
+    if logits.ndim == 2 and labels[0].numel() == 1:
+        return [Convention(CLASSES)]
+    if logits.ndim != 3 or labels.ndim != 2 or logits.shape[1] < labels.shape[1]:
+        return []
+    mask = batch.get("attention_mask")
+    hides = isinstance(mask, Tensor) and mask.shape == labels.shape
+    further = logits.shape[1] > labels.shape[1]
+    return [
+        Convention(TOKENS, ahead, masked, prompted)
+        for masked in ((False, True) if hides else (False,))
+        for ahead, prompted in ((0, False), (1, False), *(((1, True),) if further else ()))
+    ]
+
+
+def logits_in(output: Any) -> Tensor | None:
+    """The logits of a model's output."""
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    return found if isinstance(found, Tensor) else None
+
+
+def no_logits() -> HeadPruneError:
+    return HeadPruneError("The model's output has no logits that fit its labels.", "Pass loss_fn=.")
+
+
+def unknown_label(labels: Tensor, classes: int) -> int | None:
+    """A label that is no class, if there is one."""
+    real = labels[labels != IGNORED]
+    wrong = real[(real < 0) | (real >= classes)]
+    return int(wrong[0]) if len(wrong) else None
+
+
+def refuse_unknown(labels: Tensor, classes: int) -> None:
+    """Raise where a label is no class of the model's."""
+    if (bad := unknown_label(labels, classes)) is not None:
+        raise HeadPruneError(
+            f"Label {bad} does not fit the model's head, which has {classes} classes (0 to {classes - 1}).",
+            "Check --label-column, or that this is the data the model was trained on.",
+        )
+
+
+def _span(output: Any, batch: Mapping[str, Any]) -> Outcome:
+    """Question answering: the mean of the start's and the end's cross-entropy."""
+    length = output.start_logits.shape[1]
+    logits = torch.stack([output.start_logits, output.end_logits], dim=1)
+    labels = torch.stack([batch["start_positions"].flatten(), batch["end_positions"].flatten()], dim=1)
+    return _classes(logits, labels.masked_fill((labels < 0) | (labels >= length), IGNORED))
+
+
+def _numbers(logits: Tensor, labels: Tensor, binary: bool) -> Outcome:
+    """Squared errors, or one cross-entropy for each of several labels; the mean over an example's numbers."""
+    rows = len(logits)
+    flat, wanted = _wide(logits).reshape(rows, -1), _wide(labels).reshape(rows, -1)
+    loss = F.binary_cross_entropy_with_logits(flat, wanted, reduction="none") if binary else (flat - wanted) ** 2
+    tokens = torch.full((rows,), wanted.shape[1], device=loss.device)
+    predictions, targets = (list((flat > 0).to(wanted).detach()), list(wanted)) if binary else ([], [])
+    return Outcome(loss.mean(dim=1), tokens, predictions, targets)
+
+
+def _classes(logits: Tensor, labels: Tensor) -> Outcome:
+    """Cross-entropy of ``logits`` [batch, tokens, classes] against ``labels`` [batch, tokens]."""
+    counted = labels != IGNORED
+    loss = F.cross_entropy(_wide(logits).transpose(1, 2), labels.long(), ignore_index=IGNORED, reduction="none")
+    tokens = counted.sum(dim=1)
+    mean = loss.sum(dim=1) / tokens.clamp(min=1)
+    guess = logits.detach().argmax(dim=-1)
+    return Outcome(
+        mean, tokens,
+        [g[c] for g, c in zip(guess, counted, strict=True)], [t[c] for t, c in zip(labels, counted, strict=True)],
+    )  # fmt: skip
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t if t.dtype == torch.float64 else t.float()

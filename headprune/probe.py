@@ -1,0 +1,231 @@
+"""Whether a model that is loaded is the one that was saved: made-up inputs, and the answers it gave to them.
+
+Weights are not all that a model computes with. Its config, the class of an instance that is passed, buffers that no file
+of weights holds, and the library's version all have their say; so a saved model's answers are kept, and compared when it
+is loaded. Beside them lie the buffers, and what the modules are, so that an error can name what differs.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.errors import HeadPruneError, first_line
+from headprune.facts import compared_config, differences, facts, telling, versions
+from headprune.forms import guesses, made, packed, remember, remembered, unpacked
+from headprune.inputs import call, model_device, move
+from headprune.modules import uncompiled
+from headprune.surgery import answers
+from headprune.surgery.proof import TOLERANCE
+from headprune.trace import attributes_kept, evaluating
+
+__all__ = ["FILE", "check", "edits", "keep", "restore_buffers"]
+
+FILE = "headprune.safetensors"
+SAMPLE = 4096  # numbers that are kept of each answer
+ELSEWHERE = 10  # times the tolerance on another kind of device, which sums in another order
+
+
+def keep(model: nn.Module, folder: Path, example: Any = None) -> None:
+    """Write a model's buffers, its modules' facts, and its answers to a probe into a folder that is being saved.
+
+    Args:
+        example: What to make the probe's form from; by default what the model was pruned with or, failing that, what its
+            config says that it takes. Its contents are not stored.
+    """
+    from safetensors.torch import save_file
+
+    if example is not None:
+        remember(model, example)
+    stored: dict[str, Tensor] = {}
+    about: dict[str, Any] = {"versions": versions(), "facts": facts(model), "device": model_device(model).type}
+    about["buffers"] = _pack_buffers(model, stored)
+    about["config"] = _config(folder)
+    about["form"], about["why"] = None, "the model was never pruned, nor does its config say what it takes"
+    for form in (*remembered(model), *guesses(model)):
+        try:
+            first, again = (_answers(model, made(form), seed) for seed in (0, 1))
+        except Exception as error:
+            about["why"] = f"it did not run on a made-up input ({type(error).__name__}: {first_line(error)})"
+            continue
+        # Some models draw noise even in evaluation: those answers tell nothing.
+        steady = [_same(a, b) for a, b in zip(first, again, strict=True)]
+        about["form"], about["why"] = packed(form, stored), ""
+        about["answers"] = [list(a.shape) if sure else None for a, sure in zip(first, steady, strict=True)]
+        stored |= {f"answer.{i}": _sampled(a) for i, a in enumerate(first) if steady[i]}
+        about["scales"] = [_largest(a) for a in first]
+        break
+    save_file({k: v.contiguous() for k, v in stored.items()}, str(folder / FILE), metadata={"probe": json.dumps(about)})
+
+
+def restore_buffers(model: nn.Module, folder: Path) -> None:
+    """Give a model the buffers that its weights' file does not hold, such as rotary frequencies, as they were saved."""
+    about, stored = _read(folder)
+    if about is None:
+        return
+    shared: dict[int, Tensor] = {}
+    for name, (key, number) in about["buffers"].items():
+        owner, _, own = name.rpartition(".")
+        try:
+            held = model.get_submodule(owner)._buffers
+        except AttributeError:
+            continue  # the answers will tell whether that matters
+        if own in held:
+            held[own] = shared.setdefault(number, stored[key].clone())
+
+
+def check(model: nn.Module, folder: Path) -> None:
+    """Compare a loaded model's answers with those that were saved.
+
+    Warns where there is nothing to compare with, or where something else differs that the answers do not show.
+
+    Raises:
+        HeadPruneError: They differ by more than rounding; the error names what else does.
+    """
+    about, stored = _read(folder)
+    if about is None:
+        _warn(
+            f"{folder} was saved without a probe, so whether the model answers as it did is not checked: save it again"
+        )
+        return
+    edited = compared_config(about["config"], _config(folder))
+    changed = telling(edited) or differences(about["facts"], facts(model)) or edited
+    if about["form"] is None:
+        missing = f"{folder} holds no answers to compare with: {about['why']}"
+        _warn(f"{missing}; {changed[0] if changed else 'pass example= to headprune.save'}")
+        return
+    form = unpacked(about["form"], stored)
+    remember(model, form=form)
+    named = "; ".join(changed[:3]) or f"saved with {about['versions']}, loaded with {versions()}"
+    hint = (
+        "Put it back as it was, or save the model again." if edited
+        else "Load it with the same library versions, or pass model= built as the saved one was."
+    )  # fmt: skip
+    try:
+        got = _answers(model, made(form), 0)
+    except Exception as error:
+        if "not implemented for" in str(error):
+            _warn(f"{folder}: whether the model answers as it did is not checked ({first_line(error)})")
+            return
+        raise HeadPruneError(
+            f"The model from {folder} does not run as the saved one did: {type(error).__name__}: {first_line(error)} ({named}).",
+            hint,
+        ) from error
+    off = _difference(got, about, stored)
+    coarse = ELSEWHERE if model_device(model).type != about["device"] else 1
+    tolerance = max((TOLERANCE.get(p.dtype, 0.0) for p in model.parameters()), default=TOLERANCE[torch.float32])
+    if off > min(coarse * tolerance, 0.2):
+        raise HeadPruneError(
+            f"The model from {folder} does not answer as the saved one did: by {off:.2g} of the largest value ({named}).",
+            hint,
+        )
+    same = about["versions"] == versions()
+    if quiet := telling(edited) or (differences(about["facts"], facts(model), plain=False) if same else []):
+        _warn(f"{folder}: not as it was saved, though the model answers as it did: {'; '.join(quiet[:3])}")
+
+
+def edits(folder: Path) -> str:
+    """What was changed in a folder's config.json, for the end of an error's text; "" if that is not known."""
+    try:
+        about, _ = _read(folder)
+        found = compared_config(about["config"], _config(folder)) if about else []
+    except HeadPruneError:
+        found = []
+    return f" ({'; '.join(found[:3])})" if found else ""
+
+
+def _read(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """What `keep` wrote; None for a folder of an earlier version."""
+    from safetensors import safe_open
+
+    if not (folder / FILE).is_file():
+        return None, {}
+    try:
+        with safe_open(str(folder / FILE), framework="pt") as file:
+            return json.loads(file.metadata()["probe"]), {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise HeadPruneError(f"{folder / FILE} is damaged: {first_line(error)}.", "Save the model again.") from error
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """A folder's config.json as it stands; empty where there is none, or none that can be read."""
+    path = folder / "config.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError:
+        found = {}
+    return found
+
+
+def _pack_buffers(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, tuple[str, int]]:
+    """Buffers that no file of weights holds: name -> (its content in ``stored``, a number that shared ones share)."""
+    persistent, numbers, found = set(model.state_dict()), dict[int, int](), dict[str, tuple[str, int]]()
+    contents: list[tuple[str, Tensor]] = []
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in persistent or buffer.is_meta or buffer.layout != torch.strided:
+            continue
+        value = buffer.detach().cpu().contiguous()
+        # Layers often hold equal masks: one copy will do in the file.
+        key = next(
+            (k for k, t in contents if t.dtype == value.dtype and t.shape == value.shape and _same(t, value)), ""
+        )
+        if not key:
+            key = f"buffer.{len(contents)}"
+            contents.append((key, value))
+            stored[key] = value.clone()
+        found[name] = (key, numbers.setdefault(id(buffer), len(numbers)))
+    return found
+
+
+def _answers(model: nn.Module, example: Any, seed: int) -> list[Tensor]:
+    """A model's answers in evaluation mode, by full float32 arithmetic, and nothing else of it changed."""
+    device = model_device(model)
+    convolutions = torch.backends.cudnn.flags(allow_tf32=False)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), convolutions:
+        torch.manual_seed(seed)
+        with uncompiled(), attributes_kept(model), evaluating(model), torch.no_grad():
+            return [t.cpu() for t in answers(call(model, move(example, device)))]
+
+
+def _difference(got: list[Tensor], about: dict[str, Any], stored: dict[str, Tensor]) -> float:
+    """The largest difference between answers, as a share of that answer's largest value; infinite for another shape."""
+    if len(got) != len(about["answers"]):
+        return float("inf")
+    worst = 0.0
+    for i, (mine, shape) in enumerate(zip(got, about["answers"], strict=True)):
+        if shape is None:
+            continue
+        if list(mine.shape) != shape:
+            return float("inf")
+        a, b = _sampled(mine).double(), stored[f"answer.{i}"].double()
+        finite = torch.isfinite(b)
+        if not torch.equal(finite, torch.isfinite(a)):
+            return float("inf")
+        if finite.any():
+            worst = max(worst, (a - b)[finite].abs().max().item() / max(about["scales"][i], 1e-30))
+    return worst
+
+
+def _sampled(t: Tensor) -> Tensor:
+    """Numbers spread over an answer, by steps that meet every row and column."""
+    flat = t.reshape(-1)
+    if len(flat) > SAMPLE:
+        flat = flat[(torch.arange(SAMPLE) * 2654435761 % 2**32) * len(flat) >> 32]
+    return flat.clone()
+
+
+def _largest(t: Tensor) -> float:
+    return t.nan_to_num(0, 0, 0).abs().max().item() if t.numel() else 0.0
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"headprune: {text}.", stacklevel=4)

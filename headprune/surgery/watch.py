@@ -1,0 +1,126 @@
+"""What pruned layers themselves answer: where a model barely heeds its heads, its outputs prove nothing.
+
+A gate of 1e-4 behind a layer (ReZero, LayerScale), or a W_O that still is zero, hides a wrong cut from the model's outputs.
+So the proof also compares what reaches W_O from each head that stays, what W_O gives, and what the layer gives, each as a
+share of its own size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.attention import AttentionLayer, Heads
+from headprune.inputs import tensors
+from headprune.surgery.features import surviving
+
+ROWS = 64  # positions that are kept of each answer: a large model has many layers
+FAINT = 1e-2  # a head far smaller than its layer's largest is compared as if it were this share of it
+
+Seen = dict[str, list[list[Tensor]]]
+"""For each place in a layer, what came by at each of its calls: one tensor ``[positions, features]`` a head, or one in all."""
+
+
+@contextmanager
+def watching(model: nn.Module, layers: Sequence[AttentionLayer], drop: Heads, *, cut: bool) -> Iterator[Seen]:
+    """Note what the layers that lose heads answer while the context lasts.
+
+    Args:
+        drop: ``{layer_name: [head, …]}`` that are masked now, or were cut.
+        cut: Whether they were cut: then W_O's input holds the heads that stay alone.
+    """
+    seen: Seen = {}
+    with ExitStack() as stack:
+        for layer in layers:
+            if layer.name in drop:
+                for handle in _hooks(model, layer, drop[layer.name], cut, seen):
+                    stack.callback(handle.remove)
+        yield seen
+
+
+def differing(got: Seen, expected: Seen, tolerance: float) -> str:
+    """Why a pruned model's layers do not answer as the masked model's; "" if they do."""
+    for place, calls in expected.items():
+        if len(got.get(place, [])) != len(calls):
+            return f"{place} runs {len(got.get(place, []))} times instead of {len(calls)}"
+        for mine, theirs in zip(got[place], calls, strict=True):
+            if [t.shape for t in mine] != [t.shape for t in theirs]:
+                return f"what reaches {place} has another shape"
+            largest = max((_size(t) for t in theirs), default=0.0)
+            for head, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+                finite = torch.isfinite(b)
+                if not torch.equal(finite, torch.isfinite(a)):
+                    return f"{place} is not finite where the masked model's is"
+                off = (a - b)[finite].abs().max().item() if finite.any() else 0.0
+                scale = max(_size(b), FAINT * largest)
+                if off > tolerance * scale:
+                    which = f" (head {head} of those left)" if len(theirs) > 1 else ""
+                    return f"{place}{which} differs from the masked model's by {off / max(scale, 1e-30):.2g} of its largest value"
+    return ""
+
+
+def _hooks(model: nn.Module, layer: AttentionLayer, dropped: Sequence[int], cut: bool, seen: Seen) -> list[Any]:
+    """Hooks at every place of one layer that a pruned and a masked model have in common."""
+    place = layer.output_projection
+    assert place is not None
+    kept = [h for h in range(layer.num_heads) if h not in set(dropped)]
+    stubbed = not kept and layer.bypass == "stub" and layer.output_inside
+    attention, output = model.get_submodule(layer.module), None if stubbed else model.get_submodule(place.module)
+
+    def note(key: str, parts: list[Tensor]) -> None:
+        seen.setdefault(key, []).append([_sampled(t) for t in parts])
+
+    def whole(key: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, given: Any) -> None:
+            if found := [t for t in tensors(given) if t.is_floating_point() and not t.is_nested][:1]:
+                note(key, found)
+
+        return hook
+
+    def heads(module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden = tensors([args, kwargs])[0]
+        if hidden.is_nested:
+            return
+        channels = isinstance(module, nn.modules.conv._ConvNd)
+        note(
+            f"what heads of {layer.name} give",
+            _by_head(hidden.movedim(1, -1) if channels else hidden, layer, kept, cut),
+        )
+
+    handles = []
+    if layer.output_inside:  # otherwise the layer's heads go on to W_O, and are masked there
+        handles.append(attention.register_forward_hook(whole(f"the output of {layer.module}")))
+    if output is not None and output is not attention:
+        handles.append(output.register_forward_hook(whole(f"the output of {place.module}")))
+    if output is not None and kept and not layer.concatenates:
+        handles.append(output.register_forward_pre_hook(heads, with_kwargs=True))
+    return handles
+
+
+def _by_head(hidden: Tensor, layer: AttentionLayer, kept: Sequence[int], cut: bool) -> list[Tensor]:
+    """The features of each head that stays, from W_O's input before or after the cut."""
+    place = layer.output_projection
+    assert place is not None
+    if cut:  # where the features that stay have gone
+        stay = surviving(place, kept)
+        size = hidden.shape[-1] + len(stay.owned - stay.kept)
+        where = {i: n for n, i in enumerate(stay.index(size, torch.device("cpu")).tolist())}
+        return [hidden[..., [where[i] for i in place.features[h]]] for h in kept]
+    return [hidden[..., list(place.features[h])] for h in kept]
+
+
+def _sampled(t: Tensor) -> Tensor:
+    """A few positions, spread evenly, in float32 or wider."""
+    flat = t.detach().reshape(-1, t.shape[-1]) if t.ndim > 1 else t.detach().reshape(1, -1)
+    if len(flat) > ROWS:
+        flat = flat[torch.linspace(0, len(flat) - 1, ROWS, device="cpu").long().to(flat.device)]
+    return flat.double() if t.dtype == torch.float64 else flat.float().clone()
+
+
+def _size(t: Tensor) -> float:
+    """The largest finite magnitude."""
+    return t.nan_to_num(0, 0, 0).abs().max().item() if t.numel() else 0.0

@@ -1,0 +1,62 @@
+"""What CONTRIBUTING tells a newcomer works, as it is written there."""
+
+import importlib
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import headprune as hp
+from headprune.planning import STRATEGIES
+from headprune.scoring import METHODS
+from tests.zoo import bert, labelled
+
+ROOT = Path(__file__).parent.parent
+CODE = [
+    textwrap.dedent(found)
+    for found in re.findall(
+        r"^ *```python\n(.*?)^ *```", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+]
+
+
+def test_the_example_of_a_method_scores() -> None:
+    before = dict(METHODS)
+    try:
+        exec(CODE[0], {"__name__": "example"})
+        assert set(METHODS) - set(before) == {"depth"}
+        assert METHODS["depth"].about.startswith("Nobody (2026)")
+        model, example = bert()
+        scores = hp.score(model, [labelled(model, example)], method="depth")
+        assert scores.flat().tolist() == [0] * 4 + [-1] * 4 + [-2] * 4
+        assert hp.plan(scores, 4).drop.keys() == {a.name for a in scores.layers[1:]}
+    finally:
+        METHODS.clear()
+        METHODS.update(before)
+
+
+def test_the_example_of_a_strategy_plans() -> None:
+    before = dict(STRATEGIES)
+    try:
+        exec(CODE[1], {"__name__": "example"})
+        assert set(STRATEGIES) - set(before) == {"top-down"}
+        model, example = bert()
+        scores = hp.score(model, [labelled(model, example)], method="random")
+        plan = hp.plan(scores, 6, strategy="top-down", protect="L2.H1")
+        assert {name: len(heads) for name, heads in plan.drop.items()} == {
+            scores.layers[1].name: 3, scores.layers[2].name: 3,
+        }  # fmt: skip
+    finally:
+        STRATEGIES.clear()
+        STRATEGIES.update(before)
+
+
+@pytest.mark.parametrize(("room", "decorator"), [("scoring", "method"), ("planning", "strategy")])
+def test_every_file_that_registers_is_imported(room: str, decorator: str) -> None:
+    importlib.import_module(f"headprune.{room}")
+    files = [p for p in (ROOT / "headprune" / room).glob("*.py") if f"\n@{decorator}(" in p.read_text()]
+    assert files
+    for path in files:
+        assert f"headprune.{room}.{path.stem}" in sys.modules

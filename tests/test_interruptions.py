@@ -1,0 +1,439 @@
+"""Runs that are killed, or told to stop, or that fail in their last second: nothing is lost, and the same command goes on."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as tf
+from typer.testing import CliRunner
+
+import headprune as hp
+from headprune.cli import app
+from headprune.console import Console
+from headprune.data import DataOptions
+from headprune.errors import HeadPruneError, Stopped
+from headprune.folders import Folder, claimed
+from headprune.jsonio import read_json
+from headprune.locks import BusyError, Lock
+from headprune.runs import RunFolder, choose_folder
+from headprune.workflow import Options, score_run
+from tests.conftest import common, sentences, tokenizer, write_jsonl
+from tests.interrupted import run_jobs
+from tests.zoo import randomise
+
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model ``m`` of one layer with four heads, and data ``d``."""
+    folder = tmp_path_factory.mktemp("tiny")
+    config = tf.BertConfig(**common(num_hidden_layers=1, hidden_size=16, intermediate_size=8))
+    randomise(tf.BertForSequenceClassification(config)).save_pretrained(folder / "m")
+    tokenizer().save_pretrained(folder / "m")
+    for split, count, seed in (("train", 12, 1), ("validation", 8, 2), ("test", 10, 3)):
+        write_jsonl(folder / "d" / f"{split}.jsonl", sentences(count, seed))
+    return folder
+
+
+def copy(tiny: Path, folder: Path) -> Path:
+    """The model and the data in a folder of a test's own, so that all paths in documents are alike."""
+    shutil.copytree(tiny, folder)
+    return folder
+
+
+def run(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
+    return result
+
+
+COSTS = ("seconds", "passes", "latency", "environment", "when", "resumed", "commands")
+
+
+def told(value: Any) -> Any:
+    """A document without what it says of time and effort."""
+    if isinstance(value, dict):
+        return {k: told(v) for k, v in value.items() if k not in COSTS}
+    if isinstance(value, list):
+        return [told(v) for v in value if not (isinstance(v, str) and "forward passes" in v)]
+    return value
+
+
+def results_of(folder: Path) -> dict[str, Any]:
+    """All that a run gave: documents, bytes of checkpoints, names of the rest."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_file():
+            document = path.suffix == ".json" and not name.startswith("pruned")
+            whole = name.startswith("pruned")
+            found[name] = told(json.loads(path.read_text())) if document else path.read_bytes() if whole else None
+    return found
+
+
+PRUNE = ["prune", "m", "-d", "d", "-k", "2", "-k", "1", "-m", "gradient"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one whole run of `PRUNE` gives."""
+    here = copy(tiny, tmp_path_factory.mktemp("whole") / "w")
+    (done,) = run_jobs([{"cwd": str(here), "arguments": PRUNE}])
+    assert done["status"] == 0, done["stderr"]
+    return results_of(here / "reports" / "m-1")
+
+
+def test_killed_again_and_again(tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """By SIGKILL and SIGTERM in turn; every rerun comes further, and at last all is as in one run."""
+    here = copy(tiny, tmp_path / "w")
+    job = {"cwd": str(here), "arguments": PRUNE, "stops": [4, 10, 12, 16, 45], "signals": [KILL, TERM], "until": 12}
+    done = run_jobs([job])
+    statuses = [d["status"] for d in done]
+    assert statuses[-1] == 0, done[-1]["stderr"]
+    assert len(statuses) > 4
+    assert set(statuses[:-1]) == {-KILL, 128 + TERM}
+    stopped = next(d for d in done if d["status"] == 128 + TERM)
+    assert "the same command goes on there" in " ".join(stopped["stderr"].split())
+    assert any("Going on with" in d["stderr"] for d in done)
+    assert [p.name for p in (here / "reports").iterdir()] == ["m-1"]
+    assert results_of(here / "reports" / "m-1") == undisturbed
+
+
+def publishing(tiny: Path, here: Path) -> tuple[Path, int, int]:
+    """A folder with all of `PRUNE` computed, and the first and the last rename of what is then left to do."""
+    copy(tiny, here)
+    (whole,) = run_jobs([{"cwd": str(copy(tiny, here.parent / "count")), "arguments": PRUNE}])
+    stop = next(n for n in range(whole["renames"], 0, -1) if ".ready" in whole["targets"][n - 1])
+    (left,) = run_jobs([{"cwd": str(here), "arguments": PRUNE, "stop": stop - 8, "signal": KILL}])
+    assert left["status"] == -KILL
+    return here, stop, whole["renames"]
+
+
+@pytest.mark.slow
+def test_killed_at_every_rename_of_the_publication(tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """Over an older run. Up to the first of them that is whole, then the new one is, whoever looks first."""
+    here, _, _ = publishing(tiny, tmp_path / "w")
+    (here / "reports" / "m-1" / "report.md").write_text("older")
+    (here / "reports" / "m-1" / "plan-3.json").write_text("older")
+    command = [*PRUNE, "-o", "reports/m-1", "--overwrite"]
+    (count,) = run_jobs([{"cwd": str(copy(here, tmp_path / "n")), "arguments": command}])
+    commit = next(n for n, name in enumerate(count["targets"], 1) if name.endswith(".ready"))
+    for stop in range(commit - 2, count["renames"] + 1):
+        one = copy(here, tmp_path / f"at-{stop}")
+        (killed,) = run_jobs([{"cwd": str(one), "arguments": command, "stop": stop, "signal": KILL}])
+        folder = one / "reports" / "m-1"
+        if killed["status"] == 0:
+            break
+        if stop <= commit:
+            assert (folder / "report.md").read_text() == "older"
+            assert (folder / "plan-3.json").exists()
+        else:
+            reader = RunFolder(folder)
+            assert reader.read_metrics() is not None
+            assert not (folder / "plan-3.json").exists()
+        (again,) = run_jobs([{"cwd": str(one), "arguments": command}])
+        assert again["status"] == 0, again["stderr"]
+        assert "2 heads" in again["stdout"]
+        assert results_of(folder) == undisturbed
+
+
+@pytest.mark.slow
+def test_killed_at_random(tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    rng = random.Random(time.time_ns())
+    for trial in range(3):
+        here = copy(tiny, tmp_path / f"t{trial}")
+        stops = [rng.randint(2, 40) for _ in range(3)]
+        whole = {"cwd": str(here), "arguments": PRUNE}
+        *_, last = run_jobs([*({**whole, "stop": stop, "signal": KILL} for stop in stops), whole])
+        assert last["status"] == 0, (stops, last["stderr"])
+        assert results_of(here / "reports" / "m-1") == undisturbed, stops
+
+
+# -- in one process, stopped by hand ----------------------------------------------------------
+
+
+@pytest.fixture
+def here(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    from functools import partial
+
+    from headprune import latency
+
+    copy(tiny, tmp_path / "w")
+    monkeypatch.chdir(tmp_path / "w")
+    monkeypatch.setattr(latency, "bench", partial(latency.bench, min_runs=2, min_seconds=0.0))
+    return tmp_path / "w"
+
+
+QUICK = ["prune", "m", "-d", "d", "-k", "2", "-s", "one-shot", "-m", "weight-norm"]
+
+
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_without_o_the_same_command_goes_on_and_another_goes_elsewhere(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("headprune.workflow.pruning.time_models", interrupt)
+        assert "m-1/.unfinished: the same command goes on there" in " ".join(run(*QUICK, code=130).stderr.split())
+        assert not (here / "reports" / "m-1" / "run.json").exists()
+        run(*QUICK, "--no-repair", code=130)
+    assert sorted(p.name for p in (here / "reports").iterdir()) == ["m-1", "m-2"]
+    result = run(*QUICK, "-q", "--json")
+    document = json.loads(result.stdout)
+    assert document["folder"] == "reports/m-1"
+    assert document["budgets"][0]["repair"]
+    assert json.loads(run(*QUICK, "--no-repair", "--json").stdout)["folder"] == "reports/m-2"
+    assert not list((here / "reports").rglob(".*"))
+
+
+def test_a_wrong_command_leaves_its_folder_to_the_next(here: Path) -> None:
+    """What it had found is of use: the scores are not made again."""
+    command = ["prune", "m", "-d", "d", "-k", "2", "-m", "gradient", "-s", "one-shot"]
+    assert "out of reach" in run(*command, "--protect", "L0", code=1).stderr
+    result = run(*command)
+    assert "scoring by gradient" not in result.stderr
+    assert [p.name for p in (here / "reports").iterdir()] == ["m-1"]
+
+
+def test_the_last_seconds_fail(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document that JSON cannot hold: it is said where, and nothing is computed again."""
+    from headprune.workflow import pruning
+
+    original = pruning.time_models
+    monkeypatch.setattr(pruning, "time_models", lambda *a: {"rows": [{"batch": object()}]})
+    error = run(*QUICK, code=1).stderr
+    assert "rows › 0 › batch is a object, which JSON cannot hold" in " ".join(error.split())
+    monkeypatch.setattr(pruning, "time_models", original)
+    result = run(*QUICK)
+    assert "Going on with" in result.stderr
+    assert "repairing" not in result.stderr
+    assert "measuring" in result.stderr
+
+
+def test_a_report_that_fails_loses_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no such colour")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headprune.report.figures.trade_off", broken)
+        error = " ".join(run(*QUICK, code=1).stderr.split())
+    assert "The report could not be written (RuntimeError: no such colour); all else is in reports/m-1." in error
+    folder = here / "reports" / "m-1"
+    hp.load(folder / "pruned-2")
+    assert read_json(folder / "metrics.json", "metrics")
+    assert not list(folder.rglob(".*"))
+    run("report", folder)
+    assert (folder / "report.md").is_file()
+
+
+def test_what_cannot_be_written_is_found_before_the_long_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headprune.runs.command_line", lambda: object())
+    monkeypatch.setattr("headprune.workflow.scoring.score", interrupt)
+    options, console = Options("m", DataOptions("d")), Console(quiet=True)
+    with pytest.raises(HeadPruneError, match="commands › 0"):
+        score_run(options, ["random"], RunFolder(here / "r"), console)
+
+
+def test_damaged_work_is_made_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("headprune.workflow.pruning.time_models", interrupt)
+        run(*QUICK, code=130)
+    work = next((here / "reports" / "m-1" / ".unfinished").glob("prune-*"))
+    (weights,) = work.glob("content/pruned-2/pruned.safetensors")
+    weights.write_bytes(weights.read_bytes()[:100])
+    (next(work.glob("dense-*.json"))).write_text('{"headprune": "stage"')
+    assert "repairing" in run(*QUICK).stderr
+    hp.load(here / "reports" / "m-1" / "pruned-2")
+
+
+def test_other_data_is_never_mixed_in(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("headprune.workflow.pruning.time_models", interrupt)
+        run(*QUICK, code=130)
+    write_jsonl(here / "d" / "test.jsonl", sentences(14, 9))
+    result = run(*QUICK)
+    assert "is not used" in result.stderr
+    assert read_json(here / "reports" / "m-1" / "metrics.json", "metrics")["dense"]["examples"] == 14
+
+
+def test_the_demo_leaves_the_old_report_until_there_is_another(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headprune import demo
+
+    monkeypatch.setattr(demo, "prepare", lambda *_: (here / "m", here / "d", 0.99))
+    monkeypatch.setattr(demo, "KEEP", ("2",))
+    old = here / "reports" / "digits"
+    old.mkdir(parents=True)
+    for name in ("report.md", "plan-18.json", "importance.png", "scores.json"):
+        (old / name).write_text("committed")
+    for place in ("headprune.workflow.scoring.score", "headprune.workflow.pruning.time_models"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, interrupt)
+            run("demo", code=130)
+        assert {p.read_text() for p in old.iterdir() if p.is_file()} == {"committed"}
+        assert len([p for p in old.iterdir() if p.is_file()]) == 4
+    run("demo")
+    assert "committed" not in (old / "report.md").read_text()
+    assert not (old / "plan-18.json").exists()
+    assert "has been run" in run("demo").stdout
+
+
+# -- locks ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[int]:
+    """Another process that is writing ``tmp_path/r``."""
+    ready, told = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            with Folder(tmp_path / "r").locked("headprune prune --keep 4"):
+                os.write(told, b"x")
+                time.sleep(600)
+        finally:
+            os._exit(0)
+    os.read(ready, 1)
+    yield pid
+    try:
+        os.kill(pid, KILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass
+
+
+def test_a_second_run_is_refused_and_says_who_is_there(
+    holder: int, tmp_path: Path, bert_folder: Path, data_folder: Path
+) -> None:
+    folder = tmp_path / "r"
+    commands = (
+        ["score", bert_folder, "-d", data_folder, "-o", folder],
+        ["prune", bert_folder, "-d", data_folder, "-k", 4, "-o", folder, "--overwrite"],
+        ["demo", "-o", folder],
+    )
+    for command in commands:
+        lines = run(*command, code=1).stderr.splitlines()
+        (line,) = [line for line in lines if line.startswith("headprune: ")]
+        assert f"process {holder} (`headprune prune --keep 4`, since 20" in line
+    assert [p.name for p in folder.iterdir()] == [".lock"]
+    shutil.copytree(Path(__file__).parent.parent / "reports" / "digits", folder, dirs_exist_ok=True)
+    assert f"process {holder}" in run("report", folder, code=1).stderr
+    os.kill(holder, KILL)
+    os.waitpid(holder, 0)
+    assert (folder / ".lock").exists()  # stale now
+    run("report", folder)
+    assert not (folder / ".lock").exists()
+
+
+def test_without_o_two_runs_never_take_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    taken: list[str] = []
+
+    def nested(left: int) -> None:
+        pid = os.fork()
+        if not pid:
+            try:
+                with claimed(
+                    lambda: choose_folder(None, "m", False, str(left)), str(left), "x", say=lambda _: None
+                ) as f:
+                    (tmp_path / f"took-{left}").write_text(f.path.name)
+                    time.sleep(0.3)
+                    (f.path / "run.json").write_text("{}")
+            finally:
+                os._exit(0)
+        pids.append(pid)
+
+    pids: list[int] = []
+    for n in range(6):
+        nested(n)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    taken = sorted((tmp_path / f"took-{n}").read_text() for n in range(6))
+    assert taken == [f"m-{n}" for n in range(1, 7)]
+
+
+def test_where_there_are_no_locks_a_dead_process_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+    import fcntl
+
+    def unsupported(*_: Any) -> None:
+        raise OSError(errno.ENOTSUP, "not here")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    path = tmp_path / ".lock"
+
+    def taken_by(**owner: Any) -> bool:
+        path.write_text(json.dumps(owner))
+        return Lock(path).taken()
+
+    import platform
+
+    from headprune.locks import _started
+
+    pid, host = os.getppid(), platform.node()
+    assert taken_by(pid=pid, host=host, started=_started(pid))
+    assert not taken_by(pid=pid, host=host, started="1")  # the number was given anew
+    dead = os.fork() or os._exit(0)
+    os.waitpid(dead, 0)
+    assert not taken_by(pid=dead, host=host, started="1")
+    assert taken_by(pid=dead, host="elsewhere", started="1")
+    with pytest.raises(BusyError, match=r"process \d+ on elsewhere .* if it is surely gone, remove"):
+        Lock(path).take("The folder", "x")
+    assert not taken_by()
+    lock = Lock(path)
+    lock.take("The folder", "x")
+    lock.free()
+    assert not path.exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(HeadPruneError, match="cannot be written: Not a directory"):
+        Lock(tmp_path / "file" / "sub" / ".lock").take("The folder", "x")
+
+
+# -- folders ----------------------------------------------------------------------------------
+
+
+def test_what_is_not_a_runs_own_stays(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "r")
+    (folder.path / "pruned-4").mkdir(parents=True)
+    for name in ("notes.txt", "plan-7.json", "run.json", "pruned-4/old"):
+        (folder.path / name).write_text("old")
+    with claimed(lambda: folder, "k", "c", say=lambda _: None):
+        content = folder.unfinished / "content"
+        (content / "pruned-4").mkdir(parents=True)
+        for name in ("run.json", "pruned-4/new", ".half-written"):
+            (content / name).write_text("new")
+        folder.publish(content, ["plan*.json", "pruned-*", "run.json"])
+        assert folder.done_by("k")
+    found = {str(p.relative_to(folder.path)): p.read_text() for p in folder.path.rglob("*") if p.is_file()}
+    assert found == {"notes.txt": "old", "run.json": "new", "pruned-4/new": "new"}
+
+
+def test_an_interruption_says_how_to_go_on(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "r")
+    with pytest.raises(Stopped) as stopped, claimed(lambda: folder, "k", "c", say=lambda _: None):
+        raise KeyboardInterrupt
+    assert stopped.value.hint == "Nothing was written."
+    assert not folder.path.exists()
+
+    def work() -> None:
+        with claimed(lambda: folder, "k", "c", say=lambda _: None):
+            (folder.unfinished / "part").write_text("x")
+            raise Stopped(143)
+
+    with pytest.raises(Stopped) as stopped:
+        work()
+    assert stopped.value.status == 143
+    assert "the same command goes on there" in stopped.value.hint
+    assert folder.left_by("k")
