@@ -358,10 +358,10 @@ def test_text_of_the_zoo_runs() -> None:
 
 def test_the_command_line_tells_too() -> None:
     """It silences libraries' warnings, but not these."""
-    from headprune.cli import _quieten
+    from headprune.cli.session import quieten
 
     with warnings.catch_warnings(record=True) as told:
-        _quieten(False)
+        quieten(False)
         warnings.warn("a library's", stacklevel=1)
         probe._warn("a folder was edited")
     assert [str(w.message) for w in told] == ["headprune: a folder was edited."]

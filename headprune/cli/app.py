@@ -1,0 +1,55 @@
+"""The `headprune` command itself: what all commands have in common, and how a process ends."""
+
+from __future__ import annotations
+
+import signal
+from typing import Annotated, Any
+
+import typer
+
+from headprune.cli.asked import Commands
+from headprune.errors import Stopped
+
+app = typer.Typer(
+    name="headprune",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Which attention heads matter, and what happens when the others go.\n\n"
+    "    headprune demo                                                  # no model, no network needed\n\n"
+    "    headprune score MODEL -d DATASET                                # importance of every head\n\n"
+    "    headprune prune --keep 50%                                      # prune what was scored, measure, save\n\n"
+    "    headprune prune --target-latency 80%                            # the same, to a time on this device",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from headprune import __version__
+
+        typer.echo(f"headprune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The entry point of the ``headprune`` command."""
+
+    def stop(number: int, _: Any) -> None:
+        raise Stopped(128 + number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup has it ignored
+            signal.signal(number, stop)
+    app()

@@ -1,0 +1,61 @@
+"""`headprune bench`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headprune.cli import tables
+from headprune.cli.app import app
+from headprune.cli.asked import numbers_in
+from headprune.cli.options import Device, Dtype, Manner, Seed, Task, Trust, by_groups
+from headprune.cli.session import session
+from headprune.errors import HeadPruneError
+
+
+@app.command(epilog="Example: `headprune bench MODEL reports/digits/pruned-12 --batch-sizes 1,64`")
+@by_groups
+def bench(
+    dense: Annotated[str, typer.Argument(metavar="DENSE", help="The model to compare with.")],
+    pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="The other model.")],
+    manner: Manner,
+    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,8,32",
+    lengths: Annotated[str, typer.Option(help="Tokens; comma-separated, for texts.")] = "32,128",
+    task: Task = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    seed: Seed = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Time two models against each other, in turn, on the same inputs."""
+    with session(manner) as console:
+        from headprune import latency
+        from headprune.models import check_length, dummy_input, load_model
+
+        sizes, tokens = numbers_in("--batch-sizes", batch_sizes), numbers_in("--lengths", lengths)
+        first, second = (
+            load_model(
+                m, task=task, device=device or "auto", dtype=dtype or "auto", trust_remote_code=trust_remote_code,
+                with_processor=False,
+            )
+            for m in (dense, pruned)
+        )  # fmt: skip
+        if first.task != second.task:
+            raise HeadPruneError(
+                f"{dense} is for {first.task.name}, {pruned} for {second.task.name}.", "Compare alike."
+            )
+        used = tokens if first.task.modality == "text" else [0]
+        for loaded in (first, second) if any(used) else ():
+            check_length(loaded, max(used))
+        inputs = [(b, t, dummy_input(first, b, t or 1)) for t in used for b in sizes]
+        with console.track("timing") as progress:
+            rows = latency.bench(
+                {"dense": first.model, "pruned": second.model}, inputs, seed=seed or 0, progress=progress
+            )
+        count = latency.parameters(second.model) / latency.parameters(first.model) - 1
+        tables.print_latency(console, [row.to_json() for row in rows])
+        console.result(
+            f"Parameters: {latency.parameters(first.model):,} and {latency.parameters(second.model):,} ({count:+.1%})"
+        )
+        console.document({"rows": [row.to_json() for row in rows]})

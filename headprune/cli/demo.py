@@ -1,0 +1,51 @@
+"""`headprune demo`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from headprune.cli import tables
+from headprune.cli.app import app
+from headprune.cli.made import DEFAULT_METHODS, key_of
+from headprune.cli.options import Device, Manner, Output, Overwrite, by_groups
+from headprune.cli.session import session
+
+
+@app.command(epilog="Example: `headprune demo`")
+@by_groups
+def demo(
+    manner: Manner,
+    output: Output = None,
+    device: Device = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/digits/."""
+    key = key_of("demo", output=output, device=device, overwrite=overwrite)
+    with session(manner) as console:
+        from headprune import demo as room
+        from headprune import runs, workflow
+        from headprune.data import DataOptions
+        from headprune.folders import Folder, claimed
+        from headprune.planning.budgets import Budget
+
+        folder = runs.RunFolder(output or room.REPORT)
+        if room.was_run(folder) and not overwrite:
+            console.result(f"The demo has been run: {folder.report_path}\nAgain: headprune demo --overwrite")
+            console.document({"folder": str(folder.path), **(folder.read_metrics() or {})})
+            return
+        # reports/digits is the demo's own: a checkout brings one made on another machine. It stays until there is another.
+        choose = partial(runs.choose_folder, folder.path, "digits", overwrite or output is None, key)
+        with claimed(choose, key, runs.command_line(), say=console.say) as folder:
+            if not folder.done_by(key):  # else it was killed just after
+                with (
+                    Folder(room.HOME).locked(runs.command_line()),
+                    console.track("training a ViT on digits") as progress,
+                ):
+                    model, data, accuracy = room.prepare(room.HOME, progress)
+                console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
+                options = workflow.Options(str(model), DataOptions(str(data), limit=1000), device=device or "auto")
+                goal = workflow.Goal(tuple(Budget.parse("keep", keep) for keep in room.KEEP))
+                workflow.prune_run(options, goal, DEFAULT_METHODS, None, folder, console)
+            room.remember(folder)
+            tables.print_scores(console, folder.read_scores())
+            tables.print_pruned(console, folder)

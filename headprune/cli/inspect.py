@@ -1,0 +1,29 @@
+"""`headprune inspect`."""
+
+from __future__ import annotations
+
+from headprune.cli import tables
+from headprune.cli.app import app
+from headprune.cli.options import Loading, Manner, Model, by_groups
+from headprune.cli.session import session
+
+
+@app.command(epilog="Example: `headprune inspect openai-community/gpt2`")
+@by_groups
+def inspect(
+    model: Model,
+    loading: Loading,
+    manner: Manner,
+) -> None:
+    """List a model's attention layers, heads and groups, and what can be pruned."""
+    with session(manner) as console:
+        from headprune.models import dummy_input, load_model
+        from headprune.trace import find_attention
+
+        loaded = load_model(
+            model, task=loading.task, device=loading.device or "auto", dtype=loading.dtype or "auto", revision=loading.revision,
+            trust_remote_code=loading.trust_remote_code, with_processor=False,
+        )  # fmt: skip
+        layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
+        tables.print_layers(console, type(loaded.model).__name__, layers)
+        console.document({"model": model, "layers": [layer.to_json() for layer in layers]})

@@ -1,0 +1,299 @@
+"""Every option of the command line, defined once: flag, type, default and help. Commands take them in groups."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+MAX_SEED = 2**31 - 1  # as in headprune.data, which is not imported for --help
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder, or a folder headprune saved.")]
+Task = Annotated[str | None, typer.Option(help="What the model is for [read from its config].")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps [auto].")]
+Dtype = Annotated[
+    str | None, typer.Option(help="auto, float32, bfloat16 or float16 [auto: as stored; float32 on a CPU].")
+]
+Seed = Annotated[int | None, typer.Option(min=0, max=MAX_SEED, help="For every draw [0].")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Run folder [reports/MODEL-1, or the next free number].")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the run folder.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a command tells what it does."""
+
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The libraries' messages too, and tracebacks.")] = (
+        False
+    )
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a model is loaded."""
+
+    task: Task = None
+    device: Device = None
+    dtype: Dtype = None
+    trust_remote_code: Trust = False
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None
+
+
+_IN_DATA = "Data"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which examples; the names of `headprune.data.DataOptions`."""
+
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            "--dataset", "-d", help="Hub id, folder, or .jsonl, .csv or .parquet file.", rich_help_panel=_IN_DATA
+        ),
+    ] = None
+    subset: Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.", rich_help_panel=_IN_DATA)] = None
+    split: Annotated[
+        str | None, typer.Option(help="Split to score on [train, if there is one].", rich_help_panel=_IN_DATA)
+    ] = None
+    choose_split: Annotated[
+        str | None, typer.Option(help="Split to choose plans on [validation].", rich_help_panel=_IN_DATA)
+    ] = None
+    report_split: Annotated[str | None, typer.Option(help="Split to report on [test].", rich_help_panel=_IN_DATA)] = (
+        None
+    )
+    text_column: Annotated[
+        str | None,
+        typer.Option(
+            help="Column of the text, image or sound; two for pairs: a,b [guessed].", rich_help_panel=_IN_DATA
+        ),
+    ] = None
+    label_column: Annotated[
+        str | None, typer.Option(help="Column of the label or target [guessed].", rich_help_panel=_IN_DATA)
+    ] = None
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit", "-L", min=2, help="Examples to score, and to choose, on [512].", rich_help_panel=_IN_DATA
+        ),
+    ] = None
+    report_limit: Annotated[
+        int | None, typer.Option(min=2, help="Examples to report on, at most [2000].", rich_help_panel=_IN_DATA)
+    ] = None
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per example, at most [512].", rich_help_panel=_IN_DATA)
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        typer.Option("--batch-size", "-b", min=1, help="Examples per batch [32].", rich_help_panel=_IN_DATA),
+    ] = None
+
+
+_IN_SCORING = "Scoring"
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What the scoring methods are told; the names of `headprune.scoring.Settings`, and ``distil``."""
+
+    examples: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Examples to ablate, at most; gradients carry the rest [all].", rich_help_panel=_IN_SCORING
+        ),
+    ] = None
+    seconds: Annotated[
+        float | None,
+        typer.Option("--time", min=0.1, help="Seconds to ablate for, about.", rich_help_panel=_IN_SCORING),
+    ] = None
+    max_memory: Annotated[
+        str | None, typer.Option(help="For scoring, such as 4GB [half of what is free].", rich_help_panel=_IN_SCORING)
+    ] = None
+    normalise: Annotated[
+        bool,
+        typer.Option("--normalise", help="Divide each layer's scores by their L2 norm.", rich_help_panel=_IN_SCORING),
+    ] = False
+    distil: Annotated[
+        bool,
+        typer.Option(
+            "--distil", help="Score by the divergence from the dense model, not by labels.", rich_help_panel=_IN_SCORING
+        ),
+    ] = False
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Of l0, dsp and integrated-gradients.", rich_help_panel=_IN_SCORING)
+    ] = None
+    permutations: Annotated[
+        int | None, typer.Option(min=1, help="Of shapley, at most.", rich_help_panel=_IN_SCORING)
+    ] = None
+    sparsity: Annotated[
+        float | None, typer.Option(min=0, help="Of l0: the price of a head.", rich_help_panel=_IN_SCORING)
+    ] = None
+
+
+@dataclass(frozen=True)
+class Writing:
+    """Where a run writes, and what it finds there."""
+
+    output: Output = None
+    overwrite: Overwrite = False
+    no_resume: Annotated[
+        bool, typer.Option("--no-resume", help="Start anew, whatever an interrupted run has left.")
+    ] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Load and check everything, then stop; write nothing.")] = (
+        False
+    )
+
+
+_BUDGET = "Budget (one kind)"
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """How many heads stay: one of these; the flags of `headprune.planning.budgets.FLAGS`, and a plan."""
+
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", "-k", help="Heads to keep: 36, 50% or 0.5; repeatable.", rich_help_panel=_BUDGET),
+    ] = None
+    target_latency: Annotated[
+        str | None,
+        typer.Option(help="Time of a forward pass, timed on this device: 12.5 (ms) or 80%.", rich_help_panel=_BUDGET),
+    ] = None
+    target_flops: Annotated[
+        str | None, typer.Option(help="Of a forward pass: 1.2G or 80%.", rich_help_panel=_BUDGET)
+    ] = None
+    target_params: Annotated[
+        str | None, typer.Option(help="Parameters of the model: 60M or 80%.", rich_help_panel=_BUDGET)
+    ] = None
+    target_kv_cache: Annotated[
+        str | None, typer.Option(help="A decoder's cache, bytes per token: 20K or 50%.", rich_help_panel=_BUDGET)
+    ] = None
+    max_drop: Annotated[
+        str | None,
+        typer.Option(
+            help="The fewest heads whose loss of accuracy is below this with 95 % confidence: 0.01; of perplexity: its "
+            "relative increase.",
+            rich_help_panel=_BUDGET,
+        ),
+    ] = None
+    plan: Annotated[
+        Path | None, typer.Option(help="A plan's file, such as a plan.json edited by hand.", rich_help_panel=_BUDGET)
+    ] = None
+
+
+_IN_PLANNING = "Planning"
+
+
+@dataclass(frozen=True)
+class Planning:
+    """How the heads that go are picked."""
+
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="How heads are picked by their scores; `headprune methods` lists them [auto].",
+            rich_help_panel=_IN_PLANNING,
+        ),
+    ] = None
+    protect: Annotated[
+        str | None, typer.Option(help="Layers and heads that stay: L0,L3.H7.", rich_help_panel=_IN_PLANNING)
+    ] = None
+    min_heads_per_layer: Annotated[
+        int | None, typer.Option(min=0, help="Query heads that every layer keeps [0].", rich_help_panel=_IN_PLANNING)
+    ] = None
+    effort: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the search for heads: low, normal or high (counted, never timed; see docs/planning.md) [normal].",
+            rich_help_panel=_IN_PLANNING,
+        ),
+    ] = None
+
+
+_IN_TRAINING = "Training"
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a pruned model is trained; the names of `headprune.finetune.FinetuneOptions` and `headprune.distillation.Mixture`."""
+
+    epochs: Annotated[float, typer.Option(help="Passes over the training part.", rich_help_panel=_IN_TRAINING)] = 1.0
+    learning_rate: Annotated[float | None, typer.Option(help="At its peak [3e-5].", rich_help_panel=_IN_TRAINING)] = (
+        None
+    )
+    temperature: Annotated[
+        float | None, typer.Option(help="Of the distillation [2].", rich_help_panel=_IN_TRAINING)
+    ] = None
+    alpha: Annotated[
+        float | None,
+        typer.Option(
+            help="Weight of the dense model's answers against the labels [0.5].", rich_help_panel=_IN_TRAINING
+        ),
+    ] = None
+    hidden_states: Annotated[
+        bool,
+        typer.Option(
+            "--hidden-states", help="Learn the dense model's hidden states too.", rich_help_panel=_IN_TRAINING
+        ),
+    ] = False
+    patience: Annotated[
+        int | None,
+        typer.Option(help="Stop after so many epochs that are no better [2].", rich_help_panel=_IN_TRAINING),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=MAX_SEED,
+            help="For the order of the examples, and dropout [0].",
+            rich_help_panel=_IN_TRAINING,
+        ),
+    ] = None
+
+
+def by_groups(function: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take groups of options as its arguments: Typer sees each option, the command gets one value a group.
+
+    Every parameter whose type is a dataclass of this module is replaced by the dataclass's fields.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    parameters: list[inspect.Parameter] = []
+    for name, own in inspect.signature(function).parameters.items():
+        if name in groups:
+            kinds = get_type_hints(groups[name], include_extras=True)
+            parameters += [
+                own.replace(name=f.name, kind=own.KEYWORD_ONLY, default=f.default, annotation=kinds[f.name])
+                for f in fields(groups[name])
+            ]
+        else:
+            parameters.append(own.replace(kind=own.KEYWORD_ONLY, annotation=hints[name]))
+
+    @wraps(function)
+    def command(**given: Any) -> None:
+        made: dict[str, Any] = {
+            name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()
+        }
+        function(**given, **made)
+
+    del command.__wrapped__  # its signature would be read
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def typed(group: Any) -> dict[str, Any]:
+    """The options of a group that were given."""
+    return {name: value for name, value in asdict(group).items() if value is not None and value is not False}

@@ -1,0 +1,109 @@
+"""`headprune prune`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headprune.cli import tables
+from headprune.cli.app import app
+from headprune.cli.asked import known_methods, planned, refuse_unused, scores_first
+from headprune.cli.made import DEFAULT_METHODS, goal_of, key_of, options_of, prune_folder, source_of
+from headprune.cli.options import Budgets, Data, Loading, Manner, Planning, Scoring, Seed, Writing, by_groups
+from headprune.cli.session import session
+
+if TYPE_CHECKING:
+    from headprune.console import Console
+    from headprune.runs import RunFolder
+    from headprune.workflow import Goal, Options
+
+
+@app.command(epilog="Example: `headprune prune --keep 36`, after `headprune score`")
+@by_groups
+def prune(
+    budgets: Budgets,
+    planning: Planning,
+    data: Data,
+    scoring: Scoring,
+    loading: Loading,
+    writing: Writing,
+    manner: Manner,
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Without it, the model of the newest scores.")
+    ] = None,
+    no_repair: Annotated[
+        bool,
+        typer.Option("--no-repair", help="Leave the kept heads' weights as they were.", rich_help_panel="Repair"),
+    ] = False,
+    finetune: Annotated[
+        float | None,
+        typer.Option(
+            metavar="EPOCHS", help="Train afterwards, with distillation from the dense model.", rich_help_panel="Repair"
+        ),
+    ] = None,
+    scores: Annotated[Path | None, typer.Option(help="Scores to use: a run folder or its scores.json.")] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            "-m",
+            help="Scores to plan by; repeatable [all that there are; where there are none, heads are scored by gradient, which "
+            "is enough for auto, or by ablation and gradient for another --strategy].",
+        ),
+    ] = None,
+    seed: Seed = None,
+) -> None:
+    """Remove the least important heads, measure accuracy and latency again, save the model and the report."""
+    key = key_of(
+        "prune", budgets, planning, data, scoring, loading, writing,
+        model=model, no_repair=no_repair, finetune=finetune, scores=scores, method=method, seed=seed,
+    )  # fmt: skip
+    with session(manner) as console:
+        from headprune import runs, workflow
+        from headprune.folders import claimed
+
+        goal = goal_of(budgets, planning, no_repair=no_repair, finetune=finetune, method=method)
+        asked = known_methods(method)
+        # A plan needs no scores, so none are looked for if it is said what to prune and measure on.
+        source = (
+            None if budgets.plan and model and scores is None else source_of(model, scores, writing.output, console)
+        )
+        refuse_unused(source, goal, {**vars(scoring), "method": method})
+        keep = budgets.keep[0] if budgets.keep and not source else None
+        options = options_of(source, model, data, scoring, loading, seed, keep)
+        choose = partial(prune_folder, source, writing.output, options.model, writing.overwrite, key)
+        usual = ["gradient"] if goal.strategy == "auto" else DEFAULT_METHODS
+        methods = asked or (usual if source is None and goal.uses_scores else [])
+        if methods and not asked:
+            console.say(scores_first(goal, methods))
+        if writing.dry_run:
+            _dry_run(options, goal, methods, asked, source, choose(), console)
+            return
+        with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
+            if not folder.done_by(key):  # else it was killed just after
+                workflow.prune_run(options, goal, methods, source, folder, console)
+            tables.print_pruned(console, folder)
+
+
+def _dry_run(
+    options: Options, goal: Goal, methods: list[str], asked: list[str], source: RunFolder | None, folder: RunFolder,
+    console: Console,
+) -> None:  # fmt: skip
+    """What would be done; nothing is written."""
+    from headprune import workflow
+
+    if source is None and goal.needs_scores:
+        scene = workflow.open_scene(options, console)
+        workflow.check_goal(goal, scene)
+        tables.print_layers(console, type(scene.model).__name__, scene.layers)
+        console.result(f"Would score, then prune and write {folder.path}. Nothing was written.")
+        console.document(planned(folder, methods, scene))
+        return
+    found, fits = workflow.plan_run(options, goal, asked, source, console)
+    for fitted in fits:
+        tables.print_plan(console, fitted, found)
+    console.document({"folder": str(folder.path), "plans": [f.plan.to_json() for f in fits]})
+    console.result(f"Would prune and write {folder.path}. Nothing was written.")

@@ -1,0 +1,69 @@
+"""`headprune score`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headprune.cli import tables
+from headprune.cli.app import app
+from headprune.cli.asked import known_methods, planned
+from headprune.cli.made import DEFAULT_METHODS, key_of, options_of
+from headprune.cli.options import Data, Loading, Manner, Model, Scoring, Seed, Writing, by_groups
+from headprune.cli.session import session
+
+
+@app.command(
+    epilog="Example: `headprune score distilbert/distilbert-base-uncased-finetuned-sst-2-english -d nyu-mll/glue --subset sst2`"
+)
+@by_groups
+def score(
+    model: Model,
+    data: Data,
+    scoring: Scoring,
+    loading: Loading,
+    writing: Writing,
+    manner: Manner,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method", "-m", help="Scoring method; repeatable. `headprune methods` lists them [ablation, gradient]."
+        ),
+    ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            "--keep",
+            "-k",
+            help="What l0 and dsp aim at, and where --examples and --time look closest.",
+            rich_help_panel="Scoring",
+        ),
+    ] = None,
+    seed: Seed = None,
+) -> None:
+    """Score the importance of every head, by ablation and by gradient."""
+    key = key_of("score", data, scoring, loading, writing, model=model, method=method, keep=keep, seed=seed)
+    with session(manner) as console:
+        from headprune import runs, workflow
+        from headprune.folders import claimed
+
+        options = options_of(None, model, data, scoring, loading, seed, keep)
+        methods = known_methods(method) or DEFAULT_METHODS
+        choose = partial(runs.choose_folder, writing.output, Path(model.rstrip("/")).name, writing.overwrite, key)
+        if writing.dry_run:
+            folder = choose()
+            scene = workflow.open_scene(options, console)
+            tables.print_layers(console, type(scene.model).__name__, scene.layers)
+            console.result(f"Would score by {', '.join(methods)} and write {folder.path}. Nothing was written.")
+            console.document(planned(folder, methods, scene))
+            return
+        with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
+            if not folder.done_by(key):  # else it was killed just after
+                workflow.score_run(options, methods, folder, console)
+            scores = folder.read_scores()
+            tables.print_scores(console, scores)
+            console.result(f"\nReport: {folder.report_path}\nNext:   headprune prune --keep 50% -o {folder.path}")
+            console.document({"folder": str(folder.path), "scores": [s.to_json() for s in scores]})

@@ -1,0 +1,152 @@
+"""What commands print: tables of scores, plans, results and timings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headprune.console import Console
+    from headprune.planning.budgets import Fit
+    from headprune.runs import RunFolder
+    from headprune.scoring import HeadScores
+
+
+def print_scores(console: Console, scores: list[HeadScores]) -> None:
+    from rich.table import Table
+
+    from headprune.scoring.agreement import agreements, chance
+
+    for s in scores:
+        _print_heat(console, s, {})
+    for s in scores:
+        if s.caution:
+            console.result(f"{s.method}: {s.caution}.")
+        if stable := s.details.get("stability"):
+            console.result(
+                f"{s.method}: other examples would order the heads alike to Spearman {stable['spearman']:.2f}."
+            )
+    if not (pairs := agreements(scores)):
+        return
+    random = chance(len(scores[0].flat()))
+    table = Table(title="Rank agreement", title_justify="left", box=None)
+    for column in ("", "", "Spearman", "Kendall", "better half in common"):
+        table.add_column(column)
+    for both in pairs:
+        table.add_row(both.first, both.second, f"{both.spearman:.2f}", f"{both.kendall:.2f}", f"{both.top_half:.0%}")
+    table.add_row(
+        "random orders", "95 % within", f"±{random.spearman:.2f}", f"±{random.kendall:.2f}", f"{random.top_half:.0%}",
+        style="dim",
+    )  # fmt: skip
+    console.result("")
+    console.table(table)
+
+
+def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> None:
+    from headprune.console import heat_map
+
+    rows = [(f"L{a.index}", s.values[a.name].tolist(), drop.get(a.name, [])) for a in s.layers]
+    console.result("")
+    console.table(heat_map(f"{s.method}: {s.unit}; {s.basis}", rows, s.signed))
+
+
+def print_plan(console: Console, fitted: Fit, scores: list[HeadScores]) -> None:
+    plan = fitted.plan
+    for s in scores:
+        if s.method == plan.method:
+            _print_heat(console, s, plan.drop)
+    by = ", ".join(filter(None, (plan.method, plan.strategy)))
+    cost = f" Asked: {plan.budget}." if plan.budget else ""
+    if fitted.budget is not None and (reading := fitted.reading) is not None:
+        cost = f" Asked: {plan.budget}; measured: {fitted.budget.show(reading.value)}."
+    console.result(f"{f'{by}: ' if by else ''}keeps {plan.kept} of {plan.total}.{cost} {' '.join(plan.notes)}".rstrip())
+    for name, heads in plan.drop.items():
+        console.result(f"  {name}: drops {', '.join(f'H{h}' for h in heads)}")
+
+
+def print_layers(console: Console, name: str, layers: list[Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{name}: {sum(a.num_heads for a in layers)} heads", title_justify="left", box=None)
+    for column in ("", "attention layer", "kind", "heads", "key/value", "width", "prunable"):
+        table.add_column(column, overflow="fold")
+    for a in layers:
+        alone = "heads" if len(a.units[0]) == 1 else f"groups of {len(a.units[0])}"
+        table.add_row(
+            f"L{a.index}", a.name, a.kind, str(a.num_heads), str(a.num_kv_heads), str(a.head_dim),
+            alone if a.prunable else f"no: {a.reason}",
+        )  # fmt: skip
+    console.table(table)
+
+
+def print_pruned(console: Console, folder: RunFolder) -> None:
+    metrics = folder.read_metrics()
+    assert metrics is not None
+    _print_results(console, metrics)
+    console.result(f"\nReport: {folder.report_path}")
+    for b in metrics["budgets"]:
+        console.result(f"Model:  {folder.path / b['checkpoint']}  (headprune.load reads it)")
+    console.document({"folder": str(folder.path), **metrics})
+
+
+def _print_results(console: Console, metrics: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    metric = metrics["metric"]
+    table = Table(box=None, title="Dense and pruned, on the reporting part", title_justify="left")
+    for column in ("heads", metric, "change (95 %)", "random", "parameters", "by"):
+        table.add_column(column)
+    show: Callable[[float], str] = (lambda v: f"{100 * v:.1f} %") if metric == "accuracy" else (lambda v: f"{v:,.4g}")
+    sign: Callable[[float], str] = (lambda v: f"{100 * v:+.2f}") if metric == "accuracy" else (lambda v: f"{v:+.1%}")
+    dense = metrics["dense"]
+    total = metrics["budgets"][0]["total"]
+    table.add_row(f"{total} (dense)", show(dense["metrics"][metric]), "", "", f"{dense['parameters']:,}", "")
+    for b in metrics["budgets"]:
+        c = b["change"]
+        table.add_row(
+            str(b["kept"]), show(b["pruned"]["metrics"][metric]), f"{sign(c['value'])} ({sign(c['low'])} to {sign(c['high'])})",
+            show(sum(b["random"]) / len(b["random"])),
+            f"{b['parameters']:,} ({b['parameters'] / dense['parameters'] - 1:+.1%})", b["method"] or b["strategy"],
+        )  # fmt: skip
+    console.result("")
+    console.table(table)
+    for b in metrics["budgets"]:
+        console.result(f"{b['kept']} heads: {b['change']['verdict']}.")
+        if left_out := [t["step"] for t in (b.get("repair") or {}).get("trials", ()) if not t["kept"]]:
+            console.result(
+                f"{b['kept']} heads: repair of {', '.join(left_out)} did no better on held-out examples; left out."
+            )
+    print_latency(console, metrics["latency"]["rows"])
+
+
+def print_finetuned(console: Console, document: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from headprune.report.finetuned import rows
+
+    table = Table(box=None, title="Dense, pruned and fine-tuned, on the reporting part", title_justify="left")
+    head, *body = rows(document)
+    for column in head:
+        table.add_column(column)
+    for row in body:
+        table.add_row(*row)
+    console.result("")
+    console.table(table)
+    console.result(f"Training: {document['changes']['gain']['verdict']}.")
+
+
+def print_latency(console: Console, rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, title="Latency of a forward pass, dense against pruned in turn", title_justify="left")
+    for column in ("input", "model", "median, ms", "95th", "speed-up (95 %)"):
+        table.add_column(column)
+    for row in rows:
+        shape = f"batch {row['batch']}" + (f" x {row['length']} tokens" if row["length"] else "")
+        for name, timing in row["timings"].items():
+            s = row["speedups"].get(name)
+            ratio = f"{s['ratio']:.2f}x ({s['low']:.2f} to {s['high']:.2f})" if s else ""
+            table.add_row(shape, name, f"{timing['median']:.2f}", f"{timing['p95']:.2f}", ratio)
+            shape = ""
+    console.result("")
+    console.table(table)
