@@ -48,7 +48,7 @@ from headprune.fingerprint import fingerprint
 from headprune.gates import mask
 from headprune.models import load_model
 from headprune.planning import GROUPS, SLICES, Order, Search, strategy_named
-from headprune.repair import Refit
+from headprune.repair import HeldOut, Refit
 from headprune.scoring import Settings
 
 Batch = dict[str, Any]
@@ -147,18 +147,19 @@ class Auto:
     """What `headprune prune --keep N` does: of several orders the one that the choosing part says is best at a count.
 
     Args:
-        answering: Whether repair ends with the step towards the dense model's answers (`Refit.answering`).
+        whole: Whether repair is what is reported: with the step towards the dense model's answers, and without those steps
+            that do no better on examples that they were not fitted to (`headprune.repair.held_out`).
     """
 
-    def __init__(self, *searches: Searched, answering: bool = True) -> None:
-        self.searches, self.answering = searches, answering
+    def __init__(self, *searches: Searched, whole: bool = True) -> None:
+        self.searches, self.whole = searches, whole
 
     def __call__(self, model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
         drops = [drop for search in self.searches for drop in search.drops(model, score, layers, keep, seed)]
         gradient = hp.score(model, score, "gradient", layers=layers, seed=seed)
         drops.append(hp.plan(gradient, keep).drop)
-        refit = STATISTICS.get(model, score, layers, seed)
-        return repaired(model, layers, nearest(model, layers, drops, refit, choose), refit, self.answering)
+        refit = STATISTICS.get(model, score, layers, seed, self.searches[0].mixtures)
+        return repaired(model, layers, nearest(model, layers, drops, refit, choose), refit, self.whole)
 
 
 def nearest(model: nn.Module, layers: Any, drops: Sequence[Heads], refit: Refit | None, choose: Any) -> Heads:
@@ -174,10 +175,10 @@ def nearest(model: nn.Module, layers: Any, drops: Sequence[Heads], refit: Refit 
 
 @contextmanager
 def repaired(
-    model: nn.Module, layers: Any, drop: Heads, refit: Refit | None, answering: bool = False
+    model: nn.Module, layers: Any, drop: Heads, refit: Refit | None, whole: bool = False
 ) -> Iterator[nn.Module]:
-    """The model without these heads, the others refitted, with the last step of repair or without."""
-    weights = (refit.answering(drop) if answering else refit.fitted(drop)) if refit else None
+    """The model without these heads, the others refitted: layer by layer, or by all of repair."""
+    weights = (HeldOut(refit).checked(drop) if whole else refit.fitted(drop)) if refit else None
     with refit.applied(weights) if refit and weights else nullcontext(), mask(model, drop, layers=layers):
         yield model
 
@@ -191,7 +192,8 @@ METHODS: dict[str, Run] = {
     "headprune re-scored, no mixtures": Searched("re-scored", mixtures=False),
     "headprune compensated": COMPENSATED,
     "headprune re-scored": RESCORED,
-    "headprune auto, no last step": Auto(RESCORED, COMPENSATED, answering=False),
+    "headprune auto, no last step": Auto(RESCORED, COMPENSATED, whole=False),
+    "headprune auto, no mixtures": Auto(*(Searched(s, mixtures=False) for s in ("re-scored", "compensated"))),
     "headprune auto": Auto(RESCORED, COMPENSATED),
 }
 
