@@ -14,21 +14,21 @@ each of several layers is computed both ways, on every other batch one of anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer
 from headprune.gates import Fill, RowsError, gated
-from headprune.inputs import model_device, tensors
+from headprune.inputs import model_device
 from headprune.memory import free_memory, halving
-from headprune.modules import wrapped
 from headprune.scoring.base import NotFiniteError, Problem
+from headprune.scoring.calls import Call, Observed, Start, observe, starts_of
 from headprune.scoring.gradient import examples_first
+from headprune.scoring.kept import Output, answering, keeping
 from headprune.scoring.unread import read_tokens, reading
 
 _TRIED_ROWS = 2  # examples on which every layer's replay is compared with a plain forward
@@ -53,7 +53,7 @@ class Replay:
         self.notes: list[str] = []
         self.budget = problem.settings.max_memory or free_memory(model_device(problem.model)) // 2
         self.stacks = False
-        self.starts: dict[str, _Start] = {}  # in the order in which their gates come
+        self.starts: dict[str, Start] = {}  # in the order in which their gates come
         self.counts: dict[str, int] = {}  # how often each module is called
         self.bytes_per_row = 0
         self.recordings = 0
@@ -84,22 +84,20 @@ class Replay:
         count, take = min(size, _TRIED_ROWS), self.problem.rows.take
         few = take(batch, range(count))
         try:
-            two, three = (_observe(self.problem, take(few, index)) for index in ([0, 1 % size], [0, 1 % size, 0]))
+            two, three = (observe(self.problem, take(few, index)) for index in ([0, 1 % size], [0, 1 % size, 0]))
             if not examples_first(self.problem, few, count):
                 raise RowsError("Rows at the output projections are not the examples', one after another.")
-            starts = _starts(self.problem, two, three)
+            starts = starts_of(self.problem, two, three)
             self.bytes_per_row = two.largest // 2
             self.counts = two.counts
         except Exception as error:  # a model that takes only one batch size, for instance
             self.notes.append(f"every head by a plain forward ({type(error).__name__} while replaying was tried)")
             return
         self.stacks = True
-        tried: dict[str, _Start] = {name: start for name, start in starts.items() if start.skipped}
+        tried: dict[str, Start] = {name: start for name, start in starts.items() if start.skipped}
         dense = Recording(self, few, count, tried)
         for layer in sorted(self.problem.layers, key=lambda a: two.gates.get(a.name, 0)):
-            good = next(
-                (s for s in (tried.get(layer.name), _Start()) if s and self._agrees(layer.name, s, dense)), None
-            )
+            good = next((s for s in (tried.get(layer.name), Start()) if s and self._agrees(layer.name, s, dense)), None)
             if good is not None:
                 self.starts[layer.name] = good
             if good is None or not good.skipped:
@@ -107,7 +105,7 @@ class Replay:
                 self.notes.append(f"{layer.name} by {how}: a replay from there did not give the same losses")
         self.tokens = self._read(two, dense)
 
-    def _read(self, two: _Observed, few: Recording) -> dict[str, int]:
+    def _read(self, two: Observed, few: Recording) -> dict[str, int]:
         """What of the last two blocks is computed for one token alone."""
         if not self.starts:
             return {}
@@ -116,7 +114,7 @@ class Replay:
         few._record(first)
         skipped = self.starts[first].skipped
 
-        def running(calls: Sequence[_Call]) -> list[_Call]:
+        def running(calls: Sequence[Call]) -> list[Call]:
             """Without what a replay skips, nor what is called several times and so could be told apart by number alone."""
             return [
                 replace(call, inside=running(call.inside))
@@ -133,7 +131,7 @@ class Replay:
                 [place.module for layer in self.problem.layers if (place := layer.gate or layer.output_projection)],
             )
 
-    def _agrees(self, name: str, start: _Start, few: Recording) -> bool:
+    def _agrees(self, name: str, start: Start, few: Recording) -> bool:
         """Whether a replay from ``start`` gives a plain forward's losses, for one of the layer's heads among two."""
         heads = next(layer.num_heads for layer in self.problem.layers if layer.name == name)
         gates = torch.ones(2, heads)
@@ -161,7 +159,7 @@ class Recording:
         replay: Replay,
         batch: Any,
         size: int,
-        starts: Mapping[str, _Start] | None = None,
+        starts: Mapping[str, Start] | None = None,
         fill: Mapping[str, Fill] | None = None,
     ) -> None:
         self.replay, self.batch, self.size, self.fill = replay, batch, size, fill
@@ -239,7 +237,7 @@ class Recording:
         with ExitStack() as stack:
             stack.enter_context(self._naming_rows())
             stack.enter_context(gated(problem.model, problem.layers, each, self.fill))
-            stack.enter_context(_answering(problem.model, self.starts[first].skipped, self._kept, rows))
+            stack.enter_context(answering(problem.model, self.starts[first].skipped, self._kept, rows))
             return problem.losses(batch).cpu().double().view(rows, self.size)
 
     @contextmanager
@@ -254,7 +252,7 @@ class Recording:
         """Run the dense model, and keep what the layers from ``first`` on start from, as many as memory allows."""
         self._kept.clear()
         self._window.clear()
-        wanted: dict[tuple[str, int], _Output] = {}
+        wanted: dict[tuple[str, int], Output] = {}
         names = list(self.starts)
         held = 0
         for name in names[names.index(first) :] if first in names else []:
@@ -264,254 +262,11 @@ class Recording:
                 break
             wanted.update(new)
             self._window.add(name)
-        with torch.no_grad(), _keeping(self.replay.problem.model, wanted, self._kept) as counts:
+        with torch.no_grad(), keeping(self.replay.problem.model, wanted, self._kept) as counts:
             dense = self.replay.problem.losses(self.batch).cpu().double()
         # A batch that takes another way through the model than the one that was studied.
         self._stacks &= all(count == self.replay.counts.get(name) for name, count in counts.items())
         return dense
-
-
-# -- what a forward calls ---------------------------------------------------------------------
-
-
-@dataclass
-class _Output:
-    """What one call of a module returns, as two batch sizes show it."""
-
-    dims: tuple[int | None, ...]  # per tensor, the dimension of the batch; None where there is none
-    changed: bool  # written to after it was returned: a copy must be kept
-    bytes_per_row: int
-
-
-@dataclass(frozen=True)
-class _Start:
-    """The calls that a replay answers from memory: (module, number of the call) -> its output."""
-
-    skipped: dict[tuple[str, int], _Output] = field(default_factory=dict)
-
-
-@dataclass
-class _Call:
-    module: str
-    number: int
-    entered: int
-    left: int
-    output: Any
-    versions: list[int]
-    inside: list[_Call]
-    writes: bool = False  # into its arguments: to skip it would be seen
-
-
-class _Observed:
-    """Every module call of one forward, as a tree in time."""
-
-    def __init__(self) -> None:
-        self.clock = 0
-        self.roots: list[_Call] = []
-        self.gates: dict[str, int] = {}  # layer -> when its gate came first
-        self.counts: dict[str, int] = {}
-        self.open: list[_Call] = []
-        self.largest = 0  # bytes of the largest output
-
-    def tick(self) -> int:
-        self.clock += 1
-        return self.clock
-
-
-def _observe(problem: Problem, batch: Any) -> _Observed:
-    """Watch one dense forward."""
-    seen = _Observed()
-    places: dict[str, list[AttentionLayer]] = {}
-    for layer in problem.layers:
-        place = layer.gate or layer.output_projection
-        assert place is not None  # it is maskable
-        places.setdefault(place.module, []).append(layer)
-
-    def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            number = seen.counts.get(name, 0)
-            seen.counts[name] = number + 1
-            call = _Call(name, number, seen.tick(), 0, None, [], [])
-            (seen.open[-1].inside if seen.open else seen.roots).append(call)
-            for layer in places.get(name, ()):
-                if not layer.concatenates:
-                    seen.gates.setdefault(layer.name, seen.tick())
-            seen.open.append(call)
-            given = tensors((args, kwargs))
-            before = [t._version for t in given]
-            try:
-                call.output = original(*args, **kwargs)
-            finally:
-                seen.open.pop()
-            call.writes = before != [t._version for t in given]
-            for layer in places.get(name, ()):
-                if layer.concatenates:
-                    seen.gates.setdefault(layer.name, seen.tick())
-            call.left = seen.tick()
-            found = _tensors(call.output)
-            call.versions = [t._version for t in found or ()]
-            seen.largest = max(seen.largest, sum(t.numel() * t.element_size() for t in found or ()))
-            return call.output
-
-        return run
-
-    with wrapped(dict(problem.model.named_modules()), around):
-        problem.losses(batch)
-    return seen
-
-
-def _starts(problem: Problem, two: _Observed, three: _Observed) -> dict[str, _Start]:
-    """For every layer, the outermost calls that had returned before its gate came."""
-    other = {(c.module, c.number): c for c in _all_calls(three.roots)}
-    outputs: dict[tuple[str, int], _Output | None] = {}
-    for call in _all_calls(two.roots):
-        twin = other.get((call.module, call.number))
-        outputs[call.module, call.number] = _compared(call, twin) if twin is not None else None
-    # A module of which one output cannot be kept always runs, so that the number of a call tells which it is.
-    opaque = {name for (name, _), output in outputs.items() if output is None}
-    opaque |= {name for name, count in two.counts.items() if three.counts.get(name) != count}
-    return {
-        layer.name: _Start(dict(_finished(two.roots, two.gates[layer.name], outputs, opaque)))
-        for layer in problem.layers
-        if layer.name in two.gates
-    }
-
-
-def _finished(
-    calls: Sequence[_Call], gate: int, outputs: Mapping[tuple[str, int], _Output | None], opaque: set[str]
-) -> Iterator[tuple[tuple[str, int], _Output]]:
-    for call in calls:
-        if call.entered > gate:
-            return
-        key = (call.module, call.number)
-        output = outputs[key]
-        if call.left < gate and call.module not in opaque and output is not None:
-            yield key, output
-        else:
-            yield from _finished(call.inside, gate, outputs, opaque)
-
-
-def _compared(call: _Call, twin: _Call) -> _Output | None:
-    """How an output depends on the batch size, from calls with 2 and with 3 examples; None if it cannot be kept."""
-    a, b = _tensors(call.output), _tensors(twin.output)
-    if a is None or b is None or len(a) != len(b) or call.writes:
-        return None
-    dims: list[int | None] = []
-    for x, y in zip(a, b, strict=True):
-        differing = [d for d, (m, n) in enumerate(zip(x.shape, y.shape, strict=False)) if m != n]
-        if x.ndim != y.ndim or len(differing) > 1:
-            return None
-        if differing and 3 * x.shape[differing[0]] != 2 * y.shape[differing[0]]:
-            return None
-        dims.append(differing[0] if differing else None)
-    changed = any(t._version != v for t, v in zip(a, call.versions, strict=True))
-    own = sum(t.numel() * t.element_size() for t, d in zip(a, dims, strict=True) if d is not None)
-    return _Output(tuple(dims), changed, own // 2)
-
-
-def _all_calls(calls: Sequence[_Call]) -> Iterator[_Call]:
-    for call in calls:
-        yield call
-        yield from _all_calls(call.inside)
-
-
-# -- keeping and answering --------------------------------------------------------------------
-
-
-@contextmanager
-def _keeping(
-    model: nn.Module, wanted: Mapping[tuple[str, int], _Output], kept: dict[tuple[str, int], Any]
-) -> Iterator[dict[str, int]]:
-    """Note what the wanted calls return; yields how often each of their modules is called."""
-    counts: dict[str, int] = {}
-
-    def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            key = (name, counts.get(name, 0))
-            counts[name] = key[1] + 1
-            output = original(*args, **kwargs)
-            if key in wanted:
-                kept[key] = _mapped(output, lambda t, _: t.clone()) if wanted[key].changed else output
-            return output
-
-        return run
-
-    modules = {name: model.get_submodule(name) for name, _ in wanted}
-    with wrapped(modules, around):
-        yield counts
-
-
-@contextmanager
-def _answering(
-    model: nn.Module, skipped: Mapping[tuple[str, int], _Output], kept: Mapping[tuple[str, int], Any], rows: int
-) -> Iterator[None]:
-    """Let modules return what they returned before, once for every row of gates, instead of running."""
-    queues: dict[str, list[tuple[str, int]]] = {}
-    for key in sorted(skipped):
-        queues.setdefault(key[0], []).append(key)
-
-    def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        queue = list(queues[name])
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not queue:
-                return original(*args, **kwargs)
-            key = queue.pop(0)
-            dims = skipped[key].dims
-
-            def repeated(t: Tensor, i: int) -> Tensor:
-                dim = dims[i]
-                # A copy in any case: what comes next may write into it.
-                return t.clone() if dim is None else torch.cat([t] * rows, dim)
-
-            return _mapped(kept[key], repeated)
-
-        return run
-
-    with wrapped({name: model.get_submodule(name) for name in queues}, around):
-        yield
-
-
-class _OpaqueError(Exception):
-    """An output that is not made of tensors and plain values."""
-
-
-def _tensors(value: Any) -> list[Tensor] | None:
-    """The tensors of an output in `_mapped`'s order; None where it holds what cannot be kept, such as a cache."""
-    found: list[Tensor] = []
-
-    def note(t: Tensor, _: int) -> Tensor:
-        found.append(t)
-        return t
-
-    try:
-        _mapped(value, note)
-    except _OpaqueError:
-        return None
-    return found
-
-
-def _mapped(value: Any, change: Callable[[Tensor, int], Tensor]) -> Any:
-    """``value`` with ``change(tensor, number)`` in place of every tensor."""
-    number = -1
-
-    def walk(part: Any) -> Any:
-        nonlocal number
-        if isinstance(part, Tensor):
-            number += 1
-            return change(part, number)
-        if part is None or isinstance(part, bool | int | float | str):
-            return part
-        if isinstance(part, Mapping):
-            made = {k: walk(v) for k, v in part.items()}
-            return made if type(part) is dict else type(part)(**made)
-        if type(part) in (tuple, list):
-            return type(part)(walk(p) for p in part)
-        if isinstance(part, tuple) and hasattr(part, "_fields"):
-            return type(part)(*(walk(p) for p in part))
-        raise _OpaqueError
-
-    return walk(value)
 
 
 def _close(replayed: Tensor, plain: Tensor, dense: Tensor, model: nn.Module) -> bool:

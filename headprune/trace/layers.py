@@ -19,7 +19,7 @@ def read_layers(trace: Tracer) -> list[AttentionLayer]:
     unique: dict[str, list[Attention]] = {}
     for attention in trace.found:
         if attention.returned and (
-            not attention.columns or overlap(attention.columns) or attention.bypass or trace.adds_more(attention)
+            not attention.columns or overlap(attention.columns) or attention.bypass or trace.reader.adds_more(attention)
         ):
             attention.output, attention.columns = attention.module, attention.returned
             attention.concatenated, attention.output_dim, attention.reason = True, -1, ""
@@ -223,7 +223,7 @@ def _gate(trace: Tracer, attention: Attention) -> HeadGate | None:
         if off or trace.entered[name] > calls or not any(leaf is attention.result for leaf in leaves_of(tensor)):
             continue
         for dim in (-1, *((1,) if tensor.ndim > 3 else ())):
-            columns = trace.columns_of(attention, tensor, dim)
+            columns = trace.reader.columns_of(attention, tensor, dim)
             if all(columns) and not overlap(columns):
                 return HeadGate(name, dim, tuple(tuple(sorted(c)) for c in columns))
     return None

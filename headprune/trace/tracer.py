@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headprune.inputs import tensors
-from headprune.trace.graphs import Heads, Uses, is_matrix, leaves_of, memory, merge, nodes_of, overlap, used
+from headprune.trace.graphs import Heads, is_matrix, leaves_of, memory, merge, overlap
+from headprune.trace.reading import Reader
 from headprune.trace.record import Attention, LinearCall
 
 # Autograd's names of what changes no number.
@@ -31,7 +32,6 @@ _SHAPES = {
         "T",
     )
 }
-_MOST_SLICES = 2048  # of (batch * heads, …), each of which is differentiated
 _SDPA = F.scaled_dot_product_attention
 _SOFTMAX: set[Callable[..., Any]] = {F.softmax, torch.softmax, Tensor.softmax}
 _CONV: set[Callable[..., Any]] = {F.conv1d, F.conv2d}  # linear layers over channels, where the kernel is 1 wide
@@ -60,8 +60,7 @@ class Tracer(TorchFunctionMode):
         self.cached: set[str] = set()  # modules that were given a cache
         self.calls: dict[int, LinearCall] = {}  # by id of the leaf
         self.found: list[Attention] = []
-        self.read: list[tuple[Tensor, Heads, dict[str, list[set[int]]]]] = []  # what `_rows` found in this attention
-        self.generator = torch.Generator().manual_seed(0)
+        self.reader = Reader(self.calls, self.tensors)
         self._index_parameters()
 
     def _index_parameters(self) -> None:
@@ -174,8 +173,8 @@ class Tracer(TorchFunctionMode):
     def _on_sdpa(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         query, key, value, mask, _, is_causal = _sdpa_arguments(*args, **kwargs)
         result: Tensor = func(*args, **kwargs).detach().requires_grad_()
-        self.read = []
-        heads = self._heads(query)
+        self.reader.forget()
+        heads = self.reader.heads_in(query)
         attention = Attention(
             self._attention_module(), tuple(self.running), result, heads or Heads.along(1, 0),
             causal=is_causal or _is_causal_mask(mask), fused=True, tokens=query.shape[-2],
@@ -185,20 +184,22 @@ class Tracer(TorchFunctionMode):
             attention.reason = f"its query has shape {tuple(query.shape)}, in which no heads can be told apart"
             return result.clone()
         first = (0,) * (query.ndim - 2)
-        attention.pairwise = self._pairwise(key[first] @ query[first][-1])
-        attention.query_rows = self._rows(query, heads)
+        attention.pairwise = self.reader.compares_tokens(key[first] @ query[first][-1])
+        attention.query_rows = self.reader.rows(query, heads)
         merge(attention.rows, attention.query_rows)
         for tensor in (query, key):
-            self._note_selections(attention, tensor, heads.repeated(tensor.shape[1]))
-        attention.value_rows = self._rows(value, heads.repeated(value.shape[1]))
-        merge(attention.rows, self._rows(key, heads.repeated(key.shape[1])))
+            self.reader.note_selections(attention, tensor, heads.repeated(tensor.shape[1]), self.mixers)
+        attention.value_rows = self.reader.rows(value, heads.repeated(value.shape[1]))
+        merge(attention.rows, self.reader.rows(key, heads.repeated(key.shape[1])))
         merge(attention.rows, attention.value_rows)
         for tensor in (query, key, value):
-            self._note_tables(attention, tensor, heads.repeated(tensor.shape[1]))
-            self._note_arguments(attention, tensor, heads.repeated(tensor.shape[1]))
+            self.reader.note_tables(attention, tensor, heads.repeated(tensor.shape[1]))
+            self.reader.note_arguments(
+                attention, tensor, heads.repeated(tensor.shape[1]), self.given.get(attention.module, {})
+            )
         if mask is not None and mask.requires_grad and mask.ndim == query.ndim and mask.shape[1] == query.shape[1]:
-            merge(attention.rows, self._rows(mask, heads))
-            self._note_tables(attention, mask, heads)
+            merge(attention.rows, self.reader.rows(mask, heads))
+            self.reader.note_tables(attention, mask, heads)
         self._note_sources(attention, query, key)
         return result.clone()
 
@@ -219,8 +220,8 @@ class Tracer(TorchFunctionMode):
         if not out.is_floating_point() or not scores.requires_grad or dim is None:
             return out
         scores = scores.movedim(dim, -1)  # the keys last, as most write it
-        self.read = []
-        heads = self._heads(scores)
+        self.reader.forget()
+        heads = self.reader.heads_in(scores)
         if heads is None:
             return out
         out = out.movedim(dim, -1)
@@ -232,139 +233,14 @@ class Tracer(TorchFunctionMode):
         self.found.append(attention)
         # A softmax over another dimension is mostly no attention: it counts where its heads reach a W_O separately.
         last = dim in (-1, out.ndim - 1)
-        attention.pairwise = last and self._pairwise(scores[(0,) * (scores.ndim - 2) + (-1,)])
-        attention.query_rows = self._rows(scores, heads)
-        self._note_selections(attention, scores, heads)
-        self._note_tables(attention, scores, heads)
-        self._note_arguments(attention, scores, heads)
+        attention.pairwise = last and self.reader.compares_tokens(scores[(0,) * (scores.ndim - 2) + (-1,)])
+        attention.query_rows = self.reader.rows(scores, heads)
+        self.reader.note_selections(attention, scores, heads, self.mixers)
+        self.reader.note_tables(attention, scores, heads)
+        self.reader.note_arguments(attention, scores, heads, self.given.get(attention.module, {}))
         merge(attention.rows, attention.query_rows)
         self._note_sources(attention, scores, scores)
         return result.clone().movedim(-1, dim)
-
-    # -- reading the small graphs -----------------------------------------------------------
-
-    def _heads(self, tensor: Tensor) -> Heads | None:
-        """Where the heads of queries or scores are; None where there are none to be told apart."""
-        if tensor.ndim >= 4:
-            if not tensor.shape[1]:
-                return None
-            heads = Heads.along(1, tensor.shape[1])
-            # (batch, tokens, heads, …), as sliding windows and deformable attention have it: tokens all read alike.
-            if len(heads) == 1 or self._alike(tensor, heads):
-                for dim in range(2, tensor.ndim - 1):
-                    others = Heads.along(dim, tensor.shape[dim])
-                    if 1 < len(others) <= 256 and not self._alike(tensor, others):
-                        return others
-            return heads
-        if tensor.ndim != 3 or not tensor.requires_grad or tensor.shape[0] > _MOST_SLICES:
-            return None
-        # (batch * heads, …): slices that read the same features of the projections are one head.
-        each = Heads(0, tuple((i,) for i in range(tensor.shape[0])))
-        rows = self._rows(tensor, each)
-        groups: dict[frozenset[tuple[str, int]], list[int]] = {}
-        for i in range(len(each)):
-            used = frozenset((module, feature) for module, heads in rows.items() for feature in heads[i])
-            groups.setdefault(used, []).append(i)
-        if len(groups) < 2 or len({len(g) for g in groups.values()}) > 1:
-            return None  # a softmax over classes or experts, or one head
-        return Heads(0, tuple(tuple(g) for g in groups.values()))
-
-    def _pairwise(self, row: Tensor) -> bool:
-        """Whether a query's scores ``[keys]`` depend on several tokens, as a softmax of queries with keys does."""
-        leaves = [leaf for leaf in leaves_of(row) if id(leaf) in self.calls and leaf.ndim > 1]
-        if not leaves or len(row) < 2:
-            return True  # nothing says that they do not
-        gradients = torch.autograd.grad(row, leaves, self._noise(row), retain_graph=True, allow_unused=True)
-        along = [self.calls[id(leaf)].dim for leaf in leaves]
-        moved = [g.movedim(dim, -1) for g, dim in zip(gradients, along, strict=True) if g is not None]
-        tokens = [int((g.flatten(0, -2) != 0).any(-1).sum()) for g in moved]
-        return max(tokens, default=2) > 1
-
-    def _alike(self, tensor: Tensor, heads: Heads) -> bool:
-        """Whether all heads read the same features of every projection, and of some."""
-        rows = self._rows(tensor, heads)
-        return bool(rows) and all(r == features[0] for features in rows.values() for r in features)
-
-    def _rows(self, tensor: Tensor, heads: Heads) -> dict[str, list[set[int]]]:
-        """Which features of which projection each head of ``tensor`` depends on.
-
-        Several ask the same of one attention's queries and keys: a backward pass for every head is made once.
-        """
-        rows = next((r for known, those, r in self.read if known is tensor and those == heads), None)
-        if rows is None:
-            rows = self._read_rows(tensor, heads)
-            self.read.append((tensor, heads, rows))
-        return {module: [set(own) for own in features] for module, features in rows.items()}
-
-    def _read_rows(self, tensor: Tensor, heads: Heads) -> dict[str, list[set[int]]]:
-        leaves = [leaf for leaf in leaves_of(tensor) if id(leaf) in self.calls]
-        rows: dict[str, list[set[int]]] = {}
-        if not leaves:
-            return rows
-        for h in range(len(heads)):
-            part = heads.take(tensor, h)
-            gradients = torch.autograd.grad(part, leaves, self._noise(part), retain_graph=True, allow_unused=True)
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                if gradient is not None:
-                    call_ = self.calls[id(leaf)]
-                    rows.setdefault(call_.module, [set() for _ in heads.indices])[h] |= call_.used(gradient)
-        return rows
-
-    def _note_selections(self, attention: Attention, tensor: Tensor, heads: Heads) -> None:
-        """Modules inside the attention whose output has the heads apart, though what they read has not: norms over all heads."""
-        if len(heads) < 2 or not tensor.requires_grad:
-            return
-        inside = f"{attention.module}." if attention.module else ""
-        projections = {call.module for call in self.calls.values()}
-        mixers = {n: t for n, t in self.mixers.items() if n.startswith(inside) and n not in projections}
-        if not mixers or not any(all(r == rows[0] for r in rows) for rows in self._rows(tensor, heads).values()):
-            return
-        features: dict[str, list[set[int]]] = {}
-        for h in range(len(heads)):
-            part = heads.take(tensor, h)
-            gradients = torch.autograd.grad(
-                part, list(mixers.values()), self._noise(part), retain_graph=True, allow_unused=True
-            )
-            for name, gradient in zip(mixers, gradients, strict=True):
-                if gradient is not None:
-                    features.setdefault(name, [set() for _ in range(len(heads))])[h] |= used(gradient)
-        for name, rows in features.items():
-            if all(rows) and any(r != rows[0] for r in rows):
-                attention.selections[name] = rows
-
-    def _note_tables(self, attention: Attention, tensor: Tensor, heads: Heads) -> None:
-        """Parameters and buffers in which each head of ``tensor`` has entries of its own."""
-        leaves = [leaf for leaf in leaves_of(tensor) if id(leaf) in self.tensors and leaf.ndim]
-        if not leaves or len(heads) < 2:
-            return
-        used = Uses(self.tensors, len(heads))
-        for h in range(len(heads)):
-            part = heads.take(tensor, h)
-            used.add(
-                h, leaves, torch.autograd.grad(part, leaves, self._noise(part), retain_graph=True, allow_unused=True)
-            )
-        used.merge_into(attention.tables)
-
-    def _note_arguments(self, attention: Attention, tensor: Tensor, heads: Heads) -> None:
-        """Arguments of the attention module that each head of ``tensor`` reads in features of its own, by no projection."""
-        given = {k: t for k, t in self.given.get(attention.module, {}).items() if t.grad_fn is not None}
-        if len(heads) < 2 or not given or not tensor.requires_grad:
-            return
-        way = nodes_of(tensor)
-        # What a projection made is cut there.
-        given = {
-            k: t
-            for k, t in given.items()
-            if t.grad_fn in way and not any(id(leaf) in self.calls for leaf in leaves_of(t))
-        }
-        for h in range(len(heads) if given else 0):
-            part = heads.take(tensor, h)
-            gradients = torch.autograd.grad(
-                part, list(given.values()), self._noise(part), retain_graph=True, allow_unused=True
-            )
-            for key, gradient in zip(given, gradients, strict=True):
-                if gradient is not None:
-                    attention.arguments.setdefault(key, [set() for _ in heads.indices])[h] |= used(gradient)
 
     def _match_output(self, owner: str, as_module: bool, source: Tensor, dim: int) -> bool:
         """If ``source``, a linear's input, depends on an attention's result, that linear is its W_O. Whether it is one's."""
@@ -382,8 +258,8 @@ class Tracer(TorchFunctionMode):
             if not as_module or owner == attention.module:
                 attention.reason = f"its output projection ({owner}) is not called as a module"
                 continue
-            attention.columns = self.columns_of(attention, source, dim)
-            self._note_values(attention, attention.columns, source.movedim(dim, -1), list(reached.values()))
+            attention.columns = self.reader.columns_of(attention, source, dim)
+            self.reader.note_values(attention, attention.columns, source.movedim(dim, -1), list(reached.values()))
         return matched
 
     def note_bypass(self, output: Any) -> None:
@@ -406,10 +282,10 @@ class Tracer(TorchFunctionMode):
         reached = {id(leaf): leaf for leaf in leaves_of(returned)}
         for attention in pending:
             if id(attention.result) in reached and len(attention.heads) > 1:
-                columns = self.columns_of(attention, returned)
+                columns = self.reader.columns_of(attention, returned)
                 if all(columns) and not overlap(columns):
                     attention.returned = columns
-                    self._note_values(attention, columns, returned, list(reached.values()))
+                    self.reader.note_values(attention, columns, returned, list(reached.values()))
 
     def _note_returned(self, name: str, output: Any) -> None:
         """Remember which linear layer's output a module returns as it is, in another shape at most."""
@@ -422,54 +298,6 @@ class Tracer(TorchFunctionMode):
             self.returned[name] = self.calls[id(leaf)].module
         else:
             self.returned.pop(name, None)
-
-    def columns_of(self, attention: Attention, source: Tensor, dim: int = -1) -> list[set[int]]:
-        """The features of ``source`` along ``dim`` that each head's result reaches."""
-        cotangent = torch.zeros_like(source, requires_grad=True)
-        (back,) = torch.autograd.grad(source, attention.result, cotangent, create_graph=True)
-        heads, columns = attention.heads, []
-        for h, indices in enumerate(heads.indices):
-            tangent = torch.zeros_like(attention.result)
-            where = torch.tensor(indices, device=tangent.device)
-            tangent.index_copy_(heads.dim, where, self._noise(heads.take(tangent, h)))
-            (forward,) = torch.autograd.grad(back, cotangent, tangent, retain_graph=True)
-            columns.append(used(forward.movedim(dim, -1)))
-        return columns
-
-    def adds_more(self, attention: Attention) -> bool:
-        """Whether something is added to the heads before what was taken for their W_O reads them, such as a residual.
-
-        Only asked where the module returns its heads side by side: nothing but weights and gates should come in between.
-        """
-        source = attention.source
-        if source is None or not source.requires_grad:
-            return False
-        cotangent = torch.zeros_like(source, requires_grad=True)
-        (back,) = torch.autograd.grad(source, attention.result, cotangent, create_graph=True)
-        (made,) = torch.autograd.grad(back, cotangent, attention.result.detach(), retain_graph=True)
-        rest = (source.detach() - made).movedim(attention.output_dim, -1)
-        index = sorted(set().union(*attention.columns))
-        size = source.detach().abs().max().clamp(min=1e-30)
-        return bool(rest[..., index].abs().max() > 1e-3 * size) if index else False
-
-    def _note_values(self, attention: Attention, columns: list[set[int]], source: Tensor, leaves: list[Tensor]) -> None:
-        """What else enters the heads' features of ``source``: values of eager attention, gates and scales on the output."""
-        leaves = [leaf for leaf in leaves if leaf is not attention.result and leaf.ndim]
-        if not leaves or not all(columns) or overlap(columns):
-            return
-        used = Uses(self.tensors, len(attention.heads))
-        for h, own in enumerate(columns):
-            seed = torch.zeros_like(source)
-            index = sorted(own)
-            seed[..., index] = self._noise(seed[..., index])
-            gradients = torch.autograd.grad(source, leaves, seed, retain_graph=True, allow_unused=True)
-            used.add(h, leaves, gradients)
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                if gradient is not None and id(leaf) in self.calls:
-                    call_ = self.calls[id(leaf)]
-                    for rows in (attention.rows, *(() if attention.fused else (attention.value_rows,))):
-                        rows.setdefault(call_.module, [set() for _ in columns])[h] |= call_.used(gradient)
-        used.merge_into(attention.tables)
 
     def _note_sources(self, attention: Attention, *parts: Tensor) -> None:
         """Cross-attention: some projections read an argument of the module that no other projection reads."""
@@ -510,11 +338,6 @@ class Tracer(TorchFunctionMode):
             if any(t.ndim >= 2 for t in (*module.parameters(), *packed)):
                 return name
         return self.running[-1] if self.running else ""
-
-    def _noise(self, like: Tensor) -> Tensor:
-        # Random, since a constant would vanish in a layer norm; away from zero, since zero means "unused".
-        noise = torch.rand(like.shape, generator=self.generator) + 0.5
-        return noise.to(like.device, like.dtype)
 
 
 def _sdpa_arguments(
