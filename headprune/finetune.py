@@ -131,13 +131,7 @@ def finetune(
         HeadPruneError: Models or labels that do not fit each other, a loss that is not finite.
     """
     options = options or FinetuneOptions()
-    device = model_device(pruned)
-    if dense is not None and model_device(dense) != device:
-        raise HeadPruneError(
-            f"The pruned model is on {device}, the dense one on {model_device(dense)}.", "Put both on one."
-        )
-    if any(p.dtype == torch.float16 for p in pruned.parameters()):
-        raise HeadPruneError("Small steps get lost in float16 weights.", "Train with --dtype float32 or bfloat16.")
+    device = _device_of(pruned, dense)
     with tempfile.TemporaryDirectory() as passing, _own_random_state(options.seed):
         model = copy.deepcopy(pruned)
         for parameter in model.parameters():
@@ -153,16 +147,8 @@ def finetune(
         folder, start = Path(passing), None
         if work is not None:
             # The folder's place counts too: Trainer notes where its best checkpoint lies.
-            facts = [
-                versions(),
-                device.type,
-                str(work.resolve()),
-                asdict(options),
-                metric,
-                _content(train),
-                _content(choose),
-            ]
-            folder = work / digest(facts, pruned, dense)
+            facts = [versions(), device.type, str(work.resolve()), asdict(options), metric]
+            folder = work / digest([*facts, _content(train), _content(choose)], pruned, dense)
             start = _interrupted(folder, say)
         began = time.monotonic()
         with evaluating(dense or model), _config_kept(model):
@@ -171,18 +157,43 @@ def finetune(
                 _fill(model, start)  # Trainer's own loading lets weights that do not fit pass
             trainer.train(resume_from_checkpoint=str(start) if start else None)
         history = [before, *trainer.history()]
-        best = _best(history, metric)
-        if best == 0:
-            model.load_state_dict(pruned.state_dict())
-        elif best != trainer.state.global_step:
-            _fill(model, folder / f"checkpoint-{best}")
-        for parameter, like in zip(model.parameters(), pruned.parameters(), strict=True):
-            parameter.grad = None
-            parameter.requires_grad_(like.requires_grad)
+        best, steps = _best(history, metric), trainer.state.global_step
+        _set_weights(model, pruned, folder / f"checkpoint-{best}" if best and best != steps else None, best)
         resumed = int(start.name.rpartition("-")[2]) if start is not None else None
-        steps = trainer.state.global_step
         seconds = round(time.monotonic() - began, 1)
         return Finetuned(model.to(device).eval(), order.examples, steps, len(order), history, best, resumed, seconds)
+
+
+def _device_of(pruned: nn.Module, dense: nn.Module | None) -> torch.device:
+    """Where both models are.
+
+    Raises:
+        HeadPruneError: On different devices, or weights that cannot be trained.
+    """
+    device = model_device(pruned)
+    if dense is not None and model_device(dense) != device:
+        raise HeadPruneError(
+            f"The pruned model is on {device}, the dense one on {model_device(dense)}.", "Put both on one."
+        )
+    if any(p.dtype == torch.float16 for p in pruned.parameters()):
+        raise HeadPruneError("Small steps get lost in float16 weights.", "Train with --dtype float32 or bfloat16.")
+    return device
+
+
+def _set_weights(model: nn.Module, pruned: nn.Module, checkpoint: Path | None, step: int) -> None:
+    """The trained model at its best step, fit for use.
+
+    Args:
+        checkpoint: Where the weights of that step are; None if the model has them.
+        step: 0 for those from before the training.
+    """
+    if step == 0:
+        model.load_state_dict(pruned.state_dict())
+    elif checkpoint is not None:
+        _fill(model, checkpoint)
+    for parameter, like in zip(model.parameters(), pruned.parameters(), strict=True):
+        parameter.grad = None
+        parameter.requires_grad_(like.requires_grad)
 
 
 def _content(data: Data) -> list[Any]:

@@ -96,7 +96,7 @@ def score(
     if not kept:
         raise HeadPruneError("There are no examples to score on.", "Check the dataset, its split and --limit.")
     losses = ExampleLoss(model, loss_fn, distil=distil, seed=seed)
-    with _calm(model):
+    with _deterministic(model):
         kept = losses.prepare(kept)
     if layers is None:
         layers = find_attention(model, inputs_of(model, kept[0]))
@@ -104,8 +104,8 @@ def score(
     if not maskable:
         why = f": {layers[0].reason}" if layers else ""
         raise HeadPruneError(f"No head of {type(model).__name__} can be masked{why}.")
-    own = fingerprint(model)  # as it is elsewhere too: parts of a calm model may have other names
-    with _calm(model):
+    own = fingerprint(model)  # as it is elsewhere too: parts of a model that is evaluated may have other names
+    with _deterministic(model):
         problem = Problem(
             model,
             maskable,
@@ -124,29 +124,33 @@ def score(
         except DisagreementError:
             store.clear()
             estimate = chosen.run(replace(problem, store=store, replays=False))
-        estimate = _normalised(estimate, maskable, problem.settings.normalise)
     details = {**estimate.details, "loss": losses.about}
     if isinstance(store, DiskStore) and store.found:
         details["resumed"] = f"{store.found} parts were finished by an earlier, interrupted run"
-    if (stable := stability(estimate, seed)) is not None:
-        details["stability"] = stable
-    sizes = [layer.num_heads for layer in maskable]
-    names = [layer.name for layer in maskable]
+    return _scores(chosen, problem, replace(estimate, details=details), own)
+
+
+def _scores(chosen: Method, problem: Problem, estimate: Estimate, fingerprint_: str) -> HeadScores:
+    """An estimate by layer, divided by the layer's norm if that is wanted."""
+    layers, normalise = problem.layers, problem.settings.normalise
+    estimate = _normalised(estimate, layers, normalise)
+    stable = stability(estimate, problem.seed)
+    sizes, names = [layer.num_heads for layer in layers], [layer.name for layer in layers]
     return HeadScores(
-        method=method,
-        unit=chosen.unit + (", each layer divided by its L2 norm" if problem.settings.normalise else ""),
+        method=chosen.name,
+        unit=chosen.unit + (", each layer divided by its L2 norm" if normalise else ""),
         values=dict(zip(names, torch.split(estimate.values.cpu().double(), sizes), strict=True)),
         stderr=dict(zip(names, torch.split(estimate.stderr.cpu().double(), sizes), strict=True)),
         examples=estimate.examples,
-        layers=tuple(maskable),
-        model=own,
-        details=details,
+        layers=tuple(layers),
+        model=fingerprint_,
+        details={**estimate.details, **({} if stable is None else {"stability": stable})},
         matrix=None if estimate.matrix is None else estimate.matrix.cpu().double(),
     )
 
 
 @contextmanager
-def _calm(model: nn.Module) -> Iterator[None]:
+def _deterministic(model: nn.Module) -> Iterator[None]:
     """A model that answers alike every time: in evaluation mode, not compiled, heads apart, without a cache."""
     with uncompiled(), evaluating(model), exact_attention(model), _uncached(model):
         yield

@@ -50,7 +50,7 @@ class Journal:
             self._remove_from(model, layer, removal)
 
     def _remove_from(self, model: nn.Module, layer: AttentionLayer, removal: Removal) -> None:
-        dropped, is_width = removal.drop[layer.name], WIDTHS[removal.widths]
+        dropped = removal.drop[layer.name]
         attention = model.get_submodule(layer.module)
         stand_in = convert(attention)
         if stand_in is not None:
@@ -78,6 +78,24 @@ class Journal:
             owner, _, name = table.name.rpartition(".")
             stay = surviving(HeadFeatures(owner, table.indices), kept)
             self._slice_table(model.get_submodule(owner), name, stay, table.dim)
+        self._cut_output(model, layer, kept, ghost)
+        if isinstance(attention, MultiheadAttention):
+            known = attention.kept_heads or list(range(layer.num_heads))
+            self._set(attention, "kept_heads", [known[h] for h in kept])
+            key = next(p for p in layer.projections if p.module.endswith("k_proj"))
+            for name in ("bias_k", "bias_v"):
+                self._slice_parameter(attention, name, surviving(key, kept), dim=2)
+        self._count_anew(model, layer, removal, kept)
+        if removal.narrow:
+            self._narrow(attention, layer.num_heads * layer.head_dim, len(kept) * layer.head_dim)
+        if shares_bias:
+            self._index_position_bias(attention, layer.num_heads, kept)
+        elif arguments := tuple(a for a in layer.arguments if a.features or removal.cut_arguments):
+            self._index_arguments(attention, arguments, layer.num_heads, kept)
+
+    def _cut_output(self, model: nn.Module, layer: AttentionLayer, kept: Sequence[int], ghost: bool) -> None:
+        """W_O, or what stands for it, without the removed heads' columns."""
+        assert layer.output_projection is not None
         output = model.get_submodule(layer.output_projection.module)
         if layer.concatenates:
             self._place(output, layer.output_projection, [] if ghost else kept, kept)
@@ -89,12 +107,10 @@ class Journal:
             self._slice(output, surviving(layer.output_projection, kept), output=False)
             if ghost:
                 self._zero(output)
-        if isinstance(attention, MultiheadAttention):
-            known = attention.kept_heads or list(range(layer.num_heads))
-            self._set(attention, "kept_heads", [known[h] for h in kept])
-            key = next(p for p in layer.projections if p.module.endswith("k_proj"))
-            for name in ("bias_k", "bias_v"):
-                self._slice_parameter(attention, name, surviving(key, kept), dim=2)
+
+    def _count_anew(self, model: nn.Module, layer: AttentionLayer, removal: Removal, kept: Sequence[int]) -> None:
+        """Tell modules that hold numbers of heads, in attributes or a config, how many there are now."""
+        is_width = WIDTHS[removal.widths]
         for name in (*layer.inner_modules, *(layer.side_modules if removal.side_modules else ())):
             module = model.get_submodule(name)
             counts = Counts(layer, len(kept), groups_left(layer, kept), is_width, name != layer.module)
@@ -105,12 +121,6 @@ class Journal:
             for attribute, cache in list(vars(module).items()):  # tensors that were kept for all heads
                 if type(cache) is dict and attribute[0] != "_" and any(isinstance(v, Tensor) for v in cache.values()):
                     self._set(module, attribute, {})
-        if removal.narrow:
-            self._narrow(attention, layer.num_heads * layer.head_dim, len(kept) * layer.head_dim)
-        if shares_bias:
-            self._index_position_bias(attention, layer.num_heads, kept)
-        elif arguments := tuple(a for a in layer.arguments if a.features or removal.cut_arguments):
-            self._index_arguments(attention, arguments, layer.num_heads, kept)
 
     def _slice(self, module: nn.Module, features: Features, *, output: bool) -> None:
         """Keep some input or output features of a linear module."""

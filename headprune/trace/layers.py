@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -59,37 +60,8 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
     attention.columns = _filled(attention.columns, trace.sizes.get((attention.output, "in"), 0))
     output = None
     if attention.output and attention.columns and all(attention.columns) and not overlap(attention.columns):
-        output = HeadFeatures(attention.output, tuple(tuple(sorted(c)) for c in attention.columns))
-    projections = []
-    for module, rows in attention.rows.items():
-        rows = _filled(rows, trace.sizes.get((module, "out"), 0))
-        outside = not f"{module}.".startswith(f"{attention.module}." if attention.module else "")
-        if outside and any(module in a.rows and a.module != attention.module for a in trace.found):
-            continue  # something that several layers take their heads of, such as a position bias: it stays whole
-        shared = set.intersection(*rows) if heads > 1 else set()
-        own = [r - shared for r in rows]  # features that all heads use stay (MQA, latent attention)
-        if any(own):
-            projections.append(HeadFeatures(module, tuple(tuple(sorted(r)) for r in own)))
-    values = None
-    if len(attention.value_rows) == 1:
-        ((module, rows),) = attention.value_rows.items()
-        rows = _filled(rows, trace.sizes.get((module, "out"), 0))
-        values = HeadFeatures(module, tuple(tuple(sorted(r)) for r in rows)) if all(rows) else None
-    groups = _groups(attention)
-    kv_heads = len(groups) or heads
-    if (
-        not groups
-        and heads > 1
-        and any(all(r == rows[0] != set() for r in rows) for rows in attention.value_rows.values())
-    ):
-        kv_heads = 1
-    tables = tuple(
-        HeadTable(name, dim, tuple(tuple(sorted(i)) for i in _filled(indices, trace.shape[name][dim])))
-        for (name, dim), indices in attention.tables.items()
-        # One that other layers read too must stay whole.
-        if f"{name}.".startswith(f"{attention.module}.") and sum((name, dim) in a.tables for a in trace.found) == 1
-    )
-    tables = tuple(t for t in tables if t.name.rpartition(".")[0] not in attention.selections)
+        output = HeadFeatures(attention.output, _sorted(attention.columns))
+    projections, tables, groups = _projections(trace, attention), _tables(trace, attention), _groups(attention)
     owners = tuple(t.name.rpartition(".")[0] for t in tables)
     counting = _counting(trace, attention)
     inner = dict.fromkeys((*owners, *(n for n in attention.running if n in counting)))
@@ -101,22 +73,6 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
         reason = attention.reason
     if output is not None and attention.output_dim != -1:
         gate = HeadGate(output.module, attention.output_dim, output.features)
-    shape = trace.results.get(attention.module)
-    inside = f"{attention.output}.".startswith(f"{attention.module}.") if attention.module else True
-    bypass = "ghost"
-    if isinstance(trace.modules[attention.module], MultiheadAttention):
-        bypass = "slice"
-    elif (
-        kind == "encoder"
-        and attention.output_dim == -1
-        and not attention.concatenated
-        and (not inside or trace.returned.get(attention.module) == attention.output)
-        and attention.tokens > 1
-        and shape is not None
-        and attention.module not in trace.cached
-        and not _has_other_weights(trace.modules, attention)
-    ):
-        bypass = "stub"
     if suffix and not reason:
         reason = f"{attention.module} computes several attentions, and their head counts cannot be told apart"
     if gate and output is None and not _is_plain(trace.modules[gate.module]):
@@ -129,13 +85,84 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
     if not reason:
         reason = _unsliceable(trace, attention, output, projections) or _asleep(trace, attention, output, projections)
     return AttentionLayer(
-        name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=kv_heads, groups=groups,
+        name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=_kv_heads(attention, groups), groups=groups,
         head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
-        output_projection=output, gate=gate, mixer=mixer, projections=tuple(projections), values=values, tables=tables,
-        selections=tuple(HeadFeatures(n, tuple(tuple(sorted(r)) for r in rows)) for n, rows in attention.selections.items()),
+        output_projection=output, gate=gate, mixer=mixer, projections=projections, values=_values(trace, attention), tables=tables,
+        selections=tuple(HeadFeatures(n, _sorted(rows)) for n, rows in attention.selections.items()),
         arguments=_head_arguments(trace, attention), inner_modules=tuple(inner), side_modules=tuple(n for n in counting if n not in inner),
-        bypass=bypass, output_arity=shape or 0, output_inside=inside, concatenates=attention.concatenated,
+        bypass=_bypass(trace, attention, kind), output_arity=trace.results.get(attention.module) or 0,
+        output_inside=_output_inside(attention), concatenates=attention.concatenated,
     )  # fmt: skip
+
+
+def _projections(trace: Tracer, attention: Attention) -> tuple[HeadFeatures, ...]:
+    """Every projection but W_O that holds features of single heads."""
+    heads, found = len(attention.heads), []
+    for module, rows in attention.rows.items():
+        rows = _filled(rows, trace.sizes.get((module, "out"), 0))
+        outside = not f"{module}.".startswith(f"{attention.module}." if attention.module else "")
+        if outside and any(module in a.rows and a.module != attention.module for a in trace.found):
+            continue  # something that several layers take their heads of, such as a position bias: it stays whole
+        shared = set.intersection(*rows) if heads > 1 else set()
+        own = [r - shared for r in rows]  # features that all heads use stay (MQA, latent attention)
+        if any(own):
+            found.append(HeadFeatures(module, _sorted(own)))
+    return tuple(found)
+
+
+def _values(trace: Tracer, attention: Attention) -> HeadFeatures | None:
+    """The one value projection, if there is one in which every head has features."""
+    if len(attention.value_rows) != 1:
+        return None
+    ((module, rows),) = attention.value_rows.items()
+    rows = _filled(rows, trace.sizes.get((module, "out"), 0))
+    return HeadFeatures(module, _sorted(rows)) if all(rows) else None
+
+
+def _kv_heads(attention: Attention, groups: tuple[tuple[int, ...], ...]) -> int:
+    """Key/value heads: one a group; one in all, where all heads read the same values (MQA)."""
+    heads = len(attention.heads)
+    alike = any(all(r == rows[0] != set() for r in rows) for rows in attention.value_rows.values())
+    return len(groups) or (1 if heads > 1 and alike else heads)
+
+
+def _tables(trace: Tracer, attention: Attention) -> tuple[HeadTable, ...]:
+    """Parameters and buffers of the attention module with entries of their own for each head."""
+    return tuple(
+        HeadTable(name, dim, _sorted(_filled(indices, trace.shape[name][dim])))
+        for (name, dim), indices in attention.tables.items()
+        # One that other layers read too must stay whole.
+        if f"{name}.".startswith(f"{attention.module}.")
+        and sum((name, dim) in a.tables for a in trace.found) == 1
+        and name.rpartition(".")[0] not in attention.selections
+    )
+
+
+def _bypass(trace: Tracer, attention: Attention, kind: str) -> str:
+    """How the layer is taken out when all of its heads go (`AttentionLayer.bypass`)."""
+    if isinstance(trace.modules[attention.module], MultiheadAttention):
+        return "slice"
+    if (
+        kind == "encoder"
+        and attention.output_dim == -1
+        and not attention.concatenated
+        and (not _output_inside(attention) or trace.returned.get(attention.module) == attention.output)
+        and attention.tokens > 1
+        and trace.results.get(attention.module) is not None
+        and attention.module not in trace.cached
+        and not _has_other_weights(trace.modules, attention)
+    ):
+        return "stub"
+    return "ghost"
+
+
+def _output_inside(attention: Attention) -> bool:
+    """Whether W_O is called inside the attention module."""
+    return f"{attention.output}.".startswith(f"{attention.module}.") if attention.module else True
+
+
+def _sorted(rows: list[set[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(sorted(own)) for own in rows)
 
 
 def _counting(trace: Tracer, attention: Attention) -> list[str]:
@@ -151,7 +178,7 @@ def _counting(trace: Tracer, attention: Attention) -> list[str]:
 
 
 def _unsliceable(
-    trace: Tracer, attention: Attention, output: HeadFeatures | None, projections: list[HeadFeatures]
+    trace: Tracer, attention: Attention, output: HeadFeatures | None, projections: Sequence[HeadFeatures]
 ) -> str:
     for part in (output, *projections):
         if part is None:
@@ -167,7 +194,9 @@ def _unsliceable(
     return ""
 
 
-def _asleep(trace: Tracer, attention: Attention, output: HeadFeatures | None, projections: list[HeadFeatures]) -> str:
+def _asleep(
+    trace: Tracer, attention: Attention, output: HeadFeatures | None, projections: Sequence[HeadFeatures]
+) -> str:
     """What did not run, but stands beside a projection and is as wide: it would no longer fit once it does run."""
     for part in (output, *projections):
         if part is None or (part is output and attention.concatenated):
