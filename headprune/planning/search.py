@@ -17,7 +17,7 @@ from headprune.planning.order import Order
 from headprune.planning.state import State
 from headprune.planning.strategies import Search, strategy
 from headprune.planning.units import SLICES, Unit
-from headprune.repair import Refit
+from headprune.repairing import Refit
 from headprune.rows import apparent_size
 
 _LOOKING = ("re-scored", "compensated", "auto", "greedy")  # strategies that look at the model

@@ -14,7 +14,7 @@ from headprune.fingerprint import fingerprint
 from headprune.planning.effort import NORMAL, Effort
 from headprune.planning.order import Order
 from headprune.planning.units import GROUPS, Constraints, Unit, units_of, why_stay
-from headprune.repair import Refit
+from headprune.repairing import Refit
 from headprune.scoring.base import HeadScores, Progress, Store
 
 

@@ -20,7 +20,7 @@ from headprune.planning.costs import Subject, cost_of
 from headprune.planning.effort import Work, effort_named
 from headprune.planning.search import work_of
 from headprune.plans import PruningPlan
-from headprune.repair import HeldOut, Refit, Repair
+from headprune.repairing import HeldOut, Refit, Repair
 from headprune.scoring import HeadScores, score
 from headprune.workflow.scene import Console, Scene
 from headprune.workflow.stages import Stages
@@ -123,7 +123,7 @@ class Trials:
 
         Args:
             answering: Whether as what is reported is: with the last step, and without those that do no better on examples that they
-                were not fitted to (`headprune.repair.held_out`).
+                were not fitted to (`headprune.repairing.held_out`).
         """
         if self.refit is None or self._held_out is None:
             yield None
