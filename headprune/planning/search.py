@@ -75,7 +75,7 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
     refit, state = _refit_of(search), State(search)
     before = refit.passes
     looks = stages(state.kept, levels)
-    losses = ExampleLoss(refit.model)
+    losses = ExampleLoss(refit.model, search.loss_fn)
     with refit.runner.calm():
         batches = losses.prepare(refit.batches)
     examples = [batches[i] for i in spread(len(batches), refit.examples, _TRIED_EXAMPLES)]

@@ -13,18 +13,23 @@ fitted to is left out (`headprune.repairing.held_out`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
+from headprune.arguments import Plan, heads_of, layers_for, listed
 from headprune.attention import AttentionLayer, check_heads
+from headprune.fingerprint import fingerprint
+from headprune.forms import remember
 from headprune.inputs import check_weights
+from headprune.loss import inputs_of
+from headprune.plans import PruningPlan, note_repaired
 from headprune.repairing.held_out import HeldOut
 from headprune.repairing.places import Place
 from headprune.repairing.refit import Refit
-from headprune.repairing.statistics import Progress
 from headprune.repairing.weights import AnswersRepair, LayerRepair, Repair, Trial, Weights, add_biases, added_biases
+from headprune.scoring.base import Progress
 
 __all__ = [
     "AnswersRepair",
@@ -43,10 +48,10 @@ __all__ = [
 
 def repair(
     model: nn.Module,
-    drop: Mapping[str, Sequence[int]],
-    batches: Sequence[Any],
+    plan: Plan,
+    batches: Iterable[Any],
     *,
-    layers: Sequence[AttentionLayer],
+    layers: Sequence[AttentionLayer] | None = None,
     sweeps: int = 0,
     ridge: float | None = None,
     values: bool = True,
@@ -54,7 +59,7 @@ def repair(
     answers: bool = True,
     progress: Progress | None = None,
 ) -> Repair:
-    """Refit a model in place, so that the heads in ``drop`` can go.
+    """Refit a model in place, so that the heads of a plan can go.
 
     Every W_O that loses a head is fitted to give the dense model's outputs on the kept heads' outputs, by least squares over
     all tokens but padding; and these heads' values with it, where that does better on held-out examples
@@ -73,10 +78,10 @@ def repair(
 
     Args:
         model: The dense model; or one pruned before, which is then what is fitted to.
-        drop: ``{layer_name: [head, ...]}`` that will go.
+        plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` that will go.
         batches: What the model is called with, labels or not; or pairs ``(inputs, labels)``, as where inputs are a tuple.
             Never those that results are reported on.
-        layers: From `headprune.find_attention`.
+        layers: From `headprune.find_attention`, to save the trace.
         sweeps: Further fits of every W_O from the first that loses a head on, to the inputs that it gets behind repaired
             layers, so that errors do not add up on the way. Values stay as they were.
         ridge: Strength of the pull towards the old weights; by default what is best by cross-validation, for each layer.
@@ -88,15 +93,24 @@ def repair(
             Not after sweeps, and not where a ridge is given.
         progress: Called with (passes done, passes in all, note).
 
+    Returns:
+        The `Repair`: `Repair.trials` say how every step did on examples that it was not fitted to.
+
     Raises:
-        HeadPruneError: An unknown layer or head, or no examples.
+        HeadPruneError: An unknown layer or head, a plan for another model, or no examples.
     """
     check_weights(model)
-    checked = check_heads(drop, layers)
+    if isinstance(plan, PruningPlan):
+        plan.check_model(model)
+    batches = listed(batches)
+    layers = layers_for(model, layers, batches=batches)
+    checked, dense = check_heads(heads_of(plan), layers), fingerprint(model)
     refit = Refit(
         model, layers, batches, ridge=ridge, values=values and not sweeps, mixtures=mixtures and not sweeps,
         progress=progress,
     )  # fmt: skip
     weights = HeldOut(refit).checked(checked, sweeps=sweeps, answers=answers and not sweeps and ridge is None)
     refit.apply(weights)
+    note_repaired(model, dense, checked)
+    remember(model, inputs_of(model, refit.batches[0]))
     return refit.report(weights)

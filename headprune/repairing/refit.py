@@ -18,10 +18,10 @@ from headprune.repairing.answers import Answers
 from headprune.repairing.places import Place, Values, is_transposed, places_of
 from headprune.repairing.runner import Runner
 from headprune.repairing.solve import Fit, Moments, fit_output
-from headprune.repairing.statistics import Progress, Statistics
+from headprune.repairing.statistics import Statistics
 from headprune.repairing.values import fit_values, written
 from headprune.repairing.weights import Repair, Weights, add_biases, remove_biases
-from headprune.scoring.base import Store
+from headprune.scoring.base import Progress, Store
 
 _REMEMBERED = 8  # fits of one W_O: what a search, its trials and the pruning that follows come back to
 _NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."

@@ -20,8 +20,7 @@ from headprune.repairing.probe import widened
 from headprune.repairing.runner import Calls, Runner, replaced
 from headprune.repairing.solve import FOLDS, Moments, centred
 from headprune.repairing.values import directions, inputs_of_heads
-
-Progress = Callable[[int, int, str], None]
+from headprune.scoring.base import Progress
 
 _RANKS = (3, 2, 1)  # further directions that values may be made of, in widths of a head
 _MOST = 2 << 30  # bytes of statistics; more directions are for models that are small enough

@@ -70,6 +70,11 @@ class Trial:
     examples: int
     kept: bool
 
+    @property
+    def gain(self) -> float:
+        """How much nearer to the dense model's answers the step came there: ``before - after``; below 0 it came no nearer."""
+        return self.before - self.after
+
     def to_json(self) -> dict[str, Any]:
         """With None for what is no number, as where answers overflow."""
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in vars(self).items()}

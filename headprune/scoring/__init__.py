@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.arguments import layers_for, listed
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.inputs import check_weights, model_device, move, too_long
-from headprune.loss import ExampleLoss, inputs_of
+from headprune.loss import ExampleLoss, LossFn
 from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention, uncompiled
 from headprune.rows import is_empty
@@ -38,7 +39,7 @@ from headprune.scoring.base import (
 from headprune.scoring.replay import DisagreementError
 from headprune.scoring.resume import DiskStore, Work
 from headprune.scoring.stability import stability
-from headprune.trace import evaluating, find_attention
+from headprune.trace import evaluating
 
 __all__ = [
     "METHODS", "HeadScores", "Method", "Problem", "Settings", "ablation", "agreement", "gradient",
@@ -51,7 +52,7 @@ def score(
     batches: Iterable[Any],
     method: str = "gradient",
     *,
-    loss_fn: Callable[..., Tensor] | None = None,
+    loss_fn: LossFn | None = None,
     distil: bool = False,
     layers: Sequence[AttentionLayer] | None = None,
     seed: int = 0,
@@ -91,15 +92,14 @@ def score(
         raise HeadPruneError(f"The seed is {seed}.", "Give 0 or more.")
     check_weights(model)
     device = model_device(model)
-    kept = [move(batch, device) for batch in batches]
+    kept = [move(batch, device) for batch in listed(batches)]
     kept = [batch for batch in kept if not is_empty(batch)]
     if not kept:
         raise HeadPruneError("There are no examples to score on.", "Check the dataset, its split and --limit.")
     losses = ExampleLoss(model, loss_fn, distil=distil, seed=seed)
     with _calm(model):
         kept = losses.prepare(kept)
-    if layers is None:
-        layers = find_attention(model, inputs_of(model, kept[0]))
+    layers = layers_for(model, layers, batches=kept)
     maskable = [layer for layer in layers if layer.maskable]
     if not maskable:
         why = f": {layers[0].reason}" if layers else ""
