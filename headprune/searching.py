@@ -6,34 +6,29 @@ What `headprune prune` and `headprune.search` do alike; nothing here knows of da
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from headprune.arguments import layers_for, listed
-from headprune.attention import AttentionLayer, Heads
+from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
-from headprune.evaluation import Change, Measurement, compare, evaluate, interval
-from headprune.fidelity import Fidelity
-from headprune.gates import mask
-from headprune.inputs import check_weights
+from headprune.inputs import check_weights, usable
 from headprune.loss import LossFn
 from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
 from headprune.planning.budgets import Budget, Cost, Fit, fit, fit_drop
 from headprune.planning.effort import Work, effort_named
 from headprune.planning.search import work_of
 from headprune.plans import Keep, PruningPlan
-from headprune.repairing import HeldOut, Refit, Repair
 from headprune.rows import is_empty
 from headprune.scoring import HeadScores, score
-from headprune.scoring.base import Progress, Store
-
-T = TypeVar("T")
+from headprune.scoring.base import Progress
+from headprune.trials import Trials
 
 AUTO = "auto"
 METHODS_FOR_AUTO, METHODS_FOR_OTHERS = ("gradient",), ("ablation", "gradient")
@@ -68,27 +63,6 @@ class _Calls:
         yield heard
 
 
-class Results:
-    """Where a search keeps what it has made, by name. This one forgets; `headprune.workflow.stages` has one on disk."""
-
-    @property
-    def store(self) -> Store | None:
-        """For tensors that are made on the way."""
-        return None
-
-    def get(self, name: str, make: Callable[[], Any], read: Callable[[Any], T]) -> T:
-        """A result: what ``read`` understands what ``make`` gives (as JSON can hold it) to be."""
-        return read(make())
-
-    def measurement(self, name: str, make: Callable[[], Measurement]) -> Measurement:
-        """A result that was measured."""
-        return make()
-
-    def order(self, name: str, make: Callable[[], Order]) -> Order:
-        """A result that was planned."""
-        return make()
-
-
 @dataclass(frozen=True)
 class Request:
     """What is searched for.
@@ -107,6 +81,13 @@ class Request:
     effort: str = "normal"
     seed: int = 0
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The scores to make where there are none."""
+        if self.strategy == AUTO:
+            return METHODS_FOR_AUTO
+        return METHODS_FOR_OTHERS if strategy_named(self.strategy).needs_scores else ()
+
     def searches(self, scores: Sequence[HeadScores]) -> Searches:
         """The orders to make."""
         if self.strategy == AUTO:
@@ -119,132 +100,6 @@ class Request:
 
 Searches = list[tuple[str, str, HeadScores | None]]
 """Orders to make: (name, strategy, the scores to make it from)."""
-
-
-class Trials:
-    """Plans tried on the examples that choose: heads masked, not removed, and the others repaired. Each is measured once.
-
-    Args:
-        model: The dense model. It changes only while a context of `repaired` lasts.
-        layers: Its attention layers.
-        batches: Examples that repair is fitted to, and that heads are ranked by.
-        choose: Others, that plans are compared on.
-        repair: Whether the heads that stay are refitted.
-        metric: Of a point of the trade-off curve, and of a budget of lost accuracy.
-        loss_fn: As for `headprune.evaluate`.
-        results: Where what is measured is kept.
-
-    Attributes:
-        refit: The repair; None if there is to be none.
-        work: What making the orders was counted to cost, by name; and of those that were left out for that, why. For the report.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[AttentionLayer],
-        batches: Sequence[Any],
-        choose: Sequence[Any],
-        *,
-        repair: bool = True,
-        metric: str = "loss",
-        loss_fn: LossFn | None = None,
-        results: Results | None = None,
-    ) -> None:
-        self.model, self.layers, self.batches, self.choose = model, layers, list(batches), list(choose)
-        self.metric, self.loss_fn, self.results = metric, loss_fn, results or Results()
-        self.refit = Refit(model, layers, self.batches, store=self.results.store) if repair else None
-        self._held_out = HeldOut(self.refit) if self.refit else None
-        self.work: dict[str, dict[str, Any]] = {}
-        self._known: dict[str, Measurement] = {}
-        self._merits: dict[str, float] = {}
-
-    @property
-    def maskable(self) -> list[AttentionLayer]:
-        """The layers that plans count."""
-        return [layer for layer in self.layers if layer.maskable]
-
-    def masked(self, drop: Heads, batches: Sequence[Any]) -> Measurement:
-        """The model as it is now, without some heads, on batches."""
-        with mask(self.model, drop, layers=self.layers):
-            return evaluate(self.model, batches, loss_fn=self.loss_fn)
-
-    def measure(self, drop: Heads, *, answering: bool = False) -> Measurement:
-        """The model without some heads, repaired, on the examples that choose; ``answering`` as for `repaired`."""
-        key = repr((sorted(drop.items()), answering))
-        if key not in self._known:
-            self._known[key] = self.results.measurement(f"trial {key}", lambda: self._measured(drop, answering))
-        return self._known[key]
-
-    def _measured(self, drop: Heads, answering: bool) -> Measurement:
-        with self.repaired(drop, answering=answering):
-            return self.masked(drop, self.choose)
-
-    @contextmanager
-    def repaired(self, drop: Heads, *, answering: bool = False) -> Iterator[Repair | None]:
-        """The model repaired, while the context lasts; what that did.
-
-        Args:
-            answering: Whether as what is reported is: with the last step, and without those that do no better on examples that they
-                were not fitted to (`headprune.repairing.held_out`).
-        """
-        if self.refit is None or self._held_out is None:
-            yield None
-            return
-        weights = self._held_out.checked(drop) if answering else self.refit.fitted(drop)
-        if not weights and not weights.trials:
-            yield None
-            return
-        with self.refit.applied(weights):
-            yield self.refit.report(weights)
-
-    def change_at(self, plan: PruningPlan) -> Change:
-        """The paired change from the dense model to a plan, repaired as it will be."""
-        return compare(self.measure({}), self.measure(plan.drop, answering=True), self.metric)
-
-    @cached_property
-    def _fidelity(self) -> Fidelity:
-        """First asked for while the model is the dense one, as it is outside of `repaired`."""
-        return Fidelity(self.model, self.choose)
-
-    @property
-    def judged_by(self) -> str:
-        """What `merit` goes by, for the report."""
-        return "the divergence (KL) from the dense model's answers" if self._fidelity.known else "the loss"
-
-    def merit(self, plan: PruningPlan) -> float:
-        """How good a plan is; higher is better.
-
-        By how near its answers stay to the dense model's: minus the logarithm of the divergence, so that large and small
-        budgets weigh alike. Minus the loss, where these answers are not known.
-
-        Raises:
-            HeadPruneError: There are no examples that choose.
-        """
-        if not self.choose:
-            raise HeadPruneError(
-                "There are no examples to choose between plans by: one batch was given, and no others.",
-                "Pass choose=[batch, …] with other examples.",
-            )
-        if not self._fidelity.known:
-            return -self.measure(plan.drop).metrics["loss"]
-        key = repr(sorted(plan.drop.items()))
-        if key not in self._merits:
-            self._merits[key] = self.results.get(f"merit {key}", lambda: self._nearness(plan.drop), float)
-        return self._merits[key]
-
-    def _nearness(self, drop: Heads) -> float:
-        with self.repaired(drop), mask(self.model, drop, layers=self.layers):
-            return -math.log(max(self._fidelity.divergence(), 1e-12))
-
-    def point(self, name: str, plan: PruningPlan) -> dict[str, Any]:
-        """A point of the trade-off curve."""
-        measured = self.measure(plan.drop)
-        low, high = interval(measured, self.metric)
-        return {
-            "method": name, "kept": plan.kept, "asked": plan.asked, "value": measured.metrics[self.metric],
-            "low": low, "high": high, "loss": measured.metrics["loss"],
-        }  # fmt: skip
 
 
 def orders_of(request: Request, scores: Sequence[HeadScores], trials: Trials, listener: Listener) -> dict[str, Order]:
@@ -426,43 +281,39 @@ def search(
     given = [batch for batch in listed(batches) if not is_empty(batch)]
     if not given:
         raise HeadPruneError("There are no examples to search with.", "Give batches of at least one example.")
-    known = None if scores is None else [scores] if isinstance(scores, HeadScores) else list(scores)
     layers = layers_for(model, layers, batches=given)
-    keeps: list[Any] = [keep] if isinstance(keep, str | int | float) else list(keep)
+    maskable = [layer for layer in layers if layer.maskable]
+    constraints = Constraints.parse(protect, maskable, min_heads_per_layer)
+    request = Request(_budgets(keep, maskable), strategy, constraints, effort, seed)
+    effort_named(effort)
+    by = [scores] if isinstance(scores, HeadScores) else None if scores is None else list(scores)
+    methods = request.methods if by is None else ()
+    if strategy_named(strategy).needs_scores and not (by or methods):
+        raise HeadPruneError(f"The strategy {strategy} needs scores.", "Pass scores= from headprune.score.")
+    several = strategy == AUTO or _shares(layers) or len(by or methods) > 1
+    listener = _Calls(progress)
+    with torch.inference_mode(False):
+        fitted_to, chooses = usable(_parted(given, choose, several))
+        for method in methods:
+            with listener.track(f"scoring by {method}") as heard:
+                made = score(
+                    model, fitted_to, method, loss_fn=loss_fn, distil=distil, layers=layers, seed=seed, progress=heard
+                )
+            by = [*(by or ()), made]
+        trials = Trials(model, layers, fitted_to, chooses, repair=repair, loss_fn=loss_fn)
+        orders = orders_of(request, candidates(by or ()), trials, listener)
+        return [fitted.plan for fitted in fits_of(request, orders, trials, listener)]
+
+
+def _budgets(keep: Keep | Sequence[Keep], layers: Sequence[AttentionLayer]) -> tuple[Budget, ...]:
+    """A budget for every number of heads; what no model of these layers can keep is refused."""
+    keeps = [keep] if isinstance(keep, str) or not isinstance(keep, Iterable) else list(keep)
     if not keeps:
         raise HeadPruneError("keep= names no number of heads.", 'Pass keep=36, keep="50%" or keep=[36, "25%"].')
-    total = sum(layer.num_heads for layer in layers if layer.maskable)
     budgets = tuple(Budget.parse("keep", str(each)) for each in keeps)
     for budget in budgets:
-        budget.heads(total)  # refused before the long work
-    constraints = Constraints.parse(protect, [a for a in layers if a.maskable], min_heads_per_layer)
-    request = Request(budgets, strategy, constraints, effort, seed)
-    needs_scores = strategy_named(strategy).needs_scores
-    compares = strategy == AUTO or _shares(layers) or (needs_scores and (known is None or len(known) > 1))
-    fitted_to, chooses = _parted(given, choose, compares)
-    listener = _Calls(progress)
-    if known is None:
-        methods = METHODS_FOR_AUTO if strategy == AUTO else METHODS_FOR_OTHERS if needs_scores else ()
-        known = []
-        for method in methods:
-            with listener.track(f"scoring by {method}") as tell:
-                known.append(
-                    score(
-                        model,
-                        fitted_to,
-                        method,
-                        loss_fn=loss_fn,
-                        distil=distil,
-                        layers=layers,
-                        seed=seed,
-                        progress=tell,
-                    )
-                )
-    if needs_scores and not known:
-        raise HeadPruneError(f"The strategy {strategy} needs scores.", "Pass scores= from headprune.score.")
-    trials = Trials(model, layers, fitted_to, chooses, repair=repair, loss_fn=loss_fn)
-    orders = orders_of(request, candidates(known), trials, listener)
-    return [fitted.plan for fitted in fits_of(request, orders, trials, listener)]
+        budget.heads(sum(layer.num_heads for layer in layers))
+    return budgets
 
 
 def _parted(batches: list[Any], choose: Iterable[Any] | None, compares: bool) -> tuple[list[Any], list[Any]]:

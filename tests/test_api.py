@@ -92,6 +92,11 @@ def once(batches: list[Any]) -> Iterator[Any]:
     yield from batches
 
 
+def copied(batch: Any) -> Any:
+    """A batch whose tensors are made here and now."""
+    return {k: v.clone() for k, v in batch.items()} if isinstance(batch, dict) else tuple(t.clone() for t in batch)
+
+
 def answers(model: nn.Module, example: Any) -> Tensor:
     with torch.no_grad():
         return tensors(dict(output) if hasattr(output := call(model.eval(), example), "keys") else output)[0]
@@ -273,6 +278,18 @@ def test_a_quarter_chooses_where_nothing_else_is_given() -> None:
     assert hp.search(s.model, batches, keep=3) == hp.search(s.model, s.batches, keep=3, choose=s.others)
     (alone,) = hp.search(s.model, batches[:1], keep=3, strategy="compensated")  # nothing to choose between
     assert alone.kept == 3
+
+
+@pytest.mark.parametrize("name", ["bert", "plain"])
+def test_under_inference_mode(name: str) -> None:
+    """Where autograd is off: scoring said that the loss depends on no head."""
+    s = SUBJECTS[name]()
+    expected = hp.search(s.model, s.batches, keep=3, choose=s.others, **s.given)
+    with torch.inference_mode():
+        made_here = [copied(b) for b in s.batches]
+        assert hp.search(s.model, made_here, keep=3, choose=s.others, **s.given) == expected
+        hp.repair(s.model, expected[0], made_here)
+        hp.prune(s.model, expected[0])
 
 
 def test_scores_and_layers_that_are_given_are_used() -> None:

@@ -17,7 +17,8 @@ from headprune.planning import Order
 from headprune.planning.budgets import Budget, Fit
 from headprune.planning.effort import EFFORTS, Effort
 from headprune.plans import PruningPlan
-from headprune.searching import Trials, levels_of, merit_of, orders_of
+from headprune.searching import levels_of, merit_of, orders_of
+from headprune.trials import Trials
 from headprune.workflow.scene import Options, open_scene
 from headprune.workflow.targets import Goal, shown, trade_off, trials_of
 

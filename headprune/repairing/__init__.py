@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from headprune.arguments import Plan, heads_of, layers_for, listed
@@ -105,12 +106,13 @@ def repair(
     batches = listed(batches)
     layers = layers_for(model, layers, batches=batches)
     checked, dense = check_heads(heads_of(plan), layers), fingerprint(model)
-    refit = Refit(
-        model, layers, batches, ridge=ridge, values=values and not sweeps, mixtures=mixtures and not sweeps,
-        progress=progress,
-    )  # fmt: skip
-    weights = HeldOut(refit).checked(checked, sweeps=sweeps, answers=answers and not sweeps and ridge is None)
-    refit.apply(weights)
+    with torch.inference_mode(False):
+        refit = Refit(
+            model, layers, batches, ridge=ridge, values=values and not sweeps, mixtures=mixtures and not sweeps,
+            progress=progress,
+        )  # fmt: skip
+        weights = HeldOut(refit).checked(checked, sweeps=sweeps, answers=answers and not sweeps and ridge is None)
+        refit.apply(weights)
     note_repaired(model, dense, checked)
     remember(model, inputs_of(model, refit.batches[0]))
     return refit.report(weights)

@@ -15,7 +15,7 @@ from headprune.arguments import layers_for, listed
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
-from headprune.inputs import check_weights, model_device, move, too_long
+from headprune.inputs import check_weights, model_device, move, too_long, usable
 from headprune.loss import ExampleLoss, LossFn
 from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention, uncompiled
@@ -92,7 +92,8 @@ def score(
         raise HeadPruneError(f"The seed is {seed}.", "Give 0 or more.")
     check_weights(model)
     device = model_device(model)
-    kept = [move(batch, device) for batch in listed(batches)]
+    with torch.inference_mode(False):
+        kept = [usable(move(batch, device)) for batch in listed(batches)]
     kept = [batch for batch in kept if not is_empty(batch)]
     if not kept:
         raise HeadPruneError("There are no examples to score on.", "Check the dataset, its split and --limit.")
@@ -148,7 +149,7 @@ def score(
 @contextmanager
 def _calm(model: nn.Module) -> Iterator[None]:
     """A model that answers alike every time: in evaluation mode, not compiled, heads apart, without a cache."""
-    with uncompiled(), evaluating(model), exact_attention(model), _uncached(model):
+    with torch.inference_mode(False), uncompiled(), evaluating(model), exact_attention(model), _uncached(model):
         yield
 
 

@@ -27,8 +27,9 @@ from headprune.planning.budgets import Fit, Reading
 from headprune.plans import PruningPlan
 from headprune.runs import RunFolder
 from headprune.scoring import HeadScores, save_scores
-from headprune.searching import Trials, candidates, orders_of
+from headprune.searching import candidates, orders_of
 from headprune.surgery import answers, prune
+from headprune.trials import Trials
 from headprune.workflow.checks import check_goal, check_scored
 from headprune.workflow.scene import Console, Options, Scene, open_scene
 from headprune.workflow.scoring import cut_anew, run_document, score_all

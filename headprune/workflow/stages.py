@@ -21,7 +21,7 @@ from headprune.jsonio import dumps, loads, read_json, write_json
 from headprune.planning import Order
 from headprune.runs import PARTS, RunFolder
 from headprune.scoring.resume import DiskStore, digest
-from headprune.searching import Results
+from headprune.trials import Results
 from headprune.workflow.scene import Scene
 
 T = TypeVar("T")

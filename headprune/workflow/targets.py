@@ -13,7 +13,8 @@ from headprune.planning.costs import Subject, cost_of
 from headprune.planning.effort import effort_named
 from headprune.plans import PruningPlan
 from headprune.scoring import score
-from headprune.searching import AUTO, Request, Trials, levels_of
+from headprune.searching import AUTO, Request, levels_of
+from headprune.trials import Trials
 from headprune.workflow.scene import Console, Scene
 from headprune.workflow.stages import Stages
 from headprune.workflow.timing import budget_input
