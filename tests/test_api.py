@@ -272,6 +272,13 @@ def test_the_plan_is_of_the_order_whose_plans_are_nearest_to_the_dense_model() -
     assert distance(found) == pytest.approx(min(map(distance, tried)))
 
 
+def test_strategies_that_measure_losses_take_a_loss_fn() -> None:
+    """Greedy asked a plain module's batches for labels by name."""
+    s = plain()
+    (plan,) = hp.search(s.model, s.batches, keep=4, strategy="greedy", **s.given)
+    assert (plan.kept, plan.strategy) == (4, "greedy")
+
+
 def test_a_quarter_chooses_where_nothing_else_is_given() -> None:
     s = bert()
     batches = [*s.batches, *s.others]

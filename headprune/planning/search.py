@@ -20,7 +20,7 @@ from headprune.planning.units import SLICES, Unit
 from headprune.repairing import Refit
 from headprune.rows import apparent_size
 
-_LOOKING = ("re-scored", "compensated", "auto", "greedy")  # strategies that look at the model
+_LOOKING = ("re-scored", "compensated", "greedy")  # strategies that look at the model
 _SHARE = 1 / 6  # of the kept heads that go before they are looked at again
 _TRIED, _TRIED_EXAMPLES = 6, 256  # units that greedy tries before one goes, and the examples it tries them on
 
@@ -61,9 +61,16 @@ def compensated(search: Search, levels: Sequence[int]) -> Order:
 def auto(search: Search, levels: Sequence[int]) -> Order:
     """As re-scored; `prune` tries other orders beside it, and the choosing part decides.
 
-    See docs/benchmarks.md, Quality by heads kept.
+    So it is no order of its own: `headprune.searching` makes those orders and compares them. See docs/benchmarks.md, Quality by
+    heads kept.
+
+    Raises:
+        HeadPruneError: Always.
     """
-    return rescored(search, levels)
+    raise HeadPruneError(
+        "auto makes several orders and compares them, which one order's search cannot.",
+        "Use headprune.search, or a single strategy such as re-scored.",
+    )
 
 
 @strategy("greedy", needs_scores=False, runs_model=True)

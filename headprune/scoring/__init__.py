@@ -72,7 +72,7 @@ def score(
             where there are neither labels nor a ``loss_fn``.
         layers: From `headprune.find_attention`, to save the trace.
         seed: For methods that draw.
-        settings: How long, how much memory, and what single methods may be told.
+        settings: How long, how much memory, and what single methods may be told (`headprune.scoring.Settings`).
         work: A folder for finished parts: the same call goes on there after an interruption, and gives what it
             would have given without. Parts of any other model, data, seed or setting are never used.
         progress: Called with (steps done, steps in all, note).
