@@ -36,8 +36,8 @@ from headprune import demo
 from headprune.attention import Heads
 from headprune.data import DataOptions, load_parts
 from headprune.models import load_model
-from headprune.repair import Refit, Weights, answers
-from headprune.repair.runner import Runner
+from headprune.repairing import Refit, Weights, answers
+from headprune.repairing.runner import Runner
 
 Batch = dict[str, Any]
 Subject = tuple[nn.Module, list[Batch], float]

@@ -48,7 +48,7 @@ from headprune.fingerprint import fingerprint
 from headprune.gates import mask
 from headprune.models import load_model
 from headprune.planning import GROUPS, SLICES, Order, Search, strategy_named
-from headprune.repair import HeldOut, Refit
+from headprune.repairing import HeldOut, Refit
 from headprune.scoring import Settings
 
 Batch = dict[str, Any]

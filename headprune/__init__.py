@@ -16,13 +16,25 @@ if TYPE_CHECKING:
     from headprune.checkpoint import save as save
     from headprune.errors import HeadPruneError as HeadPruneError
     from headprune.errors import PruneError as PruneError
+    from headprune.evaluation import Change as Change
+    from headprune.evaluation import Measurement as Measurement
+    from headprune.evaluation import compare as compare
+    from headprune.evaluation import evaluate as evaluate
     from headprune.gates import mask as mask
+    from headprune.latency import LatencyRow as LatencyRow
+    from headprune.latency import Speedup as Speedup
+    from headprune.latency import Timing as Timing
+    from headprune.latency import benchmark as benchmark
     from headprune.modules import stand_in as stand_in
     from headprune.planning import plan as plan
     from headprune.plans import PruningPlan as PruningPlan
+    from headprune.repairing import Repair as Repair
+    from headprune.repairing import Trial as Trial
+    from headprune.repairing import repair as repair
     from headprune.scoring import HeadScores as HeadScores
     from headprune.scoring import score as score
     from headprune.scoring.agreement import agreement as agreement
+    from headprune.searching import search as search
     from headprune.surgery import Proof as Proof
     from headprune.surgery import prune as prune
     from headprune.trace import find_attention as find_attention
@@ -34,13 +46,25 @@ _HOME = {
     "save": "checkpoint",
     "HeadPruneError": "errors",
     "PruneError": "errors",
+    "Change": "evaluation",
+    "Measurement": "evaluation",
+    "compare": "evaluation",
+    "evaluate": "evaluation",
     "mask": "gates",
+    "LatencyRow": "latency",
+    "Speedup": "latency",
+    "Timing": "latency",
+    "benchmark": "latency",
     "stand_in": "modules",
     "PruningPlan": "plans",
     "plan": "planning",
+    "Repair": "repairing",
+    "Trial": "repairing",
+    "repair": "repairing",
     "HeadScores": "scoring",
     "agreement": "scoring",
     "score": "scoring",
+    "search": "searching",
     "Proof": "surgery",
     "prune": "surgery",
     "find_attention": "trace",

@@ -23,9 +23,10 @@ from torch import nn
 from headprune import __version__, probe
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
+from headprune.inputs import Example
 from headprune.jsonio import read_json, write_json
 from headprune.locks import Lock
-from headprune.repair import add_biases, added_biases
+from headprune.repairing import add_biases, added_biases
 from headprune.surgery import Removal, record, remove
 
 WEIGHTS = "model.safetensors"
@@ -39,7 +40,7 @@ def save(
     path: str | Path,
     *,
     processor: Any = None,
-    example: Any = None,
+    example: Example | None = None,
     overwrite: bool = False,
     about: dict[str, Any] | None = None,
 ) -> Path:

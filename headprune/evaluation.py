@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headprune.arguments import listed
 from headprune.errors import HeadPruneError
 from headprune.inputs import model_device, move
 from headprune.loss import ExampleLoss, LossFn
@@ -86,25 +87,31 @@ class Change:
 def evaluate(
     model: nn.Module,
     batches: Iterable[Any],
-    progress: Progress | None = None,
     *,
     loss_fn: LossFn | None = None,
+    progress: Progress | None = None,
 ) -> Measurement:
-    """Run a model over labelled batches.
+    """Run a model over labelled batches, and measure how well it does.
 
     Which label a token's logits are compared with is found by measuring, against the model's own loss (`headprune.convention`).
     Where that is no loss that can be made from its logits, it is asked for one example at a time, and there is no accuracy.
 
     Args:
-        loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``; nothing else is then measured. Batches may
-            be pairs ``(inputs, labels)``.
+        model: Any model; its mode is left as it was.
+        batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``.
+        loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``; nothing else is then measured. Not needed
+            for dicts with labels.
+        progress: Called with (batches done, batches in all).
+
+    Returns:
+        A `Measurement`: metrics over all examples, and what each example gave, so that `compare` can pair two models.
 
     Raises:
         HeadPruneError: No examples, no labels, a loss that is not finite; a model without a loss of its own, where nothing
             else tells which labels its logits are compared with.
     """
     device = model_device(model)
-    kept = [move(batch, device) for batch in batches]
+    kept = [move(batch, device) for batch in listed(batches)]
     if not kept:
         raise HeadPruneError("There are no examples to evaluate on.", "Check the dataset, its split and --limit.")
     loss, tokens, correct = [], [], []
@@ -162,19 +169,26 @@ def interval(measured: Measurement, metric: str) -> tuple[float, float]:
     return value_of(metric, low, 1), value_of(metric, high, 1)
 
 
-def compare(dense: Measurement, pruned: Measurement, metric: str) -> Change:
+def compare(dense: Measurement, pruned: Measurement, metric: str | None = None) -> Change:
     """The paired change of a metric, with its interval and verdict.
 
     The change of accuracy or loss per label is ``D = sum_i d_i / sum_i t_i`` over examples i with ``t_i`` labels; its error is
     that of a ratio (Cochran 1977, section 6.4, from ``d_i - D t_i``), widened as `headprune.uncertainty` says. An accuracy that no
     example changed still may change: one label of one example more, each way, is what is counted then.
 
+    Args:
+        dense, pruned: From `evaluate`, on the same examples in the same order.
+        metric: ``"accuracy"``, ``"perplexity"`` or ``"loss"``; by default the first of these that both have.
+
     Raises:
-        HeadPruneError: It is no such metric, or not known of these models; they were measured on different labels.
-        ValueError: The two were not measured on the same number of examples.
+        HeadPruneError: It is no such metric, or not known of these models; they were measured on different examples.
     """
+    if metric is None:
+        metric = next((m for m in METRICS if m in dense.metrics and m in pruned.metrics), "loss")
     if len(dense) != len(pruned):
-        raise ValueError(f"{len(dense)} and {len(pruned)} examples cannot be paired")
+        raise HeadPruneError(
+            f"{len(dense)} and {len(pruned)} examples cannot be paired.", "Measure both on the same examples."
+        )
     if not np.array_equal(dense.tokens, pruned.tokens):
         raise HeadPruneError("The two models were measured on different labels.", "Measure both on the same examples.")
     differences = pruned.per_example(metric) - dense.per_example(metric)

@@ -272,7 +272,7 @@ def _measure(models: dict[str, nn.Module], parts: Parts, stages: Stages, console
     found = {}
     for name, model in models.items():
         with console.track(f"measuring the {name} model") as progress:
-            found[name] = stages.measurement(name, partial(evaluate, model, parts.report.batches(), progress))
+            found[name] = stages.measurement(name, partial(evaluate, model, parts.report.batches(), progress=progress))
     return found
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.arguments import Plan, heads_of, layers_for
 from headprune.attention import AttentionLayer, HeadGate, check_heads
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example
 from headprune.modules import exact_attention, uncompiled
-from headprune.trace import find_attention
 
 Fill = Callable[[Tensor, int], Tensor]
 """What a closed gate lets through in the head's place: from W_O's input (features last), and how many gate vectors came for
@@ -74,7 +74,7 @@ def gated(
 @contextmanager
 def mask(
     model: nn.Module,
-    heads: Mapping[str, Sequence[int]],
+    plan: Plan,
     example: Example | None = None,
     *,
     layers: Sequence[AttentionLayer] | None = None,
@@ -83,15 +83,16 @@ def mask(
 
     Args:
         model: Any model with attention.
-        heads: ``{layer_name: [head, ...]}`` to switch off.
-        example: A batch to trace the model with; not needed if ``layers`` are given.
+        plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` to switch off.
+        example: A batch to trace the model with, without labels; not needed if ``layers`` are given, nor where an input can
+            be made up, as for transformers models.
         layers: From `headprune.find_attention`, to save the trace.
 
     Raises:
         HeadPruneError: An unknown layer or head, or a layer that cannot be masked.
     """
-    layers = _known(model, example, layers)
-    with gated(model, layers, zero_gates(check_heads(heads, layers), layers)):
+    layers = layers_for(model, layers, example)
+    with gated(model, layers, zero_gates(check_heads(heads_of(plan), layers), layers)):
         yield
 
 
@@ -104,16 +105,6 @@ def zero_gates(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLay
         gate[list(indices)] = 0.0
         gates[name] = gate
     return gates
-
-
-def _known(
-    model: nn.Module, example: Example | None, layers: Sequence[AttentionLayer] | None
-) -> Sequence[AttentionLayer]:
-    if layers is not None:
-        return layers
-    if example is None:
-        raise HeadPruneError("An example batch is needed to find the heads.", "Pass example= or layers=.")
-    return find_attention(model, example)
 
 
 class _Gate:

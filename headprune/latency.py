@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import LABELS, Example, call, model_device, move, tensors
 from headprune.modules import exact_attention
 from headprune.rows import by_names
+from headprune.scoring.base import Progress
 from headprune.trace import evaluating
 
 WARM_UP = 3
@@ -67,6 +69,57 @@ class LatencyRow:
         return asdict(self)
 
 
+def benchmark(
+    models: Mapping[str, nn.Module],
+    example: Example,
+    *,
+    seed: int = 0,
+    min_runs: int = MIN_RUNS,
+    min_seconds: float | None = None,
+    progress: Progress | None = None,
+) -> LatencyRow:
+    """Time the forward passes of models against each other, on one input.
+
+    Every round runs each model once, in an order that is reversed every other round, so that a drifting machine favours none.
+
+    Args:
+        models: By name; the first is what the others are compared with, usually the dense model. All on one device. They are
+            timed in evaluation mode, and left in their own.
+        example: A dict of tensors (keyword arguments), a tensor, or a tuple (positional arguments). Labels are left out, but
+            for encoder-decoders, which need them.
+        seed: For the bootstrap intervals.
+        min_runs: Rounds, at least.
+        min_seconds: How long every model runs in sum, at least; by default `MIN_SECONDS`.
+        progress: Called with (inputs done, inputs in all).
+
+    Returns:
+        A `LatencyRow`: `LatencyRow.timings` has every model's median and 95th percentile in milliseconds, and
+        `LatencyRow.speedups` every other model's ratio to the first (above 1 is faster), with 95 % intervals.
+
+    Raises:
+        HeadPruneError: No model, or one that does not run on the example.
+    """
+    if not isinstance(models, Mapping) or not models or not all(isinstance(m, nn.Module) for m in models.values()):
+        raise HeadPruneError("models= names no models.", 'Pass models={"dense": model, "pruned": other}.')
+    first = next(iter(models.values()))
+    if isinstance(example, Mapping) and not getattr(getattr(first, "config", None), "is_encoder_decoder", False):
+        example = {key: value for key, value in example.items() if key not in LABELS}
+    if not tensors(example):
+        raise HeadPruneError("The example holds no tensor.", "Pass what the models' forward() takes.")
+    for name, model in models.items():
+        try:
+            with evaluating(model), torch.inference_mode():
+                call(model, move(example, model_device(model)))
+        except Exception as error:
+            raise HeadPruneError(
+                f"The model {name!r} does not run on the example: {type(error).__name__}: {first_line(error)}.",
+                "Pass what the models' forward() takes: a dict of tensors, a tensor or a tuple.",
+            ) from error
+    inputs = [(*example_shape(example), example)]
+    (row,) = bench(models, inputs, seed=seed, min_runs=min_runs, min_seconds=min_seconds, progress=progress)
+    return row
+
+
 def bench(
     models: Mapping[str, nn.Module],
     inputs: Sequence[tuple[int, int, Example]],
@@ -74,7 +127,7 @@ def bench(
     seed: int = 0,
     min_runs: int = MIN_RUNS,
     min_seconds: float | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[LatencyRow]:
     """Time models against each other: interleaved, after a warm-up, synchronised.
 

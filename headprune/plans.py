@@ -47,12 +47,32 @@ class PruningPlan:
     strategy: str = ""
     budget: str = ""
 
-    def check_model(self, model: nn.Module) -> None:
-        """Refuse a model whose weights are not those that were scored."""
-        if self.model and self.model != (now := fingerprint(model)):
+    def check_model(self, model: nn.Module, repaired_for: Heads | None = None) -> None:
+        """Refuse a model whose weights are not those that were scored.
+
+        Args:
+            repaired_for: This plan's heads by the layers' names, where the model may also be what `headprune.repair` made, for
+                just these heads, of the model that was scored.
+
+        Raises:
+            HeadPruneError: It is another model, or repaired for other heads.
+        """
+        if not self.model or self.model == (now := fingerprint(model)):
+            return
+        known: Repaired | None = model.__dict__.get(_REPAIRED)
+        if known is None or (known.dense, known.now) != (self.model, now):
             raise HeadPruneError(
                 f"This plan is for another model (fingerprint {self.model}, this one is {now}).",
                 "Score this model, or prune with a plain dict of heads.",
+            )
+        if repaired_for is None:
+            raise HeadPruneError(
+                "This plan is for the model as it was before it was repaired.", "Repair a copy of the dense model."
+            )
+        if repaired_for != known.drop:
+            raise HeadPruneError(
+                "The model was repaired for other heads than this plan's, so its weights do not suit it.",
+                "Prune by the plan that it was repaired for, or repair a copy of the dense model for this one.",
             )
 
     def on(self, layers: Sequence[AttentionLayer]) -> PruningPlan:
@@ -109,6 +129,29 @@ class PruningPlan:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             what = f"{type(error).__name__}: {error}"
             raise HeadPruneError(f"{path} is a damaged plan ({what}).", "Plan again.") from None
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """What a repaired model remembers, so that the plan it was repaired for still applies to it.
+
+    Attributes:
+        dense: Fingerprint of the model before.
+        now: Fingerprint after the repair; with any other, this no longer says anything.
+        drop: The heads that it was repaired for.
+    """
+
+    dense: str
+    now: str
+    drop: Heads
+
+
+_REPAIRED = "_headprune_repaired"
+
+
+def note_repaired(model: nn.Module, dense: str, drop: Heads) -> None:
+    """Note on a model that it was repaired, from the model of fingerprint ``dense``, for heads that go."""
+    model.__dict__[_REPAIRED] = Repaired(dense, fingerprint(model), drop)
 
 
 def keep_of(keep: Keep) -> int | float:

@@ -11,7 +11,7 @@ import torch
 
 import headprune as hp
 from headprune import latency
-from headprune.repair import HeldOut
+from headprune.repairing import HeldOut
 from tests.test_cli import run, scored
 
 __all__ = ["scored"]
@@ -179,7 +179,7 @@ def test_the_list_of_strategies(here: Path) -> None:
 
 
 def test_the_last_step_of_repair_is_told(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headprune.repair.held_out.better", lambda before, after: True)
+    monkeypatch.setattr("headprune.repairing.held_out.better", lambda before, after: True)
     run("prune", "-k", 1, "-q")
     budget, text = budget_of(scored), (scored / "report.md").read_text()
     step = budget["repair"]["answers"]

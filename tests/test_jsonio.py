@@ -117,7 +117,7 @@ def test_a_layer_whose_refit_does_no_better(
     """Its ridge is infinite: a head that W_O does not read needs nothing made up for."""
     import transformers as tf
 
-    from headprune.repair.held_out import HeldOut
+    from headprune.repairing.held_out import HeldOut
 
     # Kept, though on so few examples it is no better than chance.
     monkeypatch.setattr(HeldOut, "checked", lambda self, drop, **_: self.refit.fitted(drop))

@@ -314,8 +314,8 @@ def test_a_mistake_is_told_before_the_long_work(
     def long(*_: object, **__: object) -> None:
         raise AssertionError("the long work began")
 
-    for step in ("scoring.score", "pruning.evaluate", "targets.arrange"):
-        monkeypatch.setattr(f"headprune.workflow.{step}", long)
+    for step in ("workflow.scoring.score", "workflow.pruning.evaluate", "searching.arrange"):
+        monkeypatch.setattr(f"headprune.{step}", long)
     given = typed(arguments, bert=bert_folder, data=data_folder, files=files, plans=plans)
     check(given, says, 1, here)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.inputs import call
-from headprune.repair import repair
+from headprune.repairing import repair
 from headprune.surgery import answers
 from tests.zoo import randomise
 

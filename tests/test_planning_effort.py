@@ -14,7 +14,7 @@ from headprune.planning.effects import effects
 from headprune.planning.effort import EFFORTS, Effort, flops_of_pass, spread
 from headprune.planning.search import work_of
 from headprune.planning.units import Unit
-from headprune.repair import Refit
+from headprune.repairing import Refit
 from tests.problems import small
 from tests.zoo import labelled, randomise, text
 

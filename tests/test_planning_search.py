@@ -22,9 +22,9 @@ from headprune.planning.effects import effects
 from headprune.planning.search import _least, stages
 from headprune.planning.state import State
 from headprune.planning.units import GROUPS, SLICES, Unit
-from headprune.repair import Refit
-from headprune.repair.probe import across as _across
-from headprune.repair.probe import noise as _noise
+from headprune.repairing import Refit
+from headprune.repairing.probe import across as _across
+from headprune.repairing.probe import noise as _noise
 from headprune.rows import Rows
 from tests.problems import duplicated, small
 from tests.test_odd_modules import WIDTH, Attention, Pair, noise

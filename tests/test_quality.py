@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import headprune as hp
-from headprune.repair import Refit
+from headprune.repairing import Refit
 from tests.problems import small
 from tests.test_trace import hooks
 

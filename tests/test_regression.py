@@ -14,8 +14,8 @@ from headprune.divergence import Divergence
 from headprune.evaluation import evaluate
 from headprune.fidelity import Fidelity
 from headprune.models import TASKS, LoadedModel, load_model, numbers_given
-from headprune.repair import repair
-from headprune.repair.probe import probe_of
+from headprune.repairing import repair
+from headprune.repairing.probe import probe_of
 from headprune.rows import Rows
 from headprune.workflow.scene import DataOptions, Options, open_scene
 from tests.conftest import tokenizer, write_jsonl

@@ -20,9 +20,9 @@ from headprune.inputs import call
 from headprune.modules import exact_attention
 from headprune.planning.effects import effects
 from headprune.planning.units import Unit
-from headprune.repair import Place, Refit, Weights, added_biases, repair
-from headprune.repair.probe import across as _across
-from headprune.repair.probe import noise as _noise
+from headprune.repairing import Place, Refit, Weights, added_biases, repair
+from headprune.repairing.probe import across as _across
+from headprune.repairing.probe import noise as _noise
 from headprune.rows import Rows
 from headprune.surgery import answers
 from tests import zoo

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.attention import Heads
-from headprune.repair import Refit, Weights, answers, repair
-from headprune.repair.answers import Answers, _basis, _directions, solved
-from headprune.repair.coordinates import longest
+from headprune.repairing import Refit, Weights, answers, repair
+from headprune.repairing.answers import Answers, _basis, _directions, solved
+from headprune.repairing.coordinates import longest
 from tests import zoo
 from tests.problems import duplicated, small
 from tests.test_repair import close, made, same, state

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headprune.repair import coordinates
-from headprune.repair.coordinates import Coordinates, Parts, longest
+from headprune.repairing import coordinates
+from headprune.repairing.coordinates import Coordinates, Parts, longest
 
 NAMES = ("a", "b")
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import headprune as hp
-from headprune.repair import Refit, repair
-from headprune.repair.crossed import blocks, crossed
+from headprune.repairing import Refit, repair
+from headprune.repairing.crossed import blocks, crossed
 from headprune.rows import Rows
 from tests import zoo
 from tests.problems import small
@@ -162,7 +162,7 @@ def test_many_examples_have_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     count = sum(len(b["input_ids"]) for b in batches)
     layers = hp.find_attention(model, batches[0])
     for room, shifts in ((2 * count - 1, set()), (2 * count, {1}), (9 * count, {1, 2})):
-        monkeypatch.setattr("headprune.repair.statistics._MOST_EXAMPLES", room)
+        monkeypatch.setattr("headprune.repairing.statistics._MOST_EXAMPLES", room)
         refit = Refit(model, layers, batches)
         assert refit.statistics.dense
         assert {m.shift for m in refit.runner.further} == shifts

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.divergence import Divergence
-from headprune.repair import HeldOut, Refit, Repair, Weights, repair
-from headprune.repair import held_out as room
-from headprune.repair.held_out import better
-from headprune.repair.runner import Runner
-from headprune.repair.weights import Trial
+from headprune.repairing import HeldOut, Refit, Repair, Weights, repair
+from headprune.repairing import held_out as room
+from headprune.repairing.held_out import better
+from headprune.repairing.runner import Runner
+from headprune.repairing.weights import Trial
 from tests.problems import duplicated, small
 from tests.test_repair import state
 

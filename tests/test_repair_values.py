@@ -20,13 +20,13 @@ from headprune.inputs import call
 from headprune.modules import exact_attention
 from headprune.planning.effects import effects
 from headprune.planning.units import Unit
-from headprune.repair import Place, Refit, Weights, repair
-from headprune.repair import statistics as statistics_module
-from headprune.repair import values as values_module
-from headprune.repair.places import Values
-from headprune.repair.runner import Calls
-from headprune.repair.solve import Moments, downhill, fit_output
-from headprune.repair.values import _Start, fit_values, inputs_of_heads
+from headprune.repairing import Place, Refit, Weights, repair
+from headprune.repairing import statistics as statistics_module
+from headprune.repairing import values as values_module
+from headprune.repairing.places import Values
+from headprune.repairing.runner import Calls
+from headprune.repairing.solve import Moments, downhill, fit_output
+from headprune.repairing.values import _Start, fit_values, inputs_of_heads
 from headprune.rows import Rows
 from tests import zoo
 from tests.problems import small

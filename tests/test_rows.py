@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.latency import shaped
 from headprune.loss import ExampleLoss
-from headprune.repair import Refit
+from headprune.repairing import Refit
 from headprune.rows import Rows, by_names, find_rows
 from headprune.scoring import METHODS, Settings
 from headprune.scoring.gradient import separate

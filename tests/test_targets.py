@@ -17,8 +17,10 @@ from headprune.planning import Order
 from headprune.planning.budgets import Budget, Fit
 from headprune.planning.effort import EFFORTS, Effort
 from headprune.plans import PruningPlan
+from headprune.searching import levels_of, merit_of, orders_of
+from headprune.trials import Trials
 from headprune.workflow.scene import Options, open_scene
-from headprune.workflow.targets import Goal, Trials, _levels, _merit, orders_of, shown, trade_off
+from headprune.workflow.targets import Goal, shown, trade_off, trials_of
 
 
 class Judge:
@@ -65,9 +67,9 @@ def test_the_order_that_is_used_is_drawn() -> None:
 def test_fewer_heads_are_wanted_where_accuracy_is_the_budget() -> None:
     made = order("re-scored")
     judge: Any = Judge({("re-scored", 4): 1.0, ("re-scored", 3): 0.5})
-    assert _merit([fit(made, 3, "drop")], judge) > _merit([fit(made, 4, "drop")], judge)
-    assert _merit([fit(made, 3)], judge) < _merit([fit(made, 4)], judge)
-    assert _merit([fit(made, 3), fit(made, 4)], judge)[1] == pytest.approx(1.5)
+    assert merit_of([fit(made, 3, "drop")], judge) > merit_of([fit(made, 4, "drop")], judge)
+    assert merit_of([fit(made, 3)], judge) < merit_of([fit(made, 4)], judge)
+    assert merit_of([fit(made, 3), fit(made, 4)], judge)[1] == pytest.approx(1.5)
 
 
 class Silent:
@@ -87,9 +89,9 @@ class Silent:
 def planned(model: Path, data: Path, **goal: Any) -> tuple[dict[str, Order], Trials, list[str]]:
     console = Silent()
     scene = open_scene(Options(str(model), DataOptions(str(data), limit=24, batch_size=8)), console)
-    trials = Trials(scene, repair=True)
+    trials = trials_of(scene, repair=True)
     wanted = Goal(budgets=(Budget("keep", "2"),), **goal)
-    return orders_of(scene, wanted, [], trials, console), trials, console.said
+    return orders_of(wanted.request(scene), [], trials, console), trials, console.said
 
 
 def test_a_slow_machine_plans_alike(bert_folder: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +135,7 @@ def test_the_control_is_drawn_where_it_was_asked_for_and_at_the_end() -> None:
     console: Any = SimpleNamespace(track=track)
     fits = [fit(made, 40), fit(made, 30)]
     curve: Any = trade_off({"re-scored": made}, [made, made], fits, trials, console)
-    levels = _levels(80, [40, 30])
+    levels = levels_of(80, [40, 30])
     assert levels == [20, 30, 40, 60]
     assert curve[0] == ("dense", 80)
     assert [keep for name, keep in curve if name == "re-scored"] == levels[::-1]

@@ -62,7 +62,10 @@ def plan(
             a strategy that runs the model.
     """
     if strategy_named(strategy).runs_model:
-        raise HeadPruneError(f"The strategy {strategy} runs the model.", "Use headprune.planning.arrange.")
+        raise HeadPruneError(
+            f"The strategy {strategy} runs the model, which headprune.plan does not see.",
+            f"Use headprune.search(model, batches, keep={keep!r}, strategy={strategy!r}).",
+        )
     constraints = Constraints.parse(protect, scores.layers, min_heads_per_layer)
     asked = heads_to_keep(keep, sum(layer.num_heads for layer in scores.layers))
     search = Search(scores.layers, scores, constraints, seed=seed)

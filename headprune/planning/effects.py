@@ -16,8 +16,8 @@ from headprune.inputs import call
 from headprune.loss import inputs_of
 from headprune.planning.effort import spread
 from headprune.planning.units import Unit
-from headprune.repair import Place, Refit, Weights
-from headprune.repair.probe import probe_of
+from headprune.repairing import Place, Refit, Weights
+from headprune.repairing.probe import probe_of
 from headprune.scoring.gradient import finite, frozen
 
 _FIRST_RIDGE = 0.3  # for layers that have lost nothing yet, so that cross-validation has said nothing; see RIDGES

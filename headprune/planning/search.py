@@ -17,10 +17,10 @@ from headprune.planning.order import Order
 from headprune.planning.state import State
 from headprune.planning.strategies import Search, strategy
 from headprune.planning.units import SLICES, Unit
-from headprune.repair import Refit
+from headprune.repairing import Refit
 from headprune.rows import apparent_size
 
-_LOOKING = ("re-scored", "compensated", "auto", "greedy")  # strategies that look at the model
+_LOOKING = ("re-scored", "compensated", "greedy")  # strategies that look at the model
 _SHARE = 1 / 6  # of the kept heads that go before they are looked at again
 _TRIED, _TRIED_EXAMPLES = 6, 256  # units that greedy tries before one goes, and the examples it tries them on
 
@@ -61,9 +61,16 @@ def compensated(search: Search, levels: Sequence[int]) -> Order:
 def auto(search: Search, levels: Sequence[int]) -> Order:
     """As re-scored; `prune` tries other orders beside it, and the choosing part decides.
 
-    See docs/benchmarks.md, Quality by heads kept.
+    So it is no order of its own: `headprune.searching` makes those orders and compares them. See docs/benchmarks.md, Quality by
+    heads kept.
+
+    Raises:
+        HeadPruneError: Always.
     """
-    return rescored(search, levels)
+    raise HeadPruneError(
+        "auto makes several orders and compares them, which one order's search cannot.",
+        "Use headprune.search, or a single strategy such as re-scored.",
+    )
 
 
 @strategy("greedy", needs_scores=False, runs_model=True)
@@ -75,7 +82,7 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
     refit, state = _refit_of(search), State(search)
     before = refit.passes
     looks = stages(state.kept, levels)
-    losses = ExampleLoss(refit.model)
+    losses = ExampleLoss(refit.model, search.loss_fn)
     with refit.runner.calm():
         batches = losses.prepare(refit.batches)
     examples = [batches[i] for i in spread(len(batches), refit.examples, _TRIED_EXAMPLES)]

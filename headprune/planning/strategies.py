@@ -11,10 +11,11 @@ from torch import nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
+from headprune.loss import LossFn
 from headprune.planning.effort import NORMAL, Effort
 from headprune.planning.order import Order
 from headprune.planning.units import GROUPS, Constraints, Unit, units_of, why_stay
-from headprune.repair import Refit
+from headprune.repairing import Refit
 from headprune.scoring.base import HeadScores, Progress, Store
 
 
@@ -38,6 +39,7 @@ class Search:
         refit: The repair that will follow, if any: strategies that run the model see it repaired.
         store: Keeps what strategies measure, so that an interrupted search goes on where it was.
         effort: How much work it may be.
+        loss_fn: As for `headprune.score`: for batches that are pairs ``(inputs, labels)``.
     """
 
     layers: Sequence[AttentionLayer]
@@ -51,6 +53,7 @@ class Search:
     refit: Refit | None = None
     store: Store | None = None
     effort: Effort = NORMAL
+    loss_fn: LossFn | None = None
 
     def units(self, scores: HeadScores | None = None) -> list[list[Unit]]:
         """The units of every layer that may go, those with the least score first.

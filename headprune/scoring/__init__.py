@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.arguments import layers_for, listed
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
-from headprune.inputs import check_weights, model_device, move, too_long
-from headprune.loss import ExampleLoss, inputs_of
+from headprune.inputs import check_weights, model_device, move, too_long, usable
+from headprune.loss import ExampleLoss, LossFn
 from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention, uncompiled
 from headprune.rows import is_empty
@@ -38,7 +39,7 @@ from headprune.scoring.base import (
 from headprune.scoring.replay import DisagreementError
 from headprune.scoring.resume import DiskStore, Work
 from headprune.scoring.stability import stability
-from headprune.trace import evaluating, find_attention
+from headprune.trace import evaluating
 
 __all__ = [
     "METHODS", "HeadScores", "Method", "Problem", "Settings", "ablation", "agreement", "gradient",
@@ -51,7 +52,7 @@ def score(
     batches: Iterable[Any],
     method: str = "gradient",
     *,
-    loss_fn: Callable[..., Tensor] | None = None,
+    loss_fn: LossFn | None = None,
     distil: bool = False,
     layers: Sequence[AttentionLayer] | None = None,
     seed: int = 0,
@@ -71,7 +72,7 @@ def score(
             where there are neither labels nor a ``loss_fn``.
         layers: From `headprune.find_attention`, to save the trace.
         seed: For methods that draw.
-        settings: How long, how much memory, and what single methods may be told.
+        settings: How long, how much memory, and what single methods may be told (`headprune.scoring.Settings`).
         work: A folder for finished parts: the same call goes on there after an interruption, and gives what it
             would have given without. Parts of any other model, data, seed or setting are never used.
         progress: Called with (steps done, steps in all, note).
@@ -91,15 +92,15 @@ def score(
         raise HeadPruneError(f"The seed is {seed}.", "Give 0 or more.")
     check_weights(model)
     device = model_device(model)
-    kept = [move(batch, device) for batch in batches]
+    with torch.inference_mode(False):
+        kept = [usable(move(batch, device)) for batch in listed(batches)]
     kept = [batch for batch in kept if not is_empty(batch)]
     if not kept:
         raise HeadPruneError("There are no examples to score on.", "Check the dataset, its split and --limit.")
     losses = ExampleLoss(model, loss_fn, distil=distil, seed=seed)
     with _deterministic(model):
         kept = losses.prepare(kept)
-    if layers is None:
-        layers = find_attention(model, inputs_of(model, kept[0]))
+    layers = layers_for(model, layers, batches=kept)
     maskable = [layer for layer in layers if layer.maskable]
     if not maskable:
         why = f": {layers[0].reason}" if layers else ""
@@ -152,7 +153,7 @@ def _scores(chosen: Method, problem: Problem, estimate: Estimate, fingerprint_: 
 @contextmanager
 def _deterministic(model: nn.Module) -> Iterator[None]:
     """A model that answers alike every time: in evaluation mode, not compiled, heads apart, without a cache."""
-    with uncompiled(), evaluating(model), exact_attention(model), _uncached(model):
+    with torch.inference_mode(False), uncompiled(), evaluating(model), exact_attention(model), _uncached(model):
         yield
 
 

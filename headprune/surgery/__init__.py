@@ -6,11 +6,12 @@ for bit what it was. The journal keeps the replaced tensors, so no whole-model c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from headprune.arguments import Plan, heads_of, layers_for
 from headprune.attention import AttentionLayer, check_heads, check_possible, ghosts
 from headprune.errors import PruneError
 from headprune.forms import remember
@@ -20,7 +21,7 @@ from headprune.plans import PruningPlan
 from headprune.surgery.journal import Journal
 from headprune.surgery.proof import TOLERANCE, TRIED, Proof, answers, attempt, failing_alone, inputs_for, references
 from headprune.surgery.removal import Removal, check_present, left_as_ghosts, ways
-from headprune.trace import evaluating, find_attention
+from headprune.trace import evaluating, example_for
 
 __all__ = ["Proof", "Removal", "answers", "prune", "record", "remove"]
 
@@ -29,8 +30,8 @@ _RECORD = "_headprune_record"
 
 def prune(
     model: nn.Module,
-    plan: PruningPlan | Mapping[str, Sequence[int]],
-    example: Example,
+    plan: Plan,
+    example: Example | None = None,
     *,
     layers: Sequence[AttentionLayer] | None = None,
 ) -> Proof:
@@ -39,20 +40,24 @@ def prune(
     Args:
         model: Any model with attention. May have been pruned before.
         plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` to remove.
-        example: A batch for the trace and for the proof; a second, differently shaped one is derived from it.
+        example: A batch for the trace and for the proof, without labels; others, differently shaped, are derived from it. By
+            default an input is made up, for transformers models and for others that were repaired or pruned before.
         layers: From `headprune.find_attention`, to save the trace.
 
     Returns:
         The `Proof`.
 
     Raises:
-        HeadPruneError: An unknown layer or head, heads that cannot go alone, a plan for another model.
+        HeadPruneError: An unknown layer or head, heads that cannot go alone, a plan for another model; no example, where
+            it is not known what the model takes.
         PruneError: The pruned model would not have been the masked one; the model is unchanged.
     """
+    if example is None:
+        example = example_for(model)
+    layers = layers_for(model, layers, example)
+    drop = check_heads(heads_of(plan), layers)
     if isinstance(plan, PruningPlan):
-        plan.check_model(model)
-    layers = find_attention(model, example) if layers is None else layers
-    drop = check_heads(plan.drop if isinstance(plan, PruningPlan) else plan, layers)
+        plan.check_model(model, repaired_for=drop)
     touched = [layer for layer in layers if layer.name in drop]
     modes = {layer.name: model.get_submodule(layer.module).training for layer in touched if layer.prunable}
     for layer in touched:

@@ -25,23 +25,25 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, first_line
+from headprune.forms import guesses, made, remembered
 from headprune.inputs import Example, call, check_weights, model_device, move, usable
 from headprune.modules import EmptyAttention, exact_attention, uncompiled
 from headprune.trace.layers import read_layers
 from headprune.trace.meta import Materialised
 from headprune.trace.tracer import Tracer
 
-__all__ = ["attributes_kept", "evaluating", "find_attention"]
+__all__ = ["attributes_kept", "evaluating", "example_for", "find_attention"]
 
 
-def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
+def find_attention(model: nn.Module, example: Example | None = None) -> list[AttentionLayer]:
     """Every attention layer that runs when ``model`` sees ``example``, in order of execution.
 
     Args:
         model: Any module, in any mode; it is left as it was. Its weights may be on the meta device (structure is
             all that is read), spread over devices, or brought in as they are needed by accelerate's hooks.
         example: A dict of tensors (keyword arguments), a tensor, or a tuple (positional arguments);
-            two rows and at least two tokens tell the most. It is moved to the model's device.
+            two rows and at least two tokens tell the most. It is moved to the model's device. By default an input is made
+            up (`example_for`).
 
     Returns:
         One `AttentionLayer` per attention module (a module that runs several times, as in ALBERT,
@@ -49,9 +51,11 @@ def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
 
     Raises:
         HeadPruneError: The model refuses the example, it has no softmax attention, or its weights were made in
-            inference mode.
+            inference mode; there is no example, and none can be made up.
     """
     check_weights(model)
+    if example is None:
+        example = example_for(model)
     device = model_device(model)
     with torch.inference_mode(False):
         given = usable(move(example, "cpu" if device.type == "meta" else device))
@@ -80,6 +84,27 @@ def find_attention(model: nn.Module, example: Example) -> list[AttentionLayer]:
             "If attention only runs on longer or other inputs, pass such an example.",
         )
     return layers
+
+
+def example_for(model: nn.Module) -> Example:
+    """A made-up input that a model takes: of the form that `headprune.prune` or `headprune.repair` has seen, or, for a
+    transformers model, of the form that its config names.
+
+    Raises:
+        HeadPruneError: It is not known what the model takes.
+    """
+    for form in (*reversed(remembered(model)), *guesses(model)):
+        example: Example = made(form)
+        try:
+            with torch.no_grad(), uncompiled(), evaluating(model), exact_attention(model):
+                call(model, move(example, model_device(model)))
+        except Exception:  # a model refuses what it does not take in any way
+            continue
+        return example
+    raise HeadPruneError(
+        f"It is not known what {type(model).__name__} takes, so an example batch is needed to find the heads.",
+        "Pass example= or layers=.",
+    )
 
 
 def _traced(model: nn.Module, example: Example, *, buffers: bool) -> list[AttentionLayer]:

@@ -27,12 +27,14 @@ from headprune.planning.budgets import Fit, Reading
 from headprune.plans import PruningPlan
 from headprune.runs import RunFolder
 from headprune.scoring import HeadScores, save_scores
+from headprune.searching import candidates, orders_of
 from headprune.surgery import answers, prune
+from headprune.trials import Trials
 from headprune.workflow.checks import check_goal, check_scored
 from headprune.workflow.scene import Console, Options, Scene, open_scene
 from headprune.workflow.scoring import cut_anew, run_document, score_all
 from headprune.workflow.stages import Stages, publish, stages_of
-from headprune.workflow.targets import Goal, Trials, fits_of, masked, orders_of, random_orders, shown, trade_off
+from headprune.workflow.targets import Goal, fits_of, random_orders, shown, trade_off, trials_of
 from headprune.workflow.timing import budget_input, time_models
 
 
@@ -43,6 +45,17 @@ class Pruned:
     plan: PruningPlan
     change: Change
     document: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What every budget of a run works with."""
+
+    scene: Scene
+    goal: Goal
+    trials: Trials
+    stages: Stages
+    console: Console
 
 
 def plan_run(
@@ -60,8 +73,8 @@ def plan_run(
     check_goal(goal, scene)
     if source is not None:
         _check_same(scene, scores, source)
-    trials = Trials(scene, goal.repair)
-    orders = {} if goal.plan else orders_of(scene, goal, _candidates(scores, methods), trials, console)
+    trials = trials_of(scene, goal.repair)
+    orders = {} if goal.plan else orders_of(goal.request(scene), _candidates(scores, methods), trials, console)
     return scores, fits_of(scene, goal, orders, trials, console)
 
 
@@ -124,13 +137,14 @@ def _pruned_and_measured(
 ) -> tuple[list[Pruned], dict[str, Any]]:
     """All budgets, with their checkpoints in ``content``, and what metrics.json will say."""
     environment = runs.environment(str(next(scene.model.parameters()).device))
-    trials = Trials(scene, goal.repair, stages)
-    orders = {} if goal.plan else orders_of(scene, goal, scores, trials, console)
+    trials = trials_of(scene, goal.repair, stages)
+    run = _Run(scene, goal, trials, stages, console)
+    orders = {} if goal.plan else orders_of(goal.request(scene), scores, trials, console)
     fits = _kept_fits(goal, stages, environment, lambda: fits_of(scene, goal, orders, trials, console))
     fits = list({f.plan.asked: f for f in fits}.values())  # "50%" and "36" may be the same
     with console.track("measuring the dense model") as progress:
         dense = stages.measurement(
-            "dense", lambda: evaluate(scene.model, scene.parts.report.batches(), progress)
+            "dense", lambda: evaluate(scene.model, scene.parts.report.batches(), progress=progress)
         )  # fmt: skip
     if scene.metric not in dense.metrics:
         raise HeadPruneError(
@@ -142,7 +156,7 @@ def _pruned_and_measured(
     models: dict[int, nn.Module] = {}
     for fitted in fits:
         path = content.checkpoint_path(fitted.plan.asked)
-        results.append(_prune_one(scene, goal, fitted, randoms, trials, dense, path, models, console))
+        results.append(_prune_one(run, fitted, randoms, dense, path, models))
     # On another machine it is timed again.
     timed = stages.get(
         f"latency {environment}",
@@ -200,8 +214,7 @@ def _scores_of(source: RunFolder | None, methods: Sequence[str]) -> list[HeadSco
 
 def _candidates(scores: Sequence[HeadScores], methods: Sequence[str]) -> list[HeadScores]:
     """The scores to plan by: those asked for, and random only if there is nothing else."""
-    asked_for = [s for s in scores if s.method in methods] if methods else list(scores)
-    return [s for s in asked_for if s.method != "random"] or asked_for
+    return candidates([s for s in scores if s.method in methods] if methods else scores)
 
 
 def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -> None:
@@ -219,34 +232,32 @@ def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -
 
 
 def _prune_one(
-    scene: Scene,
-    goal: Goal,
+    run: _Run,
     fitted: Fit,
     randoms: Sequence[Order],
-    trials: Trials,
     dense: Measurement,
     path: Path,
     models: dict[int, nn.Module],
-    console: Console,
 ) -> Pruned:
-    chosen, stages, asked = fitted.plan, trials.stages, fitted.plan.asked
+    scene, trials, stages, console = run.scene, run.trials, run.stages, run.console
+    chosen, asked = fitted.plan, fitted.plan.asked
     for note in chosen.notes:
         console.say(note)
-    made, reloaded = _made(scene, goal, chosen, trials, path, console)
+    made, reloaded = _made(run, chosen, path)
     batches = list(scene.parts.report.batches())
     with console.track(f"measuring with {chosen.kept} heads") as progress:
-        pruned = stages.measurement(f"pruned {asked}", lambda: evaluate(reloaded, batches, progress))
+        pruned = stages.measurement(f"pruned {asked}", lambda: evaluate(reloaded, batches, progress=progress))
     with console.track(f"random control with {chosen.kept} heads") as progress:
         control = []
         for i, order in enumerate(randoms):
             drop = order.plan(chosen.kept).drop
-            control.append(stages.get(f"control {asked} {i}", lambda: _control(scene, drop, trials, batches), float))  # noqa: B023
+            control.append(stages.get(f"control {asked} {i}", lambda: _control(drop, trials, batches), float))  # noqa: B023
             progress(i + 1, len(randoms))
     without = alike = None
     if made["repair"] is not None:
-        without = stages.measurement(f"unrepaired {asked}", lambda: masked(scene, chosen.drop, batches))
+        without = stages.measurement(f"unrepaired {asked}", lambda: trials.masked(chosen.drop, batches))
         if made["repair"]["answers"] is not None or any(not trial["kept"] for trial in made["repair"]["trials"]):
-            alike = stages.measurement(f"like control {asked}", lambda: _alike(scene, chosen.drop, trials, batches))
+            alike = stages.measurement(f"like control {asked}", lambda: _alike(chosen.drop, trials, batches))
     change = compare(dense, pruned, scene.metric)
     models[chosen.kept] = reloaded
     document = {
@@ -278,20 +289,18 @@ def _prune_one(
     return Pruned(chosen, change, document)
 
 
-def _control(scene: Scene, drop: Heads, trials: Trials, batches: Sequence[Any]) -> float:
+def _control(drop: Heads, trials: Trials, batches: Sequence[Any]) -> float:
     """The metric without heads that were drawn at random."""
-    return _alike(scene, drop, trials, batches).metrics[scene.metric]
+    return _alike(drop, trials, batches).metrics[trials.metric]
 
 
-def _alike(scene: Scene, drop: Heads, trials: Trials, batches: Sequence[Any]) -> Measurement:
+def _alike(drop: Heads, trials: Trials, batches: Sequence[Any]) -> Measurement:
     """The model without some heads as the control is measured: fitted layer by layer, all fits kept. The rest is dear."""
     with trials.repaired(drop):
-        return masked(scene, drop, batches)
+        return trials.masked(drop, batches)
 
 
-def _made(
-    scene: Scene, goal: Goal, chosen: PruningPlan, trials: Trials, path: Path, console: Console
-) -> tuple[dict[str, Any], nn.Module]:
+def _made(run: _Run, chosen: PruningPlan, path: Path) -> tuple[dict[str, Any], nn.Module]:
     """The facts of a pruned model that is saved to ``path``, and the model as it is loaded from there.
 
     What is reported is what a user will load, not what is in memory.
@@ -299,28 +308,27 @@ def _made(
     name = f"made {chosen.asked}"
     for damaged in (False, True):
         if damaged:
-            trials.stages.forget(name)
-        made = trials.stages.get(name, lambda: _make(scene, goal, chosen, trials, path, console), dict)
+            run.stages.forget(name)
+        made = run.stages.get(name, lambda: _make(run, chosen, path), dict)
         try:
-            return made, checkpoint.load(path, device=next(scene.model.parameters()).device)
+            return made, checkpoint.load(path, device=next(run.scene.model.parameters()).device)
         except HeadPruneError:
             if damaged:
                 raise
     raise AssertionError
 
 
-def _make(
-    scene: Scene, goal: Goal, chosen: PruningPlan, trials: Trials, path: Path, console: Console
-) -> dict[str, Any]:
+def _make(run: _Run, chosen: PruningPlan, path: Path) -> dict[str, Any]:
     """Repair, prune, train and save."""
+    scene, trials, console = run.scene, run.trials, run.console
     doing = console.track(f"repairing {chosen.kept} heads") if trials.refit else nullcontext()
     with doing, trials.repaired(chosen.drop, answering=True) as repair:
         model = copy.deepcopy(scene.model)
     # The plan was made for the dense model's weights; some of them are repaired now.
     proof = prune(model, chosen.drop, scene.example, layers=scene.layers)
     trained = None
-    if goal.finetune:
-        model, trained = _trained(scene, goal, model, trials.stages, chosen.asked, console)
+    if run.goal.finetune:
+        model, trained = _trained(run, model, chosen.asked)
     checkpoint.save(
         model, path, processor=scene.loaded.processor, overwrite=True,
         about={"task": scene.loaded.task.name, "from": scene.loaded.source},
@@ -341,21 +349,20 @@ def _make(
     }
 
 
-def _trained(
-    scene: Scene, goal: Goal, pruned: nn.Module, stages: Stages, asked: int, console: Console
-) -> tuple[nn.Module, dict[str, Any]]:
+def _trained(run: _Run, pruned: nn.Module, asked: int) -> tuple[nn.Module, dict[str, Any]]:
     """The fine-tuned model, and what a report says of it."""
     from headprune.finetune import FinetuneOptions, finetune  # Trainer takes seconds to import
 
+    scene, console = run.scene, run.console
     before = evaluate(pruned, scene.parts.report.batches())
     train, notes = load_train(scene.options.data, scene.loaded, scene.parts)
     for note in notes:
         console.say(note)
-    options = FinetuneOptions(epochs=goal.finetune, seed=scene.options.seed)
+    options = FinetuneOptions(epochs=run.goal.finetune, seed=scene.options.seed)
     with console.track("fine-tuning") as progress:
         done = finetune(
             pruned, scene.model, train, scene.parts.choose, options, metric=scene.metric,
-            work=stages.path / f"finetune-{asked}", progress=progress, say=console.say,
+            work=run.stages.path / f"finetune-{asked}", progress=progress, say=console.say,
         )  # fmt: skip
     return done.model, {**done.to_json(), "options": asdict(options), "before": _measured(before, scene.metric)}
 

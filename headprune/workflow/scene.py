@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Protocol, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import nn
@@ -16,7 +15,8 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import first_rows
 from headprune.models import TASKS, LoadedModel, load_model, numbers_given
 from headprune.plans import keep_of
-from headprune.scoring.base import Progress, Settings
+from headprune.scoring.base import Settings
+from headprune.searching import Listener
 from headprune.trace import find_attention
 
 
@@ -113,14 +113,8 @@ def _checked(kind: type[_Kind], data: Any, without: tuple[str, ...] = ()) -> dic
     return found
 
 
-class Console(Protocol):
-    """Where a run tells what it does."""
-
-    def say(self, text: str) -> None:
-        """A line for the user."""
-
-    def track(self, label: str) -> AbstractContextManager[Progress]:
-        """A progress bar."""
+Console = Listener
+"""Where a run tells what it does."""
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ from headprune.jsonio import dumps, loads, read_json, write_json
 from headprune.planning import Order
 from headprune.runs import PARTS, RunFolder
 from headprune.scoring.resume import DiskStore, digest
+from headprune.trials import Results
 from headprune.workflow.scene import Scene
 
 T = TypeVar("T")
 
 
-class Stages:
+class Stages(Results):
     """Results by name. What an interrupted run has made is read instead of made again.
 
     A result is always what is read back from JSON, so that going on gives what one run gives, to the bit; and one that JSON

@@ -16,10 +16,10 @@ from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import inputs_of
 from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention, uncompiled
-from headprune.repair.crossed import crossed
-from headprune.repair.places import Place, Values
-from headprune.repair.probe import probe_of, real_tokens, tokens_of, widened
-from headprune.repair.solve import FOLDS
+from headprune.repairing.crossed import crossed
+from headprune.repairing.places import Place, Values
+from headprune.repairing.probe import probe_of, real_tokens, tokens_of, widened
+from headprune.repairing.solve import FOLDS
 from headprune.rows import find_rows, is_empty
 from headprune.scoring.gradient import frozen, unlike
 from headprune.trace import evaluating
@@ -61,7 +61,7 @@ class Runner:
         examples: How many there are.
         passes: Forward passes over all of them, so far.
         rows: How examples lie in the batches.
-        further: Mixtures of them (`headprune.repair.crossed`), once they are asked for (`mix`).
+        further: Mixtures of them (`headprune.repairing.crossed`), once they are asked for (`mix`).
     """
 
     def __init__(self, model: nn.Module, places: Sequence[Place], batches: Sequence[Any]) -> None:

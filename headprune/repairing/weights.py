@@ -15,7 +15,7 @@ class LayerRepair:
     """One layer's refit.
 
     Attributes:
-        before: Mean squared error per token (weighted as in the fit: `headprune.repair.repair`) of W_O's output with the old weights and without the removed heads, divided
+        before: Mean squared error per token (weighted as in the fit: `headprune.repair`) of W_O's output with the old weights and without the removed heads, divided
             by the variance of the dense model's output.
         after: The same with the new weights.
         ridge: The strength that was best on held-out examples; infinite where the old weights were.
@@ -30,7 +30,7 @@ class LayerRepair:
 
 @dataclass(frozen=True)
 class AnswersRepair:
-    """The step towards the dense model's answers (`headprune.repair.answers`).
+    """The step towards the dense model's answers (`headprune.repairing.answers`).
 
     Attributes:
         before: Root mean squared difference of the answers (logits, along the differences between classes) from the dense
@@ -38,7 +38,7 @@ class AnswersRepair:
         held_out: What it should be on an example that is left out, to first order.
         strength: Of the ridge, that makes it so.
         examples: That were fitted to.
-        mixtures: How many of them are mixtures of two (`headprune.repair.crossed`).
+        mixtures: How many of them are mixtures of two (`headprune.repairing.crossed`).
         after: What it is on the calibration examples.
         part: Of the step, that was taken.
     """
@@ -54,7 +54,7 @@ class AnswersRepair:
 
 @dataclass(frozen=True)
 class Trial:
-    """How one step of a repair did on examples that it was not fitted to (`headprune.repair.held_out`).
+    """How one step of a repair did on examples that it was not fitted to (`headprune.repairing.held_out`).
 
     Attributes:
         step: ``"output projections"``, ``"values"`` or ``"answers"`` (the last step, towards the dense model's answers).
@@ -70,6 +70,11 @@ class Trial:
     examples: int
     kept: bool
 
+    @property
+    def gain(self) -> float:
+        """How much nearer to the dense model's answers the step came there: ``before - after``; below 0 it came no nearer."""
+        return self.before - self.after
+
     def to_json(self) -> dict[str, Any]:
         """With None for what is no number, as where answers overflow."""
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in vars(self).items()}
@@ -82,7 +87,7 @@ class Repair:
     Attributes:
         layers: By layer; on the calibration examples, in the last sweep, before the step towards the answers.
         examples: Calibration examples.
-        mixtures: Mixtures of them that were fitted to as well (`headprune.repair.crossed`).
+        mixtures: Mixtures of them that were fitted to as well (`headprune.repairing.crossed`).
         passes: Forward passes over them.
         biases: Output projections that had no bias, and have one now.
         notes: What could not be refitted, and why.
@@ -149,7 +154,7 @@ class Weights:
         facts: What the fits were like, by layer.
         answers: The step towards the dense model's answers, if they have it in them.
         note: Why they have not, if it was tried.
-        trials: How every step did on examples that it was not fitted to (`headprune.repair.held_out`).
+        trials: How every step did on examples that it was not fitted to (`headprune.repairing.held_out`).
     """
 
     of: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.gates import mask
 from headprune.modules import exact_attention
-from headprune.repair.answers import Answers
-from headprune.repair.places import Place, Values, is_transposed, places_of
-from headprune.repair.runner import Runner
-from headprune.repair.solve import Fit, Moments, fit_output
-from headprune.repair.statistics import Progress, Statistics
-from headprune.repair.values import fit_values, written
-from headprune.repair.weights import Repair, Weights, add_biases, remove_biases
-from headprune.scoring.base import Store
+from headprune.repairing.answers import Answers
+from headprune.repairing.places import Place, Values, is_transposed, places_of
+from headprune.repairing.runner import Runner
+from headprune.repairing.solve import Fit, Moments, fit_output
+from headprune.repairing.statistics import Statistics
+from headprune.repairing.values import fit_values, written
+from headprune.repairing.weights import Repair, Weights, add_biases, remove_biases
+from headprune.scoring.base import Progress, Store
 
 _REMEMBERED = 8  # fits of one W_O: what a search, its trials and the pruning that follows come back to
 _NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
@@ -37,7 +37,7 @@ class Refit:
         batches: Calibration examples.
         ridge: As for `repair`.
         values: Whether values are refitted too, where they can be.
-        mixtures: Whether mixtures of the examples are fitted to as well, where they can be (`headprune.repair.crossed`).
+        mixtures: Whether mixtures of the examples are fitted to as well, where they can be (`headprune.repairing.crossed`).
         progress: Called after every batch of a pass.
         store: For what is measured with it.
 
@@ -161,7 +161,7 @@ class Refit:
     def answering(self, drop: Heads, start: Weights | None = None, answers: Answers | None = None) -> Weights:
         """As `fitted`, and then all W_O that lose heads moved together towards the dense model's answers.
 
-        A layer's fit does not know what the other layers' errors add up to; this does (`headprune.repair.answers`). It takes
+        A layer's fit does not know what the other layers' errors add up to; this does (`headprune.repairing.answers`). It takes
         three passes or more, so plans are compared without.
 
         Args:

@@ -27,21 +27,21 @@ from headprune.divergence import Divergence, logits_of
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
 from headprune.inputs import tensors
-from headprune.repair.answers import Answers
-from headprune.repair.runner import Mixed, Runner
-from headprune.repair.solve import FOLDS, Moments
-from headprune.repair.weights import Trial, Weights
+from headprune.repairing.answers import Answers
+from headprune.repairing.runner import Mixed, Runner
+from headprune.repairing.solve import FOLDS, Moments
+from headprune.repairing.weights import Trial, Weights
 from headprune.uncertainty import p_value, spread
 
 if TYPE_CHECKING:
-    from headprune.repair.refit import Refit
+    from headprune.repairing.refit import Refit
 
 _LEAST = 4  # examples: two or three may agree by accident
 _FEW = 128  # examples: up to here both halves are tried
 _MOST = 256  # examples that are looked at for W_O and values
 _APART = 0.25  # of the examples, set apart for the last step …
 _MOST_APART = 128  # … and no more than these
-_CHUNK = 8  # rows of a batch that are mixed with one another only (`headprune.repair.crossed`): set apart together
+_CHUNK = 8  # rows of a batch that are mixed with one another only (`headprune.repairing.crossed`): set apart together
 
 OUTPUTS, VALUES, ANSWERS = "output projections", "values", "answers"
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headprune.repair.places import Place
-from headprune.repair.weights import LayerRepair
+from headprune.repairing.places import Place
+from headprune.repairing.weights import LayerRepair
 
 RIDGES = (1e-4, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0)  # of the mean variance of an input
 FOLDS = 2

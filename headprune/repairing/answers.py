@@ -11,12 +11,12 @@ from torch import Tensor
 
 from headprune.divergence import gives_several, logits_of, regresses
 from headprune.errors import HeadPruneError
-from headprune.repair.coordinates import Coordinates, Parts, longest
-from headprune.repair.crossed import blocks
-from headprune.repair.places import Place
-from headprune.repair.runner import Runner, Seen
-from headprune.repair.solve import downhill
-from headprune.repair.weights import AnswersRepair
+from headprune.repairing.coordinates import Coordinates, Parts, longest
+from headprune.repairing.crossed import blocks
+from headprune.repairing.places import Place
+from headprune.repairing.runner import Runner, Seen
+from headprune.repairing.solve import downhill
+from headprune.repairing.weights import AnswersRepair
 
 STRENGTHS = tuple(10 ** (i / 2) for i in range(-8, 5))  # of the mean squared length of an answer's gradient
 _START = 10**-0.5  # the strength that is tried first
@@ -43,7 +43,7 @@ class Answers:
     What is asked for: of one vector of logits an example, the differences between classes (for a head that gives several labels
     at once, or numbers, all that it gives). Where these are many, some directions among them, others for every example.
 
-    Where there are mixtures of the examples (`headprune.repair.crossed`), they are asked for in the examples' place.
+    Where there are mixtures of the examples (`headprune.repairing.crossed`), they are asked for in the examples' place.
 
     Args:
         runner: The model, dense as it is now.
@@ -101,7 +101,7 @@ class Answers:
 
         Minimised is ``sum_i |r_i - J_i d|^2 + strength * v * |d|^2``: r_i is what example i's answer lacks of the dense
         model's, J_i its gradient with respect to all of these weights, d their change, v the mean squared length of a row
-        of J. d is sought along the few thousand directions in which J is longest (`headprune.repair.coordinates`). With fewer
+        of J. d is sought along the few thousand directions in which J is longest (`headprune.repairing.coordinates`). With fewer
         answers than these it is solved for one number per answer (kernel ridge regression with the neural tangent kernel;
         Saunders et al. 1998, Jacot et al. 2018, arXiv:1806.07572), and the strength is the best by leaving out each example
         in turn, in closed form.

@@ -6,25 +6,31 @@ W_O gives, with a pull towards the old weights and a bias that takes up the remo
 there change (and biases that were not), so a repaired model prunes like any other.
 
 The fit takes the dense model's own activations, on the calibration examples and, for texts with one answer each, on mixtures
-of them (`headprune.repair.crossed`): one set of statistics serves any choice of heads (`Refit`). Then all W_O move together,
-once, towards the dense model's answers (`headprune.repair.answers`). A step that does no better on examples that it was not
-fitted to is left out (`headprune.repair.held_out`).
+of them (`headprune.repairing.crossed`): one set of statistics serves any choice of heads (`Refit`). Then all W_O move together,
+once, towards the dense model's answers (`headprune.repairing.answers`). A step that does no better on examples that it was not
+fitted to is left out (`headprune.repairing.held_out`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from headprune.arguments import Plan, heads_of, layers_for, listed
 from headprune.attention import AttentionLayer, check_heads
+from headprune.fingerprint import fingerprint
+from headprune.forms import remember
 from headprune.inputs import check_weights
-from headprune.repair.held_out import HeldOut
-from headprune.repair.places import Place
-from headprune.repair.refit import Refit
-from headprune.repair.statistics import Progress
-from headprune.repair.weights import AnswersRepair, LayerRepair, Repair, Trial, Weights, add_biases, added_biases
+from headprune.loss import inputs_of
+from headprune.plans import PruningPlan, note_repaired
+from headprune.repairing.held_out import HeldOut
+from headprune.repairing.places import Place
+from headprune.repairing.refit import Refit
+from headprune.repairing.weights import AnswersRepair, LayerRepair, Repair, Trial, Weights, add_biases, added_biases
+from headprune.scoring.base import Progress
 
 __all__ = [
     "AnswersRepair",
@@ -43,10 +49,10 @@ __all__ = [
 
 def repair(
     model: nn.Module,
-    drop: Mapping[str, Sequence[int]],
-    batches: Sequence[Any],
+    plan: Plan,
+    batches: Iterable[Any],
     *,
-    layers: Sequence[AttentionLayer],
+    layers: Sequence[AttentionLayer] | None = None,
     sweeps: int = 0,
     ridge: float | None = None,
     values: bool = True,
@@ -54,11 +60,11 @@ def repair(
     answers: bool = True,
     progress: Progress | None = None,
 ) -> Repair:
-    """Refit a model in place, so that the heads in ``drop`` can go.
+    """Refit a model in place, so that the heads of a plan can go.
 
     Every W_O that loses a head is fitted to give the dense model's outputs on the kept heads' outputs, by least squares over
     all tokens but padding; and these heads' values with it, where that does better on held-out examples
-    (`headprune.repair.values`). The columns of removed heads become zero: the model answers as it will when they are pruned
+    (`headprune.repairing.values`). The columns of removed heads become zero: the model answers as it will when they are pruned
     (`headprune.prune` is still to come).
 
     For W_O alone, minimised is ``mean_t |y_t - W x_t - b|^2 + ridge * v * |W - W_old|^2``, y being the dense W_O's output at token t, x the
@@ -68,35 +74,45 @@ def repair(
     refit of SparseGPT's kind (Frantar and Alistarh 2023, arXiv:2301.00774) for whole heads.
 
     Every step is tried on examples that it was not fitted to, and left out unless the model's answers come nearer to the dense
-    model's there (with few examples, by more than chance): W_O, values, the last step (`headprune.repair.held_out`). What was found is in `Repair.trials`. So
+    model's there (with few examples, by more than chance): W_O, values, the last step (`headprune.repairing.held_out`). What was found is in `Repair.trials`. So
     with few examples nothing may change but that the columns of removed heads become zero.
 
     Args:
         model: The dense model; or one pruned before, which is then what is fitted to.
-        drop: ``{layer_name: [head, ...]}`` that will go.
+        plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` that will go.
         batches: What the model is called with, labels or not; or pairs ``(inputs, labels)``, as where inputs are a tuple.
             Never those that results are reported on.
-        layers: From `headprune.find_attention`.
+        layers: From `headprune.find_attention`, to save the trace.
         sweeps: Further fits of every W_O from the first that loses a head on, to the inputs that it gets behind repaired
             layers, so that errors do not add up on the way. Values stay as they were.
         ridge: Strength of the pull towards the old weights; by default what is best by cross-validation, for each layer.
         values: Whether the value projections are refitted too (only without sweeps): it takes about four passes more.
         mixtures: Whether to fit to mixtures of the examples too, where the model gives one answer a text
-            (`headprune.repair.crossed`): then the passes are over up to three times as many. Not after sweeps.
+            (`headprune.repairing.crossed`): then the passes are over up to three times as many. Not after sweeps.
         answers: Whether all W_O that lose heads are then moved together towards the dense model's answers, where these are
-            one vector of logits an example, and where that does better on examples left out (`headprune.repair.answers`).
+            one vector of logits an example, and where that does better on examples left out (`headprune.repairing.answers`).
             Not after sweeps, and not where a ridge is given.
         progress: Called with (passes done, passes in all, note).
 
+    Returns:
+        The `Repair`: `Repair.trials` say how every step did on examples that it was not fitted to.
+
     Raises:
-        HeadPruneError: An unknown layer or head, or no examples.
+        HeadPruneError: An unknown layer or head, a plan for another model, or no examples.
     """
     check_weights(model)
-    checked = check_heads(drop, layers)
-    refit = Refit(
-        model, layers, batches, ridge=ridge, values=values and not sweeps, mixtures=mixtures and not sweeps,
-        progress=progress,
-    )  # fmt: skip
-    weights = HeldOut(refit).checked(checked, sweeps=sweeps, answers=answers and not sweeps and ridge is None)
-    refit.apply(weights)
+    if isinstance(plan, PruningPlan):
+        plan.check_model(model)
+    batches = listed(batches)
+    layers = layers_for(model, layers, batches=batches)
+    checked, dense = check_heads(heads_of(plan), layers), fingerprint(model)
+    with torch.inference_mode(False):
+        refit = Refit(
+            model, layers, batches, ridge=ridge, values=values and not sweeps, mixtures=mixtures and not sweeps,
+            progress=progress,
+        )  # fmt: skip
+        weights = HeldOut(refit).checked(checked, sweeps=sweeps, answers=answers and not sweeps and ridge is None)
+        refit.apply(weights)
+    note_repaired(model, dense, checked)
+    remember(model, inputs_of(model, refit.batches[0]))
     return refit.report(weights)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from headprune.repair.places import Values
-from headprune.repair.runner import Runner, replaced
+from headprune.repairing.places import Values
+from headprune.repairing.runner import Runner, replaced
 
 
 def linear(runner: Runner, values: Mapping[str, Values]) -> dict[str, Values]:

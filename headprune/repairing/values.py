@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headprune.repair.places import Place, Values
-from headprune.repair.solve import FOLDS, Fit, Moments, centred, downhill, error
-from headprune.repair.weights import LayerRepair
+from headprune.repairing.places import Place, Values
+from headprune.repairing.solve import FOLDS, Fit, Moments, centred, downhill, error
+from headprune.repairing.weights import LayerRepair
 
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # of the mean variance of an input
 _ROUNDS, _STEPS = 3, 8  # of alternation, and of conjugate gradients in each

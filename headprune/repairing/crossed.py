@@ -22,7 +22,7 @@ _TEXT = {"input_ids", "attention_mask", "token_type_ids"}
 
 
 def blocks(size: int) -> Tensor:
-    """The number of every row's block in a batch, ``[size]``: rows of one parity, as folds are (`headprune.repair.solve`)."""
+    """The number of every row's block in a batch, ``[size]``: rows of one parity, as folds are (`headprune.repairing.solve`)."""
     rows = torch.arange(size)
     return rows // 2 // _BLOCK * 2 + rows % 2
 

@@ -13,15 +13,14 @@ from torch import Tensor
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.inputs import model_device
-from headprune.repair.crossed import crossed
-from headprune.repair.linearity import linear
-from headprune.repair.places import Place, Values
-from headprune.repair.probe import widened
-from headprune.repair.runner import Calls, Runner, replaced
-from headprune.repair.solve import FOLDS, Moments, centred
-from headprune.repair.values import directions, inputs_of_heads
-
-Progress = Callable[[int, int, str], None]
+from headprune.repairing.crossed import crossed
+from headprune.repairing.linearity import linear
+from headprune.repairing.places import Place, Values
+from headprune.repairing.probe import widened
+from headprune.repairing.runner import Calls, Runner, replaced
+from headprune.repairing.solve import FOLDS, Moments, centred
+from headprune.repairing.values import directions, inputs_of_heads
+from headprune.scoring.base import Progress
 
 _RANKS = (3, 2, 1)  # further directions that values may be made of, in widths of a head
 _MOST = 2 << 30  # bytes of statistics; more directions are for models that are small enough

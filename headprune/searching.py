@@ -1,0 +1,332 @@
+"""From a model and examples to pruning plans: the orders in which heads may go, and of these the plans that hold the budgets.
+
+What `headprune prune` and `headprune.search` do alike; nothing here knows of datasets, folders, consoles or options.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from headprune.arguments import layers_for, listed
+from headprune.attention import AttentionLayer
+from headprune.errors import HeadPruneError
+from headprune.inputs import check_weights, usable
+from headprune.loss import LossFn
+from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
+from headprune.planning.budgets import Budget, Cost, Fit, fit, fit_drop
+from headprune.planning.effort import Work, effort_named
+from headprune.planning.search import work_of
+from headprune.plans import Keep, PruningPlan
+from headprune.rows import is_empty
+from headprune.scoring import HeadScores, score
+from headprune.scoring.base import Progress
+from headprune.trials import Trials
+
+AUTO = "auto"
+METHODS_FOR_AUTO, METHODS_FOR_OTHERS = ("gradient",), ("ablation", "gradient")
+_SET_ASIDE = 4  # every fourth batch chooses, where no others are given to choose by
+
+
+class Listener(Protocol):
+    """Hears what a search does."""
+
+    def say(self, text: str) -> None:
+        """A line for the user."""
+
+    def track(self, label: str) -> AbstractContextManager[Progress]:
+        """A progress bar."""
+
+
+class _Calls:
+    """A listener that calls a function with how far the work is, and logs what is said."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+
+    def say(self, text: str) -> None:
+        logging.getLogger("headprune").info(text)
+
+    @contextmanager
+    def track(self, label: str) -> Iterator[Progress]:
+        def heard(done: int, total: int, note: str = "") -> None:
+            if self._progress:
+                self._progress(done, total, f"{label} ({note})" if note else label)
+
+        yield heard
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is searched for.
+
+    Attributes:
+        budgets: What every plan must hold, a plan each.
+        strategy: A name of `headprune.planning.STRATEGIES`.
+        constraints: What must stay.
+        effort: How much work it may be, a name of `headprune.planning.effort.EFFORTS`.
+        seed: For what is drawn.
+    """
+
+    budgets: tuple[Budget, ...]
+    strategy: str = AUTO
+    constraints: Constraints = field(default_factory=Constraints)
+    effort: str = "normal"
+    seed: int = 0
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The scores to make where there are none."""
+        if self.strategy == AUTO:
+            return METHODS_FOR_AUTO
+        return METHODS_FOR_OTHERS if strategy_named(self.strategy).needs_scores else ()
+
+    def searches(self, scores: Sequence[HeadScores]) -> Searches:
+        """The orders to make."""
+        if self.strategy == AUTO:
+            own = [(name, name, None) for name in ("compensated", "re-scored")]
+            return [*own, *((s.method, "one-shot", s) for s in scores)]
+        if strategy_named(self.strategy).needs_scores:
+            return [(s.method, self.strategy, s) for s in scores]
+        return [(self.strategy, self.strategy, None)]
+
+
+Searches = list[tuple[str, str, HeadScores | None]]
+"""Orders to make: (name, strategy, the scores to make it from)."""
+
+
+def orders_of(request: Request, scores: Sequence[HeadScores], trials: Trials, listener: Listener) -> dict[str, Order]:
+    """The request's strategy on every method's scores (or on none, if it needs none), by name."""
+    total = sum(layer.num_heads for layer in trials.maskable)
+    counts = [b.heads(total) for b in request.budgets if b.kind == "keep"]
+    kinds = (GROUPS,) if any(b.kind == "kv-cache" for b in request.budgets) else (GROUPS, SLICES)
+    base = Search(
+        trials.maskable, constraints=request.constraints, seed=request.seed, model=trials.model, batches=trials.batches,
+        refit=trials.refit, store=trials.results.store, effort=effort_named(request.effort), loss_fn=trials.loss_fn,
+    )  # fmt: skip
+    found: dict[str, Order] = {}
+    # What the curve shows below all budgets comes from the last look at the model: no one has asked for more.
+    levels = [k for k in levels_of(total, counts) if not counts or k >= min(counts)]
+    times = len(kinds) if _shares(trials.maskable) else 1
+    for name, strategy, given in _affordable(request.searches(scores), base, levels, times, trials, listener):
+        with listener.track(f"planning by {strategy}, {name}" if given else f"planning by {name}") as progress:
+            search = replace(base, scores=given, progress=progress)
+            make = partial(arrange, search, strategy, levels, trials.merit, kinds, counts)
+            found[name] = trials.results.order(f"order {name}", make)
+    if len(found) > 1 and trials.refit and trials.refit.passes:
+        passes, examples = trials.refit.passes, trials.refit.examples
+        listener.say(f"All orders together took about {passes:.0f} forward passes over {examples:,} examples.")
+    return found
+
+
+def _shares(layers: Sequence[AttentionLayer]) -> bool:
+    """Whether heads share key/value heads, so that they may go by groups or by slices."""
+    return any(layer.groups and layer.prunable for layer in layers)
+
+
+def levels_of(total: int, counts: Sequence[int]) -> list[int]:
+    """Numbers of kept heads to look at: those asked for, every quarter above the fewest, and the next eighth below, for the curve.
+
+    Every eighth, if it is not known yet how many heads will stay.
+    """
+    grid = {k: max(1, round(k * total / 8)) for k in range(7, 0, -1)}
+    if not counts:
+        return sorted(set(grid.values()))
+    above = [keep for k, keep in grid.items() if k % 2 == 0 and keep > min(counts)]
+    below = next((keep for keep in grid.values() if keep < min(counts)), None)
+    return sorted({*counts, *above, *([] if below is None else [below])})
+
+
+def _affordable(
+    searches: Searches, base: Search, levels: Sequence[int], times: int, trials: Trials, listener: Listener
+) -> Searches:
+    """Those orders that the effort allows; never none. Says what they will cost, and what is left out.
+
+    Decided by counted work, so that the same seed gives the same plan on every machine, however busy.
+
+    Args:
+        times: How often every order is made.
+    """
+    chosen: Searches = []
+    sum_of = Work(0.0, 0.0, 0)
+    for name, strategy, given in searches:
+        work = work_of(base, strategy, levels, times)
+        if work.passes:
+            trials.work[name] = work.to_json()
+        if strategy == "re-scored" and chosen and not base.effort.allows(work):
+            why = f"it would take about {work}, and at effort {base.effort.name} an order may take {base.effort.limit}"
+            trials.work[name]["left_out"] = why
+            listener.say(f"Not tried: {name}, since {why} (--effort high, or --strategy {name}).")
+            continue
+        chosen.append((name, strategy, given))
+        # Statistics, and a first look, are made once for all.
+        sum_of = max(sum_of, work, key=lambda w: w.passes)
+    if sum_of.passes:
+        listener.say(f"Planning will take about {sum_of}.")
+    return chosen
+
+
+def fits_of(
+    request: Request,
+    orders: dict[str, Order],
+    trials: Trials,
+    listener: Listener,
+    cost_of: Callable[[Budget], Cost] | None = None,
+) -> list[Fit]:
+    """For every budget a plan that holds it, all of the order whose plans do best on the examples that choose.
+
+    Args:
+        cost_of: What plans cost in the terms of a budget that is no number of heads and no loss of accuracy.
+
+    Raises:
+        HeadPruneError: A budget that no order can meet.
+    """
+    found: dict[str, list[Fit]] = {}
+    misses = []
+    with listener.track(f"fitting {', '.join(map(str, request.budgets))}") as progress:
+        for i, (name, order) in enumerate(orders.items()):
+            try:
+                found[name] = [_fitted(budget, order, trials, cost_of) for budget in request.budgets]
+            except HeadPruneError as miss:
+                misses.append(miss)
+                listener.say(f"By {name}: {miss.args[0]}")
+            progress(i + 1, len(orders))
+    if not found:
+        raise misses[0]
+    # One order serves all budgets, so that their plans are nested.
+    return (
+        max(found.values(), key=lambda fits: merit_of(fits, trials)) if len(found) > 1 else next(iter(found.values()))
+    )
+
+
+def merit_of(fits: Sequence[Fit], trials: Trials) -> tuple[float, float]:
+    """How good an order's plans are on the examples that choose, over all budgets."""
+    # Where accuracy is the budget, fewer heads are what is wanted.
+    drops = [f for f in fits if f.budget is not None and f.budget.kind == "drop"]
+    return (-sum(f.plan.kept for f in drops), sum(trials.merit(f.plan) for f in fits))
+
+
+def _fitted(budget: Budget, order: Order, trials: Trials, cost_of: Callable[[Budget], Cost] | None) -> Fit:
+    if budget.kind == "keep":
+        return Fit(replace(order.plan(budget.heads(order.total)), budget=str(budget)), budget)
+    if budget.kind == "drop":
+        return fit_drop(order, budget, trials.change_at)
+    if cost_of is None:
+        raise HeadPruneError(f"It is not known here what plans cost ({budget}).", "Give a number of heads to keep.")
+    return fit(order, budget, cost_of(budget))
+
+
+def candidates(scores: Sequence[HeadScores]) -> list[HeadScores]:
+    """The scores to plan by: random ones only if there is nothing else."""
+    return [s for s in scores if s.method != "random"] or list(scores)
+
+
+def search(
+    model: nn.Module,
+    batches: Iterable[Any],
+    keep: Keep | Sequence[Keep],
+    *,
+    choose: Iterable[Any] | None = None,
+    strategy: str = AUTO,
+    scores: HeadScores | Sequence[HeadScores] | None = None,
+    repair: bool = True,
+    protect: str | Iterable[str] = (),
+    min_heads_per_layer: int = 0,
+    effort: str = "normal",
+    loss_fn: LossFn | None = None,
+    distil: bool = False,
+    layers: Sequence[AttentionLayer] | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> list[PruningPlan]:
+    """Find the heads that can go: what `headprune prune` finds with the same examples.
+
+    By ``auto`` several orders are made in which heads may go: by how much the model's answers change when a head goes and the
+    others are refitted (once, and anew while heads go), and by scores. Of each the plans that keep as many heads as asked are
+    repaired and compared on other examples, and the order is taken whose plans stay nearest to the dense model's answers.
+
+    Args:
+        model: The dense model; its mode and weights are left as they were.
+        batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``. Never those that
+            results are reported on.
+        keep: How many heads to keep: a count (36), a share (0.5) or a percentage ("50%"), or several of these.
+        choose: Other batches, that plans are compared on. By default every fourth of ``batches`` is set aside for this.
+        strategy: How heads are picked, a name of `headprune.planning.STRATEGIES`.
+        scores: From `headprune.score`, of this model. By default ``auto`` scores by gradient, and a strategy that needs scores
+            by ablation and by gradient; ``()`` makes no order by scores.
+        repair: Whether the model will be repaired, so that plans are made for and compared on repaired models.
+        protect: What must stay: ``"L0,L3.H7"``.
+        min_heads_per_layer: Query heads that every layer keeps.
+        effort: How much work it may be: ``"low"``, ``"normal"`` or ``"high"`` (`headprune.planning.effort`).
+        loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``. Not needed for dicts with labels.
+        distil: Score by the divergence from the dense model's answers (KL, nats) instead of a loss.
+        layers: From `headprune.find_attention`, to save the trace.
+        seed: For what is drawn.
+        progress: Called with (steps done, steps in all, note).
+
+    Returns:
+        A plan for each of ``keep``, in that order. They are nested: heads that go from a larger model go from a smaller one too.
+
+    Raises:
+        HeadPruneError: A budget out of reach, an unknown strategy, layer or head, scores of another model, or no examples.
+    """
+    check_weights(model)
+    given = [batch for batch in listed(batches) if not is_empty(batch)]
+    if not given:
+        raise HeadPruneError("There are no examples to search with.", "Give batches of at least one example.")
+    layers = layers_for(model, layers, batches=given)
+    maskable = [layer for layer in layers if layer.maskable]
+    constraints = Constraints.parse(protect, maskable, min_heads_per_layer)
+    request = Request(_budgets(keep, maskable), strategy, constraints, effort, seed)
+    effort_named(effort)
+    by = [scores] if isinstance(scores, HeadScores) else None if scores is None else list(scores)
+    methods = request.methods if by is None else ()
+    if strategy_named(strategy).needs_scores and not (by or methods):
+        raise HeadPruneError(f"The strategy {strategy} needs scores.", "Pass scores= from headprune.score.")
+    several = strategy == AUTO or _shares(layers) or len(by or methods) > 1
+    listener = _Calls(progress)
+    with torch.inference_mode(False):
+        fitted_to, chooses = usable(_parted(given, choose, several))
+        for method in methods:
+            with listener.track(f"scoring by {method}") as heard:
+                made = score(
+                    model, fitted_to, method, loss_fn=loss_fn, distil=distil, layers=layers, seed=seed, progress=heard
+                )
+            by = [*(by or ()), made]
+        trials = Trials(model, layers, fitted_to, chooses, repair=repair, loss_fn=loss_fn)
+        orders = orders_of(request, candidates(by or ()), trials, listener)
+        return [fitted.plan for fitted in fits_of(request, orders, trials, listener)]
+
+
+def _budgets(keep: Keep | Sequence[Keep], layers: Sequence[AttentionLayer]) -> tuple[Budget, ...]:
+    """A budget for every number of heads; what no model of these layers can keep is refused."""
+    keeps = [keep] if isinstance(keep, str) or not isinstance(keep, Iterable) else list(keep)
+    if not keeps:
+        raise HeadPruneError("keep= names no number of heads.", 'Pass keep=36, keep="50%" or keep=[36, "25%"].')
+    budgets = tuple(Budget.parse("keep", str(each)) for each in keeps)
+    for budget in budgets:
+        budget.heads(sum(layer.num_heads for layer in layers))
+    return budgets
+
+
+def _parted(batches: list[Any], choose: Iterable[Any] | None, compares: bool) -> tuple[list[Any], list[Any]]:
+    """The batches to fit to, and those to choose by: those that were given, or else every fourth, if any are needed."""
+    if choose is not None:
+        chosen = [batch for batch in listed(choose, "choose") if not is_empty(batch)]
+        if not chosen:
+            raise HeadPruneError(
+                "choose= holds no examples.",
+                "Pass other batches than batches=; a generator gives its batches only once, so not the same one twice.",
+            )
+        return batches, chosen
+    if not compares or len(batches) < 2:
+        return batches, []
+    aside = set(range(_SET_ASIDE - 1, len(batches), _SET_ASIDE)) or {len(batches) - 1}
+    return [b for i, b in enumerate(batches) if i not in aside], [batches[i] for i in sorted(aside)]

@@ -1,0 +1,171 @@
+"""Plans tried on examples: heads masked, the others repaired, each measured once. What searches compare plans by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, TypeVar
+
+from torch import nn
+
+from headprune.attention import AttentionLayer, Heads
+from headprune.errors import HeadPruneError
+from headprune.evaluation import Change, Measurement, compare, evaluate, interval
+from headprune.fidelity import Fidelity
+from headprune.gates import mask
+from headprune.loss import LossFn
+from headprune.planning import Order
+from headprune.plans import PruningPlan
+from headprune.repairing import HeldOut, Refit, Repair
+from headprune.scoring.base import Store
+
+T = TypeVar("T")
+
+
+class Results:
+    """Where a search keeps what it has made, by name. This one forgets; `headprune.workflow.stages` has one on disk."""
+
+    @property
+    def store(self) -> Store | None:
+        """For tensors that are made on the way."""
+        return None
+
+    def get(self, name: str, make: Callable[[], Any], read: Callable[[Any], T]) -> T:
+        """A result: what ``read`` understands what ``make`` gives (as JSON can hold it) to be."""
+        return read(make())
+
+    def measurement(self, name: str, make: Callable[[], Measurement]) -> Measurement:
+        """A result that was measured."""
+        return make()
+
+    def order(self, name: str, make: Callable[[], Order]) -> Order:
+        """A result that was planned."""
+        return make()
+
+
+class Trials:
+    """Plans tried on the examples that choose: heads masked, not removed, and the others repaired. Each is measured once.
+
+    Args:
+        model: The dense model. It changes only while a context of `repaired` lasts.
+        layers: Its attention layers.
+        batches: Examples that repair is fitted to, and that heads are ranked by.
+        choose: Others, that plans are compared on.
+        repair: Whether the heads that stay are refitted.
+        metric: Of a point of the trade-off curve, and of a budget of lost accuracy.
+        loss_fn: As for `headprune.evaluate`.
+        results: Where what is measured is kept.
+
+    Attributes:
+        refit: The repair; None if there is to be none.
+        work: What making the orders was counted to cost, by name; and of those that were left out for that, why. For the report.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[AttentionLayer],
+        batches: Sequence[Any],
+        choose: Sequence[Any],
+        *,
+        repair: bool = True,
+        metric: str = "loss",
+        loss_fn: LossFn | None = None,
+        results: Results | None = None,
+    ) -> None:
+        self.model, self.layers, self.batches, self.choose = model, layers, list(batches), list(choose)
+        self.metric, self.loss_fn, self.results = metric, loss_fn, results or Results()
+        self.refit = Refit(model, layers, self.batches, store=self.results.store) if repair else None
+        self._held_out = HeldOut(self.refit) if self.refit else None
+        self.work: dict[str, dict[str, Any]] = {}
+        self._known: dict[str, Measurement] = {}
+        self._merits: dict[str, float] = {}
+
+    @property
+    def maskable(self) -> list[AttentionLayer]:
+        """The layers that plans count."""
+        return [layer for layer in self.layers if layer.maskable]
+
+    def masked(self, drop: Heads, batches: Sequence[Any]) -> Measurement:
+        """The model as it is now, without some heads, on batches."""
+        with mask(self.model, drop, layers=self.layers):
+            return evaluate(self.model, batches, loss_fn=self.loss_fn)
+
+    def measure(self, drop: Heads, *, answering: bool = False) -> Measurement:
+        """The model without some heads, repaired, on the examples that choose; ``answering`` as for `repaired`."""
+        key = repr((sorted(drop.items()), answering))
+        if key not in self._known:
+            self._known[key] = self.results.measurement(f"trial {key}", lambda: self._measured(drop, answering))
+        return self._known[key]
+
+    def _measured(self, drop: Heads, answering: bool) -> Measurement:
+        with self.repaired(drop, answering=answering):
+            return self.masked(drop, self.choose)
+
+    @contextmanager
+    def repaired(self, drop: Heads, *, answering: bool = False) -> Iterator[Repair | None]:
+        """The model repaired, while the context lasts; what that did.
+
+        Args:
+            answering: Whether as what is reported is: with the last step, and without those that do no better on examples that they
+                were not fitted to (`headprune.repairing.held_out`).
+        """
+        if self.refit is None or self._held_out is None:
+            yield None
+            return
+        weights = self._held_out.checked(drop) if answering else self.refit.fitted(drop)
+        if not weights and not weights.trials:
+            yield None
+            return
+        with self.refit.applied(weights):
+            yield self.refit.report(weights)
+
+    def change_at(self, plan: PruningPlan) -> Change:
+        """The paired change from the dense model to a plan, repaired as it will be."""
+        return compare(self.measure({}), self.measure(plan.drop, answering=True), self.metric)
+
+    @cached_property
+    def _fidelity(self) -> Fidelity:
+        """First asked for while the model is the dense one, as it is outside of `repaired`."""
+        return Fidelity(self.model, self.choose)
+
+    @property
+    def judged_by(self) -> str:
+        """What `merit` goes by, for the report."""
+        return "the divergence (KL) from the dense model's answers" if self._fidelity.known else "the loss"
+
+    def merit(self, plan: PruningPlan) -> float:
+        """How good a plan is; higher is better.
+
+        By how near its answers stay to the dense model's: minus the logarithm of the divergence, so that large and small
+        budgets weigh alike. Minus the loss, where these answers are not known.
+
+        Raises:
+            HeadPruneError: There are no examples that choose.
+        """
+        if not self.choose:
+            raise HeadPruneError(
+                "There are no examples to choose between plans by: one batch was given, and no others.",
+                "Pass choose=[batch, …] with other examples.",
+            )
+        if not self._fidelity.known:
+            return -self.measure(plan.drop).metrics["loss"]
+        key = repr(sorted(plan.drop.items()))
+        if key not in self._merits:
+            self._merits[key] = self.results.get(f"merit {key}", lambda: self._nearness(plan.drop), float)
+        return self._merits[key]
+
+    def _nearness(self, drop: Heads) -> float:
+        with self.repaired(drop), mask(self.model, drop, layers=self.layers):
+            return -math.log(max(self._fidelity.divergence(), 1e-12))
+
+    def point(self, name: str, plan: PruningPlan) -> dict[str, Any]:
+        """A point of the trade-off curve."""
+        measured = self.measure(plan.drop)
+        low, high = interval(measured, self.metric)
+        return {
+            "method": name, "kept": plan.kept, "asked": plan.asked, "value": measured.metrics[self.metric],
+            "low": low, "high": high, "loss": measured.metrics["loss"],
+        }  # fmt: skip
