@@ -362,7 +362,7 @@ def test_a_text_that_just_fits_is_not_cut(bert_folder: Path, here: Path) -> None
 
 
 def test_several_labels_an_example_can_be_read(here: Path) -> None:
-    from headprune.data import _hidden_labels
+    from headprune.data.cutting import hidden_labels
 
     class Rows:
         column_names = ("label",)
@@ -373,7 +373,7 @@ def test_several_labels_an_example_can_be_read(here: Path) -> None:
         def __getitem__(self, rows: slice) -> dict[str, Any]:
             return {"label": [[0, 1], [1, 1]]}
 
-    assert not _hidden_labels(Rows())
+    assert not hidden_labels(Rows())
 
 
 # -- the disk ------------------------------------------------------------------------------------------
