@@ -274,17 +274,6 @@ def test_prune_says_what_it_scores_by(
     assert "heads are scored by gradient, which is enough for auto, or by ablation and gradient for another" in text
 
 
-def test_the_report_says_that_auto_had_scores_by_gradient_alone() -> None:
-    from headprune.report.markdown import _planning
-
-    planning = {"strategy": "auto", "about": "x"}
-    assert "gradient alone" in " ".join(_planning(planning, {"methods": ["gradient"]}))
-    assert "gradient alone" not in " ".join(_planning(planning, {"methods": ["ablation", "gradient"]}))
-    assert "gradient alone" not in " ".join(
-        _planning({"strategy": "one-shot", "about": "x"}, {"methods": ["gradient"]})
-    )
-
-
 # -- models and data that cannot be used ------------------------------------------------------------
 
 
