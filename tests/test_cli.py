@@ -334,7 +334,8 @@ def test_hub_ids_go_through_the_hub(monkeypatch: pytest.MonkeyPatch, bert_folder
 
 def test_rows_are_named(bert_folder: Path, here: Path) -> None:
     write_jsonl(here / "data" / "train.jsonl", [{"text": "good film", "label": 7 if i == 3 else 1} for i in range(8)])
-    assert "Row 3 of train: label 7" in run("score", bert_folder, "-d", here / "data", code=1).stderr
+    error = run("score", bert_folder, "-d", here / "data", code=1).stderr
+    assert "Row 3 of split 'train' (the first is row 0): label 7" in " ".join(error.split())
 
 
 def test_a_failed_prune_loses_nothing(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,17 +274,6 @@ def test_prune_says_what_it_scores_by(
     assert "heads are scored by gradient, which is enough for auto, or by ablation and gradient for another" in text
 
 
-def test_the_report_says_that_auto_had_scores_by_gradient_alone() -> None:
-    from headprune.report.markdown import _planning
-
-    planning = {"strategy": "auto", "about": "x"}
-    assert "gradient alone" in " ".join(_planning(planning, {"methods": ["gradient"]}))
-    assert "gradient alone" not in " ".join(_planning(planning, {"methods": ["ablation", "gradient"]}))
-    assert "gradient alone" not in " ".join(
-        _planning({"strategy": "one-shot", "about": "x"}, {"methods": ["gradient"]})
-    )
-
-
 # -- models and data that cannot be used ------------------------------------------------------------
 
 
@@ -362,7 +351,7 @@ def test_a_text_that_just_fits_is_not_cut(bert_folder: Path, here: Path) -> None
 
 
 def test_several_labels_an_example_can_be_read(here: Path) -> None:
-    from headprune.data import _hidden_labels
+    from headprune.data.cutting import hidden_labels
 
     class Rows:
         column_names = ("label",)
@@ -373,7 +362,7 @@ def test_several_labels_an_example_can_be_read(here: Path) -> None:
         def __getitem__(self, rows: slice) -> dict[str, Any]:
             return {"label": [[0, 1], [1, 1]]}
 
-    assert not _hidden_labels(Rows())
+    assert not hidden_labels(Rows())
 
 
 # -- the disk ------------------------------------------------------------------------------------------

@@ -257,3 +257,32 @@ def test_roberta_has_fewer_positions_than_rows(tmp_path: Path) -> None:
     parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", rows))), loaded)
     assert max(parts.score.lengths()) == 16
     hp.score(model, parts.score.batches(4))
+
+
+def test_targets_are_padded_on_the_right_whatever_side_inputs_are(tmp_path: Path) -> None:
+    """A decoder begins at the left: labels padded there would have it begin with nothing."""
+    left = tokenizer()
+    left.padding_side = "left"
+    loaded = LoadedModel(task_model("seq2seq"), left, TASKS["seq2seq"], "x", "x")
+    words = ["one", "two", "three", "four", "a", "the"]
+    rows: list[dict[str, object]] = [
+        {"document": " ".join(words[: i + 1]), "summary": " ".join(words[i:])} for i in range(6)
+    ]
+    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", rows))), loaded)
+    (batch,) = list(parts.score.batches(9))
+    padded, ignored = batch["attention_mask"] == 0, batch["labels"] == -100
+    assert padded.any()
+    assert ignored.any()
+    assert not padded[:, -1].any()
+    assert not ignored[:, 0].any()
+
+
+def test_a_token_that_also_pads_is_still_predicted(tmp_path: Path) -> None:
+    """Many language models pad with the end of text; where it is text, it counts."""
+    texts = tokenizer()
+    texts.pad_token = "[SEP]"  # the last of every text, too
+    loaded = LoadedModel(task_model("causal-lm"), texts, TASKS["causal-lm"], "x", "x")
+    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", sentences(40, seed=0)))), loaded)
+    (batch,) = list(parts.report.batches(99))
+    assert (batch["attention_mask"] == 0).any()
+    assert torch.equal(batch["labels"] != -100, batch["attention_mask"] == 1)

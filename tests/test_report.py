@@ -1,8 +1,11 @@
 """What the report says is what was measured, the bad news too."""
 
 import copy
+import dataclasses
 from typing import Any
 
+import jinja2
+import pytest
 import torch
 
 import headprune as hp
@@ -72,7 +75,7 @@ METRICS: dict[str, Any] = {
 
 
 def render(metrics: dict[str, Any] | None = METRICS, *found: hp.HeadScores) -> str:
-    return markdown.render("run", RUN, found or (scores([0.3, 0.2, -0.1, 0.005]),), metrics)
+    return markdown.render(RUN, found or (scores([0.3, 0.2, -0.1, 0.005]),), metrics)
 
 
 def test_figures_and_bad_news() -> None:
@@ -186,7 +189,7 @@ def test_budgets_say_what_was_asked_and_measured() -> None:
 def test_a_plan_without_scores() -> None:
     metrics = copy.deepcopy(METRICS)
     metrics["budgets"][0] |= {"method": "", "strategy": "", "budget": {"asked": "plan my.json"}}
-    text = markdown.render("run", RUN, [], metrics)
+    text = markdown.render(RUN, [], metrics)
     assert "(as `my.json` says)" in text
     assert "## Importance" not in text
     assert "Nothing was scored" in text
@@ -229,3 +232,35 @@ def test_a_note_says_which_budget_it_is_of() -> None:
     report = render(metrics)
     assert "\n2 heads: No step." in report
     assert "\nAll alike." in report
+
+
+def test_auto_with_scores_by_gradient_alone() -> None:
+    metrics = copy.deepcopy(METRICS)
+    for strategy, methods, told in (
+        ("auto", ["gradient"], True),
+        ("auto", ["ablation", "gradient"], False),
+        ("one-shot", ["gradient"], False),
+    ):
+        metrics["planning"] = {"strategy": strategy, "about": "x"}
+        text = markdown.render({**RUN, "methods": methods}, [scores([1, 2, 3, 4], "gradient")], metrics)
+        assert ("by gradient alone" in text) == told
+
+
+def test_scores_that_rest_on_few_examples() -> None:
+    found = dataclasses.replace(scores([1, 2, 3, 4]), details={"carried_by": [3, 50, 50, 50], "seconds": 1234})
+    assert found.caution
+    assert f"; 100 examples, 1,234 s; ± is the standard error; {found.caution})" in render(None, found)
+
+
+def test_what_the_documents_lack_is_an_error_and_no_empty_place() -> None:
+    run = {key: value for key, value in RUN.items() if key != "when"}
+    with pytest.raises(jinja2.UndefinedError, match="when"):
+        markdown.render(run, [scores([1, 2, 3, 4])], None)
+
+
+def test_what_users_named_is_written_as_it_is() -> None:
+    run = {**RUN, "options": {**RUN["options"], "model": "<a> & {{ b }}  c"}, "columns": {"items": "x"}}
+    text = markdown.render(run, [scores([1, 2, 3, 4])], None)
+    assert text.startswith("# Attention heads of <a> & {{ b }}  c\n\nM, t, ")
+    assert "- Columns: items = `x`." in text
+    assert text.endswith("timings do not.\n")

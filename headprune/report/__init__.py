@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jinja2
+
 from headprune.errors import HeadPruneError
 from headprune.jsonio import write_text
 from headprune.report import figures, markdown
@@ -18,7 +20,7 @@ def write(folder: RunFolder) -> None:
     """
     try:
         _write(folder)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, jinja2.UndefinedError) as error:
         raise HeadPruneError(
             f"The documents in {folder.path} are damaged, or of another version ({type(error).__name__}: {error}).",
             "Make the run again.",
@@ -36,4 +38,4 @@ def _write(folder: RunFolder) -> None:
     if metrics is not None:
         figures.trade_off(folder.path / "tradeoff.png", metrics)
         figures.latency(folder.path / "latency.png", metrics)
-    write_text(folder.report_path, markdown.render(folder.path.name, run, scores, metrics))
+    write_text(folder.report_path, markdown.render(run, scores, metrics))

@@ -1,0 +1,116 @@
+"""Encoded examples of one purpose, and batches of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """Encoded examples of one purpose.
+
+    Attributes:
+        name: ``"score"``, ``"choose"``, ``"report"`` or ``"train"``.
+        split: The split they are from.
+        rows: Their row numbers in that split.
+        features: One dict of plain lists or tensors per example; of images and sounds to train on, made when asked for.
+        batch_size: Examples per batch.
+        inputs: A hash of every example's input, where parts were cut by it.
+    """
+
+    name: str
+    split: str
+    rows: list[int]
+    features: Sequence[dict[str, Any]]
+    collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+    batch_size: int
+    inputs: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def lengths(self) -> list[int]:
+        """Tokens per example (1 where there are none)."""
+        if isinstance(self.features, OnDemand):
+            return [1] * len(self)
+        return [len(f["input_ids"]) if "input_ids" in f else 1 for f in self.features]
+
+    def order(self) -> list[int]:
+        """Examples by length, so that a batch holds little padding."""
+        lengths = self.lengths()
+        return sorted(range(len(self)), key=lambda i: (lengths[i], i))
+
+    def batches(self, batch_size: int | None = None) -> Iterator[dict[str, Tensor]]:
+        """Padded batches in the order of `order`."""
+        order, size = self.order(), batch_size or self.batch_size
+        for start in range(0, len(order), size):
+            yield self.collate([self.features[i] for i in order[start : start + size]])
+
+    def typical(self, count: int) -> dict[str, Tensor]:
+        """A batch of the ``count`` examples whose length is nearest to the median."""
+        order = self.order()
+        middle = max(0, min(len(order) // 2 - count // 2, len(order) - count))
+        return self.collate([self.features[i] for i in order[middle : middle + count]])
+
+    def about(self) -> dict[str, Any]:
+        """Which examples these are: enough to see later whether they are the same."""
+        about = {"split": self.split, "examples": len(self), "rows_hash": content_hash(self.rows)}
+        # Token ids are the same everywhere; pixels and sounds may differ in their last digit between machines.
+        texts = not isinstance(self.features, OnDemand) and "input_ids" in self.features[0]
+        return about | {"content_hash": self.content_hash()} if texts else about
+
+    @cached_property
+    def _content(self) -> str:
+        made = isinstance(self.features, OnDemand)
+        return content_hash(self.features.hashes if made else [content_hash(f) for f in self.features])  # type: ignore[attr-defined]
+
+    def content_hash(self) -> str:
+        """A hash of every example, labels included."""
+        return self._content
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The three disjoint parts, and what was guessed or left out on the way."""
+
+    score: Part
+    choose: Part
+    report: Part
+    columns: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+    def about(self) -> dict[str, Any]:
+        return {p.name: p.about() for p in (self.score, self.choose, self.report)}
+
+
+class OnDemand(Sequence[dict[str, Any]]):
+    """Features that are encoded whenever they are asked for: images and sounds of a whole split may not fit in memory."""
+
+    def __init__(self, encode: Callable[[int], Any], rows: list[int], hashes: list[str]) -> None:
+        self.encode, self.rows, self.hashes = encode, rows, hashes
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (
+            [self.encode(row) for row in self.rows[index]]
+            if isinstance(index, slice)
+            else self.encode(self.rows[index])
+        )
+
+
+def content_hash(value: Any) -> str:
+    """A hash of plain values and tensors: equal where they are equal."""
+
+    def plain(x: Any) -> Any:
+        return hashlib.sha256(x.numpy().tobytes()).hexdigest() if isinstance(x, Tensor) else str(x)
+
+    return hashlib.sha256(json.dumps(value, default=plain, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,71 @@
+"""Numbers as a report writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+COSTS = {"latency": "latency", "flops": "FLOPs", "params": "parameters", "kv-cache": "key/value cache"}
+
+
+def value(number: float, metric: str) -> str:
+    """A metric's value: accuracy and F1 in per cent."""
+    return f"{100 * number:.1f} %" if metric in ("accuracy", "f1") else f"{number:,.4g}"
+
+
+def change(found: Mapping[str, Any], metric: str) -> str:
+    """A change with its interval: perplexity's relative, others' in points."""
+    if metric == "perplexity":
+        return f"{found['value']:+.1%} ({found['low']:+.1%} to {found['high']:+.1%})"
+    return f"{100 * found['value']:+.2f} points ({100 * found['low']:+.2f} to {100 * found['high']:+.2f})"
+
+
+def ratio(speedup: Mapping[str, Any]) -> str:
+    """How many times as fast, with its interval."""
+    return f"{speedup['ratio']:.2f}x ({speedup['low']:.2f} to {speedup['high']:.2f})"
+
+
+def shape(row: Mapping[str, Any]) -> str:
+    """The input that was timed."""
+    return f"batch {row['batch']}" + (f" x {row['length']} tokens" if row["length"] else "")
+
+
+def flops(count: int) -> str:
+    """FLOPs in M, G or T."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:,}"
+
+
+def cost(number: float, budget: Mapping[str, Any]) -> str:
+    """An amount of what a budget limits, in its unit."""
+    if budget["relative"]:
+        return f"{100 * number:.3g} %"
+    return f"{number:.4g} ms" if budget["kind"] == "latency" else f"{number:,.0f} {budget['unit']}"
+
+
+def ridge(strength: float) -> str:
+    """The strength of a ridge; ∞ where nothing was refitted."""
+    return "∞" if strength == float("inf") else f"{strength:g}"
+
+
+def rank(correlation: float) -> str:
+    """A rank correlation; – where there is none."""
+    return "–" if correlation != correlation else f"{correlation:.2f}"
+
+
+def known(number: float | None) -> str:
+    """A number that may not be finite."""
+    return "not finite" if number is None else f"{number:.3g}"
+
+
+def with_error(number: float, error: float, form: str, sign: str, error_form: str | None = None) -> str:
+    """A score and, where it has one, its standard error."""
+    return f"{number:{form}}" if error != error else f"{number:{form}}{sign}{error:{error_form or form}}"
+
+
+def device(environment: Mapping[str, Any], dtype: str) -> str:
+    """The device that the model ran on."""
+    threads = f", {environment['threads']} threads" if environment["device"] == "cpu" else ""
+    return f"{environment['device_name']} ({environment['device']}{threads}, {dtype})"
