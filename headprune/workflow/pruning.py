@@ -132,10 +132,6 @@ def _pruned_and_measured(
         dense = stages.measurement(
             "dense", lambda: evaluate(scene.model, scene.parts.report.batches(), progress)
         )  # fmt: skip
-    if scene.metric not in dense.metrics:
-        raise HeadPruneError(
-            f"The {scene.metric} of {scene.options.model} cannot be read off its logits.", "Check --task."
-        )
     randoms = random_orders(scene, goal, fits)
     curve = trade_off(shown(goal, orders, fits, trials), randoms, fits, trials, console)
     results: list[Pruned] = []
