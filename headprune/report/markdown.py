@@ -427,6 +427,13 @@ def _removed(metrics: dict[str, Any], run: dict[str, Any]) -> str:
         f"{proofs[0]['tolerance']:.0e}). Each saved folder was loaded again; its outputs differ from the model in memory "
         f"by {max(p['reload_difference'] for p in proofs):.1g}, and the figures above are the loaded model's."
     )
+    computed = run["model"]["dtype"]
+    if halved := {b["dtype"] for b in metrics["budgets"] if b.get("dtype", computed) != computed}:
+        lines += [
+            "",
+            f"Weights are saved in {' and '.join(sorted(halved))}, as the checkpoint was stored, so that those that were refitted are "
+            f"rounded; the figures above include that. Both the dense and the saved weights were computed with in {computed}.",
+        ]
     return "\n".join(lines)
 
 

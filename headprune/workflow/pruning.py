@@ -11,23 +11,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from headprune import checkpoint, latency, runs
+from headprune import latency, runs
 from headprune.attention import Heads
 from headprune.data import load_train
-from headprune.errors import HeadPruneError, PruneError
+from headprune.errors import HeadPruneError
 from headprune.evaluation import Change, Measurement, compare, evaluate, interval
 from headprune.fingerprint import fingerprint
-from headprune.inputs import call, move
 from headprune.jsonio import dumps, write_json
 from headprune.planning import Order
 from headprune.planning.budgets import Fit, Reading
 from headprune.plans import PruningPlan
 from headprune.runs import RunFolder
 from headprune.scoring import HeadScores, save_scores
-from headprune.surgery import answers, prune
+from headprune.surgery import prune
+from headprune.workflow import saving
 from headprune.workflow.checks import check_goal, check_scored
 from headprune.workflow.scene import Console, Options, Scene, open_scene
 from headprune.workflow.scoring import cut_anew, run_document, score_all
@@ -86,6 +85,10 @@ def prune_run(
     scores = _scores_of(source, methods)
     scene = open_scene(options, console)
     check_goal(goal, scene)
+    if half := scene.loaded.stored:
+        console.say(
+            f"{options.model} is stored in {str(half).removeprefix('torch.')}: pruned models are saved so, too."
+        )
     methods = methods if source or goal.uses_scores else []
     run, before = _run_of(scene, methods, source), 0.0
     if source is None:
@@ -229,6 +232,8 @@ def _prune_one(
     for note in chosen.notes:
         console.say(note)
     made, reloaded = _made(scene, goal, chosen, trials, path, console)
+    if note := made["saved"]["note"]:
+        console.say(note)
     batches = list(scene.parts.report.batches())
     with console.track(f"measuring with {chosen.kept} heads") as progress:
         pruned = stages.measurement(f"pruned {asked}", lambda: evaluate(reloaded, batches, progress))
@@ -253,7 +258,7 @@ def _prune_one(
         "method": chosen.method,
         "strategy": chosen.strategy,
         "budget": _budget(scene, fitted),
-        "notes": list(chosen.notes),
+        "notes": [*chosen.notes, *([note] if note else [])],
         "drop": chosen.drop,
         "pruned": _measured(pruned, scene.metric),
         "change": asdict(change),
@@ -270,6 +275,7 @@ def _prune_one(
         "parameters": latency.parameters(reloaded),
         "flops": latency.flops(reloaded, scene.typical_input()),
         "checkpoint": path.name,
+        "dtype": made["saved"]["dtype"],
     }
     return Pruned(chosen, change, document)
 
@@ -298,7 +304,7 @@ def _made(
             trials.stages.forget(name)
         made = trials.stages.get(name, lambda: _make(scene, goal, chosen, trials, path, console), dict)
         try:
-            return made, checkpoint.load(path, device=next(scene.model.parameters()).device)
+            return made, saving.load(scene, path)
         except HeadPruneError:
             if damaged:
                 raise
@@ -317,23 +323,12 @@ def _make(
     trained = None
     if goal.finetune:
         model, trained = _trained(scene, goal, model, trials.stages, chosen.asked, console)
-    checkpoint.save(
-        model, path, processor=scene.loaded.processor, overwrite=True,
-        about={"task": scene.loaded.task.name, "from": scene.loaded.source},
-    )  # fmt: skip
-    reloaded = checkpoint.load(path, device=next(model.parameters()).device)
-    example = move(scene.example, next(model.parameters()).device)
-    with torch.inference_mode():
-        pairs = zip(answers(call(model, example)), answers(call(reloaded, example)), strict=True)
-        difference = max(((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
-    if not difference <= proof.tolerance:
-        raise PruneError(
-            f"The saved model answers differently after loading (by {difference:.2g}).", "Please report this."
-        )
+    saved = saving.save(scene, model, path, proof.tolerance)
     return {
         "repair": repair and repair.to_json(),
         "finetune": trained,
-        "proof": {**asdict(proof), "ghosts": list(proof.ghosts), "reload_difference": difference},
+        "proof": {**asdict(proof), "ghosts": list(proof.ghosts), "reload_difference": saved.difference},
+        "saved": {"dtype": saved.dtype, "note": saved.note},
     }
 
 
