@@ -340,8 +340,9 @@ def prune(
                 console.document(planned(folder, methods, scene))
                 return
             found, fits = workflow.plan_run(options, goal, asked, source, console)
+            told: set[str] = set()
             for fitted in fits:
-                _print_plan(console, fitted, found)
+                _print_plan(console, fitted, found, told)
             console.document({"folder": str(folder.path), "plans": [f.plan.to_json() for f in fits]})
             console.result(f"Would prune and write {folder.path}. Nothing was written.")
             return
@@ -600,7 +601,7 @@ def demo(
             if not folder.done_by(key):  # else it was killed just after
                 with (
                     Folder(room.HOME).locked(runs.command_line()),
-                    console.track("training a ViT on digits") as progress,
+                    console.track("training a ViT on digits, once, for about half a minute") as progress,
                 ):
                     model, data, accuracy = room.prepare(room.HOME, progress)
                 console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
@@ -664,7 +665,7 @@ def _session(quiet: bool, verbose: bool, as_json: bool) -> Iterator[Console]:
         raise typer.Exit(1) from None
     except KeyboardInterrupt as error:
         stopped = error if isinstance(error, Stopped) else Stopped()
-        fail(console, "interrupted.", stopped.hint)
+        fail(console, "interrupted." if stopped.status == Stopped().status else "terminated.", stopped.hint)
         raise typer.Exit(stopped.status) from None
     except (typer.Exit, SystemExit, BrokenPipeError):  # nobody reads on, as behind `| head`
         raise
@@ -859,8 +860,11 @@ def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> 
     console.table(heat_map(f"{s.method}: {s.unit}; {s.basis}", rows, s.signed))
 
 
-def _print_plan(console: Console, fitted: Fit, scores: list[HeadScores]) -> None:
+def _print_plan(console: Console, fitted: Fit, scores: list[HeadScores], told: set[str]) -> None:
+    """A plan, and those of its notes that were not told yet."""
     plan = fitted.plan
+    notes = [note for note in plan.notes if note not in told]
+    told.update(notes)
     for s in scores:
         if s.method == plan.method:
             _print_heat(console, s, plan.drop)
@@ -868,7 +872,7 @@ def _print_plan(console: Console, fitted: Fit, scores: list[HeadScores]) -> None
     cost = f" Asked: {plan.budget}." if plan.budget else ""
     if fitted.budget is not None and (reading := fitted.reading) is not None:
         cost = f" Asked: {plan.budget}; measured: {fitted.budget.show(reading.value)}."
-    console.result(f"{f'{by}: ' if by else ''}keeps {plan.kept} of {plan.total}.{cost} {' '.join(plan.notes)}".rstrip())
+    console.result(f"{f'{by}: ' if by else ''}keeps {plan.kept} of {plan.total}.{cost} {' '.join(notes)}".rstrip())
     for name, heads in plan.drop.items():
         console.result(f"  {name}: drops {', '.join(f'H{h}' for h in heads)}")
 

@@ -586,3 +586,15 @@ def test_a_perplexity_that_cannot_be_told_is_refused_before_the_long_work(
     for more in ((), ("--dry-run",)):
         error = run("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1).stderr
         assert "cannot be measured: its own loss is not the cross-entropy of its logits" in " ".join(error.split())
+
+
+def test_a_run_that_does_not_say_what_it_scored(made: Path, bert_folder: Path, data_folder: Path, here: Path) -> None:
+    for damage in ({}, {"options": None}, {"options": {"seed": 0}}):
+        folder = here / "reports" / "x-1"
+        shutil.copytree(made, folder, dirs_exist_ok=True)
+        document = json.loads((folder / "run.json").read_text())
+        del document["options"]
+        (folder / "run.json").write_text(json.dumps({**document, **damage}))
+        error = run("prune", bert_folder, "-d", data_folder, "-k", 4, code=1).stderr
+        assert "run.json is damaged: it does not say which model was scored" in " ".join(error.split())
+        assert "unexpected" not in error

@@ -229,3 +229,22 @@ def test_a_note_says_which_budget_it_is_of() -> None:
     report = render(metrics)
     assert "\n2 heads: No step." in report
     assert "\nAll alike." in report
+
+
+def test_one_thread() -> None:
+    run = copy.deepcopy(RUN)
+    run["environment"]["threads"] = 1
+    text = markdown.render("run", run, (), METRICS)
+    assert "1 thread," in text
+    assert "1 threads" not in text
+    assert "2 threads," in render()
+
+
+def test_what_holds_of_all_budgets_is_said_once() -> None:
+    metrics = copy.deepcopy(METRICS)
+    other = {**copy.deepcopy(metrics["budgets"][0]), "kept": 1, "asked": 1}
+    metrics["budgets"].append(other)
+    metrics["budgets"][0]["notes"] = ["Two, not three.", "The search took long."]
+    other["notes"] = ["The search took long."]
+    text = render(metrics)
+    assert text.count("The search took long.") == text.count("Two, not three.") == 1

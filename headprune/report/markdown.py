@@ -45,7 +45,7 @@ def _opening(run: dict[str, Any]) -> str:
 
 def _device(run: dict[str, Any]) -> str:
     e = run["environment"]
-    threads = f", {e['threads']} threads" if e["device"] == "cpu" else ""
+    threads = f", {e['threads']} thread{'s' * (e['threads'] != 1)}" if e["device"] == "cpu" else ""
     return f"{e['device_name']} ({e['device']}{threads}, {run['model']['dtype']})"
 
 
@@ -399,7 +399,9 @@ def _rank(value: float) -> str:
 
 def _removed(metrics: dict[str, Any], run: dict[str, Any]) -> str:
     lines = ["## Heads removed", ""]
-    for b in _largest_first(metrics):
+    budgets = _largest_first(metrics)
+    common = [note for note in budgets[0]["notes"] if len(budgets) > 1 and all(note in b["notes"] for b in budgets)]
+    for b in budgets:
         lines += [
             f"<details><summary>{b['total'] - b['kept']} of {b['total']} removed, {b['kept']} kept, "
             f"saved in <code>{b['checkpoint']}/</code></summary>",
@@ -419,7 +421,8 @@ def _removed(metrics: dict[str, Any], run: dict[str, Any]) -> str:
                 f"that their cache works: {', '.join(b['proof']['ghosts'])}.",
                 "",
             ]
-        lines += [*(f"{note}\n" for note in b["notes"])]
+        lines += [*(f"{note}\n" for note in b["notes"] if note not in common)]
+    lines += [*(f"{note}\n" for note in common)]
     proofs = [b["proof"] for b in metrics["budgets"]]
     lines.append(
         f"Proof: on {min(p['inputs'] for p in proofs)} inputs of different shape and content, each pruned model's outputs differ from "

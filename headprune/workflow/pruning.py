@@ -137,6 +137,8 @@ def _pruned_and_measured(
         )  # fmt: skip
     randoms = random_orders(scene, goal, fits)
     curve = trade_off(shown(goal, orders, fits, trials), randoms, fits, trials, console)
+    for note in dict.fromkeys(note for f in fits for note in f.plan.notes):
+        console.say(note)
     results: list[Pruned] = []
     models: dict[int, nn.Module] = {}
     for fitted in fits:
@@ -229,8 +231,6 @@ def _prune_one(
     console: Console,
 ) -> Pruned:
     chosen, stages, asked = fitted.plan, trials.stages, fitted.plan.asked
-    for note in chosen.notes:
-        console.say(note)
     made, reloaded = _made(scene, goal, chosen, trials, path, console)
     if note := made["saved"]["note"]:
         console.say(note)
