@@ -248,3 +248,21 @@ def test_what_holds_of_all_budgets_is_said_once() -> None:
     other["notes"] = ["The search took long."]
     text = render(metrics)
     assert text.count("The search took long.") == text.count("Two, not three.") == 1
+
+
+def test_what_decided_between_orders_is_shown() -> None:
+    assert "What decided between" not in render()
+    metrics = copy.deepcopy(METRICS)
+    compared = [
+        {"order": "gradient", "used": False, "plans": [{"budget": "keep 2", "kept": 2, "divergence": 0.25}]},
+        {"order": "compensated", "used": True, "plans": [{"budget": "keep 2", "kept": 2, "divergence": 0.125}]},
+    ]
+    metrics["planning"] = {"strategy": "auto", "about": "x", "compared": compared}
+    text = render(metrics)
+    assert "plans' divergence (KL) from the dense model's answers, in nats" in text
+    assert "| order | keep 2 |" in text
+    assert "| gradient | 0.25 (2 heads) |" in text
+    assert "| **compensated** (used) | 0.125 (2 heads) |" in text
+    for order in compared:
+        order["plans"] = [{"budget": "keep 2", "kept": 2, "loss": 0.5}]
+    assert "plans' loss, in nats" in render(metrics)

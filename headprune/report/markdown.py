@@ -280,7 +280,36 @@ def _trade_off(metrics: dict[str, Any], run: dict[str, Any]) -> str:
             values = [p["value"] for p in metrics["curve"] if p["method"] == m and p["asked"] == keep]
             cells.append(_value(metric, sum(values) / len(values)) if values else "–")
         lines.append(f"| {keep} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_compared(metrics)])
+
+
+def _compared(metrics: dict[str, Any]) -> list[str]:
+    """What the order that is used was chosen by."""
+    orders = metrics.get("planning", {}).get("compared")
+    if not orders:
+        return []
+    near = "divergence" in orders[0]["plans"][0]
+    what = "divergence (KL) from the dense model's answers, in nats, mean over examples" if near else "loss, in nats"
+    decided = "the mean of its logarithm over the budgets" if near and len(orders[0]["plans"]) > 1 else ""
+    lines = [
+        "",
+        f"What decided between the orders that were tried: their plans' {what}, on the choosing part, heads masked"
+        f"{' and the rest repaired layer by layer' if any(b.get('repair') for b in metrics['budgets']) else ''}. Lower is better"
+        f"{f'; what counts is {decided}' if decided else ''}"
+        f"{'; fewer heads come first, since a drop is the budget' if _drops(metrics) else ''}.",
+        "",
+        f"| order | {' | '.join(plan['budget'] for plan in orders[0]['plans'])} |",
+        "|---" * (len(orders[0]["plans"]) + 1) + "|",
+    ]
+    for order in orders:
+        cells = [f"{plan['divergence' if near else 'loss']:.3g} ({plan['kept']} heads)" for plan in order["plans"]]
+        name = f"**{order['order']}** (used)" if order["used"] else order["order"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _drops(metrics: dict[str, Any]) -> bool:
+    return any(b.get("budget", {}).get("kind") == "drop" for b in metrics["budgets"])
 
 
 def _judged(metrics: dict[str, Any]) -> str:

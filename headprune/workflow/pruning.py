@@ -129,7 +129,7 @@ def _pruned_and_measured(
     environment = runs.environment(str(next(scene.model.parameters()).device))
     trials = Trials(scene, goal.repair, stages)
     orders = {} if goal.plan else orders_of(scene, goal, scores, trials, console)
-    fits = _kept_fits(goal, stages, environment, lambda: fits_of(scene, goal, orders, trials, console))
+    fits = _kept_fits(goal, trials, environment, lambda: fits_of(scene, goal, orders, trials, console))
     fits = list({f.plan.asked: f for f in fits}.values())  # "50%" and "36" may be the same
     with console.track("measuring the dense model") as progress:
         dense = stages.measurement(
@@ -157,6 +157,7 @@ def _pruned_and_measured(
             **goal.about(),
             "work": trials.work,
             **({"judged_by": trials.judged_by} if len(orders) > 1 else {}),
+            **({"compared": trials.compared} if trials.compared else {}),
         },
         "dense": {
             **_measured(dense, scene.metric),
@@ -170,7 +171,7 @@ def _pruned_and_measured(
     return results, metrics
 
 
-def _kept_fits(goal: Goal, stages: Stages, environment: Any, make: Callable[[], list[Fit]]) -> list[Fit]:
+def _kept_fits(goal: Goal, trials: Trials, environment: Any, make: Callable[[], list[Fit]]) -> list[Fit]:
     """The plans that hold the budgets, as they were when they were first found: what was timed is not timed again."""
     if goal.plan is not None:
         return make()
@@ -184,9 +185,14 @@ def _kept_fits(goal: Goal, stages: Stages, environment: Any, make: Callable[[], 
         budget = None if data["budget"] is None else goal.budgets[data["budget"]]
         return Fit(PruningPlan.from_json(data["plan"]), budget, data["reading"] and Reading(**data["reading"]))
 
+    def made() -> dict[str, Any]:
+        fits = [to_json(fit) for fit in make()]
+        return {"fits": fits, "compared": trials.compared}
+
     timed = any(budget.kind == "latency" for budget in goal.budgets)
-    name = f"fits {environment}" if timed else "fits"
-    return stages.get(name, lambda: [to_json(fit) for fit in make()], lambda found: [read(data) for data in found])
+    found = trials.stages.get(f"fits {environment}" if timed else "fits", made, dict)
+    trials.compared = found["compared"]
+    return [read(data) for data in found["fits"]]
 
 
 def _scores_of(source: RunFolder | None, methods: Sequence[str]) -> list[HeadScores]:

@@ -95,6 +95,7 @@ class Trials:
         refit: The repair; None if there is to be none.
         stages: Where what is measured is kept.
         work: What making the orders was counted to cost, by name; and of those that were left out for that, why. For the report.
+        compared: How the orders that met the budgets did, where there were several (`fits_of`). For the report.
     """
 
     def __init__(self, scene: Scene, repair: bool, stages: Stages | None = None) -> None:
@@ -104,6 +105,7 @@ class Trials:
         self._held_out = HeldOut(self.refit) if self.refit else None
         self.batches = list(scene.parts.choose.batches())
         self.work: dict[str, dict[str, Any]] = {}
+        self.compared: list[dict[str, Any]] = []
         self._known: dict[str, Measurement] = {}
         self._merits: dict[str, float] = {}
 
@@ -161,6 +163,11 @@ class Trials:
         if key not in self._merits:
             self._merits[key] = self.stages.get(f"merit {key}", lambda: self._nearness(plan.drop), float)
         return self._merits[key]
+
+    def judged(self, plan: PruningPlan) -> dict[str, float]:
+        """What `merit` goes by: the divergence (nats), or where that is not known the loss; lower is better."""
+        merit = -self.merit(plan)
+        return {"divergence": math.exp(merit)} if self._fidelity.known else {"loss": merit}
 
     def _nearness(self, drop: Heads) -> float:
         with self.repaired(drop), mask(self.scene.model, drop, layers=self.scene.layers):
@@ -265,7 +272,16 @@ def fits_of(scene: Scene, goal: Goal, orders: dict[str, Order], trials: Trials, 
     if not found:
         raise misses[0]
     # One order serves all budgets, so that their plans are nested.
-    return max(found.values(), key=lambda fits: _merit(fits, trials)) if len(found) > 1 else next(iter(found.values()))
+    used = max(found, key=lambda name: _merit(found[name], trials)) if len(found) > 1 else next(iter(found))
+    if len(found) > 1:
+        trials.compared = [
+            {
+                "order": name, "used": name == used,
+                "plans": [{"budget": f.plan.budget, "kept": f.plan.kept, **trials.judged(f.plan)} for f in fits],
+            }
+            for name, fits in found.items()
+        ]  # fmt: skip
+    return found[used]
 
 
 def _merit(fits: Sequence[Fit], trials: Trials) -> tuple[float, float]:
