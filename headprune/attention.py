@@ -290,13 +290,26 @@ def layer_named(text: str, layers: Sequence[AttentionLayer]) -> AttentionLayer:
     for layer in layers:
         if text in (layer.name, f"L{layer.index}"):
             return layer
-    known = ", ".join(layer.name for layer in layers[:3])
     raise HeadPruneError(
         f"There is no attention layer named {text!r} in this model.",
-        f"Its layers are {known}{', …' if len(layers) > 3 else ''} (see `headprune inspect`)."
+        f"This model has {_layers_there([layer.index for layer in layers])} (`headprune inspect` lists them)."
         if layers
         else "It has none.",
     )
+
+
+def _layers_there(indices: Sequence[int]) -> str:
+    """Layers by their short addresses.
+
+    >>> _layers_there([0, 1, 2]), _layers_there([0, 2, 4]), _layers_there([0])
+    ('layers L0 to L2', 'layers L0, L2, L4', 'one layer, L0')
+    """
+    first, last = indices[0], indices[-1]
+    if len(indices) == 1:
+        return f"one layer, L{first}"
+    if list(indices) == list(range(first, last + 1)):
+        return f"layers L{first} to L{last}"
+    return f"layers {', '.join(f'L{i}' for i in indices)}"
 
 
 def check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:

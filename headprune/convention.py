@@ -23,13 +23,15 @@ from headprune.outcome import (
     TOKENS,
     Convention,
     conventions,
+    is_wide,
     logits_in,
+    loss_in,
     no_logits,
     refuse_unknown,
     unknown_label,
 )
+from headprune.reduction import CLOSE, CLOSE_HALF, Reduction
 
-_CLOSE, _CLOSE_HALF = (1e-4, 1e-5), (2e-2, 1e-3)  # relative and absolute, by dtype
 _ORDERS = 4  # of an example's labels, that a loss with more in it is followed through
 _FOLLOWED = 3  # examples
 _LEAST_SHIFT = 1e-3  # nats that another order must change a loss by to tell anything
@@ -46,11 +48,14 @@ class Found:
         own: Whether the model's own loss is another, or has more in it (such as a router's): it is then asked for
             one example at a time.
         gives_labels: Whether the model needs the labels to run.
+        reduction: Where there is no ``convention``: how the own loss of a batch is made of its examples'
+            (`headprune.reduction.find_reduction`); None where that cannot be told.
     """
 
     convention: Convention | None
     own: bool = False
     gives_labels: bool = False
+    reduction: Reduction | None = None
 
 
 def find(model: nn.Module, batches: Sequence[_Batch], rows: Sequence[_Batch]) -> Found:
@@ -73,11 +78,6 @@ def find(model: nn.Module, batches: Sequence[_Batch], rows: Sequence[_Batch]) ->
         if asks and (found := _by_loss(model, first, rows, able, gives)) is not None:
             return found
         return Found(_by_inputs(model, able, batches, rows, gives), gives_labels=gives)
-
-
-def loss_in(output: Any) -> Any:
-    """A model's own loss of a batch, or None."""
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
 def hidden_labels(batch: _Batch) -> Tensor | None:
@@ -121,7 +121,7 @@ def sees_ahead(model: nn.Module, example: _Batch, *, gives_labels: bool = False)
     assert other is not None
     before = logits.shape[1] - like.shape[-1] + real - 1
     apart = (other - logits)[:, :before].abs().max()
-    return bool(apart > (1e-5 if _is_wide(logits) else 1e-3) * logits.abs().max())
+    return bool(apart > (1e-5 if is_wide(logits) else 1e-3) * logits.abs().max())
 
 
 def _exchanged(value: Tensor, place: int) -> Tensor:
@@ -156,7 +156,7 @@ def _by_loss(
             continue  # such as that of an example without a label
         told.append(row)
         shown = output if alike else _run(model, row, gives)
-        wide &= _is_wide(logits_in(shown))
+        wide &= is_wide(shown)
         worst = [max(w, _apart(c, row, shown, own)) for c, w in zip(able, worst, strict=True)]
     if not told:
         return None
@@ -180,7 +180,7 @@ def _apart(convention: Convention, row: _Batch, output: Any, own: Tensor) -> flo
         mine = convention.outcome(output, row).loss[0]
     except HeadPruneError:
         return math.inf
-    relative, absolute = _CLOSE if _is_wide(logits_in(output)) else _CLOSE_HALF
+    relative, absolute = CLOSE if is_wide(output) else CLOSE_HALF
     known = own.double().mean().to(mine.device)
     found = float((mine.double() - known).abs() / (absolute + relative * known.abs()))
     return math.inf if math.isnan(found) else found
@@ -382,7 +382,3 @@ def _knows(model: nn.Module, batch: _Batch) -> bool:
     except Exception:
         return False
     return isinstance(own, Tensor) and bool(own.isfinite().all())
-
-
-def _is_wide(logits: Tensor | None) -> bool:
-    return logits is None or logits.dtype in (torch.float32, torch.float64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,11 @@ class Measurement:
 
     Attributes:
         metrics: ``accuracy`` and ``f1`` (macro over the classes that occur), or ``perplexity`` and
-            ``accuracy`` over tokens; always ``loss`` (nats per labelled token; for numbers their mean squared error).
-        loss: ``[examples]``, nats, each the mean over its tokens.
+            ``accuracy`` over tokens; always ``loss`` (nats per labelled token; for numbers their mean squared error). Of a
+            loss of the model's own that is no mean over labels (such as a CTC model's), only the loss, per example.
+        loss: ``[examples]``, nats, each the mean over its tokens; or the model's own of each.
         correct: ``[examples]``, labelled tokens predicted right.
-        tokens: ``[examples]``, labelled tokens; 1 where the loss is a given function.
+        tokens: ``[examples]``, labelled tokens; 1 where the loss is a given function, or the model's own and no mean over labels.
     """
 
     metrics: dict[str, float]
@@ -94,7 +95,8 @@ def evaluate(
     """Run a model over labelled batches, and measure how well it does.
 
     Which label a token's logits are compared with is found by measuring, against the model's own loss (`headprune.convention`).
-    Where that is no loss that can be made from its logits, it is asked for one example at a time, and there is no accuracy.
+    Where that is no loss that can be made from its logits, it is asked for one example at a time, and there is no accuracy. If it
+    is measured to be a mean over labels, examples weigh by their labels, and there is a perplexity; else each counts once.
 
     Args:
         model: Any model; its mode is left as it was.
@@ -138,8 +140,20 @@ def evaluate(
         )
     correct = [(p == t).sum().item() for p, t in zip(guesses, truths, strict=True)] or [float("nan")] * len(all_loss)
     measured = Measurement({}, all_loss, np.asarray(correct, dtype=np.float64), all_tokens)
-    measured.metrics.update(_metrics(measured, guesses, truths, numbers=loss_fn is not None or _numbers(kept)))
+    measured.metrics.update(_metrics(measured, guesses, truths, perplexity="perplexity" in losses.metrics))
     return measured
+
+
+def measurable(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
+    """Which of `METRICS` `evaluate` will give of such batches, found out on a few of their examples.
+
+    Raises:
+        HeadPruneError: As `evaluate`.
+    """
+    device, losses = model_device(model), ExampleLoss(model)
+    with evaluating(model), torch.inference_mode(), exact_attention(model), uncompiled():
+        losses.prepare([move(batch, device) for batch in batches])
+    return ("loss", *losses.metrics)
 
 
 def value_of(metric: str, numerator: float, tokens: float) -> float:
@@ -239,13 +253,9 @@ class _Parts:
         return quantile(self.examples) * float(spread(self.residuals, least)) / self.tokens
 
 
-def _numbers(batches: Sequence[Any]) -> bool:
-    """Whether labels are real numbers, of which there is no perplexity."""
-    labels = batches[0].get("labels")
-    return isinstance(labels, Tensor) and labels.is_floating_point()
-
-
-def _metrics(measured: Measurement, guesses: list[Tensor], truths: list[Tensor], *, numbers: bool) -> dict[str, float]:
+def _metrics(
+    measured: Measurement, guesses: list[Tensor], truths: list[Tensor], *, perplexity: bool
+) -> dict[str, float]:
     tokens = float(measured.tokens.sum())
     found = {"loss": float((measured.loss * measured.tokens).sum() / max(tokens, 1))}
     if guesses:
@@ -255,7 +265,6 @@ def _metrics(measured: Measurement, guesses: list[Tensor], truths: list[Tensor],
             from sklearn.metrics import f1_score
 
             found["f1"] = float(f1_score(truth, guess, labels=np.unique(truth), average="macro", zero_division=0))
-    elif numbers:
-        return found
-    found["perplexity"] = value_of("perplexity", found["loss"], 1)
+    if perplexity:
+        found["perplexity"] = value_of("perplexity", found["loss"], 1)
     return found

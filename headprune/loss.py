@@ -7,17 +7,19 @@ example's own loss, so it is computed from the logits here, and checked once aga
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headprune.convention import Found, find, hidden_labels, loss_in, unlabelled
+from headprune.convention import Found, find, hidden_labels, unlabelled
 from headprune.divergence import IGNORED, Divergence
 from headprune.errors import HeadPruneError
 from headprune.inputs import ADDED, LABELS, call, takes, tensors
-from headprune.outcome import Outcome, no_logits
+from headprune.outcome import SQUARED, Outcome, loss_in, no_logits
+from headprune.reduction import LABELS_MEAN, find_reduction
 from headprune.rows import Rows, apparent_size, find_rows
 
 _CHECKED = 4  # batches of which the loss of some examples is compared with the model's own
@@ -79,6 +81,8 @@ class ExampleLoss:
             starts = accumulate(map(self.rows.size, batches), initial=0)
             return [self.divergence.taught(batch, start) for batch, start in zip(batches, starts, strict=False)]
         self._found = find(self.model, batches, _telling(batches, self.rows))
+        if self._found.convention is None:
+            self._found = replace(self._found, reduction=find_reduction(self.model, batches, self.rows))
         return [row for batch in batches for row in self.rows.singles(batch)] if self._found.own else list(batches)
 
     def __call__(self, batch: Any) -> Tensor:
@@ -106,6 +110,17 @@ class ExampleLoss:
         """Whether `prepare` found that the model computes another loss than the cross-entropy of its logits."""
         return self._known.own
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What `prepare` found that can be told beside the loss: ``"accuracy"`` from logits that are compared with classes,
+        ``"perplexity"`` from a mean over labels."""
+        if self.loss_fn is not None or self.distils:
+            return ()
+        if (convention := self._known.convention) is not None:
+            return () if convention.what == SQUARED else ("accuracy", "perplexity")
+        reduction = self._known.reduction
+        return ("perplexity",) if reduction and reduction.kind == LABELS_MEAN else ()
+
     def of_output(self, output: Any, batch: Mapping[str, Any]) -> Tensor:
         """Losses ``[batch]`` of what the model gave for a batch, from its logits; 0 for an example without a label.
 
@@ -132,7 +147,8 @@ class ExampleLoss:
         known = self._known
         if known.convention is None:
             loss = self._own_loss(batch).reshape(1)
-            return _bare(loss, _labels_in(batch).to(loss.device))
+            tokens = known.reduction.weights(batch["labels"]) if known.reduction else torch.ones_like(loss).long()
+            return _bare(loss, tokens.to(loss.device))
         output = call(self.model, batch if known.gives_labels else unlabelled(batch))
         return known.convention.outcome(output, batch)
 
@@ -184,14 +200,6 @@ class ExampleLoss:
 
 def _bare(loss: Tensor, tokens: Tensor) -> Outcome:
     return Outcome(loss, tokens, [], [])
-
-
-def _labels_in(batch: Mapping[str, Any]) -> Tensor:
-    """How many tokens of one example are labelled, ``[1]``; 1 where labels are not by token."""
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point():
-        return torch.ones(1, dtype=torch.long)
-    return (labels != IGNORED).sum(1).clamp(min=1)
 
 
 def _not_each(shape: Any, size: int) -> HeadPruneError:

@@ -12,6 +12,7 @@ from torch import nn
 from headprune import checkpoint
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
+from headprune.precision import HALVES, holds, widen
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class LoadedModel:
         source: The id or path it came from, as it was given.
         name: Its last part.
         notes: What a reader should know of how it was loaded.
+        stored: The half precision that the checkpoint is stored in, where the model was widened to float32 unasked; else None.
     """
 
     model: nn.Module
@@ -72,6 +74,7 @@ class LoadedModel:
     source: str
     name: str
     notes: tuple[str, ...] = ()
+    stored: torch.dtype | None = None
 
     @property
     def config(self) -> Any:
@@ -120,9 +123,12 @@ def load_model(
     if not trust_remote_code:
         checkpoint.check_attention(source, config)
     kind = _task(config, task, source)
+    half = _half(config) if dtype == "auto" and chosen == torch.float32 else None
     if pruned:
         model = checkpoint.load(source, device=where)
-        if isinstance(chosen, torch.dtype) and dtype != "auto":
+        if half is not None:
+            widen(model)
+        elif isinstance(chosen, torch.dtype) and dtype != "auto":
             for parameter in model.parameters():  # not the buffers: rotary frequencies must not be rounded
                 parameter.data = parameter.data.to(chosen)
     else:
@@ -154,7 +160,10 @@ def load_model(
             f"{source} comes with code of its own, which was not run (--trust-remote-code runs it): "
             f"transformers' {type(model).__name__} was used instead."
         )
-    return LoadedModel(model, processor, kind, source, Path(source.rstrip("/")).name or source, tuple(notes))
+    stored = (
+        half if half is not None and holds(model, half) else None
+    )  # some configs name another type than their weights have
+    return LoadedModel(model, processor, kind, source, Path(source.rstrip("/")).name or source, tuple(notes), stored)
 
 
 def numbers_given(loaded: LoadedModel) -> str | None:
@@ -253,6 +262,12 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     if dtype not in known:
         raise HeadPruneError(f"There is no dtype {dtype!r}.", f"Use auto, {', '.join(known)}.")
     return known[dtype]
+
+
+def _half(config: Any) -> torch.dtype | None:
+    """The half precision that a config says its weights are stored in."""
+    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return next((half for half in HALVES if found in (half, str(half).removeprefix("torch."))), None)
 
 
 def _task(config: Any, task: str | None, source: str) -> Task:

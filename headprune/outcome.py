@@ -22,7 +22,8 @@ class Outcome:
 
     Attributes:
         loss: ``[batch]``, in nats; the mean over an example's labelled tokens.
-        tokens: ``[batch]``, labelled tokens (1 for a label per example, 2 for an answer's start and end).
+        tokens: ``[batch]``, how much each example weighs in a mean: its labelled tokens (1 for a label per example, 2 for an
+            answer's start and end); 1 where the model's own loss is asked for and is no mean over labels.
         predictions: Per example, the predicted classes ``[tokens]``; empty where the model gives no classes.
         targets: Per example, the labels ``[tokens]``; empty likewise.
     """
@@ -112,6 +113,17 @@ def logits_in(output: Any) -> Tensor | None:
     """The logits of a model's output."""
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     return found if isinstance(found, Tensor) else None
+
+
+def loss_in(output: Any) -> Any:
+    """A model's own loss of a batch, or None."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def is_wide(output: Any) -> bool:
+    """Whether a model's logits are of full precision; so it is taken to be where there are none."""
+    logits = logits_in(output)
+    return logits is None or logits.dtype in (torch.float32, torch.float64)
 
 
 def no_logits() -> HeadPruneError:

@@ -207,5 +207,7 @@ def heads_to_keep(keep: Keep, total: int) -> int:
     if count < 1:
         raise HeadPruneError(f"--keep {keep} leaves no head.", f"Keep at least 1 of the {total}.")
     if count > total:
-        raise HeadPruneError(f"--keep {keep} is more than the model's {total} heads.", f"Keep at most {total}.")
+        raise HeadPruneError(
+            f"--keep {keep} is more than all {total} heads.", f"Keep fewer, for instance --keep {max(total // 2, 1)}."
+        )
     return count

@@ -123,9 +123,25 @@ def newest_scores(output: Path | None, model: str | None = None) -> RunFolder | 
     found = [p for p in (root / "scores.json", *root.glob("*/scores.json")) if p.is_file()]
     for path in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True):
         folder = RunFolder(path.parent)
-        if model is None or _same_model(folder.read_run()["options"]["model"], model):
+        if model is None or _same_model(_model_of(folder), model):
             return folder
     return None
+
+
+def _model_of(folder: RunFolder) -> str:
+    """What a run was made of.
+
+    Raises:
+        HeadPruneError: It does not say.
+    """
+    options = folder.read_run().get("options")
+    found = options.get("model") if isinstance(options, dict) else None
+    if not isinstance(found, str):
+        raise HeadPruneError(
+            f"{folder.path / 'run.json'} is damaged: it does not say which model was scored.",
+            "Score again, or move this folder away.",
+        )
+    return found
 
 
 def _same_model(a: str, b: str) -> bool:

@@ -201,9 +201,17 @@ def fits_of(
     if not found:
         raise misses[0]
     # One order serves all budgets, so that their plans are nested.
-    return (
-        max(found.values(), key=lambda fits: merit_of(fits, trials)) if len(found) > 1 else next(iter(found.values()))
-    )
+    if len(found) == 1:
+        return next(iter(found.values()))
+    used = max(found, key=lambda name: merit_of(found[name], trials))
+    trials.compared = [
+        {
+            "order": name, "used": name == used,
+            "plans": [{"budget": f.plan.budget, "kept": f.plan.kept, **trials.judged(f.plan)} for f in fits],
+        }
+        for name, fits in found.items()
+    ]  # fmt: skip
+    return found[used]
 
 
 def merit_of(fits: Sequence[Fit], trials: Trials) -> tuple[float, float]:

@@ -61,6 +61,7 @@ class Trials:
     Attributes:
         refit: The repair; None if there is to be none.
         work: What making the orders was counted to cost, by name; and of those that were left out for that, why. For the report.
+        compared: How the orders that met the budgets did, where there were several (`headprune.searching.fits_of`). For the report.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Trials:
         self.refit = Refit(model, layers, self.batches, store=self.results.store) if repair else None
         self._held_out = HeldOut(self.refit) if self.refit else None
         self.work: dict[str, dict[str, Any]] = {}
+        self.compared: list[dict[str, Any]] = []
         self._known: dict[str, Measurement] = {}
         self._merits: dict[str, float] = {}
 
@@ -156,6 +158,11 @@ class Trials:
         if key not in self._merits:
             self._merits[key] = self.results.get(f"merit {key}", lambda: self._nearness(plan.drop), float)
         return self._merits[key]
+
+    def judged(self, plan: PruningPlan) -> dict[str, float]:
+        """What `merit` goes by: the divergence (nats), or where that is not known the loss; lower is better."""
+        merit = -self.merit(plan)
+        return {"divergence": math.exp(merit)} if self._fidelity.known else {"loss": merit}
 
     def _nearness(self, drop: Heads) -> float:
         with self.repaired(drop), mask(self.model, drop, layers=self.layers):

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import headprune as hp
 from headprune.cli import app
+from headprune.errors import Stopped
 from tests.conftest import sentences, write_jsonl
 
 ROOT = Path(__file__).parent.parent
@@ -174,7 +175,7 @@ def test_json_is_all_of_stdout(here: Path, bert_folder: Path, data_folder: Path)
     (["prune", "--keep", "4"], "There are no scores in reports"),
     (["prune", "--keep", "4", "--scores", "{data}"], "no file .*scores.json"),
     (["prune", "{bert}", "--keep", "0", "-d", "{data}", "-L", "10"], "leaves no head"),
-    (["prune", "{bert}", "--keep", "9", "-d", "{data}", "-L", "10"], "more than the model's 8"),
+    (["prune", "{bert}", "--keep", "9", "-d", "{data}", "-L", "10"], "more than all 8 heads"),
     (["report", "{data}"], "is not a run.s folder"),
     (["inspect", "nobody/nothing"], "no model"),
     (["bench", "{bert}", "{llama}"], "Compare alike"),
@@ -261,6 +262,28 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, bert_folder: Path, data_fo
     monkeypatch.setattr("headprune.workflow.scoring.score", stop)
     assert "interrupted" in run("score", bert_folder, "-d", data_folder, code=130).stderr
     assert not list(here.rglob("*"))
+
+
+@pytest.mark.parametrize(("status", "says"), [(130, "interrupted."), (143, "terminated."), (129, "terminated.")])
+def test_what_stopped_a_run_is_said(
+    status: int, says: str, monkeypatch: pytest.MonkeyPatch, bert_folder: Path, data_folder: Path, here: Path
+) -> None:
+    """In the words of README's exit codes."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise Stopped(status)
+
+    monkeypatch.setattr("headprune.workflow.scoring.score", stop)
+    assert f"headprune: {says}" in run("score", bert_folder, "-d", data_folder, code=status).stderr
+
+
+def test_a_usage_error_is_a_sentence() -> None:
+    for arguments in (("score", "x", "--limit", "abc"), ("score",)):
+        result = run(*arguments, "--json", code=2)
+        error = json.loads(result.stdout)["error"]
+        assert error.endswith(".")
+        assert not error.endswith("..")
+        assert f"{error} `headprune COMMAND" in result.stderr
 
 
 def test_usage_errors() -> None:
@@ -377,7 +400,7 @@ def test_latency_says_where_it_was_timed(scored: Path) -> None:
     run("prune", "-k", 4, "-q")
     latency = (scored / "report.md").read_text().split("## Latency")[1]
     assert "77 threads" not in latency.split("## ")[0]
-    assert f"{torch.get_num_threads()} threads" in latency.split("## ")[0]
+    assert f"{torch.get_num_threads()} thread" in latency.split("## ")[0]
 
 
 def test_scoring_options(here: Path, bert_folder: Path, data_folder: Path) -> None:

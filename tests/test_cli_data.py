@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as tf
 from typer.testing import CliRunner
 
@@ -550,3 +551,39 @@ def test_a_layer_is_shown_in_a_line(bert_folder: Path) -> None:
     long = hp.AttentionLayer("a.very.long.name." * 20, 104, "decoder", 128, 16, 256, prunable=False)
     assert len(repr(long)) <= 150
     assert "16 key/value, not prunable" in repr(long)
+
+
+def test_a_perplexity_that_cannot_be_told_is_refused_before_the_long_work(
+    llama_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of the model's own that is none of its logits, and is added up over texts."""
+    forward = tf.LlamaForCausalLM.forward
+
+    def summed(self: Any, input_ids: Any = None, labels: Any = None, **more: Any) -> Any:
+        out = forward(self, input_ids=input_ids, **more)
+        if labels is not None:
+            each = F.cross_entropy(out.logits[:, :-1].mT, labels[:, 1:], reduction="none")
+            out.loss = ((1 - (-each).exp()) ** 2 * each).sum()
+        return out
+
+    def long(*_: object, **__: object) -> None:
+        raise AssertionError("the long work began")
+
+    monkeypatch.setattr(tf.LlamaForCausalLM, "forward", summed)
+    for step in ("scoring.score", "pruning.evaluate", "targets.arrange"):
+        monkeypatch.setattr(f"headprune.workflow.{step}", long)
+    for more in ((), ("--dry-run",)):
+        error = run("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1).stderr
+        assert "cannot be measured: its own loss is not the cross-entropy of its logits" in " ".join(error.split())
+
+
+def test_a_run_that_does_not_say_what_it_scored(made: Path, bert_folder: Path, data_folder: Path, here: Path) -> None:
+    for damage in ({}, {"options": None}, {"options": {"seed": 0}}):
+        folder = here / "reports" / "x-1"
+        shutil.copytree(made, folder, dirs_exist_ok=True)
+        document = json.loads((folder / "run.json").read_text())
+        del document["options"]
+        (folder / "run.json").write_text(json.dumps({**document, **damage}))
+        error = run("prune", bert_folder, "-d", data_folder, "-k", 4, code=1).stderr
+        assert "run.json is damaged: it does not say which model was scored" in " ".join(error.split())
+        assert "unexpected" not in error

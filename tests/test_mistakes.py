@@ -136,7 +136,7 @@ EARLY: list[tuple[list[str], str, int]] = [
     ([*PRUNE, "--keep", "0"], "leaves no head", 1),
     ([*PRUNE, "--keep", "100%"], "keeps all heads", 1),
     ([*PRUNE, "--keep", "1.0"], "keeps all heads", 1),
-    ([*PRUNE, "--keep", "150%"], "keeps all heads", 1),
+    ([*PRUNE, "--keep", "150%"], r"more than all heads\. Keep fewer", 1),
     ([*PRUNE, "--target-latency", "100%"], "met by the dense model", 1),
     ([*PRUNE, "--target-latency", "soon"], "is no budget", 1),
     ([*PRUNE, "--target-latency", "-5"], "is no budget", 1),
@@ -269,7 +269,7 @@ def test_a_mistake_is_told_before_anything_is_loaded(
 # What only the loaded model can tell, but before any long work.
 LATER: list[tuple[list[str], str]] = [
     ([*PRUNE, "-L", "10", "--keep", "8"], "keeps all 8 heads, so there is nothing to prune"),
-    ([*PRUNE, "-L", "10", "--keep", "2", "--keep", "9"], "more than the model's 8"),
+    ([*PRUNE, "-L", "10", "--keep", "2", "--keep", "9"], "more than all 8 heads"),
     ([*PRUNE, "-L", "10", "--keep", "1%"], "leaves no head"),
     ([*PRUNE, "-L", "10", "--keep", "4", "--protect", "L7"], "no attention layer named 'L7'"),
     ([*PRUNE, "-L", "10", "--keep", "4", "--protect", "L0.H9"], "no head 9"),

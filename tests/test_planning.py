@@ -155,7 +155,7 @@ def test_budgets(keep: object, heads: int) -> None:
 
 
 @pytest.mark.parametrize(("keep", "message"), [
-    (0, "leaves no head"), ("0%", "leaves no head"), (-3, "leaves no head"), (73, "more than the model's 72"),
+    (0, "leaves no head"), ("0%", "leaves no head"), (-3, "leaves no head"), (73, "more than all 72 heads"),
     ("101%", "more than"), ("many", "not a number"), ("nan%", "not a number"), (36.5, "not a number"), ("inf", "not a number"),
 ])  # fmt: skip
 def test_impossible_budgets(keep: object, message: str) -> None:

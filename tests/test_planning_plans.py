@@ -82,6 +82,17 @@ def test_wrong_addresses(text: str, message: str) -> None:
         Constraints.parse(text, scores_of([(2, 2)], [0.0, 0.0]).layers)
 
 
+def test_a_wrong_address_is_answered_in_addresses() -> None:
+    layers = scores_of([(2, 2)] * 6, [0.0] * 12).layers
+    for text, there in (("L9.H1", "layers L0 to L5"), ("L9", "layers L0 to L5")):
+        with pytest.raises(hp.HeadPruneError) as caught:
+            Constraints.parse(text, layers)
+        assert f"This model has {there} " in caught.value.hint
+    with pytest.raises(hp.HeadPruneError) as caught:  # what cannot be masked is left out
+        Constraints.parse("L1", [layers[0], layers[2], layers[5]])
+    assert "layers L0, L2, L5 " in caught.value.hint
+
+
 def test_a_protected_head_protects_its_group_but_not_in_slices() -> None:
     scores = scores_of([(6, 2)], [0, 1, 2, 3, 4, 5])
     search = Search(scores.layers, scores, Constraints({"l0": [0]}))

@@ -264,3 +264,40 @@ def test_what_users_named_is_written_as_it_is() -> None:
     assert text.startswith("# Attention heads of <a> & {{ b }}  c\n\nM, t, ")
     assert "- Columns: items = `x`." in text
     assert text.endswith("timings do not.\n")
+
+
+def test_one_thread() -> None:
+    run = copy.deepcopy(RUN)
+    run["environment"]["threads"] = 1
+    text = markdown.render(run, (), METRICS)
+    assert "1 thread," in text
+    assert "1 threads" not in text
+    assert "2 threads," in render()
+
+
+def test_what_holds_of_all_budgets_is_said_once() -> None:
+    metrics = copy.deepcopy(METRICS)
+    other = {**copy.deepcopy(metrics["budgets"][0]), "kept": 1, "asked": 1}
+    metrics["budgets"].append(other)
+    metrics["budgets"][0]["notes"] = ["Two, not three.", "The search took long."]
+    other["notes"] = ["The search took long."]
+    text = render(metrics)
+    assert text.count("The search took long.") == text.count("Two, not three.") == 1
+
+
+def test_what_decided_between_orders_is_shown() -> None:
+    assert "What decided between" not in render()
+    metrics = copy.deepcopy(METRICS)
+    compared = [
+        {"order": "gradient", "used": False, "plans": [{"budget": "keep 2", "kept": 2, "divergence": 0.25}]},
+        {"order": "compensated", "used": True, "plans": [{"budget": "keep 2", "kept": 2, "divergence": 0.125}]},
+    ]
+    metrics["planning"] = {"strategy": "auto", "about": "x", "compared": compared}
+    text = render(metrics)
+    assert "plans' divergence (KL) from the dense model's answers, in nats" in text
+    assert "| order | keep 2 |" in text
+    assert "| gradient | 0.25 (2 heads) |" in text
+    assert "| **compensated** (used) | 0.125 (2 heads) |" in text
+    for order in compared:
+        order["plans"] = [{"budget": "keep 2", "kept": 2, "loss": 0.5}]
+    assert "plans' loss, in nats" in render(metrics)

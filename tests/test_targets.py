@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,11 +14,13 @@ import pytest
 
 from headprune.data import DataOptions
 from headprune.errors import HeadPruneError
+from headprune.fidelity import Fidelity
+from headprune.gates import mask
 from headprune.planning import Order
 from headprune.planning.budgets import Budget, Fit
 from headprune.planning.effort import EFFORTS, Effort
 from headprune.plans import PruningPlan
-from headprune.searching import levels_of, merit_of, orders_of
+from headprune.searching import Request, fits_of, levels_of, merit_of, orders_of
 from headprune.trials import Trials
 from headprune.workflow.scene import Options, open_scene
 from headprune.workflow.targets import Goal, shown, trade_off, trials_of
@@ -106,6 +109,27 @@ def test_a_slow_machine_plans_alike(bert_folder: Path, data_folder: Path, monkey
     assert "forward passes over 24 examples" in line
     assert trials.work["re-scored"]["passes"] > trials.work["compensated"]["passes"] > 0
     assert trials.work["re-scored"]["flops"] > 0
+
+
+def test_what_the_orders_were_compared_by_is_kept(bert_folder: Path, data_folder: Path) -> None:
+    """The divergence of each order's plans, computed anew; the least of them is used."""
+    orders, trials, _ = planned(bert_folder, data_folder)
+    fits = fits_of(Request((Budget("keep", "4"), Budget("keep", "2"))), orders, trials, Silent())
+    assert [made["order"] for made in trials.compared] == ["compensated", "re-scored"]
+    logs = []
+    for made in trials.compared:
+        plans = [orders[made["order"]].plan(keep) for keep in (4, 2)]
+        logs.append(0.0)
+        for plan, told in zip(plans, made["plans"], strict=True):
+            assert (told["budget"], told["kept"]) == (f"keep {plan.kept}", plan.kept)
+            near = Fidelity(trials.model, trials.choose)
+            with trials.repaired(plan.drop), mask(trials.model, plan.drop, layers=trials.layers):
+                assert told["divergence"] == pytest.approx(near.divergence(), rel=1e-5)
+            logs[-1] += math.log(told["divergence"])
+    best = trials.compared[0 if logs[0] <= logs[1] else 1]
+    assert best["used"]
+    assert best["order"] == fits[0].plan.strategy
+    assert [made["used"] for made in trials.compared].count(True) == 1
 
 
 def test_an_order_that_would_be_too_much_work_is_left_out(

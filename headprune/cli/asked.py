@@ -41,7 +41,8 @@ class Commands(typer.core.TyperGroup):
                 raise
             from headprune.console import Console
 
-            fail(Console(as_json=True), error.format_message(), "`headprune COMMAND --help` lists what it takes.")
+            message = error.format_message().rstrip(".") + "."  # click's own come without one, or with
+            fail(Console(as_json=True), message, "`headprune COMMAND --help` lists what it takes.")
             code = getattr(error, "exit_code", 2)
         sys.exit(code if isinstance(code, int) else 0)
 

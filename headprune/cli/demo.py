@@ -39,7 +39,7 @@ def demo(
             if not folder.done_by(key):  # else it was killed just after
                 with (
                     Folder(room.HOME).locked(runs.command_line()),
-                    console.track("training a ViT on digits") as progress,
+                    console.track("training a ViT on digits, once, for about 20 seconds") as progress,
                 ):
                     model, data, accuracy = room.prepare(room.HOME, progress)
                 console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")

@@ -103,7 +103,8 @@ def _dry_run(
         console.document(planned(folder, methods, scene))
         return
     found, fits = workflow.plan_run(options, goal, asked, source, console)
+    told: set[str] = set()
     for fitted in fits:
-        tables.print_plan(console, fitted, found)
+        tables.print_plan(console, fitted, found, told)
     console.document({"folder": str(folder.path), "plans": [f.plan.to_json() for f in fits]})
     console.result(f"Would prune and write {folder.path}. Nothing was written.")

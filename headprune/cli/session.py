@@ -41,7 +41,7 @@ def session(manner: Manner) -> Iterator[Console]:
         raise typer.Exit(1) from None
     except KeyboardInterrupt as error:
         stopped = error if isinstance(error, Stopped) else Stopped()
-        fail(console, "interrupted.", stopped.hint)
+        fail(console, "interrupted." if stopped.status == Stopped().status else "terminated.", stopped.hint)
         raise typer.Exit(stopped.status) from None
     except (typer.Exit, SystemExit, BrokenPipeError):  # nobody reads on, as behind `| head`
         raise

@@ -50,8 +50,11 @@ def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> 
     console.table(heat_map(f"{s.method}: {s.unit}; {s.basis}", rows, s.signed))
 
 
-def print_plan(console: Console, fitted: Fit, scores: list[HeadScores]) -> None:
+def print_plan(console: Console, fitted: Fit, scores: list[HeadScores], told: set[str]) -> None:
+    """A plan, and those of its notes that were not told yet."""
     plan = fitted.plan
+    notes = [note for note in plan.notes if note not in told]
+    told.update(notes)
     for s in scores:
         if s.method == plan.method:
             _print_heat(console, s, plan.drop)
@@ -59,7 +62,7 @@ def print_plan(console: Console, fitted: Fit, scores: list[HeadScores]) -> None:
     cost = f" Asked: {plan.budget}." if plan.budget else ""
     if fitted.budget is not None and (reading := fitted.reading) is not None:
         cost = f" Asked: {plan.budget}; measured: {fitted.budget.show(reading.value)}."
-    console.result(f"{f'{by}: ' if by else ''}keeps {plan.kept} of {plan.total}.{cost} {' '.join(plan.notes)}".rstrip())
+    console.result(f"{f'{by}: ' if by else ''}keeps {plan.kept} of {plan.total}.{cost} {' '.join(notes)}".rstrip())
     for name, heads in plan.drop.items():
         console.result(f"  {name}: drops {', '.join(f'H{h}' for h in heads)}")
 

@@ -77,6 +77,10 @@ class Budget:
             HeadPruneError: There would be nothing to prune.
         """
         share = keep_of(self.text) if self.kind == "keep" else self.amount if self.relative else 0
+        if self.kind == "keep" and isinstance(share, float) and share > 1:
+            raise HeadPruneError(
+                f"{FLAGS[self.kind]} {self.text} is more than all heads.", "Keep fewer, for instance --keep 50%."
+            )
         if isinstance(share, float) and share >= 1:
             met = "keeps all heads" if self.kind == "keep" else "is met by the dense model"
             raise HeadPruneError(

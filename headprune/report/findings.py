@@ -154,6 +154,11 @@ def shared_notes(budgets: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[i
     return [(note, None if len(of) == len(repaired) else of) for note, of in kept.items()]
 
 
+def notes_in_common(budgets: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Notes on how plans were made that are of several budgets, and of all."""
+    return [n for n in budgets[0]["notes"] if len(budgets) > 1 and all(n in b["notes"] for b in budgets)]
+
+
 def changed_weights(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The budgets whose models were repaired or fine-tuned, those that keep most heads first."""
     return [b for b in largest_first(metrics) if b.get("repair") or b.get("finetune")]

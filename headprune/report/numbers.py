@@ -67,5 +67,9 @@ def with_error(number: float, error: float, form: str, sign: str, error_form: st
 
 def device(environment: Mapping[str, Any], dtype: str) -> str:
     """The device that the model ran on."""
-    threads = f", {environment['threads']} threads" if environment["device"] == "cpu" else ""
+    threads = (
+        f", {environment['threads']} thread{'s' * (environment['threads'] != 1)}"
+        if environment["device"] == "cpu"
+        else ""
+    )
     return f"{environment['device_name']} ({environment['device']}{threads}, {dtype})"

@@ -8,6 +8,7 @@ from typing import Any
 
 from headprune.data import DataOptions, Parts
 from headprune.errors import HeadPruneError
+from headprune.evaluation import measurable
 from headprune.planning.budgets import FLAGS, Budget
 from headprune.planning.costs import Subject, cost_of
 from headprune.plans import PruningPlan
@@ -17,11 +18,17 @@ from headprune.workflow.timing import budget_input
 
 
 def check_goal(goal: Goal, scene: Scene) -> None:
-    """Refuse a goal that leaves the model as it is, or names what it has not.
+    """Refuse a goal that leaves the model as it is, or names what it has not; and a model whose metric cannot be measured.
 
     Raises:
-        HeadPruneError: All heads would stay, or a layer or head is not there.
+        HeadPruneError: All heads would stay, a layer or head is not there, or no accuracy or perplexity can be told.
     """
+    _check_heads(goal, scene)
+    _check_metric(scene)
+
+
+def _check_heads(goal: Goal, scene: Scene) -> None:
+    """Refuse a goal that leaves the model as it is, or names what it has not."""
     total = sum(layer.num_heads for layer in scene.maskable)
     if goal.plan is not None:
         goal.plan.on(scene.layers)
@@ -46,6 +53,19 @@ def check_goal(goal: Goal, scene: Scene) -> None:
                 )
         else:
             _check_cost(budget, scene, total)
+
+
+def _check_metric(scene: Scene) -> None:
+    """Refuse a model of whose answers there will be no accuracy, or no perplexity."""
+    if scene.metric in measurable(scene.model, scene.parts.report.batches()):
+        return
+    what, name = f"The {scene.metric} of {scene.options.model}", scene.loaded.task.name
+    if scene.metric == "perplexity":
+        raise HeadPruneError(
+            f"{what} cannot be measured: its own loss is not the cross-entropy of its logits, nor a mean over labels.",
+            f"Check --task (it is {name}), or use the Python API, which takes any loss: headprune.score(model, batches).",
+        )
+    raise HeadPruneError(f"{what} cannot be read off its logits.", f"Check --task (it is {name}).")
 
 
 def _check_cost(budget: Budget, scene: Scene, total: int) -> None:

@@ -11,16 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from headprune import checkpoint, latency, runs
+from headprune import latency, runs
 from headprune.attention import Heads
 from headprune.data import load_train
-from headprune.errors import HeadPruneError, PruneError
+from headprune.errors import HeadPruneError
 from headprune.evaluation import Change, Measurement, compare, evaluate, interval
 from headprune.fingerprint import fingerprint
-from headprune.inputs import call, move
 from headprune.jsonio import dumps, write_json
 from headprune.planning import Order
 from headprune.planning.budgets import Fit, Reading
@@ -28,8 +26,9 @@ from headprune.plans import PruningPlan
 from headprune.runs import RunFolder
 from headprune.scoring import HeadScores, save_scores
 from headprune.searching import candidates, orders_of
-from headprune.surgery import answers, prune
+from headprune.surgery import prune
 from headprune.trials import Trials
+from headprune.workflow import saving
 from headprune.workflow.checks import check_goal, check_scored
 from headprune.workflow.scene import Console, Options, Scene, open_scene
 from headprune.workflow.scoring import cut_anew, run_document, score_all
@@ -99,6 +98,10 @@ def prune_run(
     scores = _scores_of(source, methods)
     scene = open_scene(options, console)
     check_goal(goal, scene)
+    if half := scene.loaded.stored:
+        console.say(
+            f"{options.model} is stored in {str(half).removeprefix('torch.')}: pruned models are saved so, too."
+        )
     methods = methods if source or goal.uses_scores else []
     run, before = _run_of(scene, methods, source), 0.0
     if source is None:
@@ -140,18 +143,16 @@ def _pruned_and_measured(
     trials = trials_of(scene, goal.repair, stages)
     run = _Run(scene, goal, trials, stages, console)
     orders = {} if goal.plan else orders_of(goal.request(scene), scores, trials, console)
-    fits = _kept_fits(goal, stages, environment, lambda: fits_of(scene, goal, orders, trials, console))
+    fits = _kept_fits(goal, trials, stages, environment, lambda: fits_of(scene, goal, orders, trials, console))
     fits = list({f.plan.asked: f for f in fits}.values())  # "50%" and "36" may be the same
     with console.track("measuring the dense model") as progress:
         dense = stages.measurement(
             "dense", lambda: evaluate(scene.model, scene.parts.report.batches(), progress=progress)
         )  # fmt: skip
-    if scene.metric not in dense.metrics:
-        raise HeadPruneError(
-            f"The {scene.metric} of {scene.options.model} cannot be read off its logits.", "Check --task."
-        )
     randoms = random_orders(scene, goal, fits)
     curve = trade_off(shown(goal, orders, fits, trials), randoms, fits, trials, console)
+    for note in dict.fromkeys(note for f in fits for note in f.plan.notes):
+        console.say(note)
     results: list[Pruned] = []
     models: dict[int, nn.Module] = {}
     for fitted in fits:
@@ -170,6 +171,7 @@ def _pruned_and_measured(
             **goal.about(),
             "work": trials.work,
             **({"judged_by": trials.judged_by} if len(orders) > 1 else {}),
+            **({"compared": trials.compared} if trials.compared else {}),
         },
         "dense": {
             **_measured(dense, scene.metric),
@@ -183,7 +185,9 @@ def _pruned_and_measured(
     return results, metrics
 
 
-def _kept_fits(goal: Goal, stages: Stages, environment: Any, make: Callable[[], list[Fit]]) -> list[Fit]:
+def _kept_fits(
+    goal: Goal, trials: Trials, stages: Stages, environment: Any, make: Callable[[], list[Fit]]
+) -> list[Fit]:
     """The plans that hold the budgets, as they were when they were first found: what was timed is not timed again."""
     if goal.plan is not None:
         return make()
@@ -197,9 +201,14 @@ def _kept_fits(goal: Goal, stages: Stages, environment: Any, make: Callable[[], 
         budget = None if data["budget"] is None else goal.budgets[data["budget"]]
         return Fit(PruningPlan.from_json(data["plan"]), budget, data["reading"] and Reading(**data["reading"]))
 
+    def made() -> dict[str, Any]:
+        fits = [to_json(fit) for fit in make()]
+        return {"fits": fits, "compared": trials.compared}
+
     timed = any(budget.kind == "latency" for budget in goal.budgets)
-    name = f"fits {environment}" if timed else "fits"
-    return stages.get(name, lambda: [to_json(fit) for fit in make()], lambda found: [read(data) for data in found])
+    found = stages.get(f"fits {environment}" if timed else "fits", made, dict)
+    trials.compared = found["compared"]
+    return [read(data) for data in found["fits"]]
 
 
 def _scores_of(source: RunFolder | None, methods: Sequence[str]) -> list[HeadScores]:
@@ -241,9 +250,9 @@ def _prune_one(
 ) -> Pruned:
     scene, trials, stages, console = run.scene, run.trials, run.stages, run.console
     chosen, asked = fitted.plan, fitted.plan.asked
-    for note in chosen.notes:
-        console.say(note)
     made, reloaded = _made(run, chosen, path)
+    if note := made["saved"]["note"]:
+        console.say(note)
     batches = list(scene.parts.report.batches())
     with console.track(f"measuring with {chosen.kept} heads") as progress:
         pruned = stages.measurement(f"pruned {asked}", lambda: evaluate(reloaded, batches, progress=progress))
@@ -268,7 +277,7 @@ def _prune_one(
         "method": chosen.method,
         "strategy": chosen.strategy,
         "budget": _budget(scene, fitted),
-        "notes": list(chosen.notes),
+        "notes": [*chosen.notes, *([note] if note else [])],
         "drop": chosen.drop,
         "pruned": _measured(pruned, scene.metric),
         "change": asdict(change),
@@ -285,6 +294,7 @@ def _prune_one(
         "parameters": latency.parameters(reloaded),
         "flops": latency.flops(reloaded, scene.typical_input()),
         "checkpoint": path.name,
+        "dtype": made["saved"]["dtype"],
     }
     return Pruned(chosen, change, document)
 
@@ -311,7 +321,7 @@ def _made(run: _Run, chosen: PruningPlan, path: Path) -> tuple[dict[str, Any], n
             run.stages.forget(name)
         made = run.stages.get(name, lambda: _make(run, chosen, path), dict)
         try:
-            return made, checkpoint.load(path, device=next(run.scene.model.parameters()).device)
+            return made, saving.load(run.scene, path)
         except HeadPruneError:
             if damaged:
                 raise
@@ -329,23 +339,12 @@ def _make(run: _Run, chosen: PruningPlan, path: Path) -> dict[str, Any]:
     trained = None
     if run.goal.finetune:
         model, trained = _trained(run, model, chosen.asked)
-    checkpoint.save(
-        model, path, processor=scene.loaded.processor, overwrite=True,
-        about={"task": scene.loaded.task.name, "from": scene.loaded.source},
-    )  # fmt: skip
-    reloaded = checkpoint.load(path, device=next(model.parameters()).device)
-    example = move(scene.example, next(model.parameters()).device)
-    with torch.inference_mode():
-        pairs = zip(answers(call(model, example)), answers(call(reloaded, example)), strict=True)
-        difference = max(((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
-    if not difference <= proof.tolerance:
-        raise PruneError(
-            f"The saved model answers differently after loading (by {difference:.2g}).", "Please report this."
-        )
+    saved = saving.save(scene, model, path, proof.tolerance)
     return {
         "repair": repair and repair.to_json(),
         "finetune": trained,
-        "proof": {**asdict(proof), "ghosts": list(proof.ghosts), "reload_difference": difference},
+        "proof": {**asdict(proof), "ghosts": list(proof.ghosts), "reload_difference": saved.difference},
+        "saved": {"dtype": saved.dtype, "note": saved.note},
     }
 
 
