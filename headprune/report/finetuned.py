@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.report.numbers import change, value
+from headprune.report import numbers
 
 _NAMES = {"dense": "dense", "pruned": "pruned", "finetuned": "pruned, fine-tuned"}
 
@@ -16,12 +16,12 @@ def render(name: str, document: dict[str, Any]) -> str:
 
 
 def _opening(d: dict[str, Any]) -> str:
-    metric, whole, gain = d["metric"], d["changes"]["finetuned"], d["changes"]["gain"]
+    metric, change, gain = d["metric"], d["changes"]["finetuned"], d["changes"]["gain"]
     return (
-        f"`{d['pruned']}` after training with distillation from `{d['teacher']}`. On {whole['examples']:,} examples that "
-        f"decided nothing, {metric} is {value(d['models']['finetuned']['metrics'][metric], metric)}: against the dense "
-        f"model {change(whole, metric)}, **{whole['verdict']}**; against the pruned one before training "
-        f"{change(gain, metric)}, **{gain['verdict']}**."
+        f"`{d['pruned']}` after training with distillation from `{d['teacher']}`. On {change['examples']:,} examples that "
+        f"decided nothing, {metric} is {numbers.value(d['models']['finetuned']['metrics'][metric], metric)}: against the dense "
+        f"model {numbers.change(change, metric)}, **{change['verdict']}**; against the pruned one before training "
+        f"{numbers.change(gain, metric)}, **{gain['verdict']}**."
     )
 
 
@@ -30,9 +30,9 @@ def rows(d: dict[str, Any]) -> list[list[str]]:
     metric = d["metric"]
     found = [["model", f"{metric} (95 %)", "change from dense (95 %, paired)", "verdict"]]
     for key, model in d["models"].items():
-        value, low, high = (value(v, metric) for v in (model["metrics"][metric], model["low"], model["high"]))
-        found_change = d["changes"].get(key)
-        told = [change(found_change, metric), found_change["verdict"]] if found_change else ["", ""]
+        value, low, high = (numbers.value(v, metric) for v in (model["metrics"][metric], model["low"], model["high"]))
+        change = d["changes"].get(key)
+        told = [numbers.change(change, metric), change["verdict"]] if change else ["", ""]
         found.append([_NAMES[key], f"{value} ({low} to {high})", *told])
     return found
 
@@ -51,12 +51,13 @@ def _training(d: dict[str, Any]) -> str:
         if t["best"]
         else "the weights from before training: it made none better"
     )
-    course = ", ".join(f"{value(h[metric], metric)} after {h['epoch']:g} epochs" for h in t["history"][1:])
+    course = ", ".join(f"{numbers.value(h[metric], metric)} after {h['epoch']:g} epochs" for h in t["history"][1:])
     held = f"{d['parts']['choose']['examples']:,} choosing examples (`{d['parts']['choose']['split']}`)"
     return (
         f"Loss: {m['alpha']:g} x divergence from the dense model at temperature {m['temperature']:g} + {1 - m['alpha']:g} x the "
         f"labels' cross-entropy{hidden}. AdamW, learning rate {o['learning_rate']:g}, batches of {d['data']['batch_size']}, "
         f"{t['steps']:,} of {t['planned']:,} steps on {t['examples']:,} examples an epoch, seed {o['seed']}, on "
         f"{d['environment']['device_name']} ({d['environment']['device']}). Kept: {chosen}, by {metric} on {held}: "
-        f"{value(t['history'][0][metric], metric)} before, {course}.\n\n" + "\n".join(f"- {n}" for n in d["notes"])
+        f"{numbers.value(t['history'][0][metric], metric)} before, {course}.\n\n"
+        + "\n".join(f"- {n}" for n in d["notes"])
     )
