@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,6 +17,7 @@ import transformers as tf
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from headprune import latency
+from tests.interrupted import Processes
 from tests.zoo import randomise
 
 torch.set_num_threads(1)  # pytest-xdist runs two workers on two cores
@@ -114,3 +116,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to work in."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Processes]:
+    """Runs commands in processes of their own, which can be stopped (`tests.interrupted`)."""
+    made = Processes()
+    yield made
+    made.close()
