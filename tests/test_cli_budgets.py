@@ -12,9 +12,9 @@ import torch
 import headprune as hp
 from headprune import latency
 from headprune.repair import HeldOut
-from tests.test_cli import run, scored
+from tests.test_cli import PRUNE, run, scored, scored_once
 
-__all__ = ["scored"]
+__all__ = ["scored", "scored_once"]
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_uniform_plans_are_uniform(here: Path, llama_folder: Path, data_folder: 
 
 def test_a_plan_edited_by_hand(scored: Path, bert_folder: Path, data_folder: Path, here: Path) -> None:
     """What `prune` writes can be edited and applied, on a model that was never scored too."""
-    run("prune", "-k", 4, "-q")
+    run(*PRUNE, 4)
     document = json.loads((scored / "plan.json").read_text())
     document["drop"] = {"L0": [1], "bert.encoder.layer.1.attention.self": [3, 0]}
     (here / "mine.json").write_text(json.dumps(document))
@@ -207,7 +207,7 @@ def test_what_was_repaired_is_told(scored: Path) -> None:
 
 
 def test_training_after_pruning(scored: Path) -> None:
-    run("prune", "-k", 4, "--finetune", "1", "-o", "tuned", "--scores", scored, "-q")
+    run(*PRUNE, 4, "--finetune", "1", "-o", "tuned", "--scores", scored)
     budget = budget_of(Path("tuned"))
     assert budget["kept"] == 4
     assert budget["finetune"]["steps"] > 0
