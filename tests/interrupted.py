@@ -56,6 +56,7 @@ class Processes:
 
 def _child(job: dict[str, Any], streams: Path) -> None:
     signal.alarm(PATIENCE)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
     os.chdir(job["cwd"])
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(streams / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)

@@ -33,7 +33,7 @@ def scored_once(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, dat
     folder = tmp_path_factory.mktemp("scored")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        run("score", bert_folder, "-d", data_folder, "-L", 40, "-b", 16, "-q")
+        run("score", bert_folder, "-d", data_folder, "-L", 40, "-b", 32, "-q")
     return folder
 
 

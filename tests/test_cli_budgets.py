@@ -68,7 +68,7 @@ def test_flops_and_max_drop(scored: Path) -> None:
     assert metrics["planning"]["effort"]["name"] == "normal"
     assert metrics["planning"]["work"]["re-scored"]["flops"] > 0
     assert "re-scored was counted beforehand to take about" in Path("flops/report.md").read_text()
-    run("prune", "--max-drop", "0.9", "-o", "drop", "--scores", scored, "-q")
+    run("prune", "--max-drop", "0.9", "-s", "one-shot", "-o", "drop", "--scores", scored, "-q")
     budget = budget_of(Path("drop"))
     assert budget["budget"]["high"] <= 0.9
     assert budget["kept"] < 8
@@ -180,7 +180,7 @@ def test_the_list_of_strategies(here: Path) -> None:
 
 def test_the_last_step_of_repair_is_told(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headprune.repair.held_out.better", lambda before, after: True)
-    run("prune", "-k", 1, "-q")
+    run(*PRUNE, 1)
     budget, text = budget_of(scored), (scored / "report.md").read_text()
     step = budget["repair"]["answers"]
     assert step["after"] < step["before"]
