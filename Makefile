@@ -12,7 +12,7 @@ demo: install  ## train, score, prune and report on scikit-learn's digits
 	@echo "The report is reports/digits/report.md"
 
 test: install  ## the tests that take minutes, not hours
-	$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow"
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow"
 
 test-slow: install  ## end-to-end runs, on minilm-rt too where it lies beside the checkout
 	$(BIN)/python -m pytest -q -m slow

@@ -1,9 +1,10 @@
 """Runs headprune's commands in processes of their own, and stops them where a test wants it.
 
-``python -m tests.interrupted`` reads jobs (JSON) from stdin: ``{"cwd", "arguments", "stop", "signal"}``. A job with ``stop``
-n gets ``signal`` before the n-th file (or folder) is put in its place: what is on disk changes with these renames alone. One
-with ``stops``, ``signals`` and ``until`` is run again, with these in turn, until it is through. Each run is a fork, so that
-the libraries are loaded once.
+``python -m tests.interrupted`` reads jobs (JSON), one a line, from stdin: ``{"cwd", "arguments", "stop", "signal"}``. A job with
+``stop`` n gets ``signal`` before the n-th file (or folder) is put in its place: what is on disk changes with these renames
+alone. One with ``stops``, ``signals`` and ``until`` is run again, with these in turn, until it is through. One with ``code`` runs
+that instead of the command. Each run is a fork of a process that has loaded the libraries and has done nothing else, so that
+they are loaded once.
 """
 
 from __future__ import annotations
@@ -19,21 +20,43 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+PATIENCE = 300  # seconds that a run may take
 
 
-def run_jobs(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What became of each run: ``{"status", "stderr", "stdout", "seconds", "renames", "targets"}``; a status below 0 is a signal."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.interrupted"], input=json.dumps(jobs), capture_output=True, text=True,
-        check=False, env=environment, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+class Processes:
+    """What tests have of this module: the process that forks, from its first job to `close`."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, *jobs: dict[str, Any]) -> list[dict[str, Any]]:
+        """What became of each run: ``{"status", "stderr", "stdout", "seconds", "renames", "targets"}``; a status below 0 is a signal."""
+        if self._process is None:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.interrupted"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                text=True, env=environment, cwd=ROOT,
+            )  # fmt: skip
+        asked, answers = self._process.stdin, self._process.stdout
+        assert asked is not None
+        assert answers is not None
+        found: list[dict[str, Any]] = []
+        for job in jobs:
+            asked.write(json.dumps(job) + "\n")
+            asked.flush()
+            answer = answers.readline()
+            assert answer, "see its stderr"
+            found += json.loads(answer)
+        return found
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.communicate()
 
 
 def _child(job: dict[str, Any], streams: Path) -> None:
+    signal.alarm(PATIENCE)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
     os.chdir(job["cwd"])
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(streams / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
@@ -50,9 +73,7 @@ def _child(job: dict[str, Any], streams: Path) -> None:
 
     os.replace = replace  # type: ignore[assignment]
     sys.argv = ["headprune", *job["arguments"]]
-    from headprune.cli import main
-
-    main()
+    exec(job.get("code", "from headprune.cli import main; main()"), {"__name__": "__main__"})
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:
@@ -64,8 +85,9 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         status = 70
         try:
             _child(job, streams)
+            status = 0
         except SystemExit as stopped:
-            status = stopped.code if isinstance(stopped.code, int) else 0
+            status = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -112,7 +134,6 @@ def _load() -> None:
 
 
 if __name__ == "__main__":
-    signal.alarm(1200)
     _load()
-    results = [found for job in json.load(sys.stdin) for found in _all_runs(job)]
-    print(json.dumps(results))
+    for line in sys.stdin:
+        print(json.dumps(list(_all_runs(json.loads(line)))), flush=True)

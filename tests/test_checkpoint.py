@@ -22,9 +22,9 @@ import sys, torch, headprune as hp
 torch.set_num_threads(1)  # as in conftest: other sums would round otherwise
 from headprune.inputs import call
 from headprune.surgery import answers
-folder, example = sys.argv[1], torch.load(sys.argv[2])
-with torch.no_grad():
-    torch.save(answers(call(hp.load(folder), example)), sys.argv[3])
+for folder in sys.argv[1:]:
+    with torch.no_grad():
+        torch.save(answers(call(hp.load(folder), torch.load(folder + "-x"))), folder + "-y")
 """
 
 
@@ -46,15 +46,17 @@ def test_same_answers_after_loading(name: str, tmp_path: Path) -> None:
     assert not again.training
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "llama"])
-def test_same_answers_in_a_fresh_process(name: str, tmp_path: Path) -> None:
-    model, example = pruned(name)
-    hp.save(model, tmp_path / "m")
-    torch.save(example, tmp_path / "x")
-    subprocess.run([sys.executable, "-c", FRESH, tmp_path / "m", tmp_path / "x", tmp_path / "y"], check=True)
+def test_same_answers_in_a_fresh_process(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("bert", "t5", "llama")]
+    made = [pruned(folder.name) for folder in folders]
+    for folder, (model, example) in zip(folders, made, strict=True):
+        hp.save(model, folder)
+        torch.save(example, f"{folder}-x")
+    subprocess.run([sys.executable, "-c", FRESH, *folders], check=True)
     with torch.no_grad():
-        for x, y in zip(answers(call(model, example)), torch.load(tmp_path / "y"), strict=True):
-            assert torch.equal(x, y)
+        for folder, (model, example) in zip(folders, made, strict=True):
+            for x, y in zip(answers(call(model, example)), torch.load(f"{folder}-y"), strict=True):
+                assert torch.equal(x, y), folder.name
 
 
 def test_twice_pruned(tmp_path: Path) -> None:

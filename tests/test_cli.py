@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.conftest import sentences, write_jsonl
 
 ROOT = Path(__file__).parent.parent
 runner = CliRunner()
+PRUNE = ["prune", "-s", "one-shot", "-q", "-k"]  # the quickest, where it is not about what goes
 
 
 def run(*arguments: object, code: int = 0) -> Any:
@@ -26,12 +28,42 @@ def run(*arguments: object, code: int = 0) -> Any:
     return result
 
 
+@pytest.fixture(scope="session")
+def scored_once(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, data_folder: Path) -> Path:
+    """A folder in which `headprune score` has run."""
+    folder = tmp_path_factory.mktemp("scored")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run("score", bert_folder, "-d", data_folder, "-L", 40, "-b", 32, "-q")
+    return folder
+
+
 @pytest.fixture
-def scored(here: Path, bert_folder: Path, data_folder: Path) -> Path:
-    run("score", bert_folder, "-d", data_folder, "-L", 40, "-b", 16, "-q")
+def scored(here: Path, scored_once: Path) -> Path:
+    """The run in a test's own folder."""
+    shutil.copytree(scored_once, here, dirs_exist_ok=True)
     return here / "reports" / "tiny-bert-1"
 
 
+@pytest.fixture(scope="session")
+def pruned_once(tmp_path_factory: pytest.TempPathFactory, scored_once: Path) -> Path:
+    """A folder in which `headprune score` and `headprune prune -k 4` have run."""
+    folder = tmp_path_factory.mktemp("pruned")
+    shutil.copytree(scored_once, folder, dirs_exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(*PRUNE, 4)
+    return folder
+
+
+@pytest.fixture
+def pruned(here: Path, pruned_once: Path) -> Path:
+    """The run in a test's own folder."""
+    shutil.copytree(pruned_once, here, dirs_exist_ok=True)
+    return here / "reports" / "tiny-bert-1"
+
+
+@pytest.mark.drawn
 def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
     assert {p.name for p in scored.iterdir()} == {
         "scores.json",
@@ -78,7 +110,7 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
 
 
 def test_prune_scores_first_if_it_must(here: Path, bert_folder: Path, data_folder: Path) -> None:
-    run("prune", bert_folder, "--keep", 3, "-d", data_folder, "-L", 20, "-m", "gradient", "-o", here / "out", "-q")
+    run(*PRUNE, 3, bert_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "-o", here / "out")
     assert hp.PruningPlan.load(here / "out" / "plan.json").kept == 3
 
 
@@ -88,24 +120,24 @@ def test_several_budgets(scored: Path) -> None:
     assert {"plan.json", "plan-2.json", "pruned-6", "pruned-2"} <= {p.name for p in scored.iterdir()}
 
 
-def test_a_pruned_run_is_not_overwritten(scored: Path) -> None:
-    run("prune", "-k", 4, "-q")
-    first = (scored / "metrics.json").read_text()
-    run("prune", "-k", 2, "-q")  # goes to the next free folder
-    assert (scored / "metrics.json").read_text() == first
-    assert (scored.parent / "tiny-bert-2" / "pruned-2").is_dir()
-    result = run("prune", "-k", 2, "-o", scored, code=1)
+def test_a_pruned_run_is_not_overwritten(pruned: Path) -> None:
+    first = (pruned / "metrics.json").read_text()
+    run(*PRUNE, 2)  # goes to the next free folder
+    assert (pruned / "metrics.json").read_text() == first
+    assert (pruned.parent / "tiny-bert-2" / "pruned-2").is_dir()
+    result = run(*PRUNE, 2, "-o", pruned, code=1)
     assert "was pruned before" in result.stderr
-    run("prune", "-k", 2, "-o", scored, "--overwrite", "-q")
-    assert json.loads((scored / "metrics.json").read_text())["budgets"][0]["kept"] == 2
+    run(*PRUNE, 2, "-o", pruned, "--overwrite")
+    assert json.loads((pruned / "metrics.json").read_text())["budgets"][0]["kept"] == 2
 
 
 def test_scores_by_path(scored: Path, here: Path) -> None:
-    run("prune", "-k", 4, "--scores", scored / "scores.json", "-o", here / "elsewhere", "-q")
+    run(*PRUNE, 4, "--scores", scored / "scores.json", "-o", here / "elsewhere")
     assert (here / "elsewhere" / "scores.json").is_file()
     assert not (scored / "metrics.json").exists()
 
 
+@pytest.mark.drawn
 def test_a_causal_lm_with_groups(here: Path, llama_folder: Path, data_folder: Path) -> None:
     run("score", llama_folder, "-d", data_folder, "-L", 20, "-o", here / "run", "-q")
     result = run("prune", "-k", 5, "-o", here / "run")
@@ -117,9 +149,9 @@ def test_a_causal_lm_with_groups(here: Path, llama_folder: Path, data_folder: Pa
 
 
 def test_a_saved_folder_is_a_model(scored: Path, here: Path, data_folder: Path) -> None:
-    run("prune", "-k", 5, "-q")
+    run(*PRUNE, 5)
     run("score", scored / "pruned-5", "-d", data_folder, "-L", 20, "-m", "gradient", "-o", here / "again", "-q")
-    run("prune", "-k", 3, "-o", here / "again", "-q")
+    run(*PRUNE, 3, "-o", here / "again")
     hp.load(here / "again" / "pruned-3")
     rows = json.loads(
         run(
@@ -361,43 +393,43 @@ def test_rows_are_named(bert_folder: Path, here: Path) -> None:
     assert "Row 3 of split 'train' (the first is row 0): label 7" in " ".join(error.split())
 
 
-def test_a_failed_prune_loses_nothing(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run("prune", "-k", 4, "-q")
-    before = {p: p.read_bytes() for p in scored.rglob("*") if p.is_file()}
+def test_a_failed_prune_loses_nothing(pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {p: p.read_bytes() for p in pruned.rglob("*") if p.is_file()}
+    command = ["prune", "-s", "one-shot", "-k", 2]
 
     def full(*_: object, **__: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("headprune.latency.bench", full)
-    assert "No space left" in run("prune", "-k", 2, "-o", scored, "--overwrite", code=1).stderr
-    run("prune", "-k", 2, code=1)  # would have gone to a new folder
-    assert {p: p.read_bytes() for p in scored.rglob("*") if p.is_file() and ".unfinished" not in p.parts} == before
-    assert [p.name for p in scored.parent.glob("*/[!.]*")] == [p.name for p in scored.iterdir() if p.name[0] != "."]
-    monkeypatch.undo()
-    result = run("prune", "-k", 2, "-o", scored, "--overwrite")  # what was finished is not done again
+    with monkeypatch.context() as patch:
+        patch.setattr("headprune.latency.bench", full)
+        assert "No space left" in run(*command, "-o", pruned, "--overwrite", code=1).stderr
+        run(*command, code=1)  # would have gone to a new folder
+    assert {p: p.read_bytes() for p in pruned.rglob("*") if p.is_file() and ".unfinished" not in p.parts} == before
+    assert [p.name for p in pruned.parent.glob("*/[!.]*")] == [p.name for p in pruned.iterdir() if p.name[0] != "."]
+    result = run(*command, "-o", pruned, "--overwrite")  # what was finished is not done again
     assert "Going on with" in result.stderr
     assert "repairing" not in result.stderr
-    assert (scored / "pruned-2").is_dir()
-    assert not (scored / ".unfinished").exists()
+    assert (pruned / "pruned-2").is_dir()
+    assert not (pruned / ".unfinished").exists()
 
 
-def test_scoring_again_leaves_no_figures_of_the_old_prune(scored: Path, bert_folder: Path, data_folder: Path) -> None:
-    run("prune", "-k", 4, "-q")
-    run("score", bert_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "-o", scored, "--overwrite", "-q")
-    assert {p.name for p in scored.iterdir()} == {
+def test_scoring_again_leaves_no_figures_of_the_old_prune(pruned: Path, bert_folder: Path, data_folder: Path) -> None:
+    assert (pruned / "tradeoff.png").exists()
+    run("score", bert_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "-o", pruned, "--overwrite", "-q")
+    assert {p.name for p in pruned.iterdir()} == {
         "scores.json",
         "run.json",
         "report.md",
         "importance.png",
     }
-    assert "pruned" not in (scored / "report.md").read_text().split("## How it was measured")[0]
+    assert "pruned" not in (pruned / "report.md").read_text().split("## How it was measured")[0]
 
 
 def test_latency_says_where_it_was_timed(scored: Path) -> None:
     run_ = json.loads((scored / "run.json").read_text())
     run_["environment"] |= {"device_name": "another machine", "threads": 77}
     (scored / "run.json").write_text(json.dumps(run_))
-    run("prune", "-k", 4, "-q")
+    run(*PRUNE, 4)
     latency = (scored / "report.md").read_text().split("## Latency")[1]
     assert "77 threads" not in latency.split("## ")[0]
     assert f"{torch.get_num_threads()} thread" in latency.split("## ")[0]
@@ -433,7 +465,8 @@ def test_scoring_options(here: Path, bert_folder: Path, data_folder: Path) -> No
     document = json.loads(result.stdout)
     assert all("dense model" in s["details"]["loss"] for s in document["scores"])
     assert "no standard error: none from one training run" in (here / "b" / "report.md").read_text()
-    assert "prune" in run("prune", "--keep", "50%", "--scores", "b", "-o", "c", "-q").stdout or (here / "c").is_dir()
+    run(*PRUNE, "50%", "--scores", "b", "-o", "c")
+    assert json.loads((here / "c" / "metrics.json").read_text())["budgets"][0]["kept"] == 4
 
 
 @pytest.mark.parametrize("text", ["lots", "-3GB", "0", ""])

@@ -12,9 +12,9 @@ import torch
 import headprune as hp
 from headprune import latency
 from headprune.repairing import HeldOut
-from tests.test_cli import run, scored
+from tests.test_cli import PRUNE, run, scored, scored_once
 
-__all__ = ["scored"]
+__all__ = ["scored", "scored_once"]
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_flops_and_max_drop(scored: Path) -> None:
     assert metrics["planning"]["effort"]["name"] == "normal"
     assert metrics["planning"]["work"]["re-scored"]["flops"] > 0
     assert "re-scored was counted beforehand to take about" in Path("flops/report.md").read_text()
-    run("prune", "--max-drop", "0.9", "-o", "drop", "--scores", scored, "-q")
+    run("prune", "--max-drop", "0.9", "-s", "one-shot", "-o", "drop", "--scores", scored, "-q")
     budget = budget_of(Path("drop"))
     assert budget["budget"]["high"] <= 0.9
     assert budget["kept"] < 8
@@ -108,7 +108,7 @@ def test_uniform_plans_are_uniform(here: Path, llama_folder: Path, data_folder: 
 
 def test_a_plan_edited_by_hand(scored: Path, bert_folder: Path, data_folder: Path, here: Path) -> None:
     """What `prune` writes can be edited and applied, on a model that was never scored too."""
-    run("prune", "-k", 4, "-q")
+    run(*PRUNE, 4)
     document = json.loads((scored / "plan.json").read_text())
     document["drop"] = {"L0": [1], "bert.encoder.layer.1.attention.self": [3, 0]}
     (here / "mine.json").write_text(json.dumps(document))
@@ -180,7 +180,7 @@ def test_the_list_of_strategies(here: Path) -> None:
 
 def test_the_last_step_of_repair_is_told(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headprune.repairing.held_out.better", lambda before, after: True)
-    run("prune", "-k", 1, "-q")
+    run(*PRUNE, 1)
     budget, text = budget_of(scored), (scored / "report.md").read_text()
     step = budget["repair"]["answers"]
     assert step["after"] < step["before"]
@@ -207,7 +207,7 @@ def test_what_was_repaired_is_told(scored: Path) -> None:
 
 
 def test_training_after_pruning(scored: Path) -> None:
-    run("prune", "-k", 4, "--finetune", "1", "-o", "tuned", "--scores", scored, "-q")
+    run(*PRUNE, 4, "--finetune", "1", "-o", "tuned", "--scores", scored)
     budget = budget_of(Path("tuned"))
     assert budget["kept"] == 4
     assert budget["finetune"]["steps"] > 0

@@ -53,7 +53,7 @@ def test_demo(tmp_path: Path) -> None:
 def test_minilm(tmp_path: Path) -> None:
     shutil.copytree(MINILM, tmp_path / "minilm-rt")
     model, data = "minilm-rt", "minilm-rt/data"
-    headprune("score", model, "-d", data, "--split", "train", "-m", "gradient", "-L", 256, "-q", cwd=tmp_path)
+    headprune("score", model, "-d", data, "--split", "train", "-m", "gradient", "-L", 96, "-b", 16, "-q", cwd=tmp_path)
     headprune("prune", "--keep", 36, "-q", cwd=tmp_path)
     metrics = json.loads((tmp_path / "reports" / "minilm-rt-1" / "metrics.json").read_text())
     assert metrics["dense"]["metrics"]["accuracy"] == pytest.approx(0.826, abs=0.002)

@@ -2,13 +2,9 @@
 
 import copy
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +24,7 @@ from headprune.fingerprint import fingerprint
 from headprune.models import dummy_input, load_model
 from tests import zoo
 from tests.conftest import common, sentences, write_jsonl
+from tests.interrupted import Processes
 from tests.test_cli import run
 from tests.zoo import bert, gpt2, labelled, llama, randomise, text, vit
 
@@ -570,36 +567,41 @@ def test_images_are_read_when_they_are_needed(here: Path) -> None:
     )
 
 
-def test_sigkill(pruned_here: Path) -> None:
+KILLED = """
+import os, signal
+import headprune.finetune as f
+f.SAVE_SECONDS, f._SAVE_SHARE = 0.0, float("inf")  # saves after every step
+original = f._Pace.on_step_end
+
+def stop(self, args, state, control, **more):
+    if state.global_step == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(self, args, state, control, **more)
+
+f._Pace.on_step_end = stop
+from headprune.cli import main
+main()
+"""
+
+
+def test_sigkill(pruned_here: Path, processes: Processes) -> None:
     """Killed while it trains, the same command goes on, and gives what it would have given."""
     command = ["finetune", "run/pruned-4", "--epochs", "5", "--learning-rate", "1e-3", "--patience", "99"]
     run(*command, "-o", "whole", "-q")
-    code = (
-        "import headprune.finetune as f; f.SAVE_SECONDS, f._SAVE_SHARE = 0.0, float('inf')\n"
-        "from headprune.cli import main; main()"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    call = [sys.executable, "-c", code, *command, "-o", "out"]
     work = pruned_here.parent / "out" / ".unfinished" / "training"
-    process = subprocess.Popen(call, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not any(int(p.parent.name[11:]) > 5 for p in work.glob("*/checkpoint-*/trainer_state.json")):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.communicate()
+    job = {"cwd": str(pruned_here.parent), "arguments": [*command, "-o", "out"]}
+    (killed,) = processes.run({**job, "code": KILLED})
+    assert killed["status"] == -signal.SIGKILL, killed["stderr"]
     assert {p.name for p in (pruned_here.parent / "out").iterdir()} == {".unfinished", ".lock"}
     assert work.is_dir()
     result = run(*command, "-o", "out", "--json")
     training = json.loads(result.stdout)["training"]
-    assert training["resumed"] > 5
-    assert "Going on from step" in result.stderr
+    assert training["resumed"] == 7
+    assert "Going on from step 7" in result.stderr
     out, whole = (hp.load(pruned_here.parent / name) for name in ("out", "whole"))
     assert [p.shape for p in out.parameters()] == [p.shape for p in hp.load(pruned_here / "pruned-4").parameters()]
     assert fingerprint(out) == fingerprint(whole)
-    assert {p.name for p in pruned_here.parent.iterdir()} == {"run", "out", "whole"}
+    assert {p.name for p in pruned_here.parent.iterdir()} == {"run", "out", "whole", ".streams"}
 
 
 @pytest.mark.usefixtures("eager")

@@ -25,7 +25,7 @@ from headprune.locks import BusyError, Lock
 from headprune.runs import RunFolder, choose_folder
 from headprune.workflow import Options, score_run
 from tests.conftest import common, sentences, tokenizer, write_jsonl
-from tests.interrupted import run_jobs
+from tests.interrupted import Processes
 from tests.zoo import randomise
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
@@ -83,19 +83,19 @@ PRUNE = ["prune", "m", "-d", "d", "-k", "2", "-k", "1", "-m", "gradient"]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def undisturbed(processes: Processes, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one whole run of `PRUNE` gives."""
     here = copy(tiny, tmp_path_factory.mktemp("whole") / "w")
-    (done,) = run_jobs([{"cwd": str(here), "arguments": PRUNE}])
+    (done,) = processes.run({"cwd": str(here), "arguments": PRUNE})
     assert done["status"] == 0, done["stderr"]
     return results_of(here / "reports" / "m-1")
 
 
-def test_killed_again_and_again(tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_killed_again_and_again(processes: Processes, tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     """By SIGKILL and SIGTERM in turn; every rerun comes further, and at last all is as in one run."""
     here = copy(tiny, tmp_path / "w")
     job = {"cwd": str(here), "arguments": PRUNE, "stops": [4, 10, 12, 16, 45], "signals": [KILL, TERM], "until": 12}
-    done = run_jobs([job])
+    done = processes.run(job)
     statuses = [d["status"] for d in done]
     assert statuses[-1] == 0, done[-1]["stderr"]
     assert len(statuses) > 4
@@ -107,52 +107,52 @@ def test_killed_again_and_again(tiny: Path, tmp_path: Path, undisturbed: dict[st
     assert results_of(here / "reports" / "m-1") == undisturbed
 
 
-def publishing(tiny: Path, here: Path) -> tuple[Path, int, int]:
-    """A folder with all of `PRUNE` computed, and the first and the last rename of what is then left to do."""
-    copy(tiny, here)
-    (whole,) = run_jobs([{"cwd": str(copy(tiny, here.parent / "count")), "arguments": PRUNE}])
-    stop = next(n for n in range(whole["renames"], 0, -1) if ".ready" in whole["targets"][n - 1])
-    (left,) = run_jobs([{"cwd": str(here), "arguments": PRUNE, "stop": stop - 8, "signal": KILL}])
-    assert left["status"] == -KILL
-    return here, stop, whole["renames"]
-
-
 @pytest.mark.slow
-def test_killed_at_every_rename_of_the_publication(tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_killed_at_every_rename_of_the_publication(
+    processes: Processes, tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
     """Over an older run. Up to the first of them that is whole, then the new one is, whoever looks first."""
-    here, _, _ = publishing(tiny, tmp_path / "w")
+
+    def commit(run: dict[str, Any]) -> int:
+        return next(n for n, name in enumerate(run["targets"], 1) if name.endswith(".ready"))
+
+    # A folder with all of `PRUNE` computed, so that little is left to do, over what looks like an older run.
+    here = copy(tiny, tmp_path / "w")
+    (whole,) = processes.run({"cwd": str(copy(tiny, tmp_path / "count")), "arguments": PRUNE})
+    (left,) = processes.run({"cwd": str(here), "arguments": PRUNE, "stop": commit(whole) - 8, "signal": KILL})
+    assert left["status"] == -KILL
     (here / "reports" / "m-1" / "report.md").write_text("older")
     (here / "reports" / "m-1" / "plan-3.json").write_text("older")
     command = [*PRUNE, "-o", "reports/m-1", "--overwrite"]
-    (count,) = run_jobs([{"cwd": str(copy(here, tmp_path / "n")), "arguments": command}])
-    commit = next(n for n, name in enumerate(count["targets"], 1) if name.endswith(".ready"))
-    for stop in range(commit - 2, count["renames"] + 1):
+    (count,) = processes.run({"cwd": str(copy(here, tmp_path / "n")), "arguments": command})
+    first, last = commit(count), count["renames"]
+    assert last - first > 8  # the documents, two models, the journal
+    for stop in range(first - 2, last + 1):
         one = copy(here, tmp_path / f"at-{stop}")
-        (killed,) = run_jobs([{"cwd": str(one), "arguments": command, "stop": stop, "signal": KILL}])
+        (killed,) = processes.run({"cwd": str(one), "arguments": command, "stop": stop, "signal": KILL})
+        assert killed["status"] == -KILL, (stop, killed["stderr"])
         folder = one / "reports" / "m-1"
-        if killed["status"] == 0:
-            break
-        if stop <= commit:
+        if stop <= first:
             assert (folder / "report.md").read_text() == "older"
             assert (folder / "plan-3.json").exists()
         else:
             reader = RunFolder(folder)
             assert reader.read_metrics() is not None
             assert not (folder / "plan-3.json").exists()
-        (again,) = run_jobs([{"cwd": str(one), "arguments": command}])
+        (again,) = processes.run({"cwd": str(one), "arguments": command})
         assert again["status"] == 0, again["stderr"]
         assert "2 heads" in again["stdout"]
         assert results_of(folder) == undisturbed
 
 
 @pytest.mark.slow
-def test_killed_at_random(tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_killed_at_random(processes: Processes, tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     rng = random.Random(time.time_ns())
     for trial in range(3):
         here = copy(tiny, tmp_path / f"t{trial}")
         stops = [rng.randint(2, 40) for _ in range(3)]
         whole = {"cwd": str(here), "arguments": PRUNE}
-        *_, last = run_jobs([*({**whole, "stop": stop, "signal": KILL} for stop in stops), whole])
+        *_, last = processes.run(*({**whole, "stop": stop, "signal": KILL} for stop in stops), whole)
         assert last["status"] == 0, (stops, last["stderr"])
         assert results_of(here / "reports" / "m-1") == undisturbed, stops
 

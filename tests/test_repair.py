@@ -1,8 +1,6 @@
 """Repair against brute force: the same regression on the stacked tokens, by another solver."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from headprune.repairing.probe import noise as _noise
 from headprune.rows import Rows
 from headprune.surgery import answers
 from tests import zoo
+from tests.interrupted import Processes
 from tests.problems import duplicated, small
 from tests.test_odd_modules import WIDTH, Attention, Pair, model_of, noise
 from tests.test_trace import hooks
@@ -467,7 +466,7 @@ PRUNED = {
 
 
 @pytest.mark.parametrize("name", PRUNED)
-def test_repaired_pruned_saved_loaded_and_again(name: str, tmp_path: Path) -> None:
+def test_repaired_pruned_saved_loaded_and_again(name: str, tmp_path: Path, processes: Processes) -> None:
     drop, make = PRUNED[name]
     model, example = make()
     layers = hp.find_attention(model, example)
@@ -493,11 +492,12 @@ def test_repaired_pruned_saved_loaded_and_again(name: str, tmp_path: Path) -> No
     hp.save(model, tmp_path / "m", overwrite=True)  # repaired, not yet pruned again
     if name == "llama":
         code = (
-            "import sys, torch, headprune as hp\n"
-            "x, y = torch.load(sys.argv[1] + '/expected.pt')\n"
-            "with torch.no_grad(): assert torch.allclose(hp.load(sys.argv[1] + '/m')(**x).logits, y, atol=1e-5)"
+            "import torch, headprune as hp\n"
+            "x, y = torch.load('expected.pt')\n"
+            "with torch.no_grad(): assert torch.allclose(hp.load('m')(**x).logits, y, atol=1e-5)"
         )
-        subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+        (done,) = processes.run({"cwd": str(tmp_path), "arguments": [], "code": code})
+        assert done["status"] == 0, done["stderr"]
     else:
         with torch.no_grad():
             torch.testing.assert_close(hp.load(tmp_path / "m")(**example).logits, model(**example).logits)

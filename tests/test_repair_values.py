@@ -324,7 +324,7 @@ def test_the_output_weights_are_the_least_squares_for_the_values(tokens: Tokens,
         torch.testing.assert_close(bias, found[-1], rtol=1e-6, atol=1e-8)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(problems(), st.sampled_from([0.1, 1.0]))
 def test_many_rounds_end_where_the_slopes_are_zero(tokens: Tokens, ridge: float) -> None:
     def slopes(mix: Tensor, out: Tensor) -> list[Tensor]:

@@ -3,9 +3,6 @@
 import errno
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from torch import nn
 import headprune as hp
 from headprune.scoring import METHODS, Settings
 from headprune.scoring.resume import Work
+from tests.interrupted import Processes
 from tests.test_scores import split
 from tests.zoo import bert, labelled, text
 
@@ -116,44 +114,26 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_command_goes_on(how: int, here: Path, bert_folder: Path, data_folder: Path) -> None:
-    code = "import sys; from headprune.cli import main; main()"
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "score",
-        str(bert_folder),
-        "-d",
-        str(data_folder),
-        "-b",
-        "1",
-        "-m",
-        "ablation",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=here, stderr=subprocess.PIPE, text=True, env=environment)
+def test_a_killed_command_goes_on(
+    how: int, processes: Processes, here: Path, bert_folder: Path, data_folder: Path
+) -> None:
+    arguments = ["score", str(bert_folder), "-d", str(data_folder), "-b", "1", "-m", "ablation"]
+    job = {"cwd": str(here), "arguments": arguments}
     unfinished = here / "reports" / f"{bert_folder.name}-1" / ".unfinished"
-    deadline = time.monotonic() + 120
-    while process.poll() is None and not list(unfinished.glob("*/*.npy")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(how)
-    errors = process.communicate()[1]
+    (killed,) = processes.run({**job, "stop": 5, "signal": how})
     parts = len(list(unfinished.glob("*/*.npy")))
-    if process.returncode == 0:
-        pytest.skip("the run was through before it could be stopped")
-    assert parts
+    assert parts > 1
     assert not (unfinished.parent / "scores.json").exists()
     if how == signal.SIGINT:
-        assert process.returncode == 130
-        assert "same command" in errors
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True, env=environment)
-    assert f"going on with {parts} finished parts" in " ".join(done.stderr.split())
+        assert killed["status"] == 130
+        assert "same command" in killed["stderr"]
+    else:
+        assert killed["status"] == -how
+    done, fresh = processes.run(job, {**job, "arguments": [*arguments, "-o", "fresh"]})
+    assert (done["status"], fresh["status"]) == (0, 0), (done["stderr"], fresh["stderr"])
+    assert f"going on with {parts} finished parts" in " ".join(done["stderr"].split())
+    assert done["renames"] < fresh["renames"]
     assert not unfinished.exists()
-    fresh = subprocess.run(
-        [*command, "-o", "fresh"], cwd=here, capture_output=True, text=True, check=True, env=environment
-    )
-    assert fresh.returncode == 0
     a, b = (hp.HeadScores.load(p / "scores.json") for p in (unfinished.parent, here / "fresh"))
     assert torch.equal(a.flat(), b.flat())
 

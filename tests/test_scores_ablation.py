@@ -321,13 +321,16 @@ def many(rows: int = 96) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     return model, split(labelled(model, text(rows, 8)), 16)
 
 
+DRAWS = 30  # of examples, for every head
+
+
 def test_few_examples_estimate_all_of_them() -> None:
     """Over draws the estimate is unbiased, and its interval covers the full-data value."""
     model, batches = many()
     layers = hp.find_attention(model, text())
     full = hp.score(model, batches, "ablation", layers=layers).flat()
     values, covered, spread = [], [], []
-    for seed in range(60):
+    for seed in range(DRAWS):
         s = hp.score(model, batches, "ablation", layers=layers, seed=seed, settings=Settings(examples=24))
         assert 8 < s.details["ablated"] < 48
         error = torch.tensor(s.details["sampling_stderr"], dtype=torch.float64)
@@ -335,7 +338,7 @@ def test_few_examples_estimate_all_of_them() -> None:
         covered.append((s.flat() - full).abs() <= 2.07 * error)
         spread.append(error**2)
         assert (s.flat_stderr() >= error).all()
-    mean, error = torch.stack(values).mean(0), torch.stack(values).std(0) / 60**0.5
+    mean, error = torch.stack(values).mean(0), torch.stack(values).std(0) / DRAWS**0.5
     assert ((mean - full).abs() <= 4 * error).all()
     assert torch.stack(covered).double().mean() >= 0.92
     stated, actual = torch.stack(spread).mean(), torch.stack(values).var(0).mean()

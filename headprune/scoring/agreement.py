@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 
 import numpy as np
@@ -60,6 +61,7 @@ def agreements(scores: Sequence[HeadScores]) -> list[Agreement]:
     return [agreement(a, b) for a, b in combinations([s for s in scores if s.method != "random"], 2)]
 
 
+@cache
 def chance(heads: int, seed: int = 0) -> Chance:
     """The random control: how far orders agree that know nothing of each other."""
     rng = np.random.default_rng(seed)
