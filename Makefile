@@ -23,6 +23,7 @@ coverage: install  ## every model type of transformers, against docs/coverage.md
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 types: install
 	$(BIN)/mypy headprune

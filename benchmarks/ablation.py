@@ -29,10 +29,10 @@ from scipy.stats import t as student
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.data import DataOptions, load_parts
+from headprune.app.data import DataOptions, load_parts
+from headprune.app.models import load_model
 from headprune.gates import gated
 from headprune.loss import ExampleLoss
-from headprune.models import load_model
 from headprune.modules import exact_attention
 from headprune.scoring import Settings
 from headprune.scoring.ablation import exact, one_by_one

@@ -32,10 +32,10 @@ from scores import MINILM, LeftOutError, about, say
 from torch import nn
 
 import headprune as hp
-from headprune import demo
+from headprune.app import demo
+from headprune.app.data import DataOptions, load_parts
+from headprune.app.models import load_model
 from headprune.attention import Heads
-from headprune.data import DataOptions, load_parts
-from headprune.models import load_model
 from headprune.repairing import Refit, Weights, answers
 from headprune.repairing.runner import Runner
 

@@ -26,12 +26,12 @@ import torch
 from scores import MINILM, say
 from torch import nn
 
-from headprune import demo
-from headprune.data import DataOptions
+from headprune.app import demo
+from headprune.app.data import DataOptions
+from headprune.app.runs import RunFolder
+from headprune.app.workflow import Goal, Options, open_scene, prune_run
 from headprune.inputs import tensors
 from headprune.planning.budgets import Budget
-from headprune.runs import RunFolder
-from headprune.workflow import Goal, Options, open_scene, prune_run
 
 Progress = Callable[..., None]
 

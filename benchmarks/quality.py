@@ -38,15 +38,15 @@ from scores import MINILM, LeftOutError, about, number, say
 from torch import nn
 
 import headprune as hp
-from headprune import demo
+from headprune.app import demo
+from headprune.app.data import DataOptions, Part, Parts, load_parts
+from headprune.app.models import load_model
 from headprune.attention import AttentionLayer, Heads
-from headprune.data import DataOptions, Part, Parts, load_parts
 from headprune.errors import first_line
 from headprune.evaluation import Measurement, evaluate
 from headprune.fidelity import Fidelity
 from headprune.fingerprint import fingerprint
 from headprune.gates import mask
-from headprune.models import load_model
 from headprune.planning import GROUPS, SLICES, Order, Search, strategy_named
 from headprune.repairing import HeldOut, Refit
 from headprune.scoring import Settings

@@ -37,11 +37,11 @@ from document import replace_section
 from torch import Tensor
 
 import headprune as hp
-from headprune import demo
-from headprune.data import DataOptions, Part, load_parts
+from headprune.app import demo
+from headprune.app.data import DataOptions, Part, load_parts
+from headprune.app.models import load_model
 from headprune.errors import first_line
 from headprune.inputs import call
-from headprune.models import load_model
 from headprune.scoring import METHODS, Settings
 
 Batch = dict[str, Tensor]

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Results:
-    """Where a search keeps what it has made, by name. This one forgets; `headprune.workflow.stages` has one on disk."""
+    """Where a search keeps what it has made, by name. This one forgets; `headprune.app.workflow.stages` has one on disk."""
 
     @property
     def store(self) -> Store | None:

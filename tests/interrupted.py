@@ -124,7 +124,8 @@ def _load() -> None:
     import torch
     import transformers as tf
 
-    from headprune import finetune, finetune_run, latency, report, workflow  # noqa: F401
+    from headprune import latency
+    from headprune.app import finetune, finetune_run, report, workflow  # noqa: F401
 
     torch.set_num_threads(1)
     for name in ("AutoTokenizer", "BertForSequenceClassification", "TrainingArguments"):

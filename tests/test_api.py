@@ -20,11 +20,11 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.data import DataOptions
+from headprune.app.data import DataOptions
+from headprune.app.runs import RunFolder
+from headprune.app.workflow import Goal, Options, open_scene, prune_run
 from headprune.inputs import call, tensors
 from headprune.planning.budgets import Budget
-from headprune.runs import RunFolder
-from headprune.workflow import Goal, Options, open_scene, prune_run
 from tests.problems import small
 from tests.test_targets import Silent
 from tests.test_trace import hooks

@@ -291,7 +291,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, bert_folder: Path, data_fo
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headprune.workflow.scoring.score", stop)
+    monkeypatch.setattr("headprune.app.workflow.scoring.score", stop)
     assert "interrupted" in run("score", bert_folder, "-d", data_folder, code=130).stderr
     assert not list(here.rglob("*"))
 
@@ -305,7 +305,7 @@ def test_what_stopped_a_run_is_said(
     def stop(*_: object, **__: object) -> None:
         raise Stopped(status)
 
-    monkeypatch.setattr("headprune.workflow.scoring.score", stop)
+    monkeypatch.setattr("headprune.app.workflow.scoring.score", stop)
     assert f"headprune: {says}" in run("score", bert_folder, "-d", data_folder, code=status).stderr
 
 
@@ -377,7 +377,7 @@ def test_hub_ids_go_through_the_hub(monkeypatch: pytest.MonkeyPatch, bert_folder
     """A Hub id, its revision and the trust flag reach transformers as they were given."""
     import transformers as tf
 
-    from headprune.models import load_model
+    from headprune.app.models import load_model
 
     seen = []
     real = tf.AutoConfig.from_pretrained

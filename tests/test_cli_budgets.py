@@ -26,7 +26,7 @@ def _counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(latency, "_arm", arm)
     monkeypatch.setattr(latency, "MIN_SECONDS", 0.0)
-    monkeypatch.setattr("headprune.workflow.timing._shapes", lambda scene: [(2, 8)])
+    monkeypatch.setattr("headprune.app.workflow.timing._shapes", lambda scene: [(2, 8)])
 
 
 def budget_of(folder: Path) -> dict[str, Any]:

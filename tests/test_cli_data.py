@@ -15,10 +15,10 @@ import transformers as tf
 from typer.testing import CliRunner
 
 import headprune as hp
+from headprune.app.data import DataOptions, load_parts
+from headprune.app.models import load_model
+from headprune.app.workflow.checks import same_parts
 from headprune.cli import app
-from headprune.data import DataOptions, load_parts
-from headprune.models import load_model
-from headprune.workflow.checks import same_parts
 from tests.conftest import WORDS, sentences, write_jsonl
 from tests.zoo import randomise
 
@@ -163,7 +163,7 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> None:
     def begin(*_: object, **__: object) -> None:
         raise hp.HeadPruneError("training would begin")
 
-    monkeypatch.setattr("headprune.finetune_run.finetune", begin)
+    monkeypatch.setattr("headprune.app.finetune_run.finetune", begin)
 
 
 @pytest.mark.parametrize("flag", [["-L", 10], ["-L", 28], ["--report-limit", 30], []], ids=str)
@@ -265,7 +265,7 @@ def test_prune_says_what_it_scores_by(
         used.append(methods)
         raise hp.HeadPruneError("enough")
 
-    monkeypatch.setattr("headprune.workflow.prune_run", instead)
+    monkeypatch.setattr("headprune.app.workflow.prune_run", instead)
     error = run("prune", bert_folder, "-d", data_folder, "-k", 4, *options, code=1).stderr
     assert used == [methods]
     said = [line for line in error.splitlines() if "There are no scores yet" in line]
@@ -352,7 +352,7 @@ def test_a_text_that_just_fits_is_not_cut(bert_folder: Path, here: Path) -> None
 
 
 def test_several_labels_an_example_can_be_read(here: Path) -> None:
-    from headprune.data.cutting import hidden_labels
+    from headprune.app.data.cutting import hidden_labels
 
     class Rows:
         column_names = ("label",)
@@ -391,7 +391,7 @@ def rust(*_: object, **__: object) -> None:
 def test_a_full_disk(
     how: Any, step: str, bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"headprune.workflow.scene.{step}", how)
+    monkeypatch.setattr(f"headprune.app.workflow.scene.{step}", how)
     result = run("score", bert_folder, "-d", data_folder, "-q", "--json", code=1)
     (line,) = result.stderr.splitlines()
     assert line.startswith("headprune: No space left on the disk")
@@ -408,7 +408,7 @@ def test_a_stdout_that_takes_nothing(error: OSError, bert_folder: Path, monkeypa
     def document(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("headprune.console.Console.document", document)
+    monkeypatch.setattr("headprune.app.console.Console.document", document)
     for command in (["inspect", bert_folder, "--json"], ["inspect", "", "--json"], ["inspect", "--json"]):
         result = runner.invoke(app, [str(a) for a in command])
         assert result.exit_code == (2 if command == ["inspect", "--json"] else 1)
@@ -420,7 +420,7 @@ def test_memory_that_runs_out(bert_folder: Path, here: Path, monkeypatch: pytest
     def out(*_: object, **__: object) -> None:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:115] DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("headprune.models.load_model", out)
+    monkeypatch.setattr("headprune.app.models.load_model", out)
     assert "Memory ran out. Use a smaller --batch-size" in run("inspect", bert_folder, code=1).stderr
 
 
@@ -430,7 +430,7 @@ def test_other_errors_of_the_system_say_which_file(
     def denied(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/somewhere/file")
 
-    monkeypatch.setattr("headprune.models.load_model", denied)
+    monkeypatch.setattr("headprune.app.models.load_model", denied)
     assert "/somewhere/file cannot be read or written: Permission denied" in run("inspect", bert_folder, code=1).stderr
 
 
@@ -438,7 +438,7 @@ def test_an_unknown_error_stays_one(bert_folder: Path, here: Path, monkeypatch: 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("headprune.models.load_model", broken)
+    monkeypatch.setattr("headprune.app.models.load_model", broken)
     result = run("inspect", bert_folder, "--json", code=1)
     assert "ZeroDivisionError: division by zero (unexpected; add -v for the traceback)" in result.stderr
     assert json.loads(result.stdout)["error"] == "ZeroDivisionError: division by zero"
@@ -475,7 +475,7 @@ def test_what_a_model_prints_stays_out_of_the_document(
         print("Hello from the model")
         return real(*arguments, **options)
 
-    monkeypatch.setattr("headprune.models.load_model", talking)
+    monkeypatch.setattr("headprune.app.models.load_model", talking)
     result = run("inspect", bert_folder, "--json")
     assert json.loads(result.stdout)["model"] == str(bert_folder)
     assert "Hello from the model" in result.stderr
@@ -493,7 +493,7 @@ def test_all_commands_take_the_same_flags() -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     now = [0.0]
-    monkeypatch.setattr("headprune.console.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("headprune.app.console.time.monotonic", lambda: now[0])
     return now
 
 
@@ -501,7 +501,7 @@ def test_progress_never_stands_without_a_time(clock: list[float]) -> None:
     """A step that takes minutes: the time left is known from the first step on, and falls while one waits."""
     from rich.progress import Progress
 
-    from headprune.console import Ahead
+    from headprune.app.console import Ahead
 
     bars, column = Progress(get_time=lambda: clock[0]), Ahead()
     column.max_refresh = None
@@ -530,7 +530,7 @@ def test_the_bar_is_drawn_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from rich.console import Console as RichConsole
 
-    from headprune.console import Console
+    from headprune.app.console import Console
 
     console = Console()
     console.err = RichConsole(file=io.StringIO(), force_terminal=True, width=100)
@@ -543,7 +543,7 @@ def test_the_bar_is_drawn_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_layer_is_shown_in_a_line(bert_folder: Path) -> None:
-    from headprune.models import dummy_input
+    from headprune.app.models import dummy_input
 
     loaded = load_model(str(bert_folder))
     for layer in hp.find_attention(loaded.model, dummy_input(loaded, 2, 8)):
@@ -571,7 +571,7 @@ def test_a_perplexity_that_cannot_be_told_is_refused_before_the_long_work(
 
     monkeypatch.setattr(tf.LlamaForCausalLM, "forward", summed)
     for step in ("scoring.score", "pruning.evaluate", "targets.arrange"):
-        monkeypatch.setattr(f"headprune.workflow.{step}", long)
+        monkeypatch.setattr(f"headprune.app.workflow.{step}", long)
     for more in ((), ("--dry-run",)):
         error = run("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1).stderr
         assert "cannot be measured: its own loss is not the cross-entropy of its logits" in " ".join(error.split())

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 import headprune as hp
+from headprune.app.data import DataOptions, load_parts
+from headprune.app.distillation import DistillationLoss, Mixture
+from headprune.app.models import TASKS, LoadedModel
 from headprune.convention import sees_ahead
-from headprune.data import DataOptions, load_parts
-from headprune.distillation import DistillationLoss, Mixture
 from headprune.evaluation import evaluate
 from headprune.loss import ExampleLoss
-from headprune.models import TASKS, LoadedModel
 from tests.conftest import common, sentences, tokenizer, write_jsonl
 from tests.zoo import labelled, llama, randomise, t5
 

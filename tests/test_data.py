@@ -8,9 +8,9 @@ import torch
 import transformers as tf
 
 import headprune as hp
-from headprune.data import DataOptions, load_parts
+from headprune.app.data import DataOptions, load_parts
+from headprune.app.models import TASKS, LoadedModel, load_model
 from headprune.loss import ExampleLoss
-from headprune.models import TASKS, LoadedModel, load_model
 from tests.conftest import common, sentences, tokenizer, write_jsonl
 from tests.zoo import randomise
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import headprune as hp
-from headprune.data import DataOptions, load_parts
-from headprune.data.broken import first_broken
-from headprune.data.reading import read_splits
-from headprune.models import load_model
+from headprune.app.data import DataOptions, load_parts
+from headprune.app.data.broken import first_broken
+from headprune.app.data.reading import read_splits
+from headprune.app.models import load_model
 from tests.conftest import sentences, write_jsonl
 
 ROWS = [json.dumps(row) for row in sentences(60, 0)]
@@ -58,7 +58,7 @@ def test_the_broken_line_is_named(case: str, in_folder: bool, tmp_path: Path) ->
 
 
 def test_the_cause_is_told_where_no_line_is_to_blame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headprune.data.reading.first_broken", lambda path: None)
+    monkeypatch.setattr("headprune.app.data.reading.first_broken", lambda path: None)
     path = tmp_path / "x.csv"
     path.write_bytes(with_line(TABLE, 44, "a,b,c"))
     with pytest.raises(hp.HeadPruneError, match="Expected 2 fields in line 44, saw 3"):

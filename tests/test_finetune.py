@@ -15,13 +15,13 @@ import transformers as tf
 from torch import nn
 
 import headprune as hp
-from headprune import finetune as room
-from headprune.data import DataOptions, load_parts, load_train
-from headprune.distillation import DistillationLoss, Mixture
+from headprune.app import finetune as room
+from headprune.app.data import DataOptions, load_parts, load_train
+from headprune.app.distillation import DistillationLoss, Mixture
+from headprune.app.finetune import FinetuneOptions, finetune
+from headprune.app.models import dummy_input, load_model
 from headprune.evaluation import Measurement
-from headprune.finetune import FinetuneOptions, finetune
 from headprune.fingerprint import fingerprint
-from headprune.models import dummy_input, load_model
 from tests import zoo
 from tests.conftest import common, sentences, write_jsonl
 from tests.interrupted import Processes
@@ -569,7 +569,7 @@ def test_images_are_read_when_they_are_needed(here: Path) -> None:
 
 KILLED = """
 import os, signal
-import headprune.finetune as f
+import headprune.app.finetune as f
 f.SAVE_SECONDS, f._SAVE_SHARE = 0.0, float("inf")  # saves after every step
 original = f._Pace.on_step_end
 

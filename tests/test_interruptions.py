@@ -15,15 +15,15 @@ import transformers as tf
 from typer.testing import CliRunner
 
 import headprune as hp
+from headprune.app.console import Console
+from headprune.app.data import DataOptions
+from headprune.app.folders import Folder, claimed
+from headprune.app.runs import RunFolder, choose_folder
+from headprune.app.workflow import Options, score_run
 from headprune.cli import app
-from headprune.console import Console
-from headprune.data import DataOptions
 from headprune.errors import HeadPruneError, Stopped
-from headprune.folders import Folder, claimed
 from headprune.jsonio import read_json
 from headprune.locks import BusyError, Lock
-from headprune.runs import RunFolder, choose_folder
-from headprune.workflow import Options, score_run
 from tests.conftest import common, sentences, tokenizer, write_jsonl
 from tests.interrupted import Processes
 from tests.zoo import randomise
@@ -183,7 +183,7 @@ def test_without_o_the_same_command_goes_on_and_another_goes_elsewhere(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("headprune.workflow.pruning.time_models", interrupt)
+        patch.setattr("headprune.app.workflow.pruning.time_models", interrupt)
         assert "m-1/.unfinished: the same command goes on there" in " ".join(run(*QUICK, code=130).stderr.split())
         assert not (here / "reports" / "m-1" / "run.json").exists()
         run(*QUICK, "--no-repair", code=130)
@@ -207,7 +207,7 @@ def test_a_wrong_command_leaves_its_folder_to_the_next(here: Path) -> None:
 
 def test_the_last_seconds_fail(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A document that JSON cannot hold: it is said where, and nothing is computed again."""
-    from headprune.workflow import pruning
+    from headprune.app.workflow import pruning
 
     original = pruning.time_models
     monkeypatch.setattr(pruning, "time_models", lambda *a: {"rows": [{"batch": object()}]})
@@ -225,7 +225,7 @@ def test_a_report_that_fails_loses_nothing(here: Path, monkeypatch: pytest.Monke
         raise RuntimeError("no such colour")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headprune.report.figures.trade_off", broken)
+        patch.setattr("headprune.app.report.figures.trade_off", broken)
         error = " ".join(run(*QUICK, code=1).stderr.split())
     assert "The report could not be written (RuntimeError: no such colour); all else is in reports/m-1." in error
     folder = here / "reports" / "m-1"
@@ -237,8 +237,8 @@ def test_a_report_that_fails_loses_nothing(here: Path, monkeypatch: pytest.Monke
 
 
 def test_what_cannot_be_written_is_found_before_the_long_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headprune.runs.command_line", lambda: object())
-    monkeypatch.setattr("headprune.workflow.scoring.score", interrupt)
+    monkeypatch.setattr("headprune.app.runs.command_line", lambda: object())
+    monkeypatch.setattr("headprune.app.workflow.scoring.score", interrupt)
     options, console = Options("m", DataOptions("d")), Console(quiet=True)
     with pytest.raises(HeadPruneError, match="commands › 0"):
         score_run(options, ["random"], RunFolder(here / "r"), console)
@@ -246,7 +246,7 @@ def test_what_cannot_be_written_is_found_before_the_long_work(here: Path, monkey
 
 def test_damaged_work_is_made_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("headprune.workflow.pruning.time_models", interrupt)
+        patch.setattr("headprune.app.workflow.pruning.time_models", interrupt)
         run(*QUICK, code=130)
     work = next((here / "reports" / "m-1" / ".unfinished").glob("prune-*"))
     (weights,) = work.glob("content/pruned-2/pruned.safetensors")
@@ -258,7 +258,7 @@ def test_damaged_work_is_made_again(here: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_other_data_is_never_mixed_in(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("headprune.workflow.pruning.time_models", interrupt)
+        patch.setattr("headprune.app.workflow.pruning.time_models", interrupt)
         run(*QUICK, code=130)
     write_jsonl(here / "d" / "test.jsonl", sentences(14, 9))
     result = run(*QUICK)
@@ -267,7 +267,7 @@ def test_other_data_is_never_mixed_in(here: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_demo_leaves_the_old_report_until_there_is_another(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headprune import demo
+    from headprune.app import demo
 
     monkeypatch.setattr(demo, "prepare", lambda *_: (here / "m", here / "d", 0.99))
     monkeypatch.setattr(demo, "KEEP", ("2",))
@@ -275,7 +275,7 @@ def test_the_demo_leaves_the_old_report_until_there_is_another(here: Path, monke
     old.mkdir(parents=True)
     for name in ("report.md", "plan-18.json", "importance.png", "scores.json"):
         (old / name).write_text("committed")
-    for place in ("headprune.workflow.scoring.score", "headprune.workflow.pruning.time_models"):
+    for place in ("headprune.app.workflow.scoring.score", "headprune.app.workflow.pruning.time_models"):
         with monkeypatch.context() as patch:
             patch.setattr(place, interrupt)
             run("demo", code=130)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headprune as hp
+from headprune.app.runs import RunFolder
 from headprune.jsonio import dumps, loads, read_json, write_json, write_text
-from headprune.runs import RunFolder
 from tests.test_cli import run
 
 FLOATS = st.floats() | st.floats().map(np.float64)
@@ -95,7 +95,7 @@ def test_a_report_of_numbers_that_are_none(form: float, tmp_path: Path) -> None:
     """Whatever came out, it can be written, read and reported."""
     import shutil
 
-    from headprune import report
+    from headprune.app import report
 
     shutil.copytree(Path(__file__).parent.parent / "reports" / "digits", tmp_path / "r")
     folder = RunFolder(tmp_path / "r")

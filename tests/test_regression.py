@@ -10,14 +10,14 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune.app.models import TASKS, LoadedModel, load_model, numbers_given
+from headprune.app.workflow.scene import DataOptions, Options, open_scene
 from headprune.divergence import Divergence
 from headprune.evaluation import evaluate
 from headprune.fidelity import Fidelity
-from headprune.models import TASKS, LoadedModel, load_model, numbers_given
 from headprune.repairing import repair
 from headprune.repairing.probe import probe_of
 from headprune.rows import Rows
-from headprune.workflow.scene import DataOptions, Options, open_scene
 from tests.conftest import tokenizer, write_jsonl
 from tests.test_convention import Labelless, gemma3, text_config, tiny
 from tests.zoo import randomise, text
@@ -194,7 +194,7 @@ def test_a_classifier_of_several_parts_gets_a_token_to_pad_with(tmp_path: Path) 
 
 
 def test_texts_are_cut_at_the_positions_of_the_text_part(tmp_path: Path) -> None:
-    from headprune.data import load_parts
+    from headprune.app.data import load_parts
 
     model = randomise(gemma3())
     model.config.text_config.max_position_embeddings = 5

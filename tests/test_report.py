@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import headprune as hp
+from headprune.app.report import markdown
 from headprune.attention import AttentionLayer
-from headprune.report import markdown
 
 LAYER = AttentionLayer("block.0.attn", 0, "encoder", 4, 4, 8)
 SPEED = {"ratio": 1.01, "low": 0.98, "high": 1.04, "verdict": "no measurable change"}

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import headprune as hp
+from headprune.app.report import findings, numbers
 from headprune.attention import AttentionLayer
-from headprune.report import findings, numbers
 from headprune.scoring.agreement import Agreement
 
 LAYER = AttentionLayer("attn", 0, "encoder", 4, 4, 8)

@@ -13,12 +13,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import headprune as hp
+from headprune.app.data import DataOptions, load_parts
+from headprune.app.models import load_model
+from headprune.app.precision import holds, narrow, widen
+from headprune.app.workflow import saving
 from headprune.cli import app
-from headprune.data import DataOptions, load_parts
 from headprune.evaluation import evaluate
-from headprune.models import load_model
-from headprune.precision import holds, narrow, widen
-from headprune.workflow import saving
 from tests.conftest import tokenizer
 from tests.zoo import ZOO
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from headprune.data import DataOptions
+from headprune.app.data import DataOptions
+from headprune.app.workflow.scene import Options, open_scene
+from headprune.app.workflow.targets import Goal, shown, trade_off, trials_of
 from headprune.errors import HeadPruneError
 from headprune.fidelity import Fidelity
 from headprune.gates import mask
@@ -22,8 +24,6 @@ from headprune.planning.effort import EFFORTS, Effort
 from headprune.plans import PruningPlan
 from headprune.searching import Request, fits_of, levels_of, merit_of, orders_of
 from headprune.trials import Trials
-from headprune.workflow.scene import Options, open_scene
-from headprune.workflow.targets import Goal, shown, trade_off, trials_of
 
 
 class Judge:

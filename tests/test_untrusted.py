@@ -12,12 +12,12 @@ import transformers as tf
 from typer.testing import CliRunner
 
 import headprune as hp
+from headprune.app.data import DataOptions
+from headprune.app.finetune_run import FinetuneRun, _load
+from headprune.app.models import load_model
+from headprune.app.workflow import Options
 from headprune.cli import app
-from headprune.data import DataOptions
-from headprune.finetune_run import FinetuneRun, _load
-from headprune.models import load_model
 from headprune.scoring import METHODS
-from headprune.workflow import Options
 
 runner = CliRunner()
 

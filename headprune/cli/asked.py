@@ -14,9 +14,9 @@ import typer.core
 from headprune.errors import HeadPruneError
 
 if TYPE_CHECKING:
-    from headprune.console import Console
-    from headprune.runs import RunFolder
-    from headprune.workflow import Goal, Scene
+    from headprune.app.console import Console
+    from headprune.app.runs import RunFolder
+    from headprune.app.workflow import Goal, Scene
 
 
 class Commands(typer.core.TyperGroup):
@@ -39,7 +39,7 @@ class Commands(typer.core.TyperGroup):
         except Exception as error:
             if not hasattr(error, "format_message"):
                 raise
-            from headprune.console import Console
+            from headprune.app.console import Console
 
             message = error.format_message().rstrip(".") + "."  # click's own come without one, or with
             fail(Console(as_json=True), message, "`headprune COMMAND --help` lists what it takes.")

@@ -31,7 +31,7 @@ def bench(
     """Time two models against each other, in turn, on the same inputs."""
     with session(manner) as console:
         from headprune import latency
-        from headprune.models import check_length, dummy_input, load_model
+        from headprune.app.models import check_length, dummy_input, load_model
 
         sizes, tokens = numbers_in("--batch-sizes", batch_sizes), numbers_in("--lengths", lengths)
         first, second = (

@@ -22,10 +22,10 @@ def demo(
     """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/digits/."""
     key = key_of("demo", output=output, device=device, overwrite=overwrite)
     with session(manner) as console:
-        from headprune import demo as room
-        from headprune import runs, workflow
-        from headprune.data import DataOptions
-        from headprune.folders import Folder, claimed
+        from headprune.app import demo as room
+        from headprune.app import runs, workflow
+        from headprune.app.data import DataOptions
+        from headprune.app.folders import Folder, claimed
         from headprune.planning.budgets import Budget
 
         folder = runs.RunFolder(output or room.REPORT)

@@ -47,9 +47,9 @@ def finetune(
 ) -> None:
     """Train a pruned model, with distillation from the dense one, and measure all three."""
     with session(manner) as console:
-        from headprune import finetune_run as room
-        from headprune.distillation import Mixture
-        from headprune.finetune import FinetuneOptions
+        from headprune.app import finetune_run as room
+        from headprune.app.distillation import Mixture
+        from headprune.app.finetune import FinetuneOptions
 
         given = typed(training)
 

@@ -17,7 +17,7 @@ def inspect(
 ) -> None:
     """List a model's attention layers, heads and groups, and what can be pruned."""
     with session(manner) as console:
-        from headprune.models import dummy_input, load_model
+        from headprune.app.models import dummy_input, load_model
         from headprune.trace import find_attention
 
         loaded = load_model(

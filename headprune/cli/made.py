@@ -10,10 +10,10 @@ from headprune.cli.options import Budgets, Data, Loading, Planning, Scoring, typ
 from headprune.errors import HeadPruneError
 
 if TYPE_CHECKING:
-    from headprune.console import Console
+    from headprune.app.console import Console
+    from headprune.app.runs import RunFolder
+    from headprune.app.workflow import Goal, Options
     from headprune.planning.budgets import Budget
-    from headprune.runs import RunFolder
-    from headprune.workflow import Goal, Options
 
 DEFAULT_METHODS = ["ablation", "gradient"]
 
@@ -25,7 +25,7 @@ def key_of(command: str, *groups: Any, **others: Any) -> str:
         groups: Groups of options.
         others: Further arguments. What changes only how a command tells of itself does not belong here.
     """
-    from headprune.folders import key_of as name
+    from headprune.app.folders import key_of as name
 
     given = dict(others)
     for group in groups:
@@ -49,9 +49,9 @@ def options_of(
     """
     from dataclasses import replace
 
-    from headprune.data import DataOptions
+    from headprune.app.data import DataOptions
+    from headprune.app.workflow import Options
     from headprune.scoring import Settings
-    from headprune.workflow import Options
 
     known = {"model": model, "seed": seed, "keep": keep, "distil": scoring.distil or None}
     own = {**typed(loading), **{k: v for k, v in known.items() if v is not None}}
@@ -81,10 +81,10 @@ def goal_of(
     Raises:
         HeadPruneError: No budget, two kinds of them, or a plan together with what would change it.
     """
+    from headprune.app.workflow import Goal
     from headprune.planning import strategy_named
     from headprune.planning.effort import effort_named
     from headprune.plans import PruningPlan
-    from headprune.workflow import Goal
 
     found = _budgets(budgets)
     if finetune is not None and not 0 < finetune < float("inf"):
@@ -132,7 +132,7 @@ def source_of(model: str | None, scores: Path | None, output: Path | None, conso
     Raises:
         HeadPruneError: There is no such run; there are no scores, and no model was named.
     """
-    from headprune.runs import REPORTS, RunFolder, newest_scores
+    from headprune.app.runs import REPORTS, RunFolder, newest_scores
 
     if scores is not None:
         if not scores.exists():
@@ -159,7 +159,7 @@ def prune_folder(source: RunFolder | None, output: Path | None, model: str, over
     Raises:
         HeadPruneError: That folder is taken.
     """
-    from headprune.runs import choose_folder
+    from headprune.app.runs import choose_folder
 
     if source is not None and output in (None, source.path, source.path.parent):
         free = not source.pruned or overwrite or source.done_by(key)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-MAX_SEED = 2**31 - 1  # as in headprune.data, which is not imported for --help
+MAX_SEED = 2**31 - 1  # as in headprune.app.data, which is not imported for --help
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder, or a folder headprune saved.")]
 Task = Annotated[str | None, typer.Option(help="What the model is for [read from its config].")]
@@ -54,7 +54,7 @@ _IN_DATA = "Data"
 
 @dataclass(frozen=True)
 class Data:
-    """Which examples; the names of `headprune.data.DataOptions`."""
+    """Which examples; the names of `headprune.app.data.DataOptions`."""
 
     dataset: Annotated[
         str | None,
@@ -227,7 +227,7 @@ _IN_TRAINING = "Training"
 
 @dataclass(frozen=True)
 class Training:
-    """How a pruned model is trained; the names of `headprune.finetune.FinetuneOptions` and `headprune.distillation.Mixture`."""
+    """How a pruned model is trained; the names of `headprune.app.finetune.FinetuneOptions` and `headprune.app.distillation.Mixture`."""
 
     epochs: Annotated[float, typer.Option(help="Passes over the training part.", rich_help_panel=_IN_TRAINING)] = 1.0
     learning_rate: Annotated[float | None, typer.Option(help="At its peak [3e-5].", rich_help_panel=_IN_TRAINING)] = (

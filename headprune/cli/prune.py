@@ -16,9 +16,9 @@ from headprune.cli.options import Budgets, Data, Loading, Manner, Planning, Scor
 from headprune.cli.session import session
 
 if TYPE_CHECKING:
-    from headprune.console import Console
-    from headprune.runs import RunFolder
-    from headprune.workflow import Goal, Options
+    from headprune.app.console import Console
+    from headprune.app.runs import RunFolder
+    from headprune.app.workflow import Goal, Options
 
 
 @app.command(epilog="Example: `headprune prune --keep 36`, after `headprune score`")
@@ -62,8 +62,8 @@ def prune(
         model=model, no_repair=no_repair, finetune=finetune, scores=scores, method=method, seed=seed,
     )  # fmt: skip
     with session(manner) as console:
-        from headprune import runs, workflow
-        from headprune.folders import claimed
+        from headprune.app import runs, workflow
+        from headprune.app.folders import claimed
 
         goal = goal_of(budgets, planning, no_repair=no_repair, finetune=finetune, method=method)
         asked = known_methods(method)
@@ -93,7 +93,7 @@ def _dry_run(
     console: Console,
 ) -> None:  # fmt: skip
     """What would be done; nothing is written."""
-    from headprune import workflow
+    from headprune.app import workflow
 
     if source is None and goal.needs_scores:
         scene = workflow.open_scene(options, console)

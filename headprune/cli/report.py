@@ -21,8 +21,8 @@ def report(
 ) -> None:
     """Write a run's markdown and figures again, from its JSON documents."""
     with session(manner) as console:
-        from headprune import report as room
-        from headprune.runs import RunFolder, command_line
+        from headprune.app import report as room
+        from headprune.app.runs import RunFolder, command_line
 
         if not run.is_dir():
             raise HeadPruneError(f"There is no folder {run}.", "Pass a folder that `headprune score` or `prune` wrote.")

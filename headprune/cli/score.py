@@ -47,8 +47,8 @@ def score(
     """Score the importance of every head, by ablation and by gradient."""
     key = key_of("score", data, scoring, loading, writing, model=model, method=method, keep=keep, seed=seed)
     with session(manner) as console:
-        from headprune import runs, workflow
-        from headprune.folders import claimed
+        from headprune.app import runs, workflow
+        from headprune.app.folders import claimed
 
         options = options_of(None, model, data, scoring, loading, seed, keep)
         methods = known_methods(method) or DEFAULT_METHODS

@@ -15,7 +15,7 @@ from headprune.cli.options import Manner
 from headprune.errors import HeadPruneError, Stopped, explained, first_line
 
 if TYPE_CHECKING:
-    from headprune.console import Console
+    from headprune.app.console import Console
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def session(manner: Manner) -> Iterator[Console]:
     Raises:
         typer.Exit: With the exit code, after anything that went wrong; the user has been told.
     """
-    from headprune.console import Console
+    from headprune.app.console import Console
 
     console = Console(manner.quiet, manner.json)
     # What libraries (or a model's own code) print must not get into the document.

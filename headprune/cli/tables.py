@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headprune.console import Console
+    from headprune.app.console import Console
+    from headprune.app.runs import RunFolder
     from headprune.planning.budgets import Fit
-    from headprune.runs import RunFolder
     from headprune.scoring import HeadScores
 
 
@@ -43,7 +43,7 @@ def print_scores(console: Console, scores: list[HeadScores]) -> None:
 
 
 def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> None:
-    from headprune.console import heat_map
+    from headprune.app.console import heat_map
 
     rows = [(f"L{a.index}", s.values[a.name].tolist(), drop.get(a.name, [])) for a in s.layers]
     console.result("")
@@ -125,7 +125,7 @@ def _print_results(console: Console, metrics: dict[str, Any]) -> None:
 def print_finetuned(console: Console, document: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from headprune.report.finetuned import rows
+    from headprune.app.report.finetuned import rows
 
     table = Table(box=None, title="Dense, pruned and fine-tuned, on the reporting part", title_justify="left")
     head, *body = rows(document)

@@ -1,0 +1,85 @@
+"""Which rows of which split serve which part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from headprune.app.data.options import DataOptions
+from headprune.app.data.reading import place
+from headprune.errors import HeadPruneError
+
+_CHOOSE_SPLITS = ("validation", "valid", "val", "dev", "eval", "validation_matched")
+_REPORT_SPLITS = ("test", *_CHOOSE_SPLITS)
+
+
+def cut_rows(splits: Mapping[str, Any], options: DataOptions) -> tuple[dict[str, tuple[str, list[int]]], list[str]]:
+    """Rows for each part: from the splits there are, else cut by seed.
+
+    Returns:
+        The split and its row numbers for ``"score"``, ``"choose"`` and ``"report"``, and notes on what was not obvious.
+
+    Raises:
+        HeadPruneError: No labelled rows, or no such split.
+    """
+    usable = {name: data for name, data in splits.items() if len(data) and not hidden_labels(data)}
+    hidden = [name for name, data in splits.items() if len(data) and name not in usable]
+    notes = [f"The labels of {place(options.dataset, name)} are hidden (-1), so it is not used." for name in hidden]
+    if not usable:
+        raise HeadPruneError(f"{options.dataset} holds no labelled rows.", "Check the files and --subset.")
+    scoring, choosing, reporting = _serving(usable, options)
+    free = {name: shuffled(len(data), options.seed) for name, data in usable.items()}
+
+    def take(split: str, count: int) -> tuple[str, list[int]]:
+        rows, free[split] = free[split][:count], free[split][count:]
+        return split, rows
+
+    size = len(usable[scoring])
+    cuts = {}
+    # A split that serves several parts is cut: at most half of it scores, a fifth chooses, the rest reports.
+    shared = sum(s in (None, scoring) for s in (reporting, choosing))
+    cuts["score"] = take(
+        scoring, min(options.limit, size if not shared else size // 2 if reporting is None else size * 4 // 5)
+    )
+    if reporting is None or reporting == scoring:
+        cuts["choose"] = take(choosing or scoring, min(options.limit, size // 5 if not choosing else options.limit))
+        cuts["report"] = take(scoring, options.report_limit)
+        cut = place(options.dataset, scoring)
+        notes.append(f"There is no other split to report on: {cut} was cut by seed {options.seed}.")
+    elif choosing is None or choosing == reporting:
+        source = choosing or scoring
+        available = len(free[source])
+        cuts["choose"] = take(source, min(options.limit, available // 2 if source == reporting else available))
+        cuts["report"] = take(reporting, options.report_limit)
+    else:
+        cuts["choose"] = take(choosing, options.limit)
+        cuts["report"] = take(reporting, options.report_limit)
+    return cuts, notes
+
+
+def _serving(usable: Mapping[str, Any], options: DataOptions) -> tuple[str, str | None, str | None]:
+    """The splits that score, choose and report; None for what is cut from another."""
+    for flag, wanted in (
+        ("--split", options.split), ("--choose-split", options.choose_split), ("--report-split", options.report_split),
+    ):  # fmt: skip
+        if wanted is not None and wanted not in usable:
+            raise HeadPruneError(f"There is no usable split {wanted!r} ({flag}).", f"There are {', '.join(usable)}.")
+    scoring = options.split or ("train" if "train" in usable else next(iter(usable)))
+    reporting = options.report_split or next((s for s in _REPORT_SPLITS if s in usable and s != scoring), None)
+    choosing = options.choose_split or next(
+        (s for s in _CHOOSE_SPLITS if s in usable and s not in (scoring, reporting)), None
+    )
+    return scoring, choosing, reporting
+
+
+def shuffled(count: int, seed: int) -> list[int]:
+    """The rows of a split in the order in which they are taken; of every split of one size the same."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(count, generator=generator).tolist()
+
+
+def hidden_labels(data: Any) -> bool:
+    """Whether every label is -1, as in the test splits of GLUE."""
+    return "label" in data.column_names and all(label == -1 for label in data[: min(50, len(data))]["label"])

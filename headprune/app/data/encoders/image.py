@@ -1,0 +1,32 @@
+"""Images and their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from headprune.app.data.encoders.base import CLASS_COLUMNS, Encoder, class_of
+
+_IMAGE_COLUMNS = ("image", "img", "pixel_values", "picture")
+
+
+class ImageClassification(Encoder):
+    def setup(self) -> None:
+        self.image = self.column("image", "--text-column", self.options.text_column, _IMAGE_COLUMNS)
+        self.label = self.column("label", "--label-column", self.options.label_column, CLASS_COLUMNS)
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
+        image = example[self.image]
+        if self.config.num_channels == 3 and getattr(image, "mode", "RGB") != "RGB":
+            image = image.convert("RGB")
+        pixels = self.processor(images=image, return_tensors="pt")["pixel_values"][0]
+        return {"pixel_values": pixels, "labels": class_of(example[self.label], self.config)}
+
+    @cached_property
+    def collator(self) -> Callable[[list[dict[str, Any]]], Mapping[str, Tensor]]:
+        from transformers import default_data_collator
+
+        return default_data_collator  # type: ignore[no-any-return]

@@ -1,0 +1,83 @@
+"""Language models: the next token, or the masked ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from headprune.app.data.encoders.text import PerTokenEncoder
+from headprune.convention import find, sees_ahead
+from headprune.divergence import IGNORED
+from headprune.errors import HeadPruneError
+from headprune.inputs import model_device
+from headprune.trace import evaluating
+
+
+class CausalLM(PerTokenEncoder):
+    def setup(self) -> None:
+        super().setup()
+        # Padding on the left would have the first word predicted from it, and shift every position after it.
+        self.processor.padding_side = "right"
+        self.shifted = self._wants_next_tokens()
+
+    def _wants_next_tokens(self) -> bool:
+        """Whether labels must be the next tokens, since the model compares logits with labels in their own place.
+
+        Raises:
+            HeadPruneError: A model that sees the tokens that it would be asked for.
+        """
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = self.config.get_text_config().vocab_size
+        # Marks of images and the like are mostly the first or the last of a vocabulary.
+        ids = torch.randint(vocabulary // 4, max(vocabulary // 2, 2), (1, 8), generator=generator)
+        ids = ids.to(model_device(self.model))
+        example = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        with torch.no_grad(), evaluating(self.model):
+            if sees_ahead(self.model, example):
+                raise HeadPruneError(
+                    f"{type(self.model).__name__}, as it is set up, sees the tokens behind each one: its perplexity on plain "
+                    "text would mean nothing.",
+                    "Use --task masked-lm, if it is a masked language model (or is_decoder in its config).",
+                )
+            convention = find(self.model, [example], [example]).convention
+        shifted = convention is not None and convention.ahead == 0
+        if shifted:
+            self.notes.append("This model's own loss does not shift labels: they are the next tokens.")
+        return shifted
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
+        coded = self.tokens(example)
+        if len(coded["input_ids"]) < 2:
+            return None  # nothing to predict
+        coded.pop("token_type_ids", None)
+        ids = list(coded["input_ids"])
+        return {**coded, "labels": [*ids[1:], IGNORED] if self.shifted else ids}
+
+
+class MaskedLM(PerTokenEncoder):
+    def setup(self) -> None:
+        super().setup()
+        if self.processor.mask_token_id is None:
+            raise HeadPruneError("The tokenizer has no mask token.", "Use a masked language model's tokenizer.")
+        self.notes.append("15 % of each text's tokens were masked, drawn by seed and row; only they are predicted.")
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
+        coded = self.tokens(example)
+        ids = coded["input_ids"]
+        special = set(self.processor.all_special_ids)
+        open_ = [i for i, token in enumerate(ids) if token not in special]
+        if not open_:
+            return None
+        generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + row)
+        count = max(1, round(0.15 * len(open_)))
+        masked = {open_[i] for i in torch.randperm(len(open_), generator=generator)[:count].tolist()}
+        labels = [token if i in masked else IGNORED for i, token in enumerate(ids)]
+        coded["input_ids"] = [self.processor.mask_token_id if i in masked else t for i, t in enumerate(ids)]
+        return {**coded, "labels": labels}
+
+    def identity(self, feature: dict[str, Any]) -> Any:
+        """The text before it was masked."""
+        pairs = zip(feature["input_ids"], feature["labels"], strict=True)
+        return [token if label == IGNORED else label for token, label in pairs]

@@ -1,0 +1,137 @@
+"""Texts: classes of texts and of words, answers to questions, texts from texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any
+
+from torch import Tensor
+
+from headprune.app.data.encoders.base import CLASS_COLUMNS, Encoder, class_of, padded_labels
+from headprune.divergence import IGNORED
+from headprune.errors import HeadPruneError
+
+# Usual names, most telling first; a tuple is a pair of texts.
+_TEXT_COLUMNS: tuple[str | tuple[str, str], ...] = (
+    ("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("text_a", "text_b"),
+    ("question", "sentence"), ("question", "passage"), "text", "sentence", "content", "review", "tweet", "document",
+    "tokens", "words", "article",
+)  # fmt: skip
+_SOURCE_COLUMNS = ("article", "document", "dialogue", "source", "input", "question", "text")
+_TARGET_COLUMNS = ("highlights", "summary", "target", "output", "answer", "label", "labels")
+
+
+class TextEncoder(Encoder):
+    """Shared by everything that tokenizes."""
+
+    def setup(self) -> None:
+        self.text = self.text_columns()
+
+    def text_columns(self) -> tuple[str, ...]:
+        given = self.options.text_column
+        if given is not None:
+            return tuple(self.column("text", "--text-column", name.strip(), ()) for name in given.split(","))
+        for usual in _TEXT_COLUMNS:
+            pair = usual if isinstance(usual, tuple) else (usual,)
+            if all(name in self.available for name in pair):
+                self.columns["text"] = ",".join(pair)
+                return pair
+        raise HeadPruneError(
+            f"No column looks like the text: the columns are {', '.join(self.available)}.",
+            "Name it with --text-column (two for pairs: --text-column premise,hypothesis).",
+        )
+
+    def tokens(self, example: Mapping[str, Any]) -> dict[str, list[int]]:
+        texts = [example[name] for name in self.text]
+        if any(not isinstance(t, str) for t in texts):
+            raise HeadPruneError(f"column {self.text[0]!r} holds no text.", "Name another with --text-column.")
+        return dict(self.shortened(partial(self.processor, *texts)))
+
+
+class PerTokenEncoder(TextEncoder):
+    """A label for every token."""
+
+    @cached_property
+    def collator(self) -> Callable[[list[dict[str, Any]]], Mapping[str, Tensor]]:
+        from transformers import DataCollatorForTokenClassification
+
+        return DataCollatorForTokenClassification(self.processor, label_pad_token_id=IGNORED)  # type: ignore[no-any-return]
+
+
+class SequenceClassification(TextEncoder):
+    def setup(self) -> None:
+        super().setup()
+        self.label = self.column("label", "--label-column", self.options.label_column, CLASS_COLUMNS)
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
+        label = example[self.label]
+        several = isinstance(label, list)
+        value = [float(x) for x in label] if several else class_of(label, self.config)
+        return {**self.tokens(example), "labels": value}
+
+
+class TokenClassification(PerTokenEncoder):
+    def setup(self) -> None:
+        super().setup()
+        self.label = self.column("label", "--label-column", self.options.label_column, CLASS_COLUMNS[::-1])
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
+        words, tags = example[self.text[0]], example[self.label]
+        if len(words) != len(tags):
+            raise HeadPruneError(f"{len(words)} words, but {len(tags)} labels.", "Check the two columns.")
+        if not words:
+            return None
+        coded = self.shortened(partial(self.processor, words, is_split_into_words=True))
+        labels, previous = [], None
+        for word in coded.word_ids():
+            # A word counts once, at its first token.
+            fresh = word is not None and word != previous
+            labels.append(class_of(tags[word], self.config) if fresh else IGNORED)
+            previous = word
+        return {**coded, "labels": labels}
+
+
+class QuestionAnswering(Encoder):
+    """SQuAD's columns: question, context, answers {text, answer_start}."""
+
+    def setup(self) -> None:
+        self.question = self.column("question", "--text-column", None, ("question",))
+        self.context = self.column("context", "--text-column", None, ("context", "passage"))
+        self.answers = self.column("answers", "--label-column", self.options.label_column, ("answers", "answer"))
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
+        answers = example[self.answers]
+        if not answers["text"]:
+            return None
+        start = answers["answer_start"][0]
+        end = start + len(answers["text"][0])
+        coded = self.shortened(
+            partial(self.processor, example[self.question], example[self.context], return_offsets_mapping=True),
+            how="only_second",
+        )
+        offsets, sequence = coded.pop("offset_mapping"), coded.sequence_ids()
+        inside = [
+            i for i, (s, (a, b)) in enumerate(zip(sequence, offsets, strict=True)) if s == 1 and a < end and b > start
+        ]
+        if not inside:
+            return None  # the answer was cut off
+        return {**coded, "start_positions": inside[0], "end_positions": inside[-1]}
+
+
+class Seq2Seq(TextEncoder):
+    def text_columns(self) -> tuple[str, ...]:
+        return (self.column("source", "--text-column", self.options.text_column, _SOURCE_COLUMNS),)
+
+    def setup(self) -> None:
+        super().setup()
+        usual = [name for name in _TARGET_COLUMNS if name not in self.text]
+        self.target = self.column("target", "--label-column", self.options.label_column, usual)
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
+        target = self.shortened(partial(self.processor, text_target=str(example[self.target])))
+        return {**self.tokens(example), "labels": list(target["input_ids"])}
+
+    def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = super().collate([{k: v for k, v in f.items() if k != "labels"} for f in features])
+        return {**batch, "labels": padded_labels([f["labels"] for f in features])}

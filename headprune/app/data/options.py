@@ -1,0 +1,47 @@
+"""Where the data is and how to read it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from headprune.app.data.reading import check_local
+from headprune.errors import HeadPruneError
+
+MAX_SEED = 2**31 - 1  # NumPy takes no more than 2**32 - 1, and some draws add to it
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where the data is and how to read it."""
+
+    dataset: str
+    subset: str | None = None
+    split: str | None = None
+    choose_split: str | None = None
+    report_split: str | None = None
+    text_column: str | None = None
+    label_column: str | None = None
+    limit: int = 512
+    report_limit: int = 2000
+    max_length: int | None = None
+    batch_size: int = 32
+    seed: int = 0
+
+    def check(self) -> None:
+        """Refuse what is surely wrong, before anything is loaded.
+
+        Raises:
+            HeadPruneError: A number out of its range, or no such file or folder, or one without anything in it.
+        """
+        least = {"limit": 2, "report_limit": 2, "max_length": 2, "batch_size": 1, "seed": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= (MAX_SEED if name == "seed" else math.inf):
+                most = f" to {MAX_SEED}" if name == "seed" else " or more"
+                raise HeadPruneError(f"--{name.replace('_', '-')} is {value}.", f"Give {low}{most}.")
+        if self.text_column is not None and self.text_column.count(",") > 1:
+            raise HeadPruneError(
+                f"--text-column {self.text_column} names more than two columns.", "Name one, or two for pairs."
+            )
+        check_local(self.dataset)

@@ -1,0 +1,189 @@
+"""Puts it together: reads a dataset, cuts it into parts, encodes their rows, and keeps inputs that repeat apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headprune.app.data.cutting import cut_rows, shuffled
+from headprune.app.data.encoders import ENCODERS
+from headprune.app.data.options import DataOptions
+from headprune.app.data.part import OnDemand, Part, Parts, content_hash
+from headprune.app.data.reading import place, read_splits
+from headprune.app.models import LoadedModel
+from headprune.errors import HeadPruneError, first_line
+
+
+def load_parts(options: DataOptions, loaded: LoadedModel) -> Parts:
+    """Read, cut and encode the data.
+
+    Raises:
+        HeadPruneError: No such dataset or column, an empty part, labels that don't fit the model.
+    """
+    reader = _Reader(options, loaded)
+    encoder = reader.encoder
+    rows_of, notes = cut_rows(reader.splits, options)
+    parts, chosen = {}, {}
+    seen: set[str] = set()
+    for name, (split, rows) in rows_of.items():
+        found = chosen[name] = reader.encode(split, rows, seen)
+        if not found.rows:
+            raise _nothing_left(name, reader.place(split), len(rows), found.repeated, reader)
+        seen.update(found.inputs)  # the same input in two parts would make them depend on each other
+        parts[name] = Part(
+            name, split, found.rows, found.features, encoder.collate, options.batch_size, tuple(found.inputs)
+        )
+    if repeated := sum(found.repeated for found in chosen.values()):
+        notes.append(f"{repeated} examples whose input had already been used were left out of the later parts.")
+    if any(found.shortened for found in chosen.values()):
+        counts = ", ".join(f"{found.shortened} of {len(found.rows)} to {name}" for name, found in chosen.items())
+        notes.append(f"{encoder.cut_note}: {counts}.")
+    notes.extend(encoder.notes)
+    return Parts(parts["score"], parts["choose"], parts["report"], encoder.columns, notes)
+
+
+def load_train(
+    options: DataOptions, loaded: LoadedModel, parts: Parts, limit: int | None = None
+) -> tuple[Part, list[str]]:
+    """The part to train on: the scoring split without what chooses and what is reported.
+
+    An example is left out if its row, or its input (as in `load_parts`), is in either of them.
+
+    Args:
+        options: As for `load_parts`, which gave ``parts``.
+        limit: Examples, at most: drawn by the seed, the scored ones first.
+
+    Returns:
+        The part, shuffled by the seed, and notes on what is in it.
+
+    Raises:
+        HeadPruneError: No such dataset or column, nothing left to train on.
+    """
+    reader = _Reader(options, loaded)
+    encoder, split = reader.encoder, parts.score.split
+    data = reader.splits[split]
+    held_out = (parts.choose, parts.report)
+    taken = {row for part in held_out if part.split == split for row in part.rows}
+    seen = {content_hash(encoder.identity(feature)) for part in held_out for feature in part.features}
+    rows = (row for row in shuffled(len(data), options.seed) if row not in taken)
+    texts = loaded.task.modality == "text"
+    found = reader.encode(split, rows, seen, limit, keep=texts)
+    if not found.rows:
+        raise HeadPruneError(
+            f"No example of {reader.place(split)} is left to train on: all of them choose or are reported.",
+            "Use more data, or a smaller --limit and --report-limit.",
+        )
+    count = len(found.rows)
+    scored = len(set(found.rows) & set(parts.score.rows))
+    notes = [f"{count} examples to train on ({split}), of which {scored} also scored the heads."]
+    if found.repeated:
+        notes.append(
+            f"{found.repeated} examples whose input chooses or is reported were left out of the training part."
+        )
+    if found.shortened:
+        notes.append(f"{encoder.cut_note}: {found.shortened} of {count} to train on.")
+    made = (
+        found.features
+        if texts
+        else OnDemand(lambda row: encoder.encode(data[row], row), found.rows, found.feature_hashes)
+    )
+    return Part("train", split, found.rows, made, encoder.collate, options.batch_size), notes
+
+
+@dataclass
+class _Encoded:
+    """Rows of one split that can be used.
+
+    Attributes:
+        features: Of each row, or none where they are not kept; then `feature_hashes` has a hash of each.
+        inputs: A hash of each row's input.
+        repeated: Rows left out because their input had been seen.
+        shortened: Rows of which something was cut off.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    features: list[dict[str, Any]] = field(default_factory=list)
+    feature_hashes: list[str] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    repeated: int = 0
+    shortened: int = 0
+
+
+class _Reader:
+    """A dataset's splits, and the encoder of the model's task for their rows."""
+
+    def __init__(self, options: DataOptions, loaded: LoadedModel) -> None:
+        self.dataset = options.dataset
+        self.splits = read_splits(options.dataset, options.subset)
+        columns = next(iter(self.splits.values())).column_names
+        self.encoder = ENCODERS[loaded.task.name](options, loaded, columns)
+
+    def place(self, split: str) -> str:
+        """How a split is called in a message."""
+        return place(self.dataset, split)
+
+    def encode(
+        self, split: str, rows: Iterable[int], seen: set[str], limit: int | None = None, keep: bool = True
+    ) -> _Encoded:
+        """The rows that can be used and whose input is not in ``seen``.
+
+        Args:
+            limit: Rows, at most; the others are not read.
+            keep: Whether to keep the features, and not only a hash of them.
+        """
+        found = _Encoded()
+        for row in rows:
+            if len(found.rows) == limit:
+                break
+            feature, cut = self._row(split, row)
+            if feature is None:
+                continue
+            key = content_hash(self.encoder.identity(feature))
+            if key in seen:
+                found.repeated += 1
+                continue
+            found.rows.append(row)
+            found.inputs.append(key)
+            found.shortened += cut
+            if keep:
+                found.features.append(feature)
+            else:
+                found.feature_hashes.append(content_hash(feature))
+        return found
+
+    def _row(self, split: str, row: int) -> tuple[dict[str, Any] | None, bool]:
+        """A row's features, and whether something was cut off at the end of it."""
+        self.encoder.cut = False
+        try:
+            return self.encoder.encode(self.splits[split][row], row), self.encoder.cut
+        except HeadPruneError as error:
+            raise HeadPruneError(f"{self._where(split, row)}: {error.args[0]}", error.hint) from None
+        except Exception as error:
+            raise HeadPruneError(
+                f"{self._where(split, row)} cannot be read: {type(error).__name__}: {first_line(error)}.",
+                "Check this row, --text-column, --label-column and --max-length.",
+            ) from error
+
+    def _where(self, split: str, row: int) -> str:
+        return f"Row {row} of {self.place(split)} (the first is row 0)"
+
+
+def _nothing_left(name: str, place: str, rows: int, repeated: int, reader: _Reader) -> HeadPruneError:
+    """Why a part has no example."""
+    encoder = reader.encoder
+    if not rows:
+        return HeadPruneError(
+            f"There are too few rows in {place}: none is left to {name} on.",
+            "Use more data, or a smaller --limit.",
+        )
+    if repeated == rows:
+        cut = f" {encoder.cut_note}." if encoder.cut else ""
+        return HeadPruneError(
+            f"All {rows} examples to {name} on ({place}) repeat an input that an earlier part has.{cut}",
+            "The parts must not share inputs: remove the duplicates, use more data, or name another split.",
+        )
+    return HeadPruneError(
+        f"None of the {rows} examples to {name} on ({place}) can be used: they are empty, or hold no answer.",
+        "Check the columns that were guessed, --text-column and --label-column.",
+    )

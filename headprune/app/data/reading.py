@@ -1,0 +1,100 @@
+"""Reads every split of a Hub dataset, a local folder or a local file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headprune.app.data.broken import first_broken
+from headprune.errors import HeadPruneError, first_line
+
+BUILDERS = {
+    ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text",
+}  # fmt: skip
+WHOLE = "all"  # the name of the only split where the data has none: one file, or one dataset saved to disk
+
+
+def check_local(dataset: str) -> None:
+    """Refuse files that are surely no data: reading takes longer, and the libraries' errors say less.
+
+    Raises:
+        HeadPruneError: No such file or folder, nothing in it, or a kind of file that is not read.
+    """
+    path = Path(dataset)
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+        empty = (is_file and not path.stat().st_size) or (is_folder and not any(path.iterdir()))
+    except OSError as error:
+        raise HeadPruneError(f"{dataset} cannot be read: {error.strerror}.", "Check the path.") from None
+    if not dataset.strip():
+        raise HeadPruneError(
+            "--dataset names no dataset.", "Pass a Hub id, a folder, or a .jsonl, .csv or .parquet file."
+        )
+    if empty:
+        raise HeadPruneError(f"{path} is empty.", "Pass a folder or a file with data in it.")
+    known = path.suffix.lower() in BUILDERS
+    if is_file and not known:
+        raise HeadPruneError(
+            f"{path} is no data file that headprune reads.", f"Use {', '.join(BUILDERS)}, a folder or a Hub id."
+        )
+    if not is_file and not is_folder and (known or path.is_absolute() or dataset.startswith((".", "~"))):
+        raise HeadPruneError(f"There is no file or folder {dataset}.", "Check the path.")
+
+
+def read_splits(dataset: str, subset: str | None = None) -> dict[str, Any]:
+    """Every split by its name; a single file is one split, called `WHOLE`.
+
+    Args:
+        dataset: Hub id, folder or file.
+        subset: The dataset's configuration, where it has several.
+
+    Raises:
+        HeadPruneError: No such dataset, or one that cannot be read: where it can be found out, with its file and line.
+    """
+    check_local(dataset)
+    try:
+        return _load(dataset, subset)
+    except Exception as error:
+        raise _unreadable(dataset, error) from error
+
+
+def place(dataset: str, split: str) -> str:
+    """How a split is called in a message: ``split 'test'``, or the file if the data has no splits."""
+    return (Path(dataset).name or dataset) if split == WHOLE else f"split {split!r}"
+
+
+def _load(dataset: str, subset: str | None) -> dict[str, Any]:
+    import datasets
+
+    path = Path(dataset)
+    if path.is_file():
+        suffix = path.suffix.lower()
+        extra = {"delimiter": "\t"} if suffix == ".tsv" else {}
+        found = datasets.load_dataset(BUILDERS[suffix], data_files=str(path), **extra)
+        return {WHOLE: found["train"]}
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        stored = datasets.load_from_disk(str(path))
+        return dict(stored) if isinstance(stored, Mapping) else {WHOLE: stored}
+    return dict(datasets.load_dataset(dataset, subset))
+
+
+def _unreadable(dataset: str, error: Exception) -> HeadPruneError:
+    """What is wrong with a dataset that the library could not read."""
+    import datasets
+
+    path, cause = Path(dataset), error
+    if isinstance(error, datasets.exceptions.DatasetGenerationError) and isinstance(error.__cause__, Exception):
+        cause = error.__cause__  # its own text says only that something went wrong
+    text = first_line(cause)
+    if path.exists():
+        if found := first_broken(path):
+            return found
+        why = "it holds no rows" if "empty" in text.lower() or isinstance(error, StopIteration) else text
+        return HeadPruneError(f"{path} cannot be read as a dataset: {why}.", "Check the files in it.")
+    if cause is not error:
+        return HeadPruneError(f"Dataset {dataset!r} cannot be read: {text}.", "Check --subset, or its page on the hub.")
+    return HeadPruneError(
+        f"There is no dataset {dataset!r}: no such file or folder, and the Hugging Face hub says: {text}.",
+        "Pass a Hub id, a folder, or a .jsonl, .csv or .parquet file.",
+    )

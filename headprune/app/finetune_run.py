@@ -1,0 +1,290 @@
+"""What `headprune finetune` does: from a pruned folder to a fine-tuned one beside it, measured."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import time
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from headprune import checkpoint
+from headprune.app import runs
+from headprune.app.data import DataOptions, Parts, load_parts, load_train
+from headprune.app.finetune import Finetuned, FinetuneOptions, finetune
+from headprune.app.folders import Folder, claimed, key_of
+from headprune.app.models import LoadedModel, load_model, numbers_given
+from headprune.app.report.finetuned import render
+from headprune.app.runs import RunFolder, check_free
+from headprune.app.workflow import Console, Options
+from headprune.app.workflow.checks import changed_options, same_parts, seen_before
+from headprune.app.workflow.stages import Stages
+from headprune.errors import HeadPruneError
+from headprune.evaluation import Measurement, compare, evaluate, interval
+from headprune.fingerprint import fingerprint, versions
+from headprune.jsonio import dumps, read_json, write_json, write_text
+from headprune.scoring.resume import digest
+
+DOCUMENT = "finetune.json"
+REPORT = "finetune.md"
+
+
+@dataclass(frozen=True)
+class FinetuneRun:
+    """What was asked for; what is None is taken from the run that pruned the model.
+
+    Attributes:
+        pruned: A folder that headprune saved, or a run folder with one such.
+        teacher: The dense model; by default what the pruned one was made from.
+        data: Data options that were given, by their names in `DataOptions`.
+        output: Where to write; by default ``<pruned>-finetuned``.
+        train_limit: Examples to train on, at most.
+    """
+
+    pruned: Path
+    teacher: str | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    train_limit: int | None = None
+    training: FinetuneOptions = field(default_factory=FinetuneOptions)
+    task: str | None = None
+    device: str | None = None
+    dtype: str = "float32"  # what a model is stored in may be too coarse for small steps
+    output: Path | None = None
+    overwrite: bool = False
+    resume: bool = True
+    trust_remote_code: bool = False
+
+
+def finetune_run(asked: FinetuneRun, console: Console) -> tuple[Path, dict[str, Any]]:
+    """Train, measure on the reporting part, and write the model with ``finetune.json`` and ``finetune.md``.
+
+    Returns:
+        The folder, which appears complete or not at all, and what is in ``finetune.json``.
+
+    Raises:
+        HeadPruneError: No such folder, no dense model, data that is cut otherwise than when pruning.
+    """
+    source = _checkpoint(asked.pruned)
+    output = asked.output or source.with_name(f"{source.name}-finetuned")
+    key = key_of("finetune", replace(asked, resume=True))
+
+    def choose() -> Folder:
+        folder = Folder(output)
+        check_free(folder, asked.overwrite or folder.done_by(key))
+        if not folder.empty and not (output / DOCUMENT).is_file():
+            raise HeadPruneError(f"{output} holds something that finetune did not write.", "Choose another with -o.")
+        return folder
+
+    with claimed(choose, key, runs.command_line(), resume=asked.resume, say=console.say) as folder:
+        if not folder.done_by(key):  # else it was killed just after
+            _run(asked, source, folder, console)
+        document = read_json(output / DOCUMENT, "finetune")
+        return output, {k: v for k, v in document.items() if k not in ("headprune", "schema")}
+
+
+def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> None:
+    started = time.monotonic()
+    run = _run_of(source)
+    data = _data_options(asked, run)
+    data.check()
+    pruned, dense = _load(asked, source, run)
+    metric = pruned.task.metric
+    if (numbers := numbers_given(pruned)) is not None:
+        raise HeadPruneError(
+            f"{source} has a regression head ({numbers}), which the command line does not measure yet.",
+            "Use the Python API: headprune.app.finetune.finetune.",
+        )
+    parts = load_parts(data, pruned)
+    parts.notes.extend((*pruned.notes, *_check_cut(parts, data, run, pruned)))
+    train, notes = load_train(data, pruned, parts, asked.train_limit)
+    console.say(f"{type(pruned.model).__name__} for {pruned.task.name} on {next(pruned.model.parameters()).device}")
+    for note in (*parts.notes, *notes):
+        console.say(note)
+    document: dict[str, Any] = {
+        "command": runs.command_line(),
+        "when": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "environment": runs.environment(str(next(pruned.model.parameters()).device)),
+        "pruned": str(source),
+        "teacher": dense.source,
+        "task": pruned.task.name,
+        "metric": metric,
+        "options": {**asdict(asked.training), "dtype": asked.dtype, "train_limit": asked.train_limit},
+        "data": asdict(data),
+        "parts": {**parts.about(), "train": train.about()},
+        "notes": [*parts.notes, *notes],
+    }
+    dumps(document)  # better known before the long work if it cannot be written
+    with console.track("fine-tuning") as progress:
+        tuned = finetune(
+            pruned.model, dense.model, train, parts.choose, asked.training, metric=metric,
+            work=folder.unfinished / "training", progress=progress, say=console.say,
+        )  # fmt: skip
+    content = folder.unfinished / "content"
+    about = {"task": pruned.task.name, "from": dense.source, "finetuned": {"from": str(source)}}
+    checkpoint.save(tuned.model, content, processor=pruned.processor, overwrite=True, about=about)
+    models = {"dense": dense.model, "pruned": pruned.model, "finetuned": _reloaded(content, tuned)}
+    facts = digest(versions(), *parts.report.batches(), *models.values())
+    measured = _measure(models, parts, Stages(folder.unfinished / f"measured-{facts}"), console)
+    document |= {
+        "seconds": round(time.monotonic() - started, 1),
+        "training": tuned.to_json(),
+        **_figures(measured, metric),
+    }
+    write_json(content / DOCUMENT, "finetune", document)
+    write_text(content / REPORT, render(folder.path.name, document))
+    folder.publish(content, ["*"])
+
+
+def _checkpoint(path: Path) -> Path:
+    """The folder itself, or the one that a run folder holds."""
+    if checkpoint.is_checkpoint(path):
+        return path
+    if not path.is_dir():
+        raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that `headprune prune` saved.")
+    found = [
+        p for p in sorted(path.glob("pruned-*")) if re.fullmatch(r"pruned-\d+", p.name) and checkpoint.is_checkpoint(p)
+    ]
+    if len(found) != 1:
+        held = f"{len(found)} pruned models ({', '.join(p.name for p in found)})" if found else "no pruned model"
+        hint = f"Name one, such as {found[0]}." if found else "Pass a folder that `headprune prune` saved."
+        raise HeadPruneError(f"{path} holds {held}.", hint)
+    return found[0]
+
+
+def _run_of(source: Path) -> dict[str, Any] | None:
+    """The run that a checkpoint lies in, if it does."""
+    folder = RunFolder(source.resolve().parent)
+    return folder.read_run() if (folder.path / "run.json").is_file() else None
+
+
+def _data_options(asked: FinetuneRun, run: dict[str, Any] | None) -> DataOptions:
+    given = {k: v for k, v in asked.data.items() if v is not None}
+    if run is not None:
+        return replace(Options.of_run(run, "The run.json beside it").data, **given)
+    if "dataset" not in given:
+        raise HeadPruneError(
+            f"{asked.pruned} lies in no run folder that says its data.", "Name the dataset with -d, as when pruning."
+        )
+    return DataOptions(**given)
+
+
+def _load(asked: FinetuneRun, source: Path, run: dict[str, Any] | None) -> tuple[LoadedModel, LoadedModel]:
+    """The pruned model and the dense one."""
+    about = checkpoint.about(source)
+    options = Options.of_run(run, "The run.json beside it") if run is not None else Options("", DataOptions(""))
+    teacher = asked.teacher or about.get("from")
+    if not isinstance(teacher, str):
+        raise HeadPruneError(f"{source} does not say which model it was made from.", "Name it with --teacher.")
+    common: dict[str, Any] = {
+        "task": asked.task or about.get("task"), "device": asked.device or options.device, "dtype": asked.dtype,
+        "trust_remote_code": asked.trust_remote_code,  # never what a folder says
+    }  # fmt: skip
+    pruned = load_model(str(source), **common)
+    try:
+        revision = options.revision if asked.teacher is None else None
+        dense = load_model(teacher, **common, revision=revision, with_processor=False)
+    except HeadPruneError as error:
+        if asked.teacher is not None:
+            raise
+        raise HeadPruneError(
+            f"The dense model that {source} names is not to be had: {error.args[0]}",
+            f"{error.hint} Or name it with --teacher.".strip(),
+        ) from error
+    return pruned, dense
+
+
+def _check_cut(parts: Parts, data: DataOptions, run: dict[str, Any] | None, pruned: LoadedModel) -> list[str]:
+    """What scored and chose the heads must not be reported here; a note where that cannot be known.
+
+    Raises:
+        HeadPruneError: Some of it would be, or the data is not what it was.
+    """
+    _check_trained(parts, data, run, Path(pruned.source))
+    if run is None or same_parts(run, parts):
+        return []
+    before = Options.of_run(run, "The run.json beside it").data
+    changed = changed_options(before, data)
+    same_data = (before.dataset, before.subset) == (data.dataset, data.subset)
+    try:
+        then = load_parts(before, pruned)
+    except HeadPruneError as error:
+        if same_data:
+            raise
+        then, why = None, error.args[0]
+    if then is None or not same_parts(run, then):
+        if same_data:
+            raise HeadPruneError(
+                f"{data.dataset} is not what it was when the model was pruned, so examples that chose its heads could be "
+                "reported.",
+                "Bring back the data as it was, or name other data with -d.",
+            )
+        why = f"{before.dataset} is not what it was" if then else why
+        return [f"Whether reported examples scored or chose the heads is not known: {why.rstrip('.')}."]
+    if again := seen_before(parts, then, same_data):
+        flags = " and ".join(changed) or "these options"
+        raise HeadPruneError(
+            f"With {flags}, {again:,} of the {len(parts.report):,} examples to report scored or chose the heads when the "
+            "model was pruned.",
+            f"Leave out {flags}, or name other data with -d.",
+        )
+    return []
+
+
+def _check_trained(parts: Parts, data: DataOptions, run: dict[str, Any] | None, source: Path) -> None:
+    """Of a model that was fine-tuned before, only what was reported then is surely unseen: it must be cut alike.
+
+    Raises:
+        HeadPruneError: It is cut otherwise.
+    """
+    then: dict[str, Any] | None = None
+    if (source / DOCUMENT).is_file():
+        then = read_json(source / DOCUMENT, "finetune")
+    elif run is not None and (metrics := RunFolder(source.resolve().parent).read_metrics()) is not None:
+        own = [b for b in metrics["budgets"] if b["checkpoint"] == source.name and b.get("finetune")]
+        then = {"parts": run["parts"], "data": run["options"]["data"]} if own else None
+    if (
+        then is None
+        or same_parts(then, parts)
+        or (then["data"]["dataset"], then["data"]["subset"]) != (data.dataset, data.subset)
+    ):
+        return
+    flags = " and ".join(changed_options(DataOptions(**then["data"]), data)) or "these options"
+    raise HeadPruneError(
+        f"{source} was fine-tuned before; with {flags} the data is cut otherwise than it was then, and what it was trained "
+        "on could be reported.",
+        f"Leave out {flags}, or give what was given then.",
+    )
+
+
+def _reloaded(path: Path, tuned: Finetuned) -> nn.Module:
+    """What is reported is what a user will load."""
+    device = next(tuned.model.parameters()).device
+    model = checkpoint.load(path, device=device)
+    if fingerprint(model) != fingerprint(tuned.model):
+        raise HeadPruneError("The saved model is not the trained one after loading.", "Please report this.")
+    return model
+
+
+def _measure(models: dict[str, nn.Module], parts: Parts, stages: Stages, console: Console) -> dict[str, Measurement]:
+    found = {}
+    for name, model in models.items():
+        with console.track(f"measuring the {name} model") as progress:
+            found[name] = stages.measurement(name, partial(evaluate, model, parts.report.batches(), progress=progress))
+    return found
+
+
+def _figures(measured: dict[str, Measurement], metric: str) -> dict[str, Any]:
+    """Metrics of the three models, and the paired changes between them."""
+    models = {}
+    for name, m in measured.items():
+        low, high = interval(m, metric)
+        models[name] = {"metrics": m.metrics, "low": low, "high": high, "examples": len(m)}
+    pairs = {"pruned": ("dense", "pruned"), "finetuned": ("dense", "finetuned"), "gain": ("pruned", "finetuned")}
+    changes = {}
+    for name, (before, after) in pairs.items():
+        changes[name] = asdict(compare(measured[before], measured[after], metric))
+    return {"models": models, "changes": changes}

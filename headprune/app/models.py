@@ -1,0 +1,397 @@
+"""From a model's id or path to the model, its processor and its task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headprune import checkpoint
+from headprune.app.precision import HALVES, holds, widen
+from headprune.divergence import regresses
+from headprune.errors import HeadPruneError, first_line
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model is for.
+
+    Attributes:
+        auto_class: transformers' Auto class.
+        suffixes: Endings of architectures that do this.
+        modality: ``"text"``, ``"image"`` or ``"audio"``.
+        metric: What is measured first: ``"accuracy"`` (higher is better) or ``"perplexity"`` (lower is).
+    """
+
+    name: str
+    auto_class: str
+    suffixes: tuple[str, ...]
+    modality: str
+    metric: str
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            "sequence-classification", "AutoModelForSequenceClassification", ("ForSequenceClassification",),
+            "text", "accuracy",
+        ),
+        Task("token-classification", "AutoModelForTokenClassification", ("ForTokenClassification",), "text", "accuracy"),
+        Task("question-answering", "AutoModelForQuestionAnswering", ("ForQuestionAnswering",), "text", "accuracy"),
+        Task("masked-lm", "AutoModelForMaskedLM", ("ForMaskedLM", "ForPreTraining"), "text", "perplexity"),
+        Task("causal-lm", "AutoModelForCausalLM", ("ForCausalLM", "LMHeadModel"), "text", "perplexity"),
+        Task(
+            "image-classification", "AutoModelForImageClassification", ("ForImageClassification",), "image", "accuracy"
+        ),
+        Task("speech-seq2seq", "AutoModelForSpeechSeq2Seq", ("ForSpeechSeq2Seq",), "audio", "perplexity"),
+        Task("audio-classification", "AutoModelForAudioClassification", ("ForAudioClassification",), "audio", "accuracy"),
+        Task("seq2seq", "AutoModelForSeq2SeqLM", ("ForConditionalGeneration",), "text", "perplexity"),
+    )
+}  # fmt: skip
+_SPEECH_TYPES = {"whisper", "speech_to_text", "moonshine", "speecht5"}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to use.
+
+    Attributes:
+        model: In evaluation mode, on its device.
+        processor: Tokenizer, image processor or feature extractor, as the task needs.
+        source: The id or path it came from, as it was given.
+        name: Its last part.
+        notes: What a reader should know of how it was loaded.
+        stored: The half precision that the checkpoint is stored in, where the model was widened to float32 unasked; else None.
+    """
+
+    model: nn.Module
+    processor: Any
+    task: Task
+    source: str
+    name: str
+    notes: tuple[str, ...] = ()
+    stored: torch.dtype | None = None
+
+    @property
+    def config(self) -> Any:
+        """The model's config."""
+        return self.model.config
+
+
+def load_model(
+    source: str,
+    *,
+    task: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    with_processor: bool = True,
+) -> LoadedModel:
+    """Load a Hugging Face model, a local folder, or a folder that `headprune.save` wrote.
+
+    Args:
+        source: Hub id or path.
+        task: One of `TASKS`; read from the model's config if None.
+        device: ``"auto"`` is CUDA, then MPS, then CPU.
+        trust_remote_code: Whether code that comes with the model may run. Pass on what a person said here and now,
+            never what a file says.
+        with_processor: Whether a tokenizer or image processor is needed.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``; ``"auto"`` is the stored one, but float32 on a CPU.
+
+    Raises:
+        HeadPruneError: No such model, an unknown task, a missing tokenizer, weights that do not load or are not numbers,
+            code that comes with the model and may not run.
+    """
+    import transformers
+
+    if task not in (None, *TASKS):
+        raise HeadPruneError(f"There is no task {task!r}.", f"Use one of {', '.join(TASKS)}.")
+    _check_source(source, revision)
+    where = pick_device(device)
+    chosen = _dtype(dtype, where)
+    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    pruned = checkpoint.is_checkpoint(source)
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, **common)
+    except Exception as error:
+        raise _not_trusted(source, error) or _not_found(source, error) from error
+    if not trust_remote_code:
+        checkpoint.check_attention(source, config)
+    kind = _task(config, task, source)
+    half = _half(config) if dtype == "auto" and chosen == torch.float32 else None
+    if pruned:
+        model = checkpoint.load(source, device=where)
+        if half is not None:
+            widen(model)
+        elif isinstance(chosen, torch.dtype) and dtype != "auto":
+            for parameter in model.parameters():  # not the buffers: rotary frequencies must not be rounded
+                parameter.data = parameter.data.to(chosen)
+    else:
+        auto = getattr(transformers, kind.auto_class)
+        try:
+            model, info = auto.from_pretrained(
+                source, config=config, dtype=chosen, output_loading_info=True, **common
+            )  # fmt: skip
+        except HeadPruneError:
+            raise
+        except Exception as error:
+            raise (
+                _not_trusted(source, error)
+                or checkpoint.damaged(source, error)
+                or HeadPruneError(
+                    f"{source} does not load as {kind.auto_class}: {first_line(error)}.", "Check --task and the folder."
+                )
+            ) from error
+        _check_complete(source, kind, info)
+        model.to(where)
+    model.eval()
+    _check_numbers(model, source)
+    processor = _processor(source, kind, common) if with_processor else None
+    if kind.modality == "text" and processor is not None:
+        _set_padding(model.config, processor.pad_token_id)
+    notes = []
+    if not trust_remote_code and kind.auto_class in (getattr(config, "auto_map", None) or {}):
+        notes.append(
+            f"{source} comes with code of its own, which was not run (--trust-remote-code runs it): "
+            f"transformers' {type(model).__name__} was used instead."
+        )
+    stored = (
+        half if half is not None and holds(model, half) else None
+    )  # some configs name another type than their weights have
+    return LoadedModel(model, processor, kind, source, Path(source.rstrip("/")).name or source, tuple(notes), stored)
+
+
+def numbers_given(loaded: LoadedModel) -> str | None:
+    """``"3 numbers"``: how many a regression head gives where classes are expected; None for any other head."""
+    labels = getattr(loaded.config, "num_labels", 2)
+    if loaded.task.metric != "accuracy" or loaded.task.name == "question-answering":
+        return None
+    if labels != 1 and not regresses(loaded.model):
+        return None
+    return f"{labels} number{'s' if labels > 1 else ''}"
+
+
+def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
+    """An input of the right form without data: for listing heads and for timing, not for measuring accuracy."""
+    config = loaded.config
+    generator = torch.Generator().manual_seed(0)
+    first = next(p for p in loaded.model.parameters() if p.is_floating_point())
+    if loaded.task.modality == "text":
+        vocabulary = config.get_text_config().vocab_size
+        low = min(10, vocabulary - 1)
+        ids = torch.randint(low, vocabulary, (batch, length), generator=generator)
+        made = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if config.is_encoder_decoder:
+            made["decoder_input_ids"] = ids
+    elif loaded.task.modality == "image":
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        made = {"pixel_values": torch.randn(batch, config.num_channels, height, width, generator=generator)}
+    elif loaded.task.name == "speech-seq2seq":
+        frames = 2 * getattr(config, "max_source_positions", 1500)
+        made = {"input_features": torch.randn(batch, getattr(config, "num_mel_bins", 80), frames, generator=generator)}
+        made["decoder_input_ids"] = torch.full((batch, length), config.decoder_start_token_id)
+    else:
+        made = {"input_values": torch.randn(batch, 16000, generator=generator)}
+    return {
+        k: v.to(first.device, first.dtype) if v.is_floating_point() else v.to(first.device) for k, v in made.items()
+    }
+
+
+def check_length(loaded: LoadedModel, length: int) -> None:
+    """Refuse texts that are longer than a model takes.
+
+    Raises:
+        HeadPruneError: It does not run on so many tokens.
+    """
+    tables = [
+        m.num_embeddings - (m.padding_idx + 1 if m.padding_idx is not None and "position_embeddings" in name else 0)
+        for name, m in loaded.model.named_modules()
+        if isinstance(m, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES
+    ]
+    why = f"it has {min(tables):,} positions" if tables and min(tables) < length else ""
+    if not why:
+        try:  # a table may have another name, or there is a limit of another kind
+            with torch.inference_mode():
+                loaded.model(**dummy_input(loaded, 1, length))
+        except (IndexError, ValueError, RuntimeError) as error:
+            why = f"{type(error).__name__}: {first_line(error)}"
+    if why:
+        most = f" up to {min(tables)}" if tables else " that are smaller"
+        raise HeadPruneError(
+            f"{loaded.source} does not take texts of {length:,} tokens: {why}.", f"Use --lengths{most}."
+        )
+
+
+# Embeddings with a row for each position, by the last part of their name.
+_POSITION_TABLES = {"position_embeddings", "wpe", "embed_positions", "position_embedding"}
+
+
+def pick_device(device: str) -> torch.device:
+    """``"auto"`` or a device's name as a device that exists."""
+    if device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise HeadPruneError("There is no CUDA device here.", "Use --device cpu, or install a CUDA build of torch.")
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise HeadPruneError("There is no MPS device here.", "Use --device cpu.")
+    wrong = HeadPruneError(f"There is no device {device!r}.", "Use auto, cpu, cuda or mps.")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise wrong from None
+    if found.type not in ("cpu", "cuda", "mps") or (
+        found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count()
+    ):
+        raise wrong
+    return found
+
+
+def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+    if dtype == "auto":
+        # Half precision is slow on most CPUs, and rounding there hides small scores.
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in known:
+        raise HeadPruneError(f"There is no dtype {dtype!r}.", f"Use auto, {', '.join(known)}.")
+    return known[dtype]
+
+
+def _half(config: Any) -> torch.dtype | None:
+    """The half precision that a config says its weights are stored in."""
+    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return next((half for half in HALVES if found in (half, str(half).removeprefix("torch."))), None)
+
+
+def _task(config: Any, task: str | None, source: str) -> Task:
+    if task is not None:
+        return TASKS[task]
+    architecture = str((getattr(config, "architectures", None) or [""])[0])
+    for kind in TASKS.values():
+        if architecture.endswith(kind.suffixes):
+            if kind.name == "seq2seq" and config.model_type in _SPEECH_TYPES:
+                return TASKS["speech-seq2seq"]
+            if kind.name == "seq2seq" and not config.is_encoder_decoder:
+                return TASKS["causal-lm"]  # Gemma 3 and others that look at images too
+            return kind
+    raise HeadPruneError(
+        f"The task of {source} cannot be read from its architecture ({architecture or 'none given'}).",
+        f"Say it with --task: {', '.join(TASKS)}.",
+    )
+
+
+def _set_padding(config: Any, token: int) -> None:
+    """Tell a config what pads, if it does not say: GPT-2 as a classifier refuses batches without it.
+
+    The config of a model of several parts, such as Gemma 3's, may not have the field; its text's config then counts.
+    """
+    parts = (config, config.get_text_config())
+    if all(getattr(part, "pad_token_id", None) is None for part in parts):
+        for part in parts:
+            part.pad_token_id = token
+
+
+def _check_complete(source: str, kind: Task, info: dict[str, Any]) -> None:
+    """A head with random weights would be measured as if it were trained: refuse it."""
+    missing = sorted(info.get("missing_keys") or [])
+    if missing:
+        raise HeadPruneError(
+            f"{source} has no weights for {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}: "
+            f"it was not trained for {kind.name}.",
+            "Pass a fine-tuned model, or the --task that it was trained for.",
+        )
+
+
+def _check_source(source: str, revision: str | None) -> None:
+    """Refuse what is surely no model, before anything is loaded."""
+    if not source.strip():
+        raise HeadPruneError("No model was named.", "Pass a Hub id, a local folder, or a folder headprune saved.")
+    try:
+        if Path(source).is_file():
+            raise HeadPruneError(f"{source} is a file.", "Pass the folder that it lies in, or a Hub id.")
+        local = Path(source).is_dir()
+    except OSError as error:
+        raise HeadPruneError(f"There is no model {source!r} ({error.strerror}).", "Check the spelling.") from None
+    if local and revision is not None:
+        raise HeadPruneError(
+            f"{source} is a local folder, which has no revisions.", "Leave out --revision, or name a Hub id."
+        )
+
+
+def _check_numbers(model: nn.Module, source: str) -> None:
+    """Refuse weights that are not numbers: every loss would be NaN, and the data be blamed for it."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or not parameter.is_floating_point() or parameter.element_size() < 2:
+            continue
+        # A sum is quick and needs no memory; only where it is not finite is it looked at which values are to blame.
+        if not parameter.detach().sum().isfinite() and (wrong := int(parameter.isnan().sum())):
+            raise HeadPruneError(
+                f"{source} has weights that are not numbers: {wrong:,} of {parameter.numel():,} values of {name} are NaN.",
+                "Its training diverged, or the file is damaged: use an earlier checkpoint, or fetch it again.",
+            )
+
+
+def _not_trusted(source: str, error: Exception) -> HeadPruneError | None:
+    """What to say if a model or its tokenizer needs code that comes with it, and that was not allowed."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return HeadPruneError(
+        f"{source} needs code that comes with it, and headprune does not run such code unasked.",
+        "Read that code; if you trust it, add --trust-remote-code.",
+    )
+
+
+def _processor(source: str, kind: Task, common: dict[str, Any]) -> Any:
+    import transformers
+
+    name = {"text": "AutoTokenizer", "image": "AutoImageProcessor", "audio": "AutoFeatureExtractor"}[kind.modality]
+    if kind.name == "speech-seq2seq":
+        name = "AutoProcessor"
+    what = {"text": "tokenizer", "image": "image processor", "audio": "feature extractor"}[kind.modality]
+    try:
+        try:
+            processor = getattr(transformers, name).from_pretrained(source, **common)
+        except ImportError:
+            # Up to 5.17 AutoImageProcessor asks for torchvision even where the class itself does without.
+            base = transformers.image_processing_utils.BaseImageProcessor
+            stored, _ = base.get_image_processor_dict(source, revision=common["revision"])
+            own: Any = getattr(transformers, stored["image_processor_type"].removesuffix("Fast"))
+            if not issubclass(own, base):  # the name is from a file
+                raise TypeError(f"{stored['image_processor_type']} is no image processor") from None
+            processor = own.from_pretrained(source, **common)
+    except Exception as error:
+        raise _not_trusted(source, error) or HeadPruneError(
+            f"{source} has no {what} that loads ({first_line(error)}).",
+            f"Put the {what}'s files into the folder (for instance with {what.replace(' ', '_')}.save_pretrained).",
+        ) from error
+    if kind.modality == "text" and len(processor) <= len(processor.all_special_ids):
+        # transformers builds an empty tokenizer where there are no files: every word would be unknown.
+        raise HeadPruneError(
+            f"{source} has no tokenizer: no vocabulary is there.",
+            "Put its files into the folder (for instance with tokenizer.save_pretrained).",
+        )
+    if kind.modality == "text" and processor.pad_token is None:
+        processor.pad_token = processor.eos_token or processor.unk_token
+    if kind.modality == "text" and processor.pad_token is None:
+        raise HeadPruneError(f"The tokenizer of {source} has no token to pad with.", "Set its pad_token and save it.")
+    return processor
+
+
+def _not_found(source: str, error: Exception) -> HeadPruneError:
+    if Path(source).is_dir():
+        return HeadPruneError(
+            f"{source} is a folder without a config.json that transformers reads ({first_line(error)}).",
+            "Pass a folder made by save_pretrained or by headprune.",
+        )
+    return HeadPruneError(
+        f"There is no model {source!r}: no such folder, and it could not be had from the Hugging Face hub "
+        f"({type(error).__name__}).",
+        "Check the spelling, the network (HF_HUB_OFFLINE), and your access to it.",
+    )

@@ -1,0 +1,41 @@
+"""The report of a run: markdown and figures, made from the run folder's documents alone."""
+
+from __future__ import annotations
+
+import jinja2
+
+from headprune.app.report import figures, markdown
+from headprune.app.runs import RunFolder
+from headprune.errors import HeadPruneError
+from headprune.jsonio import write_text
+
+__all__ = ["write"]
+
+
+def write(folder: RunFolder) -> None:
+    """Write ``report.md`` and its figures; doing it again gives the same text.
+
+    Raises:
+        HeadPruneError: A document is missing or damaged.
+    """
+    try:
+        _write(folder)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, jinja2.UndefinedError) as error:
+        raise HeadPruneError(
+            f"The documents in {folder.path} are damaged, or of another version ({type(error).__name__}: {error}).",
+            "Make the run again.",
+        ) from error
+
+
+def _write(folder: RunFolder) -> None:
+    run, metrics = folder.read_run(), folder.read_metrics()
+    scores = folder.read_scores() if folder.scores_path.exists() else []  # a plan of the user's needs none
+    if scores:
+        figures.importance(folder.path / "importance.png", scores, metrics)
+    (folder.path / "agreement.png").unlink(missing_ok=True)  # of an earlier run with more methods
+    if len([s for s in scores if s.method != "random"]) > 1:
+        figures.agreement(folder.path / "agreement.png", scores)
+    if metrics is not None:
+        figures.trade_off(folder.path / "tradeoff.png", metrics)
+        figures.latency(folder.path / "latency.png", metrics)
+    write_text(folder.report_path, markdown.render(run, scores, metrics))

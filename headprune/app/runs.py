@@ -1,0 +1,178 @@
+"""The run folder: where a run's documents lie, and which folder a run may write to."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from headprune import __version__
+from headprune.app.folders import Folder
+from headprune.errors import HeadPruneError
+from headprune.jsonio import read_json, write_json
+from headprune.plans import PruningPlan
+from headprune.scoring.base import HeadScores, load_scores, save_scores
+
+REPORTS = Path("reports")
+# What a run is made of; a new one in its place replaces all of it.
+PARTS = (
+    "scores.json", "run.json", "metrics.json", "plan*.json", "pruned-*",
+    "report.md", "importance.png", "agreement.png", "tradeoff.png", "latency.png",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunFolder(Folder):
+    """One run: scores, and once pruned, plans, metrics and checkpoints."""
+
+    @property
+    def scores_path(self) -> Path:
+        return self.path / "scores.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.json"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.md"
+
+    def plan_path(self, keep: int, first: bool) -> Path:
+        """The first budget's plan is plan.json; further ones carry their number."""
+        return self.path / ("plan.json" if first else f"plan-{keep}.json")
+
+    def checkpoint_path(self, keep: int) -> Path:
+        return self.path / f"pruned-{keep}"
+
+    @property
+    def pruned(self) -> bool:
+        self.settle()
+        return self.metrics_path.exists()
+
+    def write_scores(self, scores: Sequence[HeadScores], run: dict[str, Any]) -> None:
+        save_scores(self.scores_path, scores)
+        self.write_run(run)
+
+    def write_run(self, run: dict[str, Any]) -> None:
+        write_json(self.path / "run.json", "run", run)
+
+    def read_run(self) -> dict[str, Any]:
+        self.settle()
+        return read_json(self.path / "run.json", "run")
+
+    def read_scores(self) -> list[HeadScores]:
+        self.settle()
+        return load_scores(self.scores_path)
+
+    def read_metrics(self) -> dict[str, Any] | None:
+        return read_json(self.metrics_path, "metrics") if self.pruned else None
+
+    def read_plan(self, keep: int, first: bool) -> PruningPlan:
+        return PruningPlan.load(self.plan_path(keep, first))
+
+
+def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "") -> RunFolder:
+    """The folder a new run writes to: the one asked for, or the next free ``reports/<model>-<n>``.
+
+    Args:
+        key: Of the command (`headprune.app.folders.key_of`): where it was interrupted, it goes on.
+
+    Raises:
+        HeadPruneError: It exists and holds something, and may not be overwritten.
+    """
+    if output is not None:
+        folder = RunFolder(output)
+        check_free(folder, overwrite or folder.done_by(key))
+        return folder
+    stem = re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
+    for n in count(1):
+        folder = RunFolder(REPORTS / f"{stem}-{n}")
+        folder.settle()
+        mine = folder.command is None or folder.left_by(key)
+        if mine and (folder.empty or folder.done_by(key)) and not folder.in_use:
+            break
+    return folder
+
+
+def check_free(folder: Folder, overwrite: bool) -> None:
+    """Refuse a folder that holds something, unless it may be overwritten.
+
+    Raises:
+        HeadPruneError: It does, or is no folder.
+    """
+    if folder.path.exists() and not folder.path.is_dir():
+        raise HeadPruneError(f"{folder.path} is a file.", "Choose a folder with -o.")
+    folder.settle()
+    if not folder.empty and not overwrite:
+        raise HeadPruneError(
+            f"The folder {folder.path} exists and is not empty.", "Choose another with -o, or add --overwrite."
+        )
+
+
+def newest_scores(output: Path | None, model: str | None = None) -> RunFolder | None:
+    """The run with the newest scores (of ``model``): ``output`` itself, or one under it (default ``reports/``)."""
+    root = output or REPORTS
+    for path in (root, *root.glob("*/")):
+        RunFolder(path).settle()
+    found = [p for p in (root / "scores.json", *root.glob("*/scores.json")) if p.is_file()]
+    for path in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True):
+        folder = RunFolder(path.parent)
+        if model is None or _same_model(_model_of(folder), model):
+            return folder
+    return None
+
+
+def _model_of(folder: RunFolder) -> str:
+    """What a run was made of.
+
+    Raises:
+        HeadPruneError: It does not say.
+    """
+    options = folder.read_run().get("options")
+    found = options.get("model") if isinstance(options, dict) else None
+    if not isinstance(found, str):
+        raise HeadPruneError(
+            f"{folder.path / 'run.json'} is damaged: it does not say which model was scored.",
+            "Score again, or move this folder away.",
+        )
+    return found
+
+
+def _same_model(a: str, b: str) -> bool:
+    return a == b or (Path(a).exists() and Path(b).exists() and Path(a).samefile(b))
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Versions and hardware, for the report."""
+    import torch
+    import transformers
+
+    name = platform.processor() or platform.machine()
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name(torch.device(device))
+    elif Path("/proc/cpuinfo").is_file():
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        name = found.group(1).strip() if found else name
+    return {
+        "headprune": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "system": platform.system(),
+        "device": device,
+        "device_name": name,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def command_line() -> str:
+    """What was typed, as one line that can be typed again."""
+    name = Path(sys.argv[0]).name
+    program = "headprune" if name in ("headprune", "__main__.py") else f"python {name}"
+    return shlex.join([*program.split(), *sys.argv[1:]])

@@ -1,0 +1,143 @@
+"""What can be seen to be wrong before the long work begins: goals that ask for nothing, data that is cut otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from headprune.app.data import DataOptions, Parts
+from headprune.app.workflow.scene import Scene
+from headprune.app.workflow.targets import Goal
+from headprune.app.workflow.timing import budget_input
+from headprune.errors import HeadPruneError
+from headprune.evaluation import measurable
+from headprune.planning.budgets import FLAGS, Budget
+from headprune.planning.costs import Subject, cost_of
+from headprune.plans import PruningPlan
+
+
+def check_goal(goal: Goal, scene: Scene) -> None:
+    """Refuse a goal that leaves the model as it is, or names what it has not; and a model whose metric cannot be measured.
+
+    Raises:
+        HeadPruneError: All heads would stay, a layer or head is not there, or no accuracy or perplexity can be told.
+    """
+    _check_heads(goal, scene)
+    _check_metric(scene)
+
+
+def _check_heads(goal: Goal, scene: Scene) -> None:
+    """Refuse a goal that leaves the model as it is, or names what it has not."""
+    total = sum(layer.num_heads for layer in scene.maskable)
+    if goal.plan is not None:
+        goal.plan.on(scene.layers)
+        if not any(goal.plan.drop.values()):
+            raise HeadPruneError(
+                f"The plan {goal.file} drops no head.", 'Name some in its `drop`, such as {"L0": [3]}.'
+            )
+        return
+    goal.constraints(scene)
+    for budget in goal.budgets:
+        if budget.kind == "keep":
+            if budget.heads(total) == total:
+                raise HeadPruneError(
+                    f"--keep {budget.text} keeps all {total} heads, so there is nothing to prune.",
+                    f"Keep fewer, for instance --keep {max(total // 2, 1)}.",
+                )
+        elif budget.kind == "drop":
+            if scene.metric == "accuracy" and budget.amount >= 1:
+                raise HeadPruneError(
+                    f"--max-drop {budget.text} allows to lose all accuracy, so it asks for nothing.",
+                    "Write a share of 1: 0.01 is one point.",
+                )
+        else:
+            _check_cost(budget, scene, total)
+
+
+def _check_metric(scene: Scene) -> None:
+    """Refuse a model of whose answers there will be no accuracy, or no perplexity."""
+    if scene.metric in measurable(scene.model, scene.parts.report.batches()):
+        return
+    what, name = f"The {scene.metric} of {scene.options.model}", scene.loaded.task.name
+    if scene.metric == "perplexity":
+        raise HeadPruneError(
+            f"{what} cannot be measured: its own loss is not the cross-entropy of its logits, nor a mean over labels.",
+            f"Check --task (it is {name}), or use the Python API, which takes any loss: headprune.score(model, batches).",
+        )
+    raise HeadPruneError(f"{what} cannot be read off its logits.", f"Check --task (it is {name}).")
+
+
+def _check_cost(budget: Budget, scene: Scene, total: int) -> None:
+    """Refuse a budget that the dense model holds."""
+    inputs = budget_input(scene) if budget.kind == "latency" else scene.typical_input()
+    cost = cost_of(budget, Subject(scene.model, scene.layers, scene.example, inputs), scene.options.seed)
+    dense = cost.estimate(PruningPlan({}, total, total, total))
+    if dense.high <= budget.amount:
+        raise HeadPruneError(
+            f"{FLAGS[budget.kind]} {budget.text} is met by the dense model ({budget.show(dense.high)}), "
+            "so there is nothing to prune.",
+            f"Ask for less, for instance {budget.at_least(dense.value / 2)}.",
+        )
+
+
+def check_scored(scene: Scene, run: Mapping[str, Any], before: DataOptions, where: str) -> None:
+    """Refuse scores that were made on another scoring part than this run has.
+
+    A run has one scoring part, for scores, repair and the report. The other two parts share no example with it,
+    however they are cut, so they may be larger or smaller than they were.
+
+    Args:
+        run: The document of the run that scored.
+        before: The data options that it was made with.
+        where: Its folder, for people.
+
+    Raises:
+        HeadPruneError: It is another one; the message names the options that make it so.
+    """
+    then, now = run["parts"]["score"], scene.parts.score.about()
+    if _same(then, now):
+        return
+    changed = [flag for flag in changed_options(before, scene.options.data) if flag != "--report-limit"]
+    if not changed:
+        raise HeadPruneError(
+            f"{before.dataset} no longer holds the examples that were scored for {where}.",
+            "Score again, or bring back the data as it was.",
+        )
+    flags = " and ".join(changed)
+    raise HeadPruneError(
+        f"The scores in {where} are of {then['examples']:,} examples of {then['split']!r}; with {flags} the scoring part "
+        f"is another one ({now['examples']:,} of {now['split']!r}), and a run has one, for scores and repair.",
+        f"Leave out {flags}, or score again with {'it' if len(changed) == 1 else 'them'}.",
+    )
+
+
+def seen_before(parts: Parts, before: Parts, same_data: bool) -> int:
+    """How many examples to report scored or chose the heads before.
+
+    Args:
+        same_data: Whether both are of one dataset, so that row numbers tell too: the same text may be cut elsewhere now.
+    """
+    used = (before.score, before.choose)
+    inputs = {key for part in used for key in part.inputs}
+    rows = {(part.split, row) for part in used for row in part.rows} if same_data else set()
+    report = parts.report
+    return sum(
+        key in inputs or (report.split, row) in rows for key, row in zip(report.inputs, report.rows, strict=True)
+    )
+
+
+def same_parts(run: Mapping[str, Any], parts: Parts) -> bool:
+    """Whether the three parts are those of an earlier run."""
+    return all(_same(run["parts"].get(name, {}), about) for name, about in parts.about().items())
+
+
+def changed_options(before: DataOptions, now: DataOptions) -> list[str]:
+    """The flags by which examples are cut otherwise than before."""
+    names = [f.name for f in fields(DataOptions) if f.name != "batch_size"]
+    return [f"--{n.replace('_', '-')}" for n in names if getattr(before, n) != getattr(now, n)]
+
+
+def _same(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a part is what it was; documents from before contents were noted say less."""
+    return bool(then) and all(then[key] == value for key, value in now.items() if key in then)

@@ -1,0 +1,111 @@
+"""Saving a pruned model as its checkpoint was stored, and loading it again as the run computes.
+
+On a CPU a checkpoint in half precision is computed with in float32, which is faster and rounds no small score. Its pruned model is
+saved in half precision all the same: weights that were not refitted lose nothing by it, and the folder is not larger than
+the dense one. What is measured is the saved folder, its weights widened again, as the dense model's are.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from headprune import checkpoint
+from headprune.app.precision import narrow, widen
+from headprune.app.workflow.scene import Scene
+from headprune.errors import HeadPruneError, PruneError, first_line
+from headprune.inputs import call, move
+from headprune.memory import is_out_of_memory
+from headprune.surgery import answers
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was written.
+
+    Attributes:
+        dtype: What its weights are stored in, such as ``"bfloat16"``.
+        difference: Of its answers when it is loaded from the model's in memory, as a share of their largest value.
+        note: What a reader should know; "" for nothing.
+    """
+
+    dtype: str
+    difference: float
+    note: str = ""
+
+
+def save(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Saved:
+    """Save a pruned model, and see that the folder answers as the model does.
+
+    Raises:
+        PruneError: It does not.
+    """
+    half, note = scene.loaded.stored, ""
+    if half is not None:
+        try:
+            return _saved(scene, _halved(scene, model, half), path, tolerance)
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, OSError):
+                raise
+            note = f"Saved in float32: in {_name(half)}, as it was stored, the model does not work here ({first_line(error)})."
+    found = _saved(scene, model, path, tolerance)
+    return Saved(found.dtype, found.difference, note)
+
+
+def load(scene: Scene, path: Path) -> nn.Module:
+    """A saved model, for the run to measure."""
+    model = checkpoint.load(path, device=next(scene.model.parameters()).device)
+    if scene.loaded.stored is not None:
+        widen(model)
+    return model
+
+
+def _halved(scene: Scene, model: nn.Module, half: torch.dtype) -> nn.Module:
+    """A model with its weights in half precision, that runs so.
+
+    Raises:
+        HeadPruneError: Its answers are not finite.
+    """
+    made = copy.deepcopy(model)
+    narrow(made, half)
+    with torch.inference_mode():
+        found = answers(call(made, _example(scene, half)))
+    if not all(bool(t.isfinite().all()) for t in found):
+        raise HeadPruneError("its answers are not finite")
+    return made
+
+
+def _saved(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Saved:
+    dtype = next(model.parameters()).dtype
+    half = scene.loaded.stored if any(p.dtype == scene.loaded.stored for p in model.parameters()) else None
+    checkpoint.save(
+        model, path, processor=scene.loaded.processor, overwrite=True, example=_example(scene, half) if half else None,
+        about={"task": scene.loaded.task.name, "from": scene.loaded.source},
+    )  # fmt: skip
+    reloaded = load(scene, path)
+    if half:
+        dtype = half
+        widen(model)
+    example = move(scene.example, next(model.parameters()).device)
+    with torch.inference_mode():
+        pairs = zip(answers(call(model, example)), answers(call(reloaded, example)), strict=True)
+        difference = max(((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
+    if not difference <= tolerance:
+        raise PruneError(
+            f"The saved model answers differently after loading (by {difference:.2g}).", "Please report this."
+        )
+    return Saved(_name(dtype), difference)
+
+
+def _example(scene: Scene, half: torch.dtype) -> dict[str, torch.Tensor]:
+    """The scene's example for a model in half precision, which takes pixels and sounds so, too."""
+    example = move(scene.example, next(scene.model.parameters()).device)
+    return {k: v.to(half) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in example.items()}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,157 @@
+"""What the stages of a run give, on disk as soon as it is made, so that an interrupted run goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from headprune.app import report
+from headprune.app.folders import Folder
+from headprune.app.runs import PARTS, RunFolder
+from headprune.app.workflow.scene import Scene
+from headprune.errors import HeadPruneError, first_line
+from headprune.evaluation import Measurement
+from headprune.fingerprint import versions
+from headprune.jsonio import dumps, loads, read_json, write_json
+from headprune.planning import Order
+from headprune.scoring.resume import DiskStore, digest
+from headprune.trials import Results
+
+T = TypeVar("T")
+
+
+class Stages(Results):
+    """Results by name. What an interrupted run has made is read instead of made again.
+
+    A result is always what is read back from JSON, so that going on gives what one run gives, to the bit; and one that JSON
+    cannot hold is found when it is made, not at the end.
+
+    Args:
+        folder: Of this very computation (`stages_of`); None keeps nothing.
+
+    Attributes:
+        before: Seconds that interrupted runs took of it.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self._started = time.monotonic()
+        known = [_read(path) for path in folder.glob("*.json")] if folder else []
+        self.before = max((found["seconds"] for found in known if found), default=0.0)
+
+    @property
+    def path(self) -> Path:
+        """The folder, where there must be one."""
+        assert self.folder is not None
+        return self.folder
+
+    @property
+    def store(self) -> DiskStore | None:
+        """For tensors that are made on the way."""
+        return DiskStore(self.folder) if self.folder else None
+
+    def get(self, name: str, make: Callable[[], Any], read: Callable[[Any], T]) -> T:
+        """A stage's result.
+
+        Args:
+            name: Of the stage, within this computation.
+            make: Gives the result as JSON can hold it.
+            read: What that stands for.
+        """
+        path = self.folder / f"{_short(name)}.json" if self.folder else None
+        known = _read(path) if path else None
+        if known is not None and known["stage"] == name:
+            return read(known["result"])
+        result = loads(dumps(make()))
+        if path:
+            seconds = round(self.before + time.monotonic() - self._started, 1)
+            write_json(path, "stage", {"stage": name, "seconds": seconds, "result": result})
+        return read(result)
+
+    def forget(self, name: str) -> None:
+        """Make a stage's result anew when it is asked for again."""
+        if self.folder:
+            (self.folder / f"{_short(name)}.json").unlink(missing_ok=True)
+
+    def measurement(self, name: str, make: Callable[[], Measurement]) -> Measurement:
+        """A stage that measures."""
+        return self.get(name, lambda: _packed(make()), _unpacked)
+
+    def order(self, name: str, make: Callable[[], Order]) -> Order:
+        """A stage that plans."""
+        return self.get(name, lambda: make().to_json(), Order.from_json)
+
+
+def stages_of(folder: Folder, name: str, scene: Scene, *facts: Any, say: Callable[[str], None]) -> Stages:
+    """The stages of one computation: of this model, data, options and versions; of any other they are not found.
+
+    Args:
+        name: What it does.
+        facts: What else it depends on.
+    """
+    options = scene.options.to_json()
+    del options["trust_remote_code"], options["scoring"]["max_memory"]  # change no number
+    parts = [digest(*part.batches(), part.rows) for part in (scene.parts.score, scene.parts.choose, scene.parts.report)]
+    device = next((p.device.type for p in scene.model.parameters()), "cpu")
+    own = folder.unfinished / f"{name}-{digest(versions(), device, options, parts, list(facts), scene.model)}"
+    if found := len(list(own.glob("*.json"))):
+        stages = "1 finished stage" if found == 1 else f"{found} finished stages"
+        say(f"Going on with {stages} of an interrupted run (--no-resume starts anew).")
+    elif any(folder.unfinished.glob(f"{name}-*")):
+        say(
+            f"Unfinished work in {folder.unfinished} is not used: its model, data, seed, options or versions were others."
+        )
+    return Stages(own)
+
+
+def publish(folder: RunFolder, content: RunFolder) -> None:
+    """Write the report of a complete run, and put all of it in the place of what is there.
+
+    Raises:
+        HeadPruneError: The report could not be written; all else is in its place.
+    """
+    trouble: Exception | None = None
+    try:
+        report.write(content)
+    except Exception as error:
+        trouble = error
+    folder.publish(content.path, PARTS)
+    if trouble is not None:
+        raise HeadPruneError(
+            f"The report could not be written ({type(trouble).__name__}: {first_line(trouble)}); all else is in {folder.path}.",
+            f"`headprune report {folder.path}` tries again.",
+        ) from trouble
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A stage's document; None if there is none, or a damaged one."""
+    try:
+        found = read_json(path, "stage")
+    except HeadPruneError:
+        return None
+    return found if {"stage", "seconds", "result"} <= found.keys() else None
+
+
+def _short(name: str) -> str:
+    """A file's name for a stage's: its beginning, for people, and what tells it from others."""
+    return f"{re.sub(r'[^A-Za-z0-9]+', '-', name)[:40].strip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+
+
+def _packed(measured: Measurement) -> dict[str, Any]:
+    values = {f.name: getattr(measured, f.name) for f in fields(measured)}
+    return {
+        k: {"array": v.tolist(), "dtype": str(v.dtype)} if isinstance(v, np.ndarray) else v for k, v in values.items()
+    }
+
+
+def _unpacked(data: dict[str, Any]) -> Measurement:
+    packed = {k for k, v in data.items() if isinstance(v, dict) and v.keys() == {"array", "dtype"}}
+    values: dict[str, Any] = {k: np.asarray(v["array"], v["dtype"]) if k in packed else v for k, v in data.items()}
+    return Measurement(**values)

@@ -1,0 +1,165 @@
+"""From scores and a goal to the plans that will be carried out: fitted to the budgets, chosen by measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headprune import searching
+from headprune.app.workflow.scene import Console, Scene
+from headprune.app.workflow.stages import Stages
+from headprune.app.workflow.timing import budget_input
+from headprune.planning import Constraints, Order, Search, arrange, strategy_named
+from headprune.planning.budgets import Budget, Cost, Fit
+from headprune.planning.costs import Subject, cost_of
+from headprune.planning.effort import effort_named
+from headprune.plans import PruningPlan
+from headprune.scoring import score
+from headprune.searching import AUTO, Request, levels_of
+from headprune.trials import Trials
+
+RANDOM_DRAWS = 3
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What `headprune prune` is asked for: budgets of one kind, or a plan.
+
+    Attributes:
+        strategy: A name of `headprune.planning.STRATEGIES`.
+        protect: What must stay, such as ``"L0,L3.H7"``.
+        min_heads_per_layer: Query heads that every layer keeps.
+        repair: Whether the heads that stay are refitted to what the removed ones gave.
+        finetune: Epochs to train afterwards; 0 for none.
+        plan: Instead of budgets.
+        file: Where the plan is from.
+        effort: How much work planning may be, a name of `headprune.planning.effort.EFFORTS`.
+    """
+
+    budgets: tuple[Budget, ...] = ()
+    strategy: str = AUTO
+    protect: str = ""
+    min_heads_per_layer: int = 0
+    repair: bool = True
+    finetune: float = 0.0
+    plan: PruningPlan | None = None
+    file: str = ""
+    effort: str = "normal"
+
+    @property
+    def needs_scores(self) -> bool:
+        return self.plan is None and strategy_named(self.strategy).needs_scores
+
+    @property
+    def uses_scores(self) -> bool:
+        """Whether scores are of use, if there are any."""
+        return self.needs_scores or (self.plan is None and self.strategy == AUTO)
+
+    def constraints(self, scene: Scene) -> Constraints:
+        return Constraints.parse(self.protect, scene.maskable, self.min_heads_per_layer)
+
+    def request(self, scene: Scene) -> Request:
+        """What is searched for in a scene."""
+        return Request(self.budgets, self.strategy, self.constraints(scene), self.effort, scene.options.seed)
+
+    def about(self) -> dict[str, Any]:
+        """For the report."""
+        if self.plan is not None:
+            return {"plan": self.file}
+        effort = effort_named(self.effort)
+        return {
+            "strategy": self.strategy, "about": strategy_named(self.strategy).about, "protect": self.protect,
+            "min_heads_per_layer": self.min_heads_per_layer,
+            "effort": {"name": effort.name, "flops": effort.flops, "examples": effort.examples},
+        }  # fmt: skip
+
+
+def trials_of(scene: Scene, repair: bool, stages: Stages | None = None) -> Trials:
+    """Plans tried on the scene's choosing part."""
+    return Trials(
+        scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()), repair=repair,
+        metric=scene.metric, results=stages,
+    )  # fmt: skip
+
+
+def fits_of(scene: Scene, goal: Goal, orders: dict[str, Order], trials: Trials, console: Console) -> list[Fit]:
+    """For every budget a plan that holds it, all of the order whose plans do best on the choosing part; or the user's plan.
+
+    Raises:
+        HeadPruneError: A budget that no order can meet; a plan that does not fit the model.
+    """
+    if goal.plan is not None:
+        goal.plan.check_model(scene.model)
+        goal.plan.on(scene.layers)  # a layer that cannot be masked is refused by name
+        return [Fit(replace(goal.plan.on(scene.maskable), budget=f"plan {goal.file}"))]
+
+    def cost(budget: Budget) -> Cost:
+        inputs = budget_input(scene) if budget.kind == "latency" else scene.typical_input()
+        biases = trials.refit.added if trials.refit else ()
+        return cost_of(budget, Subject(scene.model, scene.layers, scene.example, inputs, biases), scene.options.seed)
+
+    return searching.fits_of(goal.request(scene), orders, trials, console, cost)
+
+
+def random_orders(scene: Scene, goal: Goal, fits: Sequence[Fit]) -> list[Order]:
+    """The control: heads drawn at random, under the same constraints."""
+    levels = sorted({f.plan.kept for f in fits})
+    batches = list(scene.parts.score.batches())[:1]
+    return [
+        arrange(
+            Search(
+                scene.maskable,
+                score(scene.model, batches, "random", layers=scene.layers, seed=scene.options.seed + i),
+                goal.constraints(scene),
+            ),
+            "one-shot",
+            levels,
+        )
+        for i in range(RANDOM_DRAWS)
+    ]
+
+
+def shown(goal: Goal, orders: dict[str, Order], fits: Sequence[Fit], trials: Trials) -> dict[str, Order]:
+    """The orders whose curves are drawn: of those that `auto` makes itself the one that is used, or the best one, beside the scores'."""
+    own = [name for name, order in orders.items() if not order.method]
+    if goal.strategy != AUTO or len(own) < 2:
+        return orders
+    used = fits[0].plan.strategy
+    best = used if used in own else _best({name: orders[name] for name in own}, [f.plan.asked for f in fits], trials)
+    return {name: order for name, order in orders.items() if name not in own or name == best}
+
+
+def _best(orders: dict[str, Order], levels: Sequence[int], trials: Trials) -> str:
+    """The order that reaches most of some numbers of kept heads, and has the best plans there."""
+
+    def merit(name: str) -> tuple[int, float]:
+        plans = [orders[name].plan(keep) for keep in levels if orders[name].least <= keep]
+        return len(plans), sum(map(trials.merit, plans))
+
+    return max(orders, key=merit)
+
+
+def trade_off(
+    orders: dict[str, Order], randoms: Sequence[Order], fits: Sequence[Fit], trials: Trials, console: Console
+) -> list[dict[str, Any]]:
+    """The metric on the choosing part against heads kept, by every order and by random."""
+    total = fits[0].plan.total
+    levels = sorted(levels_of(total, [f.plan.asked for f in fits]), reverse=True)
+    jobs = [("dense", PruningPlan({}, total, total, total))]
+    if not orders:  # a plan of the user's
+        jobs += [("plan", replace(f.plan, asked=f.plan.kept)) for f in fits]
+        levels = [f.plan.kept for f in fits]
+    # What is not used, and the control, would take most of the time: they are drawn where it was asked for, and at the end.
+    drawn = {levels[-1], *(keep for f in fits for keep in (f.plan.asked, f.plan.kept))}
+    used = fits[0].plan.strategy, fits[0].plan.method
+    named = [*orders.items(), *(("random", order) for order in randoms)]
+    for keep in levels:
+        here = [(n, o) for n, o in named if keep in drawn or (n != "random" and (o.strategy, o.method) == used)]
+        jobs += [(name, order.plan(keep)) for name, order in here if order.least <= keep]
+    curve = []
+    with console.track("trade-off on the choosing part") as progress:
+        for i, (name, plan) in enumerate(jobs):
+            curve.append(trials.point(name, plan))
+            progress(i + 1, len(jobs))
+    return curve

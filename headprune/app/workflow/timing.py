@@ -1,0 +1,59 @@
+"""Latency of the dense and every pruned model, over shapes of input."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from headprune import latency
+from headprune.app.workflow.scene import Console, Scene
+from headprune.errors import HeadPruneError
+from headprune.surgery import prune
+
+_BOUND_LIMIT = 2_000_000_000  # parameters; above this a third copy of the model is too much to ask
+
+
+def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) -> dict[str, Any]:
+    """Latency of the dense and every pruned model, with the bound: the model without (nearly) all heads."""
+    bound, ghosts = None, 0
+    everything = {layer.name: list(range(layer.num_heads)) for layer in scene.layers if layer.prunable}
+    if latency.parameters(scene.model) < _BOUND_LIMIT:
+        empty = copy.deepcopy(scene.model)
+        try:
+            ghosts = len(prune(empty, everything, scene.example, layers=scene.layers).ghosts)
+            bound = "no heads"
+            models = {**models, bound: empty}
+        except HeadPruneError as error:
+            console.say(f"The bound could not be timed: {error.args[0]}")
+    inputs = []
+    for batch, length in _shapes(scene):
+        example = _shaped(scene, batch, length)
+        inputs.append((batch, latency.example_shape(example)[1], example))
+    with console.track("timing") as progress:
+        rows = latency.bench(models, inputs, seed=scene.options.seed, progress=progress)
+    typical = latency.example_shape(scene.typical_input())[1]
+    return {"rows": [row.to_json() for row in rows], "bound": bound, "bound_ghosts": ghosts, "typical_length": typical}
+
+
+def budget_input(scene: Scene) -> dict[str, Any]:
+    """What a latency budget is about: a batch of the run's size, of median length."""
+    return _shaped(scene, scene.options.data.batch_size, _shapes(scene)[0][1])
+
+
+def _shapes(scene: Scene) -> list[tuple[int, int | None]]:
+    """Batch 1 and the run's batch size; for texts at the median length and at four times that."""
+    sizes = sorted({1, scene.options.data.batch_size})
+    lengths: list[int | None] = [None]
+    if scene.loaded.task.modality == "text" and scene.loaded.task.name != "seq2seq":
+        typical = latency.example_shape(scene.typical_input())[1]
+        limit = getattr(scene.model.config, "max_position_embeddings", None) or 10**6
+        lengths = list(dict.fromkeys([typical, min(4 * typical, limit - 2)]))
+    return [(size, length) for length in lengths for size in sizes]
+
+
+def _shaped(scene: Scene, batch: int, length: int | None) -> dict[str, Any]:
+    if length is None:
+        return scene.typical_input(batch)
+    return latency.shaped(scene.parts.report.typical(min(batch, len(scene.parts.report))), batch, length)
