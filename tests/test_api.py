@@ -360,7 +360,7 @@ def mistakes() -> dict[str, tuple[Callable[[Subject], Any], str]]:
         "a generator twice": (twice, "gives its batches only once"),
         "nothing to choose by": (lambda s: hp.search(s.model, s.batches[:1], keep=3), "no examples to choose between"),
         "no number": (lambda s: hp.search(s.model, s.batches, keep=[]), "names no number of heads"),
-        "too many": (lambda s: hp.search(s.model, s.batches, keep=99), "more than the model's 8 heads"),
+        "too many": (lambda s: hp.search(s.model, s.batches, keep=99), "more than all 8 heads"),
         "a word": (lambda s: hp.search(s.model, s.batches, keep="half"), "is not a number of heads"),
         "a strategy": (lambda s: hp.search(s.model, s.batches, keep=3, strategy="best"), "no strategy 'best'"),
         "no scores": (

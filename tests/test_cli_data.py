@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import transformers as tf
 from typer.testing import CliRunner
 
 import headprune as hp
+from headprune import latency
 from headprune.app.data import DataOptions, load_parts
 from headprune.app.models import load_model
 from headprune.app.workflow.checks import same_parts
@@ -36,9 +38,7 @@ def run(*arguments: object, code: int = 0) -> Any:
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times do not matter here."""
     monkeypatch.setattr("headprune.latency.MIN_SECONDS", 0.001)
-    monkeypatch.setattr("headprune.latency.bench.__kwdefaults__", {
-        "seed": 0, "min_runs": 1, "min_seconds": 0.001, "progress": None,
-    })  # fmt: skip
+    monkeypatch.setattr(latency, "bench", partial(latency.bench, min_runs=1, min_seconds=0.001))
 
 
 @pytest.fixture(scope="module")

@@ -137,10 +137,10 @@ def test_auto_takes_what_stays_nearest_to_the_dense_model(subject, monkeypatch):
         for drop in plans:
             with torch.no_grad(), quality.repaired(model, layers, drop, refit):
                 found.append(distance())
-        with torch.no_grad(), quality.Auto(*searches, answering=False)(model, score, choose, layers, keep, 0):
+        with torch.no_grad(), quality.Auto(*searches, whole=False)(model, score, choose, layers, keep, 0):
             assert distance() == pytest.approx(min(found))
         best = plans[found.index(min(found))]
-        with torch.no_grad(), quality.repaired(model, layers, best, refit, answering=True):
+        with torch.no_grad(), quality.repaired(model, layers, best, refit, whole=True):
             stepped = distance()
         with torch.no_grad(), quality.Auto(*searches)(model, score, choose, layers, keep, 0):
             assert distance() == pytest.approx(stepped)

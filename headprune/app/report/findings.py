@@ -159,6 +159,11 @@ def notes_in_common(budgets: Sequence[Mapping[str, Any]]) -> list[str]:
     return [n for n in budgets[0]["notes"] if len(budgets) > 1 and all(n in b["notes"] for b in budgets)]
 
 
+def asks_for_drop(budgets: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether what was asked for is a bound on what is lost, so that fewer heads are better."""
+    return any(b.get("budget", {}).get("kind") == "drop" for b in budgets)
+
+
 def changed_weights(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The budgets whose models were repaired or fine-tuned, those that keep most heads first."""
     return [b for b in largest_first(metrics) if b.get("repair") or b.get("finetune")]

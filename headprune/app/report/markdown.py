@@ -59,7 +59,7 @@ def _environment() -> jinja2.Environment:
     made.globals |= {
         f.__name__: f for f in (
             findings.chosen_by, findings.speed, findings.trained_on_choosing, findings.rests_on_few, findings.trade_off,
-            findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.fewest_rounds,
+            findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.asks_for_drop, findings.fewest_rounds,
             findings.closest_first, chance,
         )
     } | {"about": _about, "COSTS": numbers.COSTS, "WARM_UP": WARM_UP}  # fmt: skip
