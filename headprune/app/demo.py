@@ -19,7 +19,7 @@ KEEP = ("12", "18", "6", "4")  # of 24; the first is the one that the report exp
 _TRAIN, _VALIDATION = 1000, 297  # of 1,797; the last 500 are the test split
 _RECIPE: dict[str, Any] = {
     "seed": 0,
-    "epochs": 60,
+    "epochs": 50,
     "batch": 100,
     "learning_rate": 2e-3,
     "weight_decay": 0.2,
