@@ -220,7 +220,7 @@ def few(folder: Path, device: str, examples: int, share: float) -> list[str]:
             state = State.empty(expected, seed=draw)
             state = state.grown(torch.full((len(full),), part * n, dtype=torch.float64))
             pi = inclusion(state.size, part * n)
-            seen = state.luck < pi
+            seen = state.uniforms < pi
             state.effects[seen] = effects[seen]
             value, variance = estimate(state)
             quantile = float(student.ppf(0.975, max(1, int((seen & (pi < 1)).sum()) - 1)))

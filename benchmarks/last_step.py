@@ -3,7 +3,7 @@
     python benchmarks/last_step.py                    # all models
     python benchmarks/last_step.py --only bert digits --repeat 5
 
-CPU time of the step (`Refit.answering`, from the old weights in the place of the layers' fits, which are not timed) is divided by that of
+CPU time of the step (`Refit.fit_logits`, from the old weights in the place of the layers' fits, which are not timed) is divided by that of
 one forward pass of the dense model over the same examples, both taken in one process and in turn: so other work on the machine changes
 both. Models are a BERT of 12 x 4 heads with 10 classes (random, as are its texts), minilm-rt with 2 (left out if it is not there),
 and the demo's ViT with 10.
@@ -152,8 +152,8 @@ def examine(subject: Subject, repeat: int) -> dict[str, Any]:
     for _ in range(repeat):
         spent = dict.fromkeys(PARTS, 0.0)
         before = seconds(forward)
-        with watched(spent), patch.object(refit, "fitted", lambda drop: replace(old, of=dict(old.of))):
-            spent["step"] = seconds(lambda: done.append(refit.answering(drop).answers is not None))
+        with watched(spent), patch.object(refit, "fitted", lambda drop: replace(old, by_module=dict(old.by_module))):
+            spent["step"] = seconds(lambda: done.append(refit.fit_logits(drop).answers is not None))
         units.append((before + seconds(forward)) / 2)
         for name, found in spent.items():
             passes[name].append(found / units[-1])

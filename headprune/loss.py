@@ -80,7 +80,7 @@ class ExampleLoss:
         if self.distils:
             starts = accumulate(map(self.rows.size, batches), initial=0)
             return [self.divergence.taught(batch, start) for batch, start in zip(batches, starts, strict=False)]
-        self._found = find(self.model, batches, _telling(batches, self.rows))
+        self._found = find(self.model, batches, _probe_examples(batches, self.rows))
         if self._found.convention is None:
             self._found = replace(self._found, reduction=find_reduction(self.model, batches, self.rows))
         return [row for batch in batches for row in self.rows.singles(batch)] if self._found.own else list(batches)
@@ -219,7 +219,7 @@ def _without_nothing(batch: Any) -> dict[str, Any]:
     return {k: v for k, v in batch.items() if v is not None}
 
 
-def _telling(batches: Sequence[Mapping[str, Any]], rows: Rows) -> list[Any]:
+def _probe_examples(batches: Sequence[Mapping[str, Any]], rows: Rows) -> list[Any]:
     """Single examples that would show another loss: of several batches, the one with the fewest labels, and some others."""
     found = []
     for batch in list(batches)[:: max(1, len(batches) // _CHECKED)][:_CHECKED]:

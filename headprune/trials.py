@@ -95,29 +95,29 @@ class Trials:
         with mask(self.model, drop, layers=self.layers):
             return evaluate(self.model, batches, loss_fn=self.loss_fn)
 
-    def measure(self, drop: Heads, *, answering: bool = False) -> Measurement:
-        """The model without some heads, repaired, on the examples that choose; ``answering`` as for `repaired`."""
-        key = repr((sorted(drop.items()), answering))
+    def measure(self, drop: Heads, *, whole: bool = False) -> Measurement:
+        """The model without some heads, repaired, on the examples that choose; ``whole`` as for `repaired`."""
+        key = repr((sorted(drop.items()), whole))
         if key not in self._known:
-            self._known[key] = self.results.measurement(f"trial {key}", lambda: self._measured(drop, answering))
+            self._known[key] = self.results.measurement(f"trial {key}", lambda: self._measured(drop, whole))
         return self._known[key]
 
-    def _measured(self, drop: Heads, answering: bool) -> Measurement:
-        with self.repaired(drop, answering=answering):
+    def _measured(self, drop: Heads, whole: bool) -> Measurement:
+        with self.repaired(drop, whole=whole):
             return self.masked(drop, self.choose)
 
     @contextmanager
-    def repaired(self, drop: Heads, *, answering: bool = False) -> Iterator[Repair | None]:
+    def repaired(self, drop: Heads, *, whole: bool = False) -> Iterator[Repair | None]:
         """The model repaired, while the context lasts; what that did.
 
         Args:
-            answering: Whether as what is reported is: with the last step, and without those that do no better on examples that they
+            whole: Whether as what is reported is: with the last step, and without those that do no better on examples that they
                 were not fitted to (`headprune.repairing.held_out`).
         """
         if self.refit is None or self._held_out is None:
             yield None
             return
-        weights = self._held_out.checked(drop) if answering else self.refit.fitted(drop)
+        weights = self._held_out.checked(drop) if whole else self.refit.fitted(drop)
         if not weights and not weights.trials:
             yield None
             return
@@ -126,7 +126,7 @@ class Trials:
 
     def change_at(self, plan: PruningPlan) -> Change:
         """The paired change from the dense model to a plan, repaired as it will be."""
-        return compare(self.measure({}), self.measure(plan.drop, answering=True), self.metric)
+        return compare(self.measure({}), self.measure(plan.drop, whole=True), self.metric)
 
     @cached_property
     def _fidelity(self) -> Fidelity:

@@ -56,7 +56,7 @@ def direct(refit: Refit, drop: Heads, unit: Unit, ridge: float) -> Tensor:
     place = next(p for p in refit.places if layer in p.layers)
     weights = refit.fitted(drop)
     old, old_bias = place.weight, place.bias
-    now, now_bias = weights.of.get(place.name, (old, old_bias))
+    now, now_bias = weights.by_module.get(place.name, (old, old_bias))
     moments = refit.statistics.dense[place.name]
     xx, xy = moments.xx.sum(0), moments.xy.sum(0)
     tokens = xx[-1, -1]
@@ -74,7 +74,7 @@ def direct(refit: Refit, drop: Heads, unit: Unit, ridge: float) -> Tensor:
     eye = torch.eye(len(rest), dtype=a.dtype)
     new[rest] = torch.linalg.solve(a + strength * eye, c + strength * old[rest])
     new_bias = wanted - mean @ new if place.has_bias else old_bias
-    if place.name not in weights.of:
+    if place.name not in weights.by_module:
         now_bias = old_bias
     out = []
     with refit.applied(weights):

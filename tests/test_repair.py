@@ -18,7 +18,7 @@ from headprune.inputs import call
 from headprune.modules import exact_attention
 from headprune.planning.effects import effects
 from headprune.planning.units import Unit
-from headprune.repairing import Place, Refit, Weights, added_biases, repair
+from headprune.repairing import OutputProjection, Refit, Weights, added_biases, repair
 from headprune.repairing.probe import across as _across
 from headprune.repairing.probe import noise as _noise
 from headprune.rows import Rows
@@ -96,7 +96,7 @@ def seen(model: nn.Module, names: Sequence[str], example: Any) -> dict[str, list
     return found
 
 
-def padding_of(name: str, place: Place, example: Any) -> Tensor | None:
+def padding_of(name: str, place: OutputProjection, example: Any) -> Tensor | None:
     """Real tokens by hand; of XLNet's the tokens come first."""
     if name in ("vit", "mha", "torch_transformer"):
         return None
@@ -124,7 +124,9 @@ def brute(
     return old + found[:-1], old_bias + found[-1] * float(bias)
 
 
-def tokens(refit: Refit, place: Place, name: str, example: Any, calls: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+def tokens(
+    refit: Refit, place: OutputProjection, name: str, example: Any, calls: list[tuple[Tensor, Tensor]]
+) -> list[Tensor]:
     """Stacked inputs, outputs and weights of the tokens that count; the weights are of slopes taken here."""
     mask = padding_of(name, place, example)
     xs, ys, ws = [], [], []
@@ -148,15 +150,15 @@ def test_the_fit_is_the_regression(name: str) -> None:
         weights = refit.fitted(drop)
         assert same(model, before)
         inputs = seen(model, [p.name for p in refit.places], example)
-        assert set(weights.of) == {p.name for p in refit.places if any(a.name in drop for a in p.layers)}
+        assert set(weights.by_module) == {p.name for p in refit.places if any(a.name in drop for a in p.layers)}
         for place in refit.places:
-            if place.name not in weights.of:
+            if place.name not in weights.by_module:
                 continue
             x, y, w = tokens(refit, place, name, example, inputs[place.name])
             assert (w > 0).any()
             kept = place.kept(drop)
             new, bias = brute(x[:, kept], y, w, place.weight[kept], place.bias, ridge, place.has_bias)
-            found, found_bias = weights.of[place.name]
+            found, found_bias = weights.by_module[place.name]
             torch.testing.assert_close(found[kept], new, rtol=1e-7, atol=1e-8)
             if place.has_bias:
                 torch.testing.assert_close(found_bias, bias, rtol=1e-7, atol=1e-8)
@@ -183,14 +185,14 @@ def test_a_sweep_sees_the_repaired_model(name: str) -> None:
     with refit.applied(first):
         pruned = seen(model, names, example)
     for place in refit.places:
-        if place.name in weights.of:
+        if place.name in weights.by_module:
             calls = [(x, y) for (x, _), (_, y) in zip(pruned[place.name], dense[place.name], strict=True)]
             x, y, w = tokens(refit, place, name, example, calls)
             kept = place.kept(drop)
             new, _ = brute(x[:, kept], y, w, place.weight[kept], place.bias, 0.01, place.has_bias)
-            torch.testing.assert_close(weights.of[place.name][0][kept], new, rtol=1e-6, atol=1e-8)
+            torch.testing.assert_close(weights.by_module[place.name][0][kept], new, rtol=1e-6, atol=1e-8)
     # Layers behind the first that loses a head are fitted as well, those before it are not.
-    assert list(weights.of) == names[1:]
+    assert list(weights.by_module) == names[1:]
 
 
 def across(root: Tensor, draw: Tensor) -> Tensor:
@@ -338,11 +340,11 @@ def fitted(model: nn.Module, batches: Sequence[Any], ridge: float | None = None)
 
 def close(a: Weights, b: Weights, most: float = 1e-6) -> None:
     assert a.ridges == b.ridges
-    assert a.of.keys() == b.of.keys() != set()
-    for name, (weight, bias) in a.of.items():
-        torch.testing.assert_close(weight, b.of[name][0], rtol=most, atol=most)
+    assert a.by_module.keys() == b.by_module.keys() != set()
+    for name, (weight, bias) in a.by_module.items():
+        torch.testing.assert_close(weight, b.by_module[name][0], rtol=most, atol=most)
         if bias is not None:
-            torch.testing.assert_close(bias, b.of[name][1], rtol=most, atol=most)
+            torch.testing.assert_close(bias, b.by_module[name][1], rtol=most, atol=most)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
@@ -394,7 +396,7 @@ def test_a_decoder_and_its_encoder_have_padding_of_their_own() -> None:
             new, _ = brute(
                 x[chosen][:, kept], y[chosen], w[chosen], place.weight[kept], place.bias, 0.1, place.has_bias
             )
-            torch.testing.assert_close(weights.of[place.name][0][kept], new, rtol=1e-7, atol=1e-8)
+            torch.testing.assert_close(weights.by_module[place.name][0][kept], new, rtol=1e-7, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -424,7 +426,7 @@ def test_applied_restores_to_the_bit(name: str) -> None:
     with refit.applied(weights):
         assert not same(model, before)
         added = set(dict(model.named_parameters())) - set(required)
-        assert added == {f"{n}.bias" for n in refit.added if n in weights.of}
+        assert added == {f"{n}.bias" for n in refit.added if n in weights.by_module}
         for key in added:
             own = model.get_parameter(key.replace("bias", "weight"))
             assert model.get_parameter(key).requires_grad == own.requires_grad
@@ -567,7 +569,7 @@ def test_what_is_no_linear_output_projection_is_left_alone(kind: type[Attention]
     layers = hp.find_attention(model, x)
     before = state(model)
     refit = Refit(model, layers, [x])
-    assert not refit.fitted({layers[0].name: [1]}).of.keys() - {"0.o.base"}
+    assert not refit.fitted({layers[0].name: [1]}).by_module.keys() - {"0.o.base"}
     assert same(model, before)
     if not refit.places:
         assert "keeps its old weights" in refit.notes[0]
@@ -594,13 +596,13 @@ def test_weights_not_in_memory_are_left_alone() -> None:
 @torch.no_grad()
 def test_half_precision(dtype: torch.dtype) -> None:
     model, example = zoo.llama()
-    wide = {k: v[0] for k, v in fitted(model, [example], 0.1).of.items()}
+    wide = {k: v[0] for k, v in fitted(model, [example], 0.1).by_module.items()}
     model = model.to(dtype)
     layers = hp.find_attention(model, example)
     before = state(model)
     refit = Refit(model, layers, [batch_of(example)], ridge=0.1)
     weights = refit.fitted(some(layers), sweeps=0)
-    for name, (weight, _) in weights.of.items():
+    for name, (weight, _) in weights.by_module.items():
         assert (weight - wide[name]).abs().max() < 0.2 * wide[name].abs().max()
     with refit.applied(weights):
         assert {p.dtype for p in model.parameters()} == {dtype}
@@ -650,7 +652,7 @@ def test_too_few_tokens_for_two_folds() -> None:
         weights = refit.fitted({"" + layers[0].name: [0], layers[1].name: [0, 1, 2, 3]})
         if batch is one:  # nothing is held out, so nothing says that other weights are better
             assert set(weights.ridges.values()) == {float("inf")}
-        for weight, bias in weights.of.values():
+        for weight, bias in weights.by_module.values():
             assert weight.isfinite().all()
             assert bias is not None
             assert bias.isfinite().all()
@@ -674,7 +676,7 @@ def test_a_layer_that_does_not_matter() -> None:
         model.classifier.weight.zero_()
     layers = hp.find_attention(model, batches[0])
     weights = Refit(model, layers, batches).fitted(some(layers))
-    assert weights.of == {}
+    assert weights.by_module == {}
 
 
 def test_tokens_before_the_batch() -> None:

@@ -90,7 +90,7 @@ def test_the_step_is_the_ridge_regression(classes: int, problem: str | None) -> 
     model, batches = classifier(classes, problem)
     refit = refit_of(model, batches)
     plain = refit.fitted(DROP)
-    found = refit.answering(DROP)
+    found = refit.fit_logits(DROP)
     lacking, gradients, where = by_hand(model, batches, refit, plain, problem)
     unit = float(torch.cat(gradients).square().sum(1).mean())
     assert found.answers is not None
@@ -110,7 +110,7 @@ def test_the_step_is_the_ridge_regression(classes: int, problem: str | None) -> 
     assert found.answers.after < found.answers.before
     step = found.answers.part * ridge(list(lacking), gradients, best * unit)
     for name, (kept, at) in where.items():
-        (old, old_bias), (new, new_bias) = plain.of[name], found.of[name]
+        (old, old_bias), (new, new_bias) = plain.by_module[name], found.by_module[name]
         assert old_bias is not None
         assert new_bias is not None
         size = len(kept) * old.shape[1]
@@ -123,7 +123,7 @@ def test_the_step_is_the_ridge_regression(classes: int, problem: str | None) -> 
 def test_mixtures_are_fitted_to_instead_and_those_that_have_a_half_in_common_are_left_out_together() -> None:
     model, batches = classifier(3)
     refit = refit_of(model, batches, mixtures=True)
-    plain, found = refit.fitted(DROP), refit.answering(DROP)
+    plain, found = refit.fitted(DROP), refit.fit_logits(DROP)
     # Made once more, by hand: who was mixed with whom.
     seen: list[dict[str, Tensor]] = []
     halves: list[set[int]] = []
@@ -161,7 +161,7 @@ def test_mixtures_are_fitted_to_instead_and_those_that_have_a_half_in_common_are
 def test_where_few_can_be_mixed_the_examples_themselves_are_fitted_to() -> None:
     model, batches = classifier(3)
     pairs = [{k: v[i : i + 2] for k, v in b.items()} for b in batches[1:3] for i in range(0, len(b["input_ids"]), 2)]
-    found = refit_of(model, [batches[3], *pairs], mixtures=True).answering(DROP)
+    found = refit_of(model, [batches[3], *pairs], mixtures=True).fit_logits(DROP)
     assert found.answers is not None
     assert (found.answers.examples, found.answers.mixtures) == (20, 0)
 
@@ -171,7 +171,7 @@ def test_the_distance_is_what_is_said() -> None:
     refit = refit_of(model, batches)
     with torch.no_grad():
         dense = torch.cat([model(**b).logits for b in batches])
-    found = refit.answering(DROP)
+    found = refit.fit_logits(DROP)
     assert found.answers is not None
     with refit.applied(found), hp.mask(model, DROP, layers=refit.layers), torch.no_grad():
         gap = torch.cat([model(**b).logits for b in batches]) - dense
@@ -184,13 +184,13 @@ def test_nearer_on_the_calibration_examples_and_removed_heads_stay_out(name: str
     model, example, layers = made(name)
     refit, before = Refit(model, layers, [example]), state(model)
     drop = {layers[-1].name: [0]}
-    plain, found = refit.fitted(drop), refit.answering(drop)
-    assert found.of.keys() == plain.of.keys()
+    plain, found = refit.fitted(drop), refit.fit_logits(drop)
+    assert found.by_module.keys() == plain.by_module.keys()
     for place in refit.places:
-        if place.name in found.of:
+        if place.name in found.by_module:
             gone = torch.ones(len(place.weight), dtype=torch.bool)
             gone[place.kept(drop)] = False
-            assert not found.of[place.name][0][gone].any()
+            assert not found.by_module[place.name][0][gone].any()
     if found.answers is not None:
         assert found.answers.after < found.answers.before
         assert found.answers.held_out < found.answers.before
@@ -208,8 +208,8 @@ def test_nothing_removed_nothing_changed() -> None:
 def test_only_projections_that_lose_heads_move() -> None:
     model, batches = classifier()
     drop = {"bert.encoder.layer.1.attention.self": [0]}
-    found = refit_of(model, batches).answering(drop)
-    assert {n for n in found.of if n.endswith("output.dense")} == {"bert.encoder.layer.1.attention.output.dense"}
+    found = refit_of(model, batches).fit_logits(drop)
+    assert {n for n in found.by_module if n.endswith("output.dense")} == {"bert.encoder.layer.1.attention.output.dense"}
 
 
 @torch.no_grad()
@@ -227,8 +227,8 @@ def test_a_duplicate_is_made_up_for_as_well() -> None:
 def test_a_whole_layer_gone_leaves_its_bias_to_move() -> None:
     model, batches = classifier()
     refit = refit_of(model, batches)
-    found = refit.answering({"bert.encoder.layer.0.attention.self": [0, 1, 2]})
-    weight, bias = found.of["bert.encoder.layer.0.attention.output.dense"]
+    found = refit.fit_logits({"bert.encoder.layer.0.attention.self": [0, 1, 2]})
+    weight, bias = found.by_module["bert.encoder.layer.0.attention.output.dense"]
     assert not weight.any()
     assert bias is not None
     assert bias.isfinite().all()
@@ -236,9 +236,9 @@ def test_a_whole_layer_gone_leaves_its_bias_to_move() -> None:
 
 def test_little_room_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = classifier(4)
-    whole = refit_of(model, batches).answering(DROP)
+    whole = refit_of(model, batches).fit_logits(DROP)
     monkeypatch.setattr(answers, "_MOST_KEPT", 1)  # coordinates are chosen by the first batch that is seen
-    parts = refit_of(model, batches).answering(DROP)
+    parts = refit_of(model, batches).fit_logits(DROP)
     assert whole.answers is not None
     assert parts.answers is not None
     assert parts.answers.strength == whole.answers.strength
@@ -248,20 +248,20 @@ def test_little_room_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_batches_do_not_matter() -> None:
     model, batches = classifier(3)
     one_by_one = [{k: v[i : i + 1] for k, v in b.items()} for b in batches for i in range(len(b["input_ids"]))]
-    close(refit_of(model, one_by_one).answering(DROP), refit_of(model, batches).answering(DROP))
+    close(refit_of(model, one_by_one).fit_logits(DROP), refit_of(model, batches).fit_logits(DROP))
 
 
 def test_two_are_the_same_to_the_bit() -> None:
     model, batches = classifier(3)
-    one, other = (refit_of(model, batches).answering(DROP) for _ in range(2))
-    assert all(torch.equal(one.of[n][0], other.of[n][0]) for n in one.of)
+    one, other = (refit_of(model, batches).fit_logits(DROP) for _ in range(2))
+    assert all(torch.equal(one.by_module[n][0], other.by_module[n][0]) for n in one.by_module)
 
 
 def test_where_every_token_has_an_answer_there_is_no_step_and_it_is_said() -> None:
     model, example, layers = made("llama")
     refit = Refit(model, layers, [example])
     drop = {layers[0].name: list(layers[0].units[0])}
-    found = refit.answering(drop)
+    found = refit.fit_logits(drop)
     assert found.answers is None
     close(found, refit.fitted(drop))
     assert any("more than one answer" in note for note in refit.report(found).notes)
@@ -273,14 +273,14 @@ def test_answers_that_are_not_finite_are_left_alone() -> None:
     refit.fitted(DROP)
     with torch.no_grad():
         model.classifier.bias[0] = math.inf
-    found = refit.answering(DROP)
+    found = refit.fit_logits(DROP)
     assert found.answers is None
     assert any("not all finite" in note for note in refit.report(found).notes)
 
 
 def test_one_example_says_nothing_of_others() -> None:
     model, batches = classifier(2)
-    found = refit_of(model, [{k: v[:1] for k, v in batches[0].items()}]).answering(DROP)
+    found = refit_of(model, [{k: v[:1] for k, v in batches[0].items()}]).fit_logits(DROP)
     assert found.answers is None
 
 
@@ -371,7 +371,7 @@ def test_with_some_directions_the_step_is_still_towards_the_answers(some: int, m
     model, batches = classifier(6)
     monkeypatch.setattr(answers, "_MOST_ROWS", 64)  # there are 32 examples
     refit = refit_of(model, batches)
-    plain, found = refit.fitted(DROP), refit.answering(DROP)
+    plain, found = refit.fitted(DROP), refit.fit_logits(DROP)
     assert refit._answers._count == 2
     assert found.answers is not None
     with torch.no_grad():
@@ -399,13 +399,13 @@ def test_how_far_answers_are_off_does_not_depend_on_the_directions(monkeypatch: 
 def test_few_coordinates_come_near_the_whole_step_as_they_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = classifier(3)
     refit = refit_of(model, batches)
-    plain, whole = refit.fitted(DROP), refit.answering(DROP)
+    plain, whole = refit.fitted(DROP), refit.fit_logits(DROP)
     off = []
     for most in (20, 100, 10**6):
         monkeypatch.setattr(answers, "longest", lambda parts, most=most: longest(parts, most))
-        found = refit.answering(DROP)
+        found = refit.fit_logits(DROP)
         assert found.answers is not None
-        change = [(found.of[n][0] - whole.of[n][0]).square().sum() for n in plain.of]
+        change = [(found.by_module[n][0] - whole.by_module[n][0]).square().sum() for n in plain.by_module]
         off.append(float(torch.stack(change).sum()))
     assert off[0] > off[1] > off[2]
     assert off[2] < 1e-12
@@ -417,7 +417,7 @@ def test_many_examples_are_seen_in_part(monkeypatch: pytest.MonkeyPatch) -> None
     refit = refit_of(model, batches)
     seen = Answers(refit.runner)
     assert 0 < sum(len(known) for known in seen._known) <= 24
-    found = refit.answering(DROP)
+    found = refit.fit_logits(DROP)
     assert found.answers is None or found.answers.examples <= 24
 
 
@@ -425,5 +425,5 @@ def test_many_examples_are_seen_in_part(monkeypatch: pytest.MonkeyPatch) -> None
 def test_half_precision(dtype: torch.dtype) -> None:
     model, batches = classifier(3)
     model = model.to(dtype)
-    found = refit_of(model, batches).answering(DROP)
-    assert all(w.isfinite().all() for w, _ in found.of.values())
+    found = refit_of(model, batches).fit_logits(DROP)
+    assert all(w.isfinite().all() for w, _ in found.by_module.values())

@@ -20,7 +20,7 @@ from headprune.inputs import call
 from headprune.modules import exact_attention
 from headprune.planning.effects import effects
 from headprune.planning.units import Unit
-from headprune.repairing import Place, Refit, Weights, repair
+from headprune.repairing import OutputProjection, Refit, Weights, repair
 from headprune.repairing import statistics as statistics_module
 from headprune.repairing import values as values_module
 from headprune.repairing.places import Values
@@ -51,7 +51,7 @@ def with_directions(refit: Refit) -> Refit:
 
 def widened(refit: Refit, index: int = 0) -> Calls:
     """As the refit finds them."""
-    with torch.no_grad(), refit.runner.calm():
+    with torch.no_grad(), refit.runner.deterministic_eval():
         xs, ys = refit.runner.recorded(refit.batches[index])
         return refit.statistics.widened(refit.batches[index], xs, ys, list(xs))
 
@@ -192,7 +192,7 @@ class Tokens:
         self.values = Values("v", draw(7, len(sizes) * width), None, features, owner, columns)
         layer = AttentionLayer("a", 0, "encoder", heads, len(sizes), width)
         start = draw(outputs) if bias else torch.zeros(outputs, dtype=torch.float64)
-        self.place = Place("o", (layer,), draw(heads * width, outputs), start, bias, bias, self.values)
+        self.place = OutputProjection("o", (layer,), draw(heads * width, outputs), start, bias, bias, self.values)
         # Correlated inputs with a mean, and outputs that they explain in part.
         inputs = heads * (width + rank)
         self.x = draw(tokens, inputs) @ draw(inputs, inputs) / inputs**0.5 + 0.5 * draw(inputs)
@@ -431,7 +431,7 @@ def check_promise(refit: Refit, weights: Weights, example: Any, mask: Tensor | N
     place = refit.places[0]
     seen: list[Tensor] = []
     told = refit.runner.sensitivity(0)[place.name][0]
-    with torch.no_grad(), refit.runner.calm():
+    with torch.no_grad(), refit.runner.deterministic_eval():
         handle = refit.model.get_submodule(place.name).register_forward_hook(lambda m, a, out: seen.append(out.clone()))
         call(refit.model, example)
         with refit.applied(weights):
@@ -545,7 +545,7 @@ def test_plain_modules_have_their_values_refitted() -> None:
     model, x = randomise(Stack(Attention)).double(), noise(6, 5, WIDTH).double()
     refit = Refit(model, hp.find_attention(model, x), [x], ridge=0.1)
     weights = refit.fitted({"first": [1], "second": [0]})
-    assert set(weights.of) == {"first.o", "first.v", "second.o", "second.v"}
+    assert set(weights.by_module) == {"first.o", "first.v", "second.o", "second.v"}
     assert refit.notes == []
 
 
@@ -562,7 +562,7 @@ def test_what_is_linear_in_its_values_is_as_promised(kind: type[Attention]) -> N
     model, x = randomise(Stack(kind)).double(), noise(20, 5, WIDTH).double()
     refit = Refit(model, hp.find_attention(model, x), [x], ridge=0.01)
     weights = refit.fitted({"first": [1]})
-    assert list(weights.of) == ["first.o", "first.v"]
+    assert list(weights.by_module) == ["first.o", "first.v"]
     check_promise(refit, weights, x, None)
 
 
@@ -577,11 +577,11 @@ def test_values_that_are_not_for_w_o_alone_stay(kind: type[Attention]) -> None:
     weights = refit.fitted(drop)
     assert same(model, before)
     assert hooks(model) == 0
-    assert set(weights.of) == {"first.o", "second.o", "second.v"}
+    assert set(weights.by_module) == {"first.o", "second.o", "second.v"}
     assert weights.facts["first"].after < weights.facts["first"].before
     assert not weights.facts["first"].values
     alone = Refit(model, layers, [x], ridge=0.1, values=False).fitted(drop)
-    torch.testing.assert_close(weights.of["first.o"][0], alone.of["first.o"][0])
+    torch.testing.assert_close(weights.by_module["first.o"][0], alone.by_module["first.o"][0])
     assert [n for n in refit.notes if n.startswith("first keeps its old values")] == refit.notes
     assert len(refit.notes) == 1
 
@@ -592,7 +592,7 @@ def test_values_that_a_later_layer_reads_stay() -> None:
     layers = hp.find_attention(model, x)
     refit = Refit(model, layers, [x], ridge=0.1)
     weights = refit.fitted({"first": [1]})
-    assert list(weights.of) == ["first.o"]
+    assert list(weights.by_module) == ["first.o"]
     assert any("first keeps its old values" in n for n in refit.notes)
 
 
@@ -619,7 +619,7 @@ def test_values_behind_a_norm_stay(name: str) -> None:
     layers = hp.find_attention(model, example)
     refit = Refit(model, layers, [example], ridge=0.1)
     weights = refit.fitted({layers[0].name: list(layers[0].units[0])})
-    assert list(weights.of) == [refit.places[0].name]
+    assert list(weights.by_module) == [refit.places[0].name]
     assert len(refit.notes) == 2
 
 
@@ -643,7 +643,7 @@ def test_applied_gives_back_the_values_to_the_bit(name: str, dtype: torch.dtype)
     drop = some(layers)
     weights = refit.fitted(drop)
     losing = [p for p in refit.places if p.layers[0].name in drop]
-    assert {p.values.name for p in losing if p.values} <= set(weights.of)
+    assert {p.values.name for p in losing if p.values} <= set(weights.by_module)
     assert all(p.values for p in losing)
 
     def check() -> None:
@@ -662,7 +662,7 @@ def test_applied_gives_back_the_values_to_the_bit(name: str, dtype: torch.dtype)
                 assert place.values is not None
                 module: Any = model.get_submodule(place.values.name)
                 found = module.weight if type(module).__name__ == "Conv1D" else module.weight.T
-                assert torch.equal(found, weights.of[place.values.name][0].to(dtype))
+                assert torch.equal(found, weights.by_module[place.values.name][0].to(dtype))
                 # Of a fused projection, only the values of heads that stay.
                 alike = (found == place.values.weight.to(dtype)).all(0)
                 stays = [f for f in range(found.shape[1]) if f not in place.values.features.flatten()]
@@ -735,7 +735,7 @@ def test_values_are_refitted_where_that_is_better_on_examples_held_out(kv: int) 
         better = both.held_out < alone.held_out
         assert better == (kv == 4)  # what has one key/value head has no other values to take over
         assert weights.facts[place.layers[0].name] == (both if better else alone).facts
-        assert (place.values.name in weights.of) == (place.name in weights.mixes) == better
+        assert (place.values.name in weights.by_module) == (place.name in weights.mixes) == better
 
 
 def test_sweeps_leave_the_values_alone() -> None:
@@ -764,9 +764,9 @@ def grouped(heads: int, kv: int) -> nn.Module:
 
 
 def identical(a: Weights, b: Weights) -> bool:
-    return a.of.keys() == b.of.keys() and all(
-        torch.equal(weight, b.of[n][0]) and (bias is None or torch.equal(bias, b.of[n][1]))  # type: ignore[arg-type]
-        for n, (weight, bias) in a.of.items()
+    return a.by_module.keys() == b.by_module.keys() and all(
+        torch.equal(weight, b.by_module[n][0]) and (bias is None or torch.equal(bias, b.by_module[n][1]))  # type: ignore[arg-type]
+        for n, (weight, bias) in a.by_module.items()
     )
 
 
@@ -835,7 +835,7 @@ def test_as_many_directions_as_there_is_room_for(shares: int, monkeypatch: pytes
     sizes = {name: tuple(m.xx.shape) for name, m in refit.statistics.dense.items()}
     assert set(sizes.values()) == {(2, 33 + 32 * shares, 33 + 32 * shares)}
     alone = Refit(model, layers, [example], ridge=0.1, values=False).fitted(drop)
-    assert weights.of.keys() >= alone.of.keys()
+    assert weights.by_module.keys() >= alone.by_module.keys()
     if shares:
         assert refit.notes == []
         assert {len(m) for mixes in weights.mixes.values() for m in mixes.values()} == {8 + 8 * shares}
@@ -868,7 +868,7 @@ def test_parts_of_a_batch_give_the_same_moments(name: str, monkeypatch: pytest.M
             assert torch.equal(found.xx, whole[key].xx)
             assert torch.equal(found.xy, whole[key].xy)
             assert torch.equal(found.yy, whole[key].yy)
-        with torch.no_grad(), refit.runner.calm():
+        with torch.no_grad(), refit.runner.deterministic_eval():
             xs, _ = refit.runner.recorded(refit.batches[0])
         parts = list(refit.statistics.at_once(xs))
         assert [n for part in parts for n in part] == [p.name for p in refit.places]
@@ -944,8 +944,8 @@ def test_a_layer_without_heads_has_a_bias_at_most(name: str) -> None:
     refit = Refit(model, layers, [example], ridge=0.1)
     weights = refit.fitted({layers[1].name: list(range(layers[1].num_heads))})
     place = refit.places[1]
-    assert list(weights.of) == [place.name]
-    weight, bias = weights.of[place.name]
+    assert list(weights.by_module) == [place.name]
+    weight, bias = weights.by_module[place.name]
     assert not weight.any()
     moments = refit.statistics.dense[place.name]
     assert bias is not None
@@ -970,7 +970,7 @@ def test_a_layer_with_heads_that_are_never_looked_at(ridge: float | None) -> Non
         attention.self.value.bias[:8] = 0
         attention.output.dense.weight[:, :8] = 0
     weights = Refit(model, layers, [example], ridge=ridge).fitted({layers[0].name: [1]})
-    for weight, bias in weights.of.values():
+    for weight, bias in weights.by_module.values():
         assert weight.isfinite().all()
         assert bias is None or bias.isfinite().all()
     assert all(f.after <= f.before + 1e-9 for f in weights.facts.values())
@@ -979,7 +979,7 @@ def test_a_layer_with_heads_that_are_never_looked_at(ridge: float | None) -> Non
 # -- effects -----------------------------------------------------------------------------------
 
 
-def anew(x: Tensor, further: Tensor, place: Place, mixes: Mapping[int, Tensor]) -> Tensor:
+def anew(x: Tensor, further: Tensor, place: OutputProjection, mixes: Mapping[int, Tensor]) -> Tensor:
     """What W_O gets of the same attention once values are made anew."""
     x = x.clone()
     features = place.layers[0].output_projection.features  # type: ignore[union-attr]
@@ -997,7 +997,7 @@ def direct(refit: Refit, example: Any, drop: Heads, unit: Unit, ridge: float) ->
     layer = refit.layers[unit.layer]
     place = next(p for p in refit.places if layer in p.layers)
     weights = refit.fitted(drop)
-    now = weights.of.get(place.name, (place.weight, None))[0]
+    now = weights.by_module.get(place.name, (place.weight, None))[0]
     width, heads = layer.head_dim, layer.num_heads
     features = layer.output_projection.features  # type: ignore[union-attr]
     x, further = by_hand(refit, example)[place.name]

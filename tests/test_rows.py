@@ -210,10 +210,10 @@ def test_repair(make: Any, rows: int, length: int) -> None:
     layers = hp.find_attention(model, batch[0][0] if isinstance(batch[0], tuple) else _unlabelled(batch[0]))
     drop = {layers[-1].name: [0]}
     found, wanted = (Refit(model, layers, b, ridge=0.1).fitted(drop) for b in (batch, ones))
-    assert found.of.keys() == wanted.of.keys() != set()
-    for name, (weight, bias) in found.of.items():
-        torch.testing.assert_close(weight, wanted.of[name][0], rtol=1e-6, atol=1e-8)
-        torch.testing.assert_close(bias, wanted.of[name][1], rtol=1e-6, atol=1e-8)
+    assert found.by_module.keys() == wanted.by_module.keys() != set()
+    for name, (weight, bias) in found.by_module.items():
+        torch.testing.assert_close(weight, wanted.by_module[name][0], rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(bias, wanted.by_module[name][1], rtol=1e-6, atol=1e-8)
 
 
 def _unlabelled(batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from headprune.inputs import call
 from headprune.loss import inputs_of
 from headprune.planning.effort import spread
 from headprune.planning.units import Unit
-from headprune.repairing import Place, Refit, Weights
+from headprune.repairing import OutputProjection, Refit, Weights
 from headprune.repairing.probe import probe_of
 from headprune.scoring.gradient import finite, frozen
 
@@ -70,12 +70,12 @@ def effects(
     chosen = spread(len(refit.batches), refit.examples, examples)
     key = (tuple(chosen), tuple((layers[unit.layer].name, unit.heads) for unit in units))
     dense = not any(drop.values())
-    if dense and key in refit.looks:
-        return refit.looks[key].clone()
+    if dense and key in refit.dense_effects:
+        return refit.dense_effects[key].clone()
     name = hashlib.sha256(repr((sorted(drop.items()), key)).encode()).hexdigest()[:16]
     each = refit.store.get(f"look-{name}", lambda: _looked(refit, layers, drop, units, chosen))
     if dense:
-        refit.looks[key] = each.clone()
+        refit.dense_effects[key] = each.clone()
     return each
 
 
@@ -112,7 +112,7 @@ def _gated(refit: Refit, layers: Sequence[AttentionLayer], index: int, units: Se
         gates = {
             name: torch.ones(layer.num_heads, dtype=torch.float64, requires_grad=True) for name, layer in names.items()
         }
-        with torch.enable_grad(), runner.calm(), frozen(refit.model), gated(refit.model, layers, gates):
+        with torch.enable_grad(), runner.deterministic_eval(), frozen(refit.model), gated(refit.model, layers, gates):
             output = call(refit.model, inputs_of(refit.model, one))
             probe = probe_of(refit.model, output, one, runner.first(index) + row, runner.rows)
             slopes = torch.autograd.grad(probe, list(gates.values()), allow_unused=True)
@@ -122,14 +122,19 @@ def _gated(refit: Refit, layers: Sequence[AttentionLayer], index: int, units: Se
 
 
 def _removal(
-    refit: Refit, place: Place, layers: Sequence[AttentionLayer], drop: Heads, weights: Weights, units: Sequence[Unit]
+    refit: Refit,
+    place: OutputProjection,
+    layers: Sequence[AttentionLayer],
+    drop: Heads,
+    weights: Weights,
+    units: Sequence[Unit],
 ) -> _Removal | None:
     """What the removal of each of the units that end in one W_O does to it."""
     features = {layer.name: layer.output_projection.features for layer in place.layers if layer.output_projection}
     columns = [i for i, unit in enumerate(units) if layers[unit.layer].name in features]
     if not columns:
         return None
-    current = weights.of[place.name][0] if place.name in weights.of else place.weight.cpu()
+    current = weights.by_module[place.name][0] if place.name in weights.by_module else place.weight.cpu()
     ridge = weights.ridges.get(place.name, _FIRST_RIDGE if refit.ridge is None else refit.ridge)
     if not refit.matters(place):  # nothing was seen to fit to
         ridge = math.inf

@@ -83,7 +83,7 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
     before = refit.passes
     looks = stages(state.kept, levels)
     losses = ExampleLoss(refit.model, search.loss_fn)
-    with refit.runner.calm():
+    with refit.runner.deterministic_eval():
         batches = losses.prepare(refit.batches)
     examples = [batches[i] for i in spread(len(batches), refit.examples, _TRIED_EXAMPLES)]
     tries = 0
@@ -92,7 +92,12 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
         nonlocal tries
         tries += 1
         weights = refit.fitted(drop)
-        with torch.no_grad(), refit.applied(weights), refit.runner.calm(), mask(refit.model, drop, layers=refit.layers):
+        with (
+            torch.no_grad(),
+            refit.applied(weights),
+            refit.runner.deterministic_eval(),
+            mask(refit.model, drop, layers=refit.layers),
+        ):
             found = torch.cat([losses(batch) for batch in examples])
         return float(found.double().mean())
 

@@ -27,7 +27,7 @@ from headprune.inputs import check_weights
 from headprune.loss import inputs_of
 from headprune.plans import PruningPlan, note_repaired
 from headprune.repairing.held_out import HeldOut
-from headprune.repairing.places import Place
+from headprune.repairing.places import OutputProjection
 from headprune.repairing.refit import Refit
 from headprune.repairing.weights import AnswersRepair, LayerRepair, Repair, Trial, Weights, add_biases, added_biases
 from headprune.scoring.base import Progress
@@ -36,7 +36,7 @@ __all__ = [
     "AnswersRepair",
     "HeldOut",
     "LayerRepair",
-    "Place",
+    "OutputProjection",
     "Refit",
     "Repair",
     "Trial",

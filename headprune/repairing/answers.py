@@ -13,7 +13,7 @@ from headprune.divergence import gives_several, logits_of, regresses
 from headprune.errors import HeadPruneError
 from headprune.repairing.coordinates import Coordinates, Parts, longest
 from headprune.repairing.crossed import blocks
-from headprune.repairing.places import Place
+from headprune.repairing.places import OutputProjection
 from headprune.repairing.runner import Runner, Seen
 from headprune.repairing.solve import downhill
 from headprune.repairing.weights import AnswersRepair
@@ -33,7 +33,7 @@ _NOT = "The answers are not fitted as a whole"
 class Step:
     """Changes of weights, by output projection: ``W [in, out]`` and ``b [out]``, float64 on the CPU."""
 
-    of: Mapping[str, tuple[Tensor, Tensor]]
+    by_module: Mapping[str, tuple[Tensor, Tensor]]
     facts: AnswersRepair
 
 
@@ -86,7 +86,7 @@ class Answers:
 
     def _answers(self, batches: Sequence[Any]) -> list[Tensor]:
         """Of the model as it is now, ``[examples, classes]`` by batch."""
-        with torch.no_grad(), self.runner.calm():
+        with torch.no_grad(), self.runner.deterministic_eval():
             found = [self._logits(self.runner.run(b, lambda *_: None), b).cpu().double() for b in batches]
         self.runner.passes += sum(map(len, found)) / self.runner.examples
         return found
@@ -96,7 +96,7 @@ class Answers:
         """Of a pass over all examples."""
         return sum(map(len, self._known)) / self.runner.examples
 
-    def step(self, places: Mapping[str, tuple[Place, Tensor]]) -> Step | None:
+    def step(self, places: Mapping[str, tuple[OutputProjection, Tensor]]) -> Step | None:
         """Towards the dense model's answers, of the model as it is now: one Gauss-Newton step, with a ridge.
 
         Minimised is ``sum_i |r_i - J_i d|^2 + strength * v * |d|^2``: r_i is what example i's answer lacks of the dense
@@ -132,7 +132,9 @@ class Answers:
 
     # -- the system --------------------------------------------------------------------------------
 
-    def _system(self, places: Mapping[str, tuple[Place, Tensor]]) -> tuple[float, Tensor, Tensor, Coordinates]:
+    def _system(
+        self, places: Mapping[str, tuple[OutputProjection, Tensor]]
+    ) -> tuple[float, Tensor, Tensor, Coordinates]:
         """How far the answers are off, what is lacking along the directions ``[examples, directions]``, the gradients there
         ``[examples * directions, coordinates]``, and along what."""
         gaps: list[Tensor] = []
@@ -309,7 +311,7 @@ def _joined(
 
 
 def _weights(
-    matrices: Mapping[str, Tensor], places: Mapping[str, tuple[Place, Tensor]]
+    matrices: Mapping[str, Tensor], places: Mapping[str, tuple[OutputProjection, Tensor]]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Changes of weights and biases, from those of the inputs that stay with the bias behind them."""
     found = {}

@@ -71,7 +71,7 @@ class HeldOut:
         Args:
             drop: ``{layer_name: [head, ...]}``.
             sweeps: As for `Refit.fitted`.
-            answers: Whether the last step is to be tried (`Refit.answering`).
+            answers: Whether the last step is to be tried (`Refit.fit_logits`).
         """
         steps, moments = self.refit.by_step(drop, sweeps)
         if not steps:
@@ -112,7 +112,7 @@ class HeldOut:
                 base, trials, "The answers are not fitted as a whole: there are too few examples to try that on."
             )
         passes = known.runner.passes
-        moved = self.refit.answering(drop, base, known)
+        moved = self.refit.fit_logits(drop, base, known)
         self.runner.passes += (known.runner.passes - passes) * known.runner.examples / self.runner.examples
         if moved.answers is None:
             return _with(base, trials, moved.note)
@@ -163,7 +163,7 @@ class HeldOut:
         found = []
         for index, own in rows.items():
             batch = runner.rows.take(runner.batches[index], own)
-            with torch.inference_mode(False), torch.no_grad(), runner.calm():
+            with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
                 with refit.applied(Weights()):
                     dense = runner.run(batch, _deaf)
                 each = []

@@ -29,14 +29,14 @@ def linear(runner: Runner, values: Mapping[str, Values]) -> dict[str, Values]:
         * torch.linspace(0.5, 1.5, v.head_dim, dtype=torch.float64)
         for name, v in values.items()
     }
-    with runner.calm():
+    with runner.deterministic_eval():
         xs, ys = runner.recorded(batch)
-        _, answers = runner.fed(batch, ys, lambda name, x, out: None, values)
+        _, answers = runner.run_with_values(batch, ys, lambda name, x, out: None, values)
 
         def fit(names: Sequence[str]) -> bool:
             plain = True
 
-            def fed(name: str, x: Tensor, out: Tensor) -> Tensor | None:
+            def on_value(name: str, x: Tensor, out: Tensor) -> Tensor | None:
                 nonlocal plain
                 v = values[name]
                 given = x @ v.weight.to(x) + (0 if v.bias is None else v.bias.to(x))
@@ -44,7 +44,7 @@ def linear(runner: Runner, values: Mapping[str, Values]) -> dict[str, Values]:
                 turned = out[..., v.features.to(out.device)] @ turns[name].to(out)
                 return replaced(v, out, turned) if name in names else None
 
-            found, now = runner.fed(batch, ys, fed, values)
+            found, now = runner.run_with_values(batch, ys, on_value, values)
             if not plain or not all(map(_close, now, answers)):
                 return False
             for name, calls in xs.items():

@@ -39,7 +39,7 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputProjection:
     """An output projection that can be refitted.
 
     Attributes:
@@ -76,7 +76,7 @@ class Place:
         return [h for h in range(self.layers[0].num_heads) if h not in gone]
 
 
-def places_of(model: nn.Module, layers: Sequence[AttentionLayer], notes: list[str]) -> Iterator[Place]:
+def places_of(model: nn.Module, layers: Sequence[AttentionLayer], notes: list[str]) -> Iterator[OutputProjection]:
     """The output projections that can be refitted, in the order of the layers; why others cannot is added to ``notes``."""
     by_module: dict[str, list[AttentionLayer]] = {}
     real = dict(model.named_modules())
@@ -103,7 +103,7 @@ def places_of(model: nn.Module, layers: Sequence[AttentionLayer], notes: list[st
                 start = zeros if bias is None else bias.detach().double().clone()
                 alone = len(those) == 1 and those[0].values and sources[those[0].values.module] == 1
                 values = _values(model, those[0], len(matrix), owners) if alone else None
-                yield Place(name, tuple(those), matrix, start, can, bias is not None, values)
+                yield OutputProjection(name, tuple(those), matrix, start, can, bias is not None, values)
 
 
 def _values(model: nn.Module, layer: AttentionLayer, inputs: int, owners: Mapping[int, Sequence[str]]) -> Values | None:

@@ -15,7 +15,7 @@ from headprune.attention import AttentionLayer, Heads
 from headprune.gates import mask
 from headprune.modules import exact_attention
 from headprune.repairing.answers import Answers
-from headprune.repairing.places import Place, Values, is_transposed, places_of
+from headprune.repairing.places import OutputProjection, Values, is_transposed, places_of
 from headprune.repairing.runner import Runner
 from headprune.repairing.solve import Fit, Moments, fit_output
 from headprune.repairing.statistics import Statistics
@@ -47,7 +47,7 @@ class Refit:
         runner: The model on its calibration examples.
         statistics: Sums over their tokens.
         added: Modules that get a bias.
-        looks: Effects of the removal of heads from the dense model that were measured already (`headprune.planning.effects`).
+        dense_effects: Effects of the removal of heads from the dense model that were measured already (`headprune.planning.effects`).
         store: Keeps all that are measured, so that an interrupted search goes on where it was.
     """
 
@@ -71,7 +71,7 @@ class Refit:
         fits = ridge != float("inf")
         self.statistics = Statistics(self.runner, values and fits, mixtures and fits, self.notes, progress)
         self.added = [p.name for p in self.places if p.has_bias and not p.own_bias]
-        self.looks: dict[object, Tensor] = {}
+        self.dense_effects: dict[object, Tensor] = {}
         self._fits: dict[str, dict[tuple[int, ...], Fit]] = {}
         self._applied = Weights()
 
@@ -130,7 +130,7 @@ class Refit:
         """Weights that `by_step` gave, fitted with the same strengths to one fold of the examples alone."""
         fits = {}
         with torch.inference_mode(False), torch.no_grad():
-            for place in (p for p in self.places if p.name in weights.of):
+            for place in (p for p in self.places if p.name in weights.by_module):
                 some, kept, ridge = moments[place.name].only(fold), place.kept(drop), weights.ridges[place.name]
                 if not float(some.xx[0, -1, -1]):  # nothing was seen there
                     fits[place.name] = fit_output(some, place, kept, float("inf"))
@@ -155,10 +155,10 @@ class Refit:
                 whole = torch.zeros_like(place.weight, device="cpu")
                 whole[kept] = place.weight.cpu()[kept]
                 bias = place.own_bias or (biases and place.has_bias)
-                found.of[place.name] = whole, place.bias.cpu() if bias else None
+                found.by_module[place.name] = whole, place.bias.cpu() if bias else None
         return found
 
-    def answering(self, drop: Heads, start: Weights | None = None, answers: Answers | None = None) -> Weights:
+    def fit_logits(self, drop: Heads, start: Weights | None = None, answers: Answers | None = None) -> Weights:
         """As `fitted`, and then all W_O that lose heads moved together towards the dense model's answers.
 
         A layer's fit does not know what the other layers' errors add up to; this does (`headprune.repairing.answers`). It takes
@@ -169,7 +169,7 @@ class Refit:
             answers: Those to come nearer to; by default, to all calibration examples.
         """
         weights = self.fitted(drop) if start is None else start
-        places = {p.name: (p, p.kept(drop)) for p in self.places if p.name in weights.of}
+        places = {p.name: (p, p.kept(drop)) for p in self.places if p.name in weights.by_module}
         if not places:
             return weights
         answers = answers or self._answers
@@ -181,7 +181,7 @@ class Refit:
             step = answers.step(places)
         if step is not None:
             for part in _PARTS:
-                moved = weights.moved(step.of, part)
+                moved = weights.moved(step.by_module, part)
                 with torch.inference_mode(False), self.applied(moved), mask(self.model, masked, layers=self.layers):
                     after = answers.distance()
                 if after < step.facts.before:
@@ -209,10 +209,12 @@ class Refit:
         """Write weights into the model, and the dense model's where these say nothing."""
         dense = {p.name: (p.weight, p.bias if p.own_bias else None) for p in self.places}
         dense |= {v.name: (v.weight, v.bias) for v in self.values.values()}
-        self._write({**{name: dense[name] for name in self._applied.of}, **weights.of})
+        self._write({**{name: dense[name] for name in self._applied.by_module}, **weights.by_module})
         self._applied = weights
 
-    def hessian(self, place: Place, drop: Heads, weights: Weights, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
+    def hessian(
+        self, place: OutputProjection, drop: Heads, weights: Weights, ridge: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Of the regression that gives a W_O its weights without the heads in ``drop``; see `Statistics.hessian`."""
         mixes = weights.mixes.get(place.name, {})
         return self.statistics.hessian(place, place.heads(drop), place.kept(drop), mixes, ridge)
@@ -226,7 +228,7 @@ class Refit:
         xs = {name: [x for x, _, _ in calls] for name, calls in found.items()}
         if self.values:
             ys = {name: [y for _, y, _ in calls] for name, calls in found.items()}
-            with torch.no_grad(), self.runner.calm():
+            with torch.no_grad(), self.runner.deterministic_eval():
                 xs = self.statistics.widened(self.batches[index], xs, ys, list(xs), shares=1)
             self.runner.passes += self.runner.rows.size(self.batches[index]) / self.examples
         return {
@@ -239,13 +241,13 @@ class Refit:
         """Forward passes, over the examples looked at, that `slopes` take: a backward pass counts as two."""
         return 3 + bool(self.values)
 
-    def matters(self, place: Place) -> bool:
+    def matters(self, place: OutputProjection) -> bool:
         """Whether the model's answers depend on a W_O at all, so that there is something to fit it to."""
         return bool(self.statistics.dense[place.name].xx[:, -1, -1].sum() > 0)
 
     def report(self, weights: Weights) -> Repair:
         """What was done."""
-        biases = tuple(name for name in self.added if weights.of.get(name, (None, None))[1] is not None)
+        biases = tuple(name for name in self.added if weights.by_module.get(name, (None, None))[1] is not None)
         notes = (*self.notes, *([weights.note] if weights.note else []))
         mixtures = sum(len(mixed.rows) for mixed in self.runner.further)
         return Repair(
@@ -259,7 +261,7 @@ class Refit:
             weights.trials,
         )
 
-    def _losing(self, moments: Mapping[str, Moments], drop: Heads, *, dense: bool) -> Iterator[Place]:
+    def _losing(self, moments: Mapping[str, Moments], drop: Heads, *, dense: bool) -> Iterator[OutputProjection]:
         """The places that are to be fitted anew."""
         started = False  # what comes before the first layer that loses a head sees nothing new
         for place in self.places:
@@ -269,7 +271,7 @@ class Refit:
             if (loses if dense else started) and float(moments[place.name].xx[:, -1, -1].sum()):
                 yield place
 
-    def _fit(self, place: Place, drop: Heads) -> Fit:
+    def _fit(self, place: OutputProjection, drop: Heads) -> Fit:
         """To the dense model's activations: W_O alone or with the values, whichever does better on held-out examples."""
         kept, moments = place.kept(drop), self.statistics.dense[place.name]
         known, key = self._fits.setdefault(place.name, {}), tuple(kept.tolist())
@@ -311,13 +313,13 @@ class Refit:
         for place in self.places:
             if (fit := fits.get(place.name)) is None:
                 continue
-            weights.of[place.name] = fit.weight, fit.bias
+            weights.by_module[place.name] = fit.weight, fit.bias
             weights.ridges[place.name] = fit.facts.ridge
             weights.facts |= {layer.name: fit.facts for layer in place.layers}
             if fit.mixes:
                 values = self.values[place.name]
                 weights.mixes[place.name] = fit.mixes
-                weights.of[values.name] = written(values, fit.mixes, self.statistics.directions[place.name])
+                weights.by_module[values.name] = written(values, fit.mixes, self.statistics.directions[place.name])
         return weights
 
     def _write(self, weights: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:

@@ -17,15 +17,15 @@ from headprune.loss import inputs_of
 from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention, uncompiled
 from headprune.repairing.crossed import crossed
-from headprune.repairing.places import Place, Values
+from headprune.repairing.places import OutputProjection, Values
 from headprune.repairing.probe import probe_of, real_tokens, tokens_of, widened
 from headprune.repairing.solve import FOLDS
 from headprune.rows import find_rows, is_empty
 from headprune.scoring.gradient import frozen, unlike
 from headprune.trace import evaluating
 
-See = Callable[[str, Tensor, Tensor], Tensor | None]
-"""``see(name, input, output)``: hears a projection, and may give another output."""
+OnCall = Callable[[str, Tensor, Tensor], Tensor | None]
+"""``(name, input, output)``: called with each call of a projection; may give another output."""
 Calls = dict[str, list[Tensor]]
 """A tensor for every call of an output projection, by its name."""
 Seen = dict[str, list[tuple[Tensor, Tensor, list[Tensor]]]]
@@ -53,7 +53,7 @@ class Runner:
     """A model and its calibration examples.
 
     Args:
-        places: The output projections to hear.
+        places: The output projections to watch.
         batches: Calibration examples.
 
     Attributes:
@@ -64,7 +64,7 @@ class Runner:
         further: Mixtures of them (`headprune.repairing.crossed`), once they are asked for (`mix`).
     """
 
-    def __init__(self, model: nn.Module, places: Sequence[Place], batches: Sequence[Any]) -> None:
+    def __init__(self, model: nn.Module, places: Sequence[OutputProjection], batches: Sequence[Any]) -> None:
         self.model, self.places = model, places
         self.passes = 0.0
         device = model_device(model)
@@ -72,7 +72,7 @@ class Runner:
             self.batches = [usable(move(batch, device)) for batch in batches if not is_empty(batch)]
         if not self.batches:
             raise HeadPruneError("There are no examples to repair on.", "Check the dataset, its split and --limit.")
-        with torch.inference_mode(False), self.calm():
+        with torch.inference_mode(False), self.deterministic_eval():
             self.rows = find_rows(model, self.batches, lambda batch: tensors(call(model, inputs_of(model, batch))))
         self.examples = sum(map(self.rows.size, self.batches))
         self.further: list[Mixed] = []
@@ -81,7 +81,7 @@ class Runner:
             self.batches = [row for batch in self.batches for row in self.rows.singles(batch)]
 
     @contextmanager
-    def calm(self) -> Iterator[None]:
+    def deterministic_eval(self) -> Iterator[None]:
         """The model as it answers alike every time, with its heads apart."""
         with uncompiled(), evaluating(self.model), exact_attention(self.model):
             yield
@@ -110,7 +110,7 @@ class Runner:
             for shift in range(1, times + 1):
                 if (found := crossed(batch, shift, self.rows)) is not None:
                     made.append(Mixed(index, shift, *found))
-        with torch.no_grad(), self.calm():
+        with torch.no_grad(), self.deterministic_eval():
             if not all(self._answers_once(mixed) for mixed in made):
                 return
         self.passes += sum(len(mixed.rows) for mixed in made) / self.examples
@@ -140,24 +140,26 @@ class Runner:
         """Which of ``x``'s tokens ``[rows * tokens]`` are no padding, in layers of a kind; None where that is not known."""
         return real_tokens(x, tokens_of(self.model, batch, kind, self.rows))
 
-    def run(self, batch: Any, see: See, hear: See | None = None, values: Mapping[str, Values] | None = None) -> Any:
+    def run(
+        self, batch: Any, on_output: OnCall, on_value: OnCall | None = None, values: Mapping[str, Values] | None = None
+    ) -> Any:
         """The model's output.
 
         Args:
-            see: Told W_O's input and output.
-            hear: Told those of the value projections ``values``, under the name of their output projection.
+            on_output: Called with W_O's input and output.
+            on_value: Called with those of the value projections ``values``, under the name of their output projection.
         """
-        told = [(p.name, p.name, see) for p in self.places]
-        if hear is not None:
-            told += [(own.name, name, hear) for name, own in (values or {}).items()]
+        callbacks = [(p.name, p.name, on_output) for p in self.places]
+        if on_value is not None:
+            callbacks += [(own.name, name, on_value) for name, own in (values or {}).items()]
         handles = [
             self.model.get_submodule(module).register_forward_hook(
-                lambda module, args, kwargs, out, name=name, tell=tell: tell(
+                lambda module, args, kwargs, out, name=name, then=then: then(
                     name, args[0] if args else next(iter(kwargs.values())), out
                 ),
                 with_kwargs=True,
             )
-            for module, name, tell in told
+            for module, name, then in callbacks
         ]
         try:
             return call(self.model, inputs_of(self.model, batch))
@@ -170,23 +172,25 @@ class Runner:
         xs: Calls = {p.name: [] for p in self.places}
         ys: Calls = {p.name: [] for p in self.places}
 
-        def see(name: str, x: Tensor, y: Tensor) -> None:
+        def on_output(name: str, x: Tensor, y: Tensor) -> None:
             xs[name].append(x)
             ys[name].append(y.clone())  # a model may write into it
 
-        self.run(batch, see)
+        self.run(batch, on_output)
         return xs, ys
 
-    def fed(self, batch: Any, ys: Calls, hear: See, values: Mapping[str, Values]) -> tuple[Calls, list[Tensor]]:
-        """W_O's inputs where value projections give what ``hear`` says and W_O what it gave before; and the answers."""
+    def run_with_values(
+        self, batch: Any, ys: Calls, on_value: OnCall, values: Mapping[str, Values]
+    ) -> tuple[Calls, list[Tensor]]:
+        """W_O's inputs where value projections give what ``on_value`` says and W_O what it gave before; and the answers."""
         found: Calls = {name: [] for name in ys}
         before = {name: iter(calls) for name, calls in ys.items()}
 
-        def see(name: str, x: Tensor, y: Tensor) -> Tensor:
+        def on_output(name: str, x: Tensor, y: Tensor) -> Tensor:
             found[name].append(x)
             return next(before[name]).clone()
 
-        output = self.run(batch, see, hear, values)
+        output = self.run(batch, on_output, on_value, values)
         return found, tensors(output)
 
     # -- slopes ------------------------------------------------------------------------------------
@@ -234,7 +238,7 @@ class Runner:
             seen[name].append((x.detach(), y.detach(), torch.zeros_like(y, requires_grad=True)))
             return y + seen[name][-1][2]
 
-        with torch.inference_mode(False), torch.enable_grad(), self.calm(), frozen(self.model):
+        with torch.inference_mode(False), torch.enable_grad(), self.deterministic_eval(), frozen(self.model):
             sums = sums_of(self.run(batch, add))
             deltas = [delta for calls in seen.values() for *_, delta in calls]
             found = [
@@ -281,7 +285,7 @@ class Runner:
         """Whether two and three examples have as many rows more, at every W_O, as there are examples more."""
 
         def shapes(index: Sequence[int]) -> list[torch.Size]:
-            with torch.no_grad(), self.calm():
+            with torch.no_grad(), self.deterministic_eval():
                 xs, _ = self.recorded(self.rows.take(batch, index))
             return [x.shape for calls in xs.values() for x in calls]
 

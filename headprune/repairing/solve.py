@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headprune.repairing.places import Place
+from headprune.repairing.places import OutputProjection
 from headprune.repairing.weights import LayerRepair
 
 RIDGES = (1e-4, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0)  # of the mean variance of an input
@@ -74,7 +74,7 @@ class Fit:
     mixes: dict[int, Tensor] = field(default_factory=dict)
 
 
-def fit_output(moments: Moments, place: Place, kept: Tensor, ridge: float | None) -> Fit:
+def fit_output(moments: Moments, place: OutputProjection, kept: Tensor, ridge: float | None) -> Fit:
     """The best weights for the inputs that stay."""
     xx, xy = (m.cpu() for m in moments.rows_of(kept))
     yy = moments.yy.cpu()

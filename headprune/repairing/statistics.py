@@ -15,7 +15,7 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import model_device
 from headprune.repairing.crossed import crossed
 from headprune.repairing.linearity import linear
-from headprune.repairing.places import Place, Values
+from headprune.repairing.places import OutputProjection, Values
 from headprune.repairing.probe import widened
 from headprune.repairing.runner import Calls, Runner, replaced
 from headprune.repairing.solve import FOLDS, Moments, centred
@@ -73,10 +73,10 @@ class Statistics:
         if not self.values:
             return {}
         seen: dict[str, Tensor] = {}
-        with torch.inference_mode(False), torch.no_grad(), self.runner.calm():
+        with torch.inference_mode(False), torch.no_grad(), self.runner.deterministic_eval():
             for batch in self.runner.batches:
 
-                def hear(name: str, x: Tensor, out: Tensor, batch: Any = batch) -> None:
+                def on_value(name: str, x: Tensor, out: Tensor, batch: Any = batch) -> None:
                     kind = self.runner.layer(name).kind
                     # A cross-attention's values are of the encoder's tokens.
                     real = self.runner.real(x, batch, "encoder" if kind == "cross" else kind)
@@ -85,7 +85,7 @@ class Statistics:
                     flat = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
                     seen[name] = seen.get(name, 0.0) + (flat.T @ flat).cpu().double()
 
-                self.runner.run(batch, lambda name, x, y: None, hear, self.values)
+                self.runner.run(batch, lambda name, x, y: None, on_value, self.values)
         self.runner.passes += 1
         share, found = self._share(self.values), {}
         for place in self.places:
@@ -99,7 +99,7 @@ class Statistics:
         """Of W_O's inputs, widened by what heads attend to along `directions`, and of its outputs."""
         if not self.runner.places:
             return {}
-        with torch.inference_mode(False), torch.no_grad(), self.runner.calm():
+        with torch.inference_mode(False), torch.no_grad(), self.runner.deterministic_eval():
             if self._with_mixtures:
                 self.runner.mix(self._times)
             found = self._moments(widened=True)
@@ -135,7 +135,7 @@ class Statistics:
         Args:
             changed: The model is changed while its context lasts.
         """
-        with torch.inference_mode(False), torch.no_grad(), self.runner.calm():
+        with torch.inference_mode(False), torch.no_grad(), self.runner.deterministic_eval():
             found = self._moments(widened=False)
             for i, batch in enumerate(self.runner.batches):
                 _, wanted = self.runner.recorded(batch)
@@ -147,7 +147,7 @@ class Statistics:
         return self._finite(found)
 
     def hessian(
-        self, place: Place, heads: Sequence[int], kept: Tensor, mixes: Mapping[int, Tensor], ridge: float
+        self, place: OutputProjection, heads: Sequence[int], kept: Tensor, mixes: Mapping[int, Tensor], ridge: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of the ridge regression on the dense inputs that stay, widened by a head's width of directions.
 
@@ -191,7 +191,7 @@ class Statistics:
         all_directions = self.directions  # found before the model is run here, since finding them runs it
         for share in range(shares if shares is not None else self._shares() if chosen else 0):
 
-            def fed(name: str, x: Tensor, out: Tensor, share: int = share) -> Tensor | None:
+            def on_value(name: str, x: Tensor, out: Tensor, share: int = share) -> Tensor | None:
                 values = self.values[name]
                 width = values.head_dim
                 q = all_directions[name][:, share * width : (share + 1) * width].to(x.device, x.dtype)
@@ -200,7 +200,7 @@ class Statistics:
                 other = torch.nn.functional.pad(x @ q, (0, width - q.shape[1]))
                 return replaced(values, out, other[..., None, :].expand(*other.shape[:-1], len(values.features), width))
 
-            found, _ = self.runner.fed(batch, ys, fed, self.values)
+            found, _ = self.runner.run_with_values(batch, ys, on_value, self.values)
             for name in chosen:
                 values = self.values[name]
                 width = min(values.head_dim, self.directions[name].shape[1] - share * values.head_dim)
@@ -228,7 +228,7 @@ class Statistics:
             part, size = [*part, place.name], size + more
         yield part
 
-    def _more(self, place: Place) -> int:
+    def _more(self, place: OutputProjection) -> int:
         """By how many features W_O's inputs are widened."""
         values = self.values.get(place.name)
         return 0 if values is None else len(values.owner) * self.directions[place.name].shape[1]
@@ -260,12 +260,14 @@ class Statistics:
 
     def _add(self, found: Mapping[str, Moments], index: int, xs: Calls, ys: Calls) -> None:
         """A batch's tokens without padding, by how much they matter; every other example to the other fold."""
-        told = self.runner.sensitivity(index) if xs else {}
+        token_weights = self.runner.sensitivity(index) if xs else {}
         for name, calls in xs.items():
-            for x, y, weight in zip(calls, ys[name], told[name], strict=True):
+            for x, y, weight in zip(calls, ys[name], token_weights[name], strict=True):
                 self._sum(found[name], x, y, weight, index, self.runner.layer(name))
 
-    def _sum(self, moments: Moments, x: Tensor, y: Tensor, told: Tensor, index: int, layer: AttentionLayer) -> None:
+    def _sum(
+        self, moments: Moments, x: Tensor, y: Tensor, token_weights: Tensor, index: int, layer: AttentionLayer
+    ) -> None:
         batch = self.runner.everything[index]
         real = self.runner.real(x, batch, layer.kind)
         rows, tokens, size = x.shape[0], x.shape[:-1], self.runner.rows.size(batch)
@@ -280,7 +282,7 @@ class Statistics:
             chosen = (fold == i) if real is None else (fold == i) & real
             if not bool(x[chosen].isfinite().all() & y[chosen].isfinite().all()):
                 raise _not_finite(layer, "what goes through its output projection is")
-            moments.add(i, x[chosen], y[chosen], told.flatten()[chosen])
+            moments.add(i, x[chosen], y[chosen], token_weights.flatten()[chosen])
 
     def _finite(self, found: dict[str, Moments]) -> dict[str, Moments]:
         for place in self.places:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headprune.repairing.places import Place, Values
+from headprune.repairing.places import OutputProjection, Values
 from headprune.repairing.solve import FOLDS, Fit, Moments, centred, downhill, error
 from headprune.repairing.weights import LayerRepair
 
@@ -26,7 +26,7 @@ _ROUNDS, _STEPS = 3, 8  # of alternation, and of conjugate gradients in each
 _TRIED_ROUNDS, _TRIED_STEPS = 1, 6  # to compare ridges
 
 
-def directions(place: Place, values: Values, xx: Tensor, rank: int) -> Tensor:
+def directions(place: OutputProjection, values: Values, xx: Tensor, rank: int) -> Tensor:
     """Directions of the values' input that W_O makes most of, ``[in, rank]``, as long as the old weights' columns on average.
 
     They span what is best for rank ``rank`` if every token attended to itself alone: with S the input's covariance and
@@ -53,7 +53,7 @@ def directions(place: Place, values: Values, xx: Tensor, rank: int) -> Tensor:
     return torch.nn.functional.pad(scaled, (0, max(0, values.head_dim - scaled.shape[1])))
 
 
-def inputs_of_heads(place: Place, values: Values, heads: Sequence[int], rank: int) -> Tensor:
+def inputs_of_heads(place: OutputProjection, values: Values, heads: Sequence[int], rank: int) -> Tensor:
     """Where a head's old values and further directions lie in W_O's widened inputs, ``[heads, head_dim + rank]``."""
     own = values.columns[list(heads)]
     start = len(place.weight) + torch.tensor(heads, dtype=torch.long)[:, None] * rank
@@ -61,7 +61,7 @@ def inputs_of_heads(place: Place, values: Values, heads: Sequence[int], rank: in
 
 
 def fit_values(
-    moments: Moments, place: Place, values: Values, heads: Sequence[int], rank: int, ridge: float | None
+    moments: Moments, place: OutputProjection, values: Values, heads: Sequence[int], rank: int, ridge: float | None
 ) -> Fit:
     """The best values and W_O for the heads that stay.
 
@@ -139,7 +139,7 @@ class _Sums:
 class _Start:
     """The old values and weights of the heads that stay, and the way from there to better ones."""
 
-    def __init__(self, place: Place, values: Values, heads: Sequence[int], rank: int) -> None:
+    def __init__(self, place: OutputProjection, values: Values, heads: Sequence[int], rank: int) -> None:
         width = values.head_dim
         kept = list(dict.fromkeys(values.owner[h] for h in heads))
         self.has_bias, self.bias = place.has_bias, place.bias.cpu()

@@ -147,7 +147,7 @@ class Weights:
     """New weights by module.
 
     Attributes:
-        of: ``{module: (W [in, out], b [out] or None)}``; modules that stay as they are, are not in it.
+        by_module: ``{module: (W [in, out], b [out] or None)}``; modules that stay as they are, are not in it.
         ridges: The strengths they were fitted with, by output projection.
         mixes: Where values were refitted too, by output projection: of every kept head, its new output from its old
             one and the further directions, ``[head_dim + rank, head_dim]``.
@@ -157,7 +157,7 @@ class Weights:
         trials: How every step did on examples that it was not fitted to (`headprune.repairing.held_out`).
     """
 
-    of: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    by_module: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     ridges: dict[str, float] = field(default_factory=dict)
     mixes: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     facts: dict[str, LayerRepair] = field(default_factory=dict)
@@ -166,12 +166,12 @@ class Weights:
     trials: tuple[Trial, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.of)
+        return bool(self.by_module)
 
     def moved(self, step: Mapping[str, tuple[Tensor, Tensor]], part: float) -> Weights:
         """With a part of changes ``{module: (W [in, out], b [out])}`` added; a bias that is None stays so."""
-        of = dict(self.of)
+        moved = dict(self.by_module)
         for name, (weight, bias) in step.items():
-            old, own = self.of[name]
-            of[name] = old + part * weight.to(old), None if own is None else own + part * bias.to(own)
-        return replace(self, of=of)
+            old, own = self.by_module[name]
+            moved[name] = old + part * weight.to(old), None if own is None else own + part * bias.to(own)
+        return replace(self, by_module=moved)

@@ -40,14 +40,14 @@ class State:
         expected: g, ``[examples, heads]``.
         effects: a, ``[examples, heads]``; NaN where not yet looked.
         size: ``[examples]``, what inclusion is proportional to.
-        luck: ``[examples]``, each example's permanent random number.
+        uniforms: ``[examples]``, each example's permanent random number.
         wanted: ``[heads]``, expected number of examples in each head's sample.
     """
 
     expected: Tensor
     effects: Tensor
     size: Tensor
-    luck: Tensor
+    uniforms: Tensor
     wanted: Tensor
 
     @classmethod
@@ -56,9 +56,9 @@ class State:
         n, heads = expected.shape
         length = expected.norm(dim=1)
         size = length / length.mean() + _FLOOR if length.any() else torch.ones(n, dtype=torch.float64)
-        luck = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        uniforms = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return cls(
-            expected, torch.full_like(expected, float("nan")), size, luck, torch.zeros(heads, dtype=torch.float64)
+            expected, torch.full_like(expected, float("nan")), size, uniforms, torch.zeros(heads, dtype=torch.float64)
         )
 
     def grown(self, wanted: Tensor) -> State:
@@ -184,8 +184,8 @@ def _look(problem: Problem, replay: Replay, state: State, wanted: Tensor, number
     """Ablate what larger samples hold more than the ones so far."""
     grown = state.grown(wanted)
     before, after = state.inclusion() if state.wanted.any() else torch.zeros_like(state.expected), grown.inclusion()
-    luck = state.luck[:, None]
-    new = (luck < after) & ~(luck < before)
+    uniforms = state.uniforms[:, None]
+    new = (uniforms < after) & ~(uniforms < before)
     start, done, steps = 0, 0, int(new.sum())
     for i, (batch, size) in enumerate(problem.batches):
         part = new[start : start + size]

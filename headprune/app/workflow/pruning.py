@@ -333,7 +333,7 @@ def _make(run: _Run, chosen: PruningPlan, path: Path) -> dict[str, Any]:
     """Repair, prune, train and save."""
     scene, trials, console = run.scene, run.trials, run.console
     doing = console.track(f"repairing {chosen.kept} heads") if trials.refit else nullcontext()
-    with doing, trials.repaired(chosen.drop, answering=True) as repair:
+    with doing, trials.repaired(chosen.drop, whole=True) as repair:
         model = copy.deepcopy(scene.model)
     # The plan was made for the dense model's weights; some of them are repaired now.
     proof = prune(model, chosen.drop, scene.example, layers=scene.layers)
