@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Workers for pytest: two, like the smallest machine this is developed on.
 JOBS ?= 2
 
-.PHONY: demo test test-slow coverage lint types install clean
+.PHONY: demo test test-slow coverage wheel lint types install clean
 
 demo: install  ## train, score, prune and report on scikit-learn's digits
 	@$(BIN)/headprune demo
@@ -19,6 +19,15 @@ test-slow: install  ## end-to-end runs, on minilm-rt too where it lies beside th
 
 coverage: install  ## every model type of transformers, against docs/coverage.md; about four minutes
 	$(BIN)/python benchmarks/coverage.py --check
+
+wheel: install  ## what `pip install headprune` will install, built and tried apart from the checkout
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(BIN)/python -m venv dist/venv
+	dist/venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
+	cp -r reports/digits dist/run
+	cd dist && PYTHONPATH=$$(../$(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])") venv/bin/headprune report run
+	cmp dist/run/report.md reports/digits/report.md
 
 lint: install
 	$(BIN)/ruff check .
@@ -36,4 +45,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .headprune build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .headprune build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
