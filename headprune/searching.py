@@ -26,12 +26,11 @@ from headprune.planning.effort import Work, effort_named
 from headprune.planning.search import work_of
 from headprune.plans import Keep, PruningPlan
 from headprune.rows import is_empty
-from headprune.scoring import HeadScores, score
+from headprune.scoring import DEFAULT_METHODS, HeadScores, score
 from headprune.scoring.base import Progress
 from headprune.trials import Trials
 
 AUTO = "auto"
-METHODS_FOR_AUTO, METHODS_FOR_OTHERS = ("gradient",), ("ablation", "gradient")
 _SET_ASIDE = 4  # every fourth batch chooses, where no others are given to choose by
 
 
@@ -63,6 +62,13 @@ class _Calls:
         yield heard
 
 
+def methods_for(strategy: str) -> tuple[str, ...]:
+    """The scores that a strategy makes where there are none; by gradient is enough for `AUTO`, as it makes orders of its own."""
+    if strategy == AUTO:
+        return ("gradient",)
+    return DEFAULT_METHODS if strategy_named(strategy).needs_scores else ()
+
+
 @dataclass(frozen=True)
 class Request:
     """What is searched for.
@@ -84,9 +90,7 @@ class Request:
     @property
     def methods(self) -> tuple[str, ...]:
         """The scores to make where there are none."""
-        if self.strategy == AUTO:
-            return METHODS_FOR_AUTO
-        return METHODS_FOR_OTHERS if strategy_named(self.strategy).needs_scores else ()
+        return methods_for(self.strategy)
 
     def searches(self, scores: Sequence[HeadScores]) -> Searches:
         """The orders to make."""

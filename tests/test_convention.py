@@ -42,33 +42,21 @@ def text_config(**more: Any) -> dict[str, Any]:
     return tiny(num_key_value_heads=1, head_dim=8, **more)
 
 
+VISION = {
+    "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16, "image_size": 16, "patch_size": 8,
+}  # fmt: skip
+
+
 def gemma3() -> nn.Module:
-    vision = {
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-        "intermediate_size": 16,
-        "image_size": 16,
-        "patch_size": 8,
-    }
     config = tf.Gemma3Config(
-        text_config=text_config(), vision_config=vision, mm_tokens_per_image=4, image_token_index=29
+        text_config=text_config(), vision_config=VISION, mm_tokens_per_image=4, image_token_index=29
     )
     return tf.Gemma3ForConditionalGeneration(config)
 
 
 def llava() -> nn.Module:
-    vision = {
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-        "intermediate_size": 16,
-        "image_size": 16,
-        "patch_size": 8,
-        "projection_dim": 16,
-    }
     config = tf.LlavaConfig(
-        text_config={"model_type": "llama", **text_config()}, vision_config={"model_type": "clip_vision_model", **vision},
+        text_config={"model_type": "llama", **text_config()}, vision_config={"model_type": "clip_vision_model", **VISION, "projection_dim": 16},
         image_token_index=29,
     )  # fmt: skip
     return tf.LlavaForConditionalGeneration(config)

@@ -16,7 +16,6 @@ from headprune import __version__
 from headprune.app.folders import Folder
 from headprune.errors import HeadPruneError
 from headprune.jsonio import read_json, write_json
-from headprune.plans import PruningPlan
 from headprune.scoring.base import HeadScores, load_scores, save_scores
 
 REPORTS = Path("reports")
@@ -72,9 +71,6 @@ class RunFolder(Folder):
 
     def read_metrics(self) -> dict[str, Any] | None:
         return read_json(self.metrics_path, "metrics") if self.pruned else None
-
-    def read_plan(self, keep: int, first: bool) -> PruningPlan:
-        return PruningPlan.load(self.plan_path(keep, first))
 
 
 def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "") -> RunFolder:

@@ -60,12 +60,9 @@ def known_methods(names: list[str] | None) -> list[str]:
     Raises:
         HeadPruneError: There is no such method.
     """
-    from headprune.scoring import METHODS
+    from headprune.scoring import method_named
 
-    for name in names or []:
-        if name not in METHODS:
-            raise HeadPruneError(f"There is no scoring method {name!r}.", f"Choose from {', '.join(METHODS)}.")
-    return list(dict.fromkeys(names or []))
+    return list(dict.fromkeys(method_named(name).name for name in names or []))
 
 
 _SCORING_FLAGS = {

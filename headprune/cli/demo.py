@@ -6,7 +6,7 @@ from functools import partial
 
 from headprune.cli import tables
 from headprune.cli.app import app
-from headprune.cli.made import DEFAULT_METHODS, key_of
+from headprune.cli.made import key_of
 from headprune.cli.options import Device, Manner, Output, Overwrite, by_groups
 from headprune.cli.session import session
 
@@ -27,6 +27,7 @@ def demo(
         from headprune.app.data import DataOptions
         from headprune.app.folders import Folder, claimed
         from headprune.planning.budgets import Budget
+        from headprune.scoring import DEFAULT_METHODS
 
         folder = runs.RunFolder(output or room.REPORT)
         if room.was_run(folder) and not overwrite:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from headprune.app.workflow import Goal, Options
     from headprune.planning.budgets import Budget
 
-DEFAULT_METHODS = ["ablation", "gradient"]
-
 
 def key_of(command: str, *groups: Any, **others: Any) -> str:
     """A name for what was typed: whoever types the same again goes on.

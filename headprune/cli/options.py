@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-MAX_SEED = 2**31 - 1  # as in headprune.app.data, which is not imported for --help
+from headprune.app import MAX_SEED
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder, or a folder headprune saved.")]
 Task = Annotated[str | None, typer.Option(help="What the model is for [read from its config].")]

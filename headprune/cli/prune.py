@@ -11,7 +11,7 @@ import typer
 from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.asked import known_methods, planned, refuse_unused, scores_first
-from headprune.cli.made import DEFAULT_METHODS, goal_of, key_of, options_of, prune_folder, source_of
+from headprune.cli.made import goal_of, key_of, options_of, prune_folder, source_of
 from headprune.cli.options import Budgets, Data, Loading, Manner, Planning, Scoring, Seed, Writing, by_groups
 from headprune.cli.session import session
 
@@ -64,6 +64,7 @@ def prune(
     with session(manner) as console:
         from headprune.app import runs, workflow
         from headprune.app.folders import claimed
+        from headprune.searching import methods_for
 
         goal = goal_of(budgets, planning, no_repair=no_repair, finetune=finetune, method=method)
         asked = known_methods(method)
@@ -75,8 +76,7 @@ def prune(
         keep = budgets.keep[0] if budgets.keep and not source else None
         options = options_of(source, model, data, scoring, loading, seed, keep)
         choose = partial(prune_folder, source, writing.output, options.model, writing.overwrite, key)
-        usual = ["gradient"] if goal.strategy == "auto" else DEFAULT_METHODS
-        methods = asked or (usual if source is None and goal.uses_scores else [])
+        methods = asked or (list(methods_for(goal.strategy)) if source is None and goal.uses_scores else [])
         if methods and not asked:
             console.say(scores_first(goal, methods))
         if writing.dry_run:

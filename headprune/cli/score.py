@@ -11,7 +11,7 @@ import typer
 from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.asked import known_methods, planned
-from headprune.cli.made import DEFAULT_METHODS, key_of, options_of
+from headprune.cli.made import key_of, options_of
 from headprune.cli.options import Data, Loading, Manner, Model, Scoring, Seed, Writing, by_groups
 from headprune.cli.session import session
 
@@ -49,9 +49,10 @@ def score(
     with session(manner) as console:
         from headprune.app import runs, workflow
         from headprune.app.folders import claimed
+        from headprune.scoring import DEFAULT_METHODS
 
         options = options_of(None, model, data, scoring, loading, seed, keep)
-        methods = known_methods(method) or DEFAULT_METHODS
+        methods = known_methods(method) or list(DEFAULT_METHODS)
         choose = partial(runs.choose_folder, writing.output, Path(model.rstrip("/")).name, writing.overwrite, key)
         if writing.dry_run:
             folder = choose()

@@ -23,6 +23,7 @@ from headprune.rows import is_empty
 from headprune.scoring import ablation, gradient, learned, path, random, shapley, statistics
 from headprune.scoring.agreement import agreement
 from headprune.scoring.base import (
+    DEFAULT_METHODS,
     METHODS,
     Estimate,
     HeadScores,
@@ -34,6 +35,7 @@ from headprune.scoring.base import (
     Store,
     load_scores,
     method,
+    method_named,
     save_scores,
 )
 from headprune.scoring.replay import DisagreementError
@@ -42,8 +44,8 @@ from headprune.scoring.stability import stability
 from headprune.trace import evaluating
 
 __all__ = [
-    "METHODS", "HeadScores", "Method", "Problem", "Settings", "ablation", "agreement", "gradient",
-    "learned", "load_scores", "method", "path", "random", "save_scores", "score", "shapley", "statistics",
+    "DEFAULT_METHODS", "METHODS", "HeadScores", "Method", "Problem", "Settings", "ablation", "agreement", "gradient",
+    "learned", "load_scores", "method", "method_named", "path", "random", "save_scores", "score", "shapley", "statistics",
 ]  # fmt: skip
 
 
@@ -84,9 +86,7 @@ def score(
     Raises:
         HeadPruneError: An unknown method, no examples, labels missing, or a loss that is not finite.
     """
-    if method not in METHODS:
-        raise HeadPruneError(f"There is no scoring method {method!r}.", f"Choose from {', '.join(METHODS)}.")
-    chosen, settings = METHODS[method], settings or Settings()
+    chosen, settings = method_named(method), settings or Settings()
     settings.check()
     if seed < 0:
         raise HeadPruneError(f"The seed is {seed}.", "Give 0 or more.")
@@ -131,8 +131,8 @@ def score(
     return _scores(chosen, problem, replace(estimate, details=details), own)
 
 
-def _scores(chosen: Method, problem: Problem, estimate: Estimate, fingerprint_: str) -> HeadScores:
-    """An estimate by layer, divided by the layer's norm if that is wanted."""
+def _scores(chosen: Method, problem: Problem, estimate: Estimate, own: str) -> HeadScores:
+    """An estimate by layer, divided by the layer's norm if that is wanted, for the model of the fingerprint ``own``."""
     layers, normalise = problem.layers, problem.settings.normalise
     estimate = _normalised(estimate, layers, normalise)
     stable = stability(estimate, problem.seed)
@@ -144,7 +144,7 @@ def _scores(chosen: Method, problem: Problem, estimate: Estimate, fingerprint_: 
         stderr=dict(zip(names, torch.split(estimate.stderr.cpu().double(), sizes), strict=True)),
         examples=estimate.examples,
         layers=tuple(layers),
-        model=fingerprint_,
+        model=own,
         details={**estimate.details, **({} if stable is None else {"stability": stable})},
         matrix=None if estimate.matrix is None else estimate.matrix.cpu().double(),
     )

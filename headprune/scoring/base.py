@@ -375,6 +375,18 @@ class Method:
 
 
 METHODS: dict[str, Method] = {}
+DEFAULT_METHODS = ("ablation", "gradient")
+
+
+def method_named(name: str) -> Method:
+    """A method of the register.
+
+    Raises:
+        HeadPruneError: There is none of that name.
+    """
+    if name not in METHODS:
+        raise HeadPruneError(f"There is no scoring method {name!r}.", f"Choose from {', '.join(METHODS)}.")
+    return METHODS[name]
 
 
 def method(name: str, unit: str) -> Callable[[Callable[[Problem], Estimate]], Callable[[Problem], Estimate]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from headprune.app import MAX_SEED
 from headprune.app.data.reading import check_local
 from headprune.errors import HeadPruneError
-
-MAX_SEED = 2**31 - 1  # NumPy takes no more than 2**32 - 1, and some draws add to it
 
 
 @dataclass(frozen=True)

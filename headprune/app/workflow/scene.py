@@ -9,7 +9,8 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 from torch import nn
 
-from headprune.app.data import MAX_SEED, DataOptions, Parts, load_parts
+from headprune.app import MAX_SEED
+from headprune.app.data import DataOptions, Parts, load_parts
 from headprune.app.models import TASKS, LoadedModel, load_model, numbers_given
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError

@@ -15,11 +15,10 @@ from headprune.app import runs
 from headprune.app.runs import RunFolder
 from headprune.app.workflow.scene import Console, Options, Scene, open_scene
 from headprune.app.workflow.stages import publish, stages_of
-from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.jsonio import dumps
 from headprune.plans import heads_to_keep
-from headprune.scoring import METHODS, HeadScores, score
+from headprune.scoring import HeadScores, method_named, score
 from headprune.scoring.resume import Work
 
 
@@ -29,8 +28,7 @@ def score_run(
     """Score a model by each method and write the run folder."""
     started = time.monotonic()
     for name in methods:
-        if name not in METHODS:
-            raise HeadPruneError(f"There is no scoring method {name!r}.", f"Choose from {', '.join(METHODS)}.")
+        method_named(name)
     scene = open_scene(options, console)
     run = run_document(scene, methods)
     scores, before = score_all(scene, methods, folder, console)
