@@ -14,7 +14,7 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import Example
 from headprune.planning.budgets import Budget, Cost, Reading
 from headprune.plans import PruningPlan
-from headprune.repairing import add_biases
+from headprune.reference import add_biases
 from headprune.surgery import prune
 
 

@@ -332,7 +332,7 @@ def _made(run: _Run, chosen: PruningPlan, path: Path) -> tuple[dict[str, Any], n
 def _make(run: _Run, chosen: PruningPlan, path: Path) -> dict[str, Any]:
     """Repair, prune, train and save."""
     scene, trials, console = run.scene, run.trials, run.console
-    doing = console.track(f"repairing {chosen.kept} heads") if trials.refit else nullcontext()
+    doing = console.track(f"repairing {chosen.kept} heads") if trials.repair else nullcontext()
     with doing, trials.repaired(chosen.drop, whole=True) as repair:
         model = copy.deepcopy(scene.model)
     # The plan was made for the dense model's weights; some of them are repaired now.

@@ -96,7 +96,7 @@ def fits_of(scene: Scene, goal: Goal, orders: dict[str, Order], trials: Trials, 
 
     def cost(budget: Budget) -> Cost:
         inputs = budget_input(scene) if budget.kind == "latency" else scene.typical_input()
-        biases = trials.refit.added if trials.refit else ()
+        biases = trials.calibration.weights.new_biases if trials.repair else ()
         return cost_of(budget, Subject(scene.model, scene.layers, scene.example, inputs, biases), scene.options.seed)
 
     return searching.fits_of(goal.request(scene), orders, trials, console, cost)
