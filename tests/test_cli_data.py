@@ -21,8 +21,8 @@ from headprune.app.data import DataOptions, load_parts
 from headprune.app.models import load_model
 from headprune.app.workflow.checks import same_parts
 from headprune.cli import app
-from tests.conftest import WORDS, sentences, write_jsonl
-from tests.zoo import randomise
+from tests.support.folders import WORDS, sentences, write_jsonl
+from tests.support.zoo import randomise
 
 runner = CliRunner()
 QUICK = ["--strategy", "one-shot", "--no-repair"]

@@ -20,8 +20,9 @@ from headprune.app.models import TASKS, LoadedModel
 from headprune.convention import sees_ahead
 from headprune.evaluation import evaluate
 from headprune.loss import ExampleLoss
-from tests.conftest import common, sentences, tokenizer, write_jsonl
-from tests.zoo import labelled, llama, randomise, t5
+from tests.support.causal import VISION, Labelless, Tensors, Wrapped, gemma3, text_config, tiny
+from tests.support.folders import sentences, tokenizer, write_jsonl
+from tests.support.zoo import labelled, llama, randomise, t5
 
 
 def texts(rows: int = 4, length: int = 8, left: bool = False) -> dict[str, Tensor]:
@@ -32,26 +33,6 @@ def texts(rows: int = 4, length: int = 8, left: bool = False) -> dict[str, Tenso
     if left:
         mask = mask.flip(1)
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def tiny(**more: Any) -> dict[str, Any]:
-    return common(hidden_size=16, num_attention_heads=2, intermediate_size=16, **more)
-
-
-def text_config(**more: Any) -> dict[str, Any]:
-    return tiny(num_key_value_heads=1, head_dim=8, **more)
-
-
-VISION = {
-    "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16, "image_size": 16, "patch_size": 8,
-}  # fmt: skip
-
-
-def gemma3() -> nn.Module:
-    config = tf.Gemma3Config(
-        text_config=text_config(), vision_config=VISION, mm_tokens_per_image=4, image_token_index=29
-    )
-    return tf.Gemma3ForConditionalGeneration(config)
 
 
 def llava() -> nn.Module:
@@ -155,30 +136,8 @@ def test_scores_agree_with_the_named_classes() -> None:
         assert losses.prepare([batch]) == [batch]  # not one by one
 
 
-class Wrapped(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, **inputs: Any) -> Any:
-        return self.inner(**inputs)
-
-
-class Labelless(Wrapped):
-    """Knows of no labels, so that there is no loss to compare with."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
-        return self.inner(input_ids=input_ids, attention_mask=attention_mask)
-
-
-class Tensors(Wrapped):
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        return self.inner(input_ids=input_ids, attention_mask=attention_mask).logits
-
-
 def test_the_sweep_over_all_model_types_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """`make coverage` looks at every causal language model of transformers."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     spec = importlib.util.spec_from_file_location("sweep", Path(__file__).parents[1] / "benchmarks" / "coverage.py")
     assert spec is not None
     assert spec.loader is not None

@@ -22,11 +22,11 @@ from headprune.app.finetune import FinetuneOptions, finetune
 from headprune.app.models import dummy_input, load_model
 from headprune.evaluation import Measurement
 from headprune.fingerprint import fingerprint
-from tests import zoo
-from tests.conftest import common, sentences, write_jsonl
-from tests.interrupted import Processes
-from tests.test_cli import run
-from tests.zoo import bert, gpt2, labelled, llama, randomise, text, vit
+from tests.support import zoo
+from tests.support.commands import run
+from tests.support.folders import common, sentences, write_jsonl
+from tests.support.interrupted import Processes
+from tests.support.zoo import bert, gpt2, labelled, llama, randomise, text, vit
 
 ROOT = Path(__file__).parent.parent
 Batch = dict[str, torch.Tensor]

@@ -26,28 +26,18 @@ from headprune.repairing import Refit
 from headprune.repairing.probe import across as _across
 from headprune.repairing.probe import noise as _noise
 from headprune.rows import Rows
-from tests.problems import duplicated, small
-from tests.test_odd_modules import WIDTH, Attention, Pair, noise
-from tests.test_planning import check_plans, scores_of
-from tests.test_repair import made, padded, same, state
-from tests.test_trace import hooks
-from tests.zoo import _common, labelled, randomise, text
+from tests.support.checks import hooks, same, state
+from tests.support.plain import WIDTH, Attention, Pair, noise
+from tests.support.plans import check_plans, scores_of, units_for
+from tests.support.problems import duplicated, small
+from tests.support.repairs import made, padded
+from tests.support.zoo import labelled, randomise, sizes, text
 
 SEARCHES = ["re-scored", "compensated", "greedy"]
 
 
 def unlabelled(batches: Sequence[Any]) -> list[Any]:
     return [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
-
-
-def units_for(layers: Sequence[hp.AttentionLayer], drop: Heads, single: bool = False) -> list[Unit]:
-    """Everything that is still there, in groups or as single heads."""
-    return [
-        Unit(0.0, i, heads)
-        for i, a in enumerate(layers)
-        for heads in (tuple((h,) for h in range(a.num_heads)) if single else a.units)
-        if not set(heads) & set(drop.get(a.name, ()))
-    ]
 
 
 def direct(refit: Refit, drop: Heads, unit: Unit, ridge: float) -> Tensor:
@@ -294,7 +284,7 @@ def test_units_are_counted_in_the_searchs_own_layers() -> None:
 @cache
 def grouped_model(heads: int, kv: int, layers: int) -> tuple[nn.Module, Any, list[hp.AttentionLayer]]:
     config = tf.LlamaConfig(
-        **_common(
+        **sizes(
             "sdpa", hidden_size=8 * heads, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv,
             head_dim=4, intermediate_size=16,
         )

@@ -1,7 +1,7 @@
 """Repair against brute force: the same regression on the stacked tokens, by another solver."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,63 +23,13 @@ from headprune.repairing.probe import across as _across
 from headprune.repairing.probe import noise as _noise
 from headprune.rows import Rows
 from headprune.surgery import answers
-from tests import zoo
-from tests.interrupted import Processes
-from tests.problems import duplicated, small
-from tests.test_odd_modules import WIDTH, Attention, Pair, model_of, noise
-from tests.test_trace import hooks
-from tests.zoo import Made, TorchEncoder, _common, randomise, text
-
-
-def albert() -> Made:
-    config = tf.AlbertConfig(**_common("sdpa", embedding_size=16))
-    return randomise(tf.AlbertForSequenceClassification(config)), text()
-
-
-def xlnet(rows: int = 3, length: int = 9) -> Made:
-    config = tf.XLNetConfig(vocab_size=100, d_model=32, n_head=4, n_layer=2, d_inner=48)
-    return randomise(tf.XLNetForSequenceClassification(config)), text(rows, length)
-
-
-def square() -> Made:
-    """As many rows as tokens, so that shapes do not tell which dimension is the batch."""
-    return xlnet(5, 5)
-
-
-MODELS: dict[str, Callable[[], Made]] = {
-    **{n: zoo.ZOO[n] for n in ("bert", "gpt2", "llama", "vit", "t5", "mha", "torch_transformer")},
-    "albert": albert, "xlnet": xlnet, "xlnet, square": square,
-}  # fmt: skip
-
-
-def made(name: str) -> tuple[nn.Module, Any, list[hp.AttentionLayer]]:
-    model, example = MODELS[name]()
-    model = model.double()
-    example = (
-        {k: v.double() if v.is_floating_point() else v for k, v in example.items()}
-        if isinstance(example, dict)
-        else tuple(t.double() if t.is_floating_point() else t for t in example)
-    )
-    return model, example, hp.find_attention(model, example)
-
-
-def batch_of(example: Any) -> Any:
-    """Inputs that are a tuple come in a pair with labels."""
-    return (example, torch.zeros(3)) if isinstance(example, tuple) else example
-
-
-def some(layers: Sequence[hp.AttentionLayer]) -> Heads:
-    """A unit of every layer but the first, another each time."""
-    return {a.name: list(a.units[i % len(a.units)]) for i, a in enumerate(layers) if i}
-
-
-def state(model: nn.Module) -> dict[str, Tensor]:
-    return {k: v.clone() for k, v in model.state_dict().items()}
-
-
-def same(model: nn.Module, before: Mapping[str, Tensor]) -> bool:
-    now = model.state_dict()
-    return now.keys() == before.keys() and all(torch.equal(v, before[k]) for k, v in now.items())
+from tests.support import zoo
+from tests.support.checks import hooks, same, state
+from tests.support.interrupted import Processes
+from tests.support.plain import WIDTH, Attention, Pair, model_of, noise
+from tests.support.problems import duplicated, small
+from tests.support.repairs import MODELS, batch_of, close, made, padded, padding_of, some, xlnet
+from tests.support.zoo import TorchEncoder, randomise, text
 
 
 def seen(model: nn.Module, names: Sequence[str], example: Any) -> dict[str, list[tuple[Tensor, Tensor]]]:
@@ -94,16 +44,6 @@ def seen(model: nn.Module, names: Sequence[str], example: Any) -> dict[str, list
         for handle in handles:
             handle.remove()
     return found
-
-
-def padding_of(name: str, place: OutputProjection, example: Any) -> Tensor | None:
-    """Real tokens by hand; of XLNet's the tokens come first."""
-    if name in ("vit", "mha", "torch_transformer"):
-        return None
-    if name == "t5":
-        return example["attention_mask"].bool() if place.layers[0].kind == "encoder" else None
-    mask = example["attention_mask"].bool()
-    return mask.T if name.startswith("xlnet") else mask
 
 
 def brute(
@@ -325,26 +265,9 @@ def test_a_duplicate_is_made_up_for(ridge: float | None, most: float) -> None:
     assert (masked - dense).abs().max() > 20 * most
 
 
-def padded(batch: Mapping[str, Tensor], more: int, left: bool) -> dict[str, Tensor]:
-    extra = torch.zeros(len(batch["input_ids"]), more, dtype=torch.long)
-    both = {"input_ids": extra + 7, "attention_mask": extra}
-    return {
-        k: torch.cat([both[k], v] if left else [v, both[k]], 1) if k in both else v for k, v in batch.items()
-    }  # fmt: skip
-
-
 def fitted(model: nn.Module, batches: Sequence[Any], ridge: float | None = None) -> Weights:
     layers = hp.find_attention(model, batches[0])
     return Refit(model, layers, batches, ridge=ridge, mixtures=False).fitted(some(layers))
-
-
-def close(a: Weights, b: Weights, most: float = 1e-6) -> None:
-    assert a.ridges == b.ridges
-    assert a.by_module.keys() == b.by_module.keys() != set()
-    for name, (weight, bias) in a.by_module.items():
-        torch.testing.assert_close(weight, b.by_module[name][0], rtol=most, atol=most)
-        if bias is not None:
-            torch.testing.assert_close(bias, b.by_module[name][1], rtol=most, atol=most)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])

@@ -28,13 +28,13 @@ from headprune.repairing.runner import Calls
 from headprune.repairing.solve import Moments, downhill, fit_output
 from headprune.repairing.values import _Start, fit_values, inputs_of_heads
 from headprune.rows import Rows
-from tests import zoo
-from tests.problems import small
-from tests.test_odd_modules import HEADS, WIDTH, noise
-from tests.test_planning_search import units_for
-from tests.test_repair import batch_of, close, made, padded, padding_of, same, some, state
-from tests.test_trace import hooks
-from tests.zoo import _common, randomise, text
+from tests.support import zoo
+from tests.support.checks import hooks, same, state
+from tests.support.plain import HEADS, WIDTH, noise
+from tests.support.plans import units_for
+from tests.support.problems import small
+from tests.support.repairs import batch_of, close, made, padded, padding_of, some
+from tests.support.zoo import randomise, sizes, text
 
 
 def equal(found: Tensor, expected: Tensor) -> None:
@@ -756,7 +756,7 @@ def test_sweeps_leave_the_values_alone() -> None:
 
 def grouped(heads: int, kv: int) -> nn.Module:
     config = tf.LlamaConfig(
-        **_common(
+        **sizes(
             "sdpa", hidden_size=32, num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=kv, head_dim=4
         )
     )  # fmt: skip
@@ -1079,7 +1079,7 @@ def test_a_head_costs_less_where_another_can_read_what_it_reads() -> None:
 def test_heads_wider_than_their_input(heads: tuple[int, int]) -> None:
     """There are fewer directions than a head is wide."""
     config = tf.LlamaConfig(
-        **_common(
+        **sizes(
             "sdpa", hidden_size=8, num_hidden_layers=2, num_attention_heads=heads[0], num_key_value_heads=heads[1],
             head_dim=12,
         )

@@ -9,11 +9,8 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from tests.zoo import CASES, ZOO, TorchEncoder, bert, gpt2, llama, randomise, t5, text
-
-
-def hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+from tests.support.checks import hooks
+from tests.support.zoo import CASES, ZOO, TorchEncoder, bert, gpt2, llama, randomise, t5, text
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
