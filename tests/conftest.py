@@ -86,6 +86,13 @@ def scored(here: Path, scored_once: Path) -> Path:
     return here / "reports" / "tiny-bert-1"
 
 
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks of one run, for tests of commands in which times do not matter."""
+    monkeypatch.setattr("headprune.latency.MIN_SECONDS", 0.001)
+    monkeypatch.setattr(latency, "bench", partial(latency.bench, min_runs=1, min_seconds=0.001))
+
+
 @pytest.fixture(autouse=True)
 def _undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
     """Pictures are put together, but not painted: that is a fifth of a run's time. Tests marked ``drawn`` paint."""

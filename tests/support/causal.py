@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers as tf
 from torch import Tensor, nn
 
@@ -49,3 +50,25 @@ class Labelless(Wrapped):
 class Tensors(Wrapped):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return self.inner(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+def texts(rows: int = 4, length: int = 8, left: bool = False) -> dict[str, Tensor]:
+    """Texts of different length, their padding without a label."""
+    ids = torch.randint(3, 30, (rows, length), generator=torch.Generator().manual_seed(1))
+    lengths = torch.arange(rows) % (length - 3) + 4
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    if left:
+        mask = mask.flip(1)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+class MyGPT(tf.GPT2LMHeadModel):
+    """What users write."""
+
+
+def my_gpt() -> nn.Module:
+    return MyGPT(tf.GPT2Config(vocab_size=30, n_embd=16, n_head=2, n_layer=2))
+
+
+def singles(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    return [{k: v[i : i + 1] for k, v in batch.items()} for i in range(len(batch["labels"]))]

@@ -209,3 +209,7 @@ class TokensFirst(nn.Module):
         q, k, v = (p(x).unflatten(-1, (4, 4)).permute(1, 2, 0, 3) for p in (self.q, self.k, self.v))
         out = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2)
         return self.head((x + self.o(out)).mean(dim=0))
+
+
+def unlabelled(batches: Sequence[Any]) -> list[Any]:
+    return [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
