@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from pathlib import Path
 
 import numpy as np
 import pytest
+import quality
 import torch
+from quality import METHODS, Cache, Subject, measure, table
 
 import headprune as hp
 from headprune.repairing import Refit
-from tests.problems import small
-from tests.test_trace import hooks
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import quality
-from quality import METHODS, Cache, Subject, measure, table
+from tests.support.checks import hooks
+from tests.support.problems import small
 
 
 @pytest.fixture
