@@ -333,7 +333,7 @@ def section(document: Mapping[str, Any]) -> str:
     for key, found in there.items():
         versions = ", ".join(f"{name} {version}" for name, version in found["about"]["versions"].items())
         runs.setdefault(f"`{found['about']['command']}`: {versions}; {found['about']['machine']}.", []).append(key)
-    lines += [f"- {', '.join(keys) if len(runs) > 1 else 'Made by'} {run}" for run, keys in runs.items()]
+    lines += ["Made by:", "", *(f"- {', '.join(keys)} {run}" for run, keys in runs.items())]
     for key, found in document["models"].items():
         if "left_out" in found:
             lines += ["", f"### {key}", "", f"Left out: {found['left_out']}."]

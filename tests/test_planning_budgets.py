@@ -17,7 +17,7 @@ from headprune.planning.budgets import FLAGS, Budget, Cost, Fit, Reading, fit, f
 from headprune.planning.costs import Subject, cost_of, kv_cache_bytes
 from headprune.plans import PruningPlan
 from headprune.trace import find_attention
-from tests.zoo import ZOO, bert, labelled, llama
+from tests.support.zoo import ZOO, bert, labelled, llama
 
 LAYER = AttentionLayer("a", 0, "encoder", 60, 60, 8)
 

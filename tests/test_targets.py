@@ -24,6 +24,7 @@ from headprune.planning.effort import EFFORTS, Effort
 from headprune.plans import PruningPlan
 from headprune.searching import Request, fits_of, levels_of, merit_of, orders_of
 from headprune.trials import Trials
+from tests.support.commands import Silent
 
 
 class Judge:
@@ -73,20 +74,6 @@ def test_fewer_heads_are_wanted_where_accuracy_is_the_budget() -> None:
     assert merit_of([fit(made, 3, "drop")], judge) > merit_of([fit(made, 4, "drop")], judge)
     assert merit_of([fit(made, 3)], judge) < merit_of([fit(made, 4)], judge)
     assert merit_of([fit(made, 3), fit(made, 4)], judge)[1] == pytest.approx(1.5)
-
-
-class Silent:
-    """A console that remembers what was said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    @contextmanager
-    def track(self, label: str) -> Any:
-        yield lambda done, total, note="": None
 
 
 def planned(model: Path, data: Path, **goal: Any) -> tuple[dict[str, Order], Trials, list[str]]:
