@@ -135,7 +135,7 @@ def replayed(device: str) -> list[str]:
         "",
         f"144 heads. The replayed time includes everything: studying the model, and comparing with plain forward passes. {notes}. Counted in "
         "operations, a replay of whole blocks would take at least 0.54 of the plain loop. This replay can take less: it starts inside a block, "
-        "behind the attention, and behind the last attention it computes only the one token that this classifier reads.",
+        "after the attention, and after the last attention it computes only the one token that this classifier reads.",
     ]
 
 
