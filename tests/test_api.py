@@ -25,10 +25,10 @@ from headprune.app.runs import RunFolder
 from headprune.app.workflow import Goal, Options, open_scene, prune_run
 from headprune.budgets import budget_of
 from headprune.inputs import call, tensors
-from tests.problems import small
-from tests.test_targets import Silent
-from tests.test_trace import hooks
-from tests.zoo import TorchEncoder, _common, labelled, llama, randomise, text
+from tests.support.checks import hooks
+from tests.support.commands import Silent
+from tests.support.problems import small
+from tests.support.zoo import TorchEncoder, labelled, llama, randomise, sizes, text
 
 ROOT = Path(__file__).parent.parent
 
@@ -419,7 +419,7 @@ def test_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     section = (ROOT / "README.md").read_text().split("\n## Python\n")[1].split("\n## ")[0]
     (code,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    config = tf.BertConfig(**{**_common("sdpa"), "hidden_size": 24, "num_attention_heads": 12, "num_hidden_layers": 6})
+    config = tf.BertConfig(**{**sizes("sdpa"), "hidden_size": 24, "num_attention_heads": 12, "num_hidden_layers": 6})
     model = randomise(tf.BertForSequenceClassification(config))
     batches = [labelled(model, text(4, 6, seed=s), seed=s) for s in range(6)]
     names = {

@@ -12,9 +12,7 @@ import torch
 import headprune as hp
 from headprune import latency
 from headprune.repairing import HeldOut
-from tests.test_cli import PRUNE, run, scored, scored_once
-
-__all__ = ["scored", "scored_once"]
+from tests.support.commands import PRUNE, run
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """What CONTRIBUTING tells a newcomer works, as it is written there."""
 
+import ast
 import importlib
 import re
 import sys
@@ -12,9 +13,10 @@ import headprune as hp
 from headprune.budgets import BUDGETS
 from headprune.planning import STRATEGIES
 from headprune.scoring import METHODS
-from tests.zoo import bert, labelled
+from tests.support.zoo import bert, labelled
 
-ROOT = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 CODE = [
     textwrap.dedent(found)
     for found in re.findall(
@@ -79,3 +81,12 @@ def test_every_file_that_registers_is_imported(room: str, decorator: str) -> Non
     assert files
     for path in files:
         assert f"headprune.{room}.{path.stem}" in sys.modules
+
+
+def test_test_files_import_from_support_alone() -> None:
+    """What two test files need is in `tests/support/`, so that one can be changed, split or deleted without the other."""
+    for path in TESTS.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) and n.module for a in n.names]
+        names += [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+        assert not [n for n in names if n.startswith("tests") and not n.startswith("tests.support.")], path.name

@@ -23,7 +23,7 @@ from headprune.evaluation import Change
 from headprune.planning import Constraints, Order, Search, arrange
 from headprune.plans import PruningPlan
 from headprune.trace import find_attention
-from tests.zoo import ZOO, bert, labelled, llama
+from tests.support.zoo import ZOO, bert, labelled, llama
 
 LAYER = AttentionLayer("a", 0, "encoder", 60, 60, 8)
 

@@ -13,8 +13,8 @@ from torch import nn
 import headprune as hp
 from headprune import latency
 from headprune.budgets import budget_of
-from tests.problems import small
-from tests.zoo import labelled, llama, text
+from tests.support.problems import small
+from tests.support.zoo import labelled, llama, text
 
 Problem = tuple[nn.Module, list[Any], list[Any]]
 

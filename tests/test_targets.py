@@ -24,6 +24,7 @@ from headprune.planning.effort import EFFORTS, Effort
 from headprune.plans import PruningPlan
 from headprune.searching import Request, fits_of, levels_of, merit_of, orders_of
 from headprune.trials import Trials
+from tests.support.commands import Silent
 
 
 class Judge:
@@ -77,20 +78,6 @@ def test_fewer_heads_are_wanted_where_accuracy_is_the_budget() -> None:
 
 def never(budget: Any) -> Any:
     """Numbers of heads need nothing to be measured on."""
-
-
-class Silent:
-    """A console that remembers what was said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    @contextmanager
-    def track(self, label: str) -> Any:
-        yield lambda done, total, note="": None
 
 
 def planned(model: Path, data: Path, **goal: Any) -> tuple[dict[str, Order], Trials, list[str]]:
