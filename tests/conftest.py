@@ -93,6 +93,13 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "bench", partial(latency.bench, min_runs=1, min_seconds=0.001))
 
 
+@pytest.fixture
+def saved_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fine-tuning writes a checkpoint at every step, so that a test may stop it at any."""
+    monkeypatch.setattr("headprune.app.finetune.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("headprune.app.finetune._SAVE_SHARE", float("inf"))
+
+
 @pytest.fixture(autouse=True)
 def _undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
     """Pictures are put together, but not painted: that is a fifth of a run's time. Tests marked ``drawn`` paint."""
