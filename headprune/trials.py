@@ -150,7 +150,7 @@ class Trials:
             yield None
             return
         with refit.applied(weights):
-            yield refit.report(weights, refit.reference.passes + self.passes - before)
+            yield refit.report(weights, self.passes - before)
 
     def change_at(self, plan: PruningPlan) -> Change:
         """The paired change from the dense model to a plan, repaired as it will be."""

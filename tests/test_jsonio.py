@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import headprune as hp
 from headprune.app.runs import RunFolder
 from headprune.jsonio import dumps, loads, read_json, write_json, write_text
-from tests.test_cli import run
+from tests.support.commands import run
 
 FLOATS = st.floats() | st.floats().map(np.float64)
 VALUES = st.recursive(
@@ -117,10 +117,8 @@ def test_a_layer_whose_refit_does_no_better(
     """Its ridge is infinite: a head that W_O does not read needs nothing made up for."""
     import transformers as tf
 
-    from headprune.repairing.held_out import HeldOut
-
     # Kept, though on so few examples it is no better than chance.
-    monkeypatch.setattr(HeldOut, "checked", lambda self, drop, **_: self.refit.fitted(drop))
+    monkeypatch.setattr("headprune.trials.checked", lambda refit, drop: refit.fitted(drop))
     model = tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
     with torch.no_grad():
         model.bert.encoder.layer[0].attention.output.dense.weight[:, :8] = 0

@@ -9,7 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headprune.attention import Heads
 from headprune.errors import HeadPruneError
+from headprune.gates import mask
+from headprune.loss import ExampleLoss
 from headprune.planning.effects import Look, effects
 from headprune.planning.effort import Work, flops_of_pass, spread
 from headprune.planning.order import Order
@@ -17,11 +20,13 @@ from headprune.planning.state import State
 from headprune.planning.strategies import Search, strategy
 from headprune.planning.units import SLICES, Unit
 from headprune.reference import Calibration, calibrate, measure
+from headprune.reference.runner import Runner
 from headprune.repairing import Refit
 from headprune.rows import apparent_size
 
-_LOOKING = ("re-scored", "compensated")  # strategies that look at the model
+_LOOKING = ("re-scored", "compensated", "greedy")  # strategies that look at the model
 _SHARE = 1 / 6  # of the kept heads that go before they are looked at again
+_TRIED, _TRIED_EXAMPLES = 6, 256  # units that greedy tries before one goes, and the examples it tries them on
 
 
 @strategy("re-scored", needs_scores=False, runs_model=True)
@@ -70,6 +75,48 @@ def auto(search: Search, levels: Sequence[int]) -> Order:
         "auto makes several orders and compares them, which one order's search cannot.",
         "Use headprune.search, or a single strategy such as re-scored.",
     )
+
+
+@strategy("greedy", needs_scores=False, runs_model=True)
+def greedy(search: Search, levels: Sequence[int]) -> Order:
+    """One by one; of the heads that `re-scored` would take next, the one without which the true loss is least.
+
+    The loss is the model's own on some scoring examples, the head masked and W_O refitted.
+    """
+    refit, state = _refit_of(search), State(search)
+    runner, before = refit.reference.runner, refit.reference.runner.passes
+    looks = stages(state.kept, levels)
+    losses = ExampleLoss(refit.model, search.loss_fn)
+    with runner.deterministic_eval():
+        batches = losses.prepare(runner.batches)
+    examples = [batches[i] for i in spread(len(batches), runner.examples, _TRIED_EXAMPLES)]
+    tries = 0
+
+    def loss(drop: Heads) -> float:
+        nonlocal tries
+        tries += 1
+        weights = refit.fitted(drop)
+        with (
+            torch.no_grad(),
+            refit.applied(weights),
+            runner.deterministic_eval(),
+            mask(refit.model, drop, layers=refit.reference.layers),
+        ):
+            found = torch.cat([losses(batch) for batch in examples])
+        return float(found.double().mean())
+
+    ranked = [] if looks else _ranked(refit, state)
+    for i, level in enumerate(looks):
+        ranked = _ranked(refit, state)
+        while state.kept > level and (able := [u for u in ranked if state.fits(u)]):
+            tried = able[:_TRIED]
+            best = min(tried, key=lambda u: loss(state.without(u)))
+            state.take(best)
+            ranked = [u for u in ranked if u.heads != best.heads or u.layer != best.layer]
+        search.progress(i + 1, len(looks))
+    state.remove(ranked, 0)
+    runner.count(tries * sum(map(losses.rows.size, examples)))
+    return search.order(state.steps, "greedy", _cost(search, refit, before))
 
 
 @strategy("swap")
@@ -211,12 +258,20 @@ def work_of(
         return Work(0.0, 0.0, sum(map(apparent_size, search.batches)))
     calibration = calibrated()
     runner = calibration.runner
-    looks = 1 if strategy == "compensated" else max(1, len(stages(State(search).kept, levels)))
-    chosen = spread(len(runner.batches), runner.examples, search.effort.examples)
-    share = sum(runner.rows.size(runner.batches[i]) for i in chosen) / runner.examples
+    start = State(search).kept
+    looks = 1 if strategy == "compensated" else max(1, len(stages(start, levels)))
     # A look is a forward and a backward pass, which counts as two; and one more for what heads could read instead.
-    passes = calibration.cost + times * looks * (3 + bool(calibration.values)) * share
+    passes = looks * (3 + bool(calibration.values)) * _share(runner, search.effort.examples)
+    if strategy == "greedy":
+        passes += _TRIED * (start - min(levels, default=start)) * _share(runner, _TRIED_EXAMPLES)
+    passes = calibration.cost + times * passes
     return Work(passes, passes * flops_of_pass(runner.model, runner.batches), runner.examples)
+
+
+def _share(runner: Runner, examples: int | None) -> float:
+    """Of the scoring examples that are looked at."""
+    chosen = spread(len(runner.batches), runner.examples, examples)
+    return sum(runner.rows.size(runner.batches[i]) for i in chosen) / runner.examples
 
 
 def _refit_of(search: Search) -> Refit:

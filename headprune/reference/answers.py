@@ -32,7 +32,6 @@ class DenseAnswers:
     Attributes:
         runner: The model, and the examples that may be fitted to.
         apart: Those that were set apart, to try on what is fitted to the others.
-        note: Why there is nothing to fit to; "" if there is.
         batches: What is fitted to.
         left_out: ``[examples]``, the number of the group of which an example is left out in cross-validation.
         known: The logits ``[examples, classes]`` by batch, float64.
@@ -43,13 +42,12 @@ class DenseAnswers:
 
     runner: Runner
     apart: Examples
-    note: str = ""
-    batches: Sequence[Any] = ()
-    left_out: Tensor = torch.empty(0)
-    known: Sequence[Tensor] = ()
-    basis: Tensor = torch.empty(0)
-    noise: Sequence[Tensor] = ()
-    mixtures: int = 0
+    batches: Sequence[Any]
+    left_out: Tensor
+    known: Sequence[Tensor]
+    basis: Tensor
+    noise: Sequence[Tensor]
+    mixtures: int
 
     @property
     def examples(self) -> int:
@@ -68,28 +66,28 @@ class DenseAnswers:
         return float(gap.square().mean().sqrt())
 
 
-def dense_answers(runner: Runner, apart: Examples | None = None) -> DenseAnswers:
-    """The answers of the model as it is now, which must be the dense one, to all examples but those apart."""
+def dense_answers(runner: Runner, apart: Examples | None = None) -> DenseAnswers | str:
+    """The answers of the model as it is now, which must be the dense one, to all examples but those apart; or why there are none."""
     rest = runner.without(apart) if apart else runner
     apart = apart or {}
     batches, left_out, mixtures = _chosen(rest)
     try:
         known = _answers(rest, batches)
     except HeadPruneError as error:
-        return DenseAnswers(rest, apart, f"{_NOT}: {error.args[0]}")
+        return f"{_NOT}: {error.args[0]}"
     if not all(bool(each.isfinite().all()) for each in known):
-        return DenseAnswers(rest, apart, f"{_NOT}: the dense model's are not all finite.")
+        return f"{_NOT}: the dense model's are not all finite."
     examples, classes = sum(map(len, known)), known[0].shape[1]
     basis = _basis(classes, gives_several(rest.model) or regresses(rest.model) or classes == 1)
     count = max(1, min(len(basis), _MOST_DIRECTIONS, MOST_ROWS // examples))
     # Drawn once, so that an example's directions do not depend on the batch that it is in.
     noise = torch.randn(examples, len(basis), count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     noises = torch.split(noise, [len(each) for each in known])
-    return DenseAnswers(rest, apart, "", batches, left_out, known, basis, noises, mixtures)
+    return DenseAnswers(rest, apart, batches, left_out, known, basis, noises, mixtures)
 
 
-def answers_apart(runner: Runner) -> DenseAnswers:
-    """The dense model's answers to the examples, without a few on which it will be tried what was fitted to the others.
+def answers_apart(runner: Runner) -> DenseAnswers | str:
+    """The dense model's answers to the examples, a few set apart to try on them what was fitted to the others; or why there are none.
 
     Whole blocks are set apart, where there are mixtures: no example that stays may have a half in common with one set apart.
     """
@@ -104,7 +102,7 @@ def answers_apart(runner: Runner) -> DenseAnswers:
     apart = by_batch([one for chunk in spread_out(chunks, count) for one in chunk])
     held = sum(map(len, apart.values()))
     if held < 2 or 2 * held > runner.examples:
-        return DenseAnswers(runner, apart, f"{_NOT}: there are too few examples to try that on.")
+        return f"{_NOT}: there are too few examples to try that on."
     return dense_answers(runner, apart)
 
 

@@ -73,7 +73,7 @@ class DenseReference:
         directions: What values may be made of, and which can be refitted.
         moments: Of W_O's inputs, widened by what heads attend to along `directions`, and of its outputs: sums over tokens,
             weighted by how much the answers depend on each; by output projection.
-        answers: The answers to come nearer to; None if they were not asked for.
+        answers: The answers to come nearer to, or why there are none; None if they were not asked for.
         notes: What cannot be refitted, and why.
         passes: Forward passes over the examples that it took; a backward pass counts as two.
     """
@@ -83,7 +83,7 @@ class DenseReference:
     weights: DenseWeights
     directions: Directions
     moments: Mapping[str, Moments]
-    answers: DenseAnswers | None
+    answers: DenseAnswers | str | None
     notes: tuple[str, ...]
     passes: float
 

@@ -113,7 +113,7 @@ def repair(
             refit = Refit(measure(calibration, answers=answers and ridge is None, progress=progress), ridge)
             weights = checked(refit, drop)
             calibration.weights.write(weights.by_module)
-            done = refit.report(weights, runner.passes)
+            done = refit.report(weights, runner.passes - refit.reference.passes)
     note_repaired(model, before, drop)
     remember(model, inputs_of(model, runner.batches[0]))
     return done

@@ -97,15 +97,15 @@ class Refit:
                 del known[next(iter(known))]
         return known[key]
 
-    def report(self, weights: Weights, passes: float) -> Repair:
-        """What was done, in so many passes."""
+    def report(self, weights: Weights, passes: float = 0.0) -> Repair:
+        """What was done, in so many passes beside those that the reference took."""
         reference = self.reference
         new = reference.weights.new_biases
         return Repair(
             weights.facts,
             reference.runner.examples,
             sum(len(mixed.rows) for mixed in reference.runner.mixtures),
-            round(passes),
+            round(reference.passes + passes),
             tuple(name for name in new if weights.by_module.get(name, (None, None))[1] is not None),
             (*reference.notes, *([weights.note] if weights.note else [])),
             weights.answers,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headprune.attention import Heads
-from headprune.reference.answers import by_batch, spread_out
+from headprune.reference.answers import DenseAnswers, by_batch, spread_out
 from headprune.reference.moments import FOLDS
 from headprune.reference.runner import Examples
 from headprune.repairing.weights import Weights
@@ -80,7 +80,7 @@ def halves(refit: Refit) -> list[Split]:
 def apart(refit: Refit) -> list[Split]:
     """Tried on the examples that the answers' step is not made from."""
     answers = refit.reference.answers
-    return [] if answers is None else [Split(answers.apart)]
+    return [Split(answers.apart)] if isinstance(answers, DenseAnswers) else []
 
 
 def on_fold(refit: Refit, weights: Weights, fold: int) -> Weights:

@@ -45,8 +45,8 @@ def fit(refit: Refit, drop: Heads, start: Weights) -> Weights | LeftOut:
     places = {p.name: (p, p.kept(drop)) for p in refit.reference.projections if p.name in start.by_module}
     if answers is None or not places:
         return LeftOut()
-    if answers.note:
-        return LeftOut(answers.note)
+    if isinstance(answers, str):
+        return LeftOut(answers)
     with torch.inference_mode(False):
         with refit.applied(start, drop):
             try:
