@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import re
 import shutil
 import signal
@@ -405,27 +406,88 @@ def test_others_work_is_never_mixed_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_half_written_checkpoints_are_left_out(tmp_path: Path) -> None:
+def test_a_save_that_is_cut_short_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense, pruned, train, choose = setting(4)
     whole = finetune(pruned, dense, train, choose)
+    original = torch.save
+
+    def cut_short(state: dict[str, Any], file: Any) -> None:
+        if state["step"] == 3:
+            file.write(b"half of it")
+            raise Interrupted
+        original(state, file)
+
+    monkeypatch.setattr(torch, "save", cut_short)
     with pytest.raises(Interrupted):
-        finetune(pruned, dense, train, choose, work=tmp_path, progress=stopping_at(4))
-    (older, newest) = sorted(tmp_path.glob("*/checkpoint-*"))
-    (newest / "trainer_state.json").unlink()  # Trainer writes it last
+        finetune(pruned, dense, train, choose, work=tmp_path)
+    monkeypatch.setattr(torch, "save", original)
     done = finetune(pruned, dense, train, choose, work=tmp_path)
-    assert done.resumed == int(older.name[-1])
+    assert done.resumed == 2
     assert fingerprint(done.model) == fingerprint(whole.model)
 
 
 @pytest.mark.usefixtures("eager")
-def test_damaged_weights_are_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[:-9], lambda _: b"", lambda _: pickle.dumps(print, protocol=2)]
+)
+def test_damaged_work_is_told(damage: Any, tmp_path: Path) -> None:
+    """Cut short, empty, or something that is no training's state and would run code."""
     dense, pruned, train, choose = setting(3)
     with pytest.raises(Interrupted):
         finetune(pruned, dense, train, choose, work=tmp_path, progress=stopping_at(2))
-    (file,) = tmp_path.glob("*/checkpoint-*/model.safetensors")
-    file.write_bytes(file.read_bytes()[:-9])
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(hp.HeadPruneError, match="--no-resume"):
         finetune(pruned, dense, train, choose, work=tmp_path)
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_best_weights_outlive_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second epoch is the best, and the training is interrupted in the third."""
+    dense, pruned, train, choose = setting(2)
+    losses = {0: 9.0, 2: 8.0, 4: 1.0, 6: 5.0, 8: 6.0}
+    best: list[str] = []
+    steps = iter([0, 2, 4, 0, 6, 8])
+
+    def fake(model: nn.Module, *_: Any) -> Measurement:
+        step = next(steps)
+        best.extend([fingerprint(model)] if step == 4 else [])
+        return Measurement({"loss": losses[step]}, np.zeros(0), np.zeros(0), np.zeros(0))
+
+    monkeypatch.setattr(room, "evaluate", fake)
+    options = FinetuneOptions(epochs=9)
+    with pytest.raises(Interrupted):
+        finetune(pruned, dense, train, choose, options, work=tmp_path, progress=stopping_at(6))
+    done = finetune(pruned, dense, train, choose, options, work=tmp_path)
+    assert (done.resumed, done.steps, done.best) == (5, 8, 4)
+    assert [fingerprint(done.model)] == best
+
+
+def test_training_does_what_transformers_trainer_does(tmp_path: Path) -> None:
+    """The same weights, without dropout: its optimizer, its schedule, its limit on gradients, its groups."""
+    _, pruned, train, _ = setting(4)
+    for module in pruned.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    options = FinetuneOptions(epochs=1, learning_rate=1e-3, weight_decay=0.1, mixture=Mixture(alpha=0.0))
+    done = finetune(pruned, None, train, train, options)
+    assert done.best == 4
+    order = room._Order(train, options)
+    arguments = tf.TrainingArguments(
+        output_dir=str(tmp_path), num_train_epochs=1, per_device_train_batch_size=1, learning_rate=1e-3, weight_decay=0.1,
+        optim="adamw_torch", warmup_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+
+    class Plain(tf.Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return [order[i] for i in range(4)]
+
+    model = copy.deepcopy(pruned)
+    Plain(model=model, args=arguments, train_dataset=train).train()
+    theirs = dict(model.named_parameters())
+    for name, mine in done.model.named_parameters():
+        if not name.endswith("key.bias"):  # its gradient is 0 but for rounding, of which AdamW makes whole steps
+            torch.testing.assert_close(mine, theirs[name], rtol=1e-4, atol=1e-6)
 
 
 # -- the data ---------------------------------------------------------------------------------
@@ -571,14 +633,14 @@ KILLED = """
 import os, signal
 import headprune.app.finetune as f
 f.SAVE_SECONDS, f._SAVE_SHARE = 0.0, float("inf")  # saves after every step
-original = f._Pace.on_step_end
+original = f._Training.save
 
-def stop(self, args, state, control, **more):
-    if state.global_step == 8:
+def stop(self):
+    if self.step == 8:
         os.kill(os.getpid(), signal.SIGKILL)
-    original(self, args, state, control, **more)
+    original(self)
 
-f._Pace.on_step_end = stop
+f._Training.save = stop
 from headprune.cli import main
 main()
 """
@@ -597,7 +659,7 @@ def test_sigkill(pruned_here: Path, processes: Processes) -> None:
     result = run(*command, "-o", "out", "--json")
     training = json.loads(result.stdout)["training"]
     assert training["resumed"] == 7
-    assert "Going on from step 7" in result.stderr
+    assert "Continuing from step 7" in result.stderr
     out, whole = (hp.load(pruned_here.parent / name) for name in ("out", "whole"))
     assert [p.shape for p in out.parameters()] == [p.shape for p in hp.load(pruned_here / "pruned-4").parameters()]
     assert fingerprint(out) == fingerprint(whole)
@@ -606,16 +668,16 @@ def test_sigkill(pruned_here: Path, processes: Processes) -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_control_c_then_no_resume(pruned_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = room._Pace.on_step_end
+    original = room._Training.save
 
-    def stop(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if state.global_step == 4:
+    def stop(self: Any) -> None:
+        if self.step == 4:
             raise KeyboardInterrupt
-        original(self, args, state, control, **more)
+        original(self)
 
-    monkeypatch.setattr(room._Pace, "on_step_end", stop)
+    monkeypatch.setattr(room._Training, "save", stop)
     assert "interrupted" in run("finetune", "run", code=130).stderr
-    monkeypatch.setattr(room._Pace, "on_step_end", original)
+    monkeypatch.setattr(room._Training, "save", original)
     assert (pruned_here / "pruned-4-finetuned" / ".unfinished" / "training").is_dir()
     result = run("finetune", "run", "--no-resume", "--json")
     assert json.loads(result.stdout)["training"]["resumed"] is None
