@@ -101,7 +101,7 @@ def test_killed_again_and_again(processes: Processes, tiny: Path, tmp_path: Path
     assert len(statuses) > 4
     assert set(statuses[:-1]) == {-KILL, 128 + TERM}
     stopped = next(d for d in done if d["status"] == 128 + TERM)
-    assert "the same command goes on there" in " ".join(stopped["stderr"].split())
+    assert "the same command continues there" in " ".join(stopped["stderr"].split())
     assert any("Going on with" in d["stderr"] for d in done)
     assert [p.name for p in (here / "reports").iterdir()] == ["m-1"]
     assert results_of(here / "reports" / "m-1") == undisturbed
@@ -184,7 +184,7 @@ def test_without_o_the_same_command_goes_on_and_another_goes_elsewhere(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("headprune.app.workflow.pruning.time_models", interrupt)
-        assert "m-1/.unfinished: the same command goes on there" in " ".join(run(*QUICK, code=130).stderr.split())
+        assert "m-1/.unfinished: the same command continues there" in " ".join(run(*QUICK, code=130).stderr.split())
         assert not (here / "reports" / "m-1" / "run.json").exists()
         run(*QUICK, "--no-repair", code=130)
     assert sorted(p.name for p in (here / "reports").iterdir()) == ["m-1", "m-2"]
@@ -435,5 +435,5 @@ def test_an_interruption_says_how_to_go_on(tmp_path: Path) -> None:
     with pytest.raises(Stopped) as stopped:
         work()
     assert stopped.value.status == 143
-    assert "the same command goes on there" in stopped.value.hint
+    assert "the same command continues there" in stopped.value.hint
     assert folder.left_by("k")
