@@ -98,13 +98,10 @@ class Lock:
         if self.path.resolve() in self.held:
             return False
         try:
-            file = os.open(self.path, os.O_RDWR)
+            with open(self.path, "r+b") as file:
+                return not _acquired(file.fileno())
         except OSError:
             return False
-        try:
-            return not _acquired(file)
-        finally:
-            os.close(file)
 
     def _opened(self, what: str) -> int | None:
         """The file, locked; None if its last holder has just removed it."""

@@ -1,4 +1,4 @@
-"""The loss that a pruned model is fine-tuned by: the labels', and how far it is from the dense model."""
+"""The loss for fine-tuning a pruned model: the loss on the labels, and the distance from the dense model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ class Mixture:
     """What the loss is made of.
 
     Attributes:
-        alpha: Weight of the dense model's answers against the labels: 1 uses no label, 0 no answers.
+        alpha: Weight of the dense model's answers, from 0 (labels only) to 1 (answers only).
         temperature: Both models' logits are divided by it. Above 1 the less likely classes count more.
         hidden_states: Whether the hidden states are compared too, with weight 1.
+
+    Raises:
+        HeadPruneError: A value out of its range.
     """
 
     alpha: float = 0.5
@@ -48,9 +51,9 @@ class DistillationLoss:
 
     ``alpha * T^2 * KL(teacher || student at T) + (1 - alpha) * loss on the labels + hidden states``: the answers as in
     Hinton et al. 2015 (arXiv:1503.02531, section 2), with `Divergence`; the hidden states as in Jiao et al. 2020
-    (TinyBERT, arXiv:1909.10351, equation 8). Pruning heads leaves their width as it is, so there is no matrix to learn,
-    and every layer is compared with its own. Their squared difference is divided by the mean square of the
-    teacher's: it is 1 where the student knows nothing, in a model of whatever scale.
+    (TinyBERT, arXiv:1909.10351, equation 8). Pruning heads does not change their width, so no matrix has to be learned,
+    and each layer is compared with the same layer of the teacher. The squared difference is divided by the mean square of
+    the teacher's hidden states, so that it does not depend on their scale; hidden states of zeros would have the loss 1.
 
     Args:
         student: A transformers model, or any module whose output has ``logits``.
@@ -68,10 +71,10 @@ class DistillationLoss:
         self._extra = {"output_hidden_states": True} if mixture.hidden_states else {}
 
     def prepare(self, batch: Mapping[str, Any]) -> None:
-        """Check on one batch that the models fit each other and the labels, and how these are compared. Comes first.
+        """Check with one batch that models and labels fit, and find out how labels are compared. Call this first.
 
         Raises:
-            HeadPruneError: No labels though alpha is below 1, other classes, other widths.
+            HeadPruneError: No labels although alpha is below 1; models with other classes or widths.
         """
         self.divergence.rows = find_rows(self.student, [batch], lambda b: tensors(call(self.student, self._inputs(b))))
         if self.mixture.alpha < 1:
@@ -83,12 +86,12 @@ class DistillationLoss:
             self(batch)
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
-        """Losses ``[batch]`` in nats, each the mean over its tokens; differentiable in the student's weights."""
+        """Losses ``[batch]`` in nats, each the mean over the example's tokens; differentiable by the student's weights."""
         inputs = self._inputs(batch)
         output = call(self.student, inputs, **self._extra)
         alpha, parts = self.mixture.alpha, []
         if alpha < 1:
-            # A loss of the model's own is one number for the batch.
+            # The model's own loss is one number for the batch.
             loss = output.loss if self.labels.own else self.labels.of_output(output, batch)
             parts.append((1 - alpha) * loss)
         if self.teacher is not None:
@@ -110,7 +113,7 @@ class DistillationLoss:
         return {k: v for k, v in batch.items() if self._keeps_labels or k not in LABELS}
 
     def _hidden(self, taught: Any, output: Any, batch: Mapping[str, Any]) -> Tensor:
-        """``[batch]``: relative squared difference of the hidden states, the mean over layers."""
+        """``[batch]``: relative squared differences of the hidden states, averaged over layers."""
         layers = []
         for known, now in zip(_hidden_states(taught), _hidden_states(output), strict=True):
             if known.shape != now.shape:

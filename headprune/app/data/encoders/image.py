@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headprune.app.data.encoders.base import CLASS_COLUMNS, Encoder, class_of
+from headprune.app.data.encoders.base import Encoder, class_of
 
 _IMAGE_COLUMNS = ("image", "img", "pixel_values", "picture")
 
@@ -16,7 +16,7 @@ _IMAGE_COLUMNS = ("image", "img", "pixel_values", "picture")
 class ImageClassification(Encoder):
     def setup(self) -> None:
         self.image = self.column("image", "--text-column", self.options.text_column, _IMAGE_COLUMNS)
-        self.label = self.column("label", "--label-column", self.options.label_column, CLASS_COLUMNS)
+        self.label = self.class_column()
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
         image = example[self.image]

@@ -12,7 +12,7 @@ from headprune.app.data.encoders.base import CLASS_COLUMNS, Encoder, class_of, p
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
 
-# Usual names, most telling first; a tuple is a pair of texts.
+# Usual names, the clearest first; a tuple is a pair of texts.
 _TEXT_COLUMNS: tuple[str | tuple[str, str], ...] = (
     ("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("text_a", "text_b"),
     ("question", "sentence"), ("question", "passage"), "text", "sentence", "content", "review", "tweet", "document",
@@ -62,7 +62,7 @@ class PerTokenEncoder(TextEncoder):
 class SequenceClassification(TextEncoder):
     def setup(self) -> None:
         super().setup()
-        self.label = self.column("label", "--label-column", self.options.label_column, CLASS_COLUMNS)
+        self.label = self.class_column()
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
         label = example[self.label]
@@ -74,7 +74,7 @@ class SequenceClassification(TextEncoder):
 class TokenClassification(PerTokenEncoder):
     def setup(self) -> None:
         super().setup()
-        self.label = self.column("label", "--label-column", self.options.label_column, CLASS_COLUMNS[::-1])
+        self.label = self.class_column(CLASS_COLUMNS[::-1])
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
         words, tags = example[self.text[0]], example[self.label]
