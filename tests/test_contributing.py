@@ -1,5 +1,6 @@
 """What CONTRIBUTING tells a newcomer works, as it is written there."""
 
+import ast
 import importlib
 import re
 import sys
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 
 import headprune as hp
+from headprune.budgets import BUDGETS
 from headprune.planning import STRATEGIES
 from headprune.scoring import METHODS
-from tests.zoo import bert, labelled
+from tests.support.zoo import bert, labelled
 
-ROOT = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 CODE = [
     textwrap.dedent(found)
     for found in re.findall(
@@ -53,10 +56,37 @@ def test_the_example_of_a_strategy_plans() -> None:
         STRATEGIES.update(before)
 
 
-@pytest.mark.parametrize(("room", "decorator"), [("scoring", "method"), ("planning", "strategy")])
+def test_the_example_of_a_budget_is_held() -> None:
+    before = dict(BUDGETS)
+    try:
+        exec(CODE[2], {"__name__": "example"})
+        assert set(BUDGETS) - set(before) == {"weights"}
+        model, example = bert()
+        batches = [labelled(model, example)]
+        scores = hp.score(model, batches, method="random")
+        (plan,) = hp.search(model, batches, budgets="weights 0.17MB", strategy="one-shot", scores=scores, repair=False)
+        hp.prune(model, plan, example)
+        assert 160_000 < sum(4 * p.numel() for p in model.parameters()) <= 170_000
+    finally:
+        BUDGETS.clear()
+        BUDGETS.update(before)
+
+
+@pytest.mark.parametrize(
+    ("room", "decorator"), [("scoring", "method"), ("planning", "strategy"), ("budgets", "budget")]
+)
 def test_every_file_that_registers_is_imported(room: str, decorator: str) -> None:
     importlib.import_module(f"headprune.{room}")
     files = [p for p in (ROOT / "headprune" / room).glob("*.py") if f"\n@{decorator}(" in p.read_text()]
     assert files
     for path in files:
         assert f"headprune.{room}.{path.stem}" in sys.modules
+
+
+def test_test_files_import_from_support_alone() -> None:
+    """What two test files need is in `tests/support/`, so that one can be changed, split or deleted without the other."""
+    for path in TESTS.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) and n.module for a in n.names]
+        names += [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+        assert not [n for n in names if n.startswith("tests") and not n.startswith("tests.support.")], path.name

@@ -24,9 +24,9 @@ from headprune.cli import app
 from headprune.errors import HeadPruneError, Stopped
 from headprune.jsonio import read_json
 from headprune.locks import BusyError, Lock
-from tests.conftest import common, sentences, tokenizer, write_jsonl
-from tests.interrupted import Processes
-from tests.zoo import randomise
+from tests.support.folders import common, sentences, tokenizer, write_jsonl
+from tests.support.interrupted import Processes
+from tests.support.zoo import randomise
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 

@@ -12,8 +12,8 @@ import headprune as hp
 from headprune.planning import STRATEGIES, Constraints, Search, arrange
 from headprune.planning.units import GROUPS, SLICES, addresses
 from headprune.trace import find_attention
-from tests.test_planning import any_scores, scores_of
-from tests.zoo import bert, labelled, llama
+from tests.support.plans import any_scores, scores_of
+from tests.support.zoo import bert, labelled, llama
 
 
 @given(any_scores(), st.sampled_from([GROUPS, SLICES]))

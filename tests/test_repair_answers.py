@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
@@ -14,22 +13,11 @@ from headprune.attention import Heads
 from headprune.repairing import Refit, Weights, answers, repair
 from headprune.repairing.answers import Answers, _basis, _directions, solved
 from headprune.repairing.coordinates import longest
-from tests import zoo
-from tests.problems import duplicated, small
-from tests.test_repair import close, made, same, state
+from tests.support.checks import same, state
+from tests.support.problems import duplicated, small
+from tests.support.repairs import classifier, close, made
 
 DROP: Heads = {"bert.encoder.layer.0.attention.self": [1], "bert.encoder.layer.1.attention.self": [0, 2]}
-
-
-def classifier(
-    classes: int = 3, problem: str | None = None, heads: int = 3
-) -> tuple[nn.Module, list[dict[str, Tensor]]]:
-    config = tf.BertConfig(
-        vocab_size=100, hidden_size=8 * heads, num_attention_heads=heads, num_hidden_layers=2, intermediate_size=32,
-        pad_token_id=0, num_labels=classes, problem_type=problem,
-    )  # fmt: skip
-    model = zoo.randomise(tf.BertForSequenceClassification(config)).double()
-    return model, [zoo.text(rows, 7, seed=rows) for rows in (12, 6, 9, 5)]
 
 
 def refit_of(model: nn.Module, batches: Sequence[Any], mixtures: bool = False) -> Refit:

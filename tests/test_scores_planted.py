@@ -10,8 +10,8 @@ from torch import nn
 import headprune as hp
 from headprune.scoring import METHODS, Settings, method
 from headprune.scoring.base import Estimate
-from tests.test_scores import scaled, split
-from tests.zoo import ZOO, bert, gpt2, labelled, llama, text
+from tests.support.problems import scaled, split
+from tests.support.zoo import ZOO, bert, gpt2, labelled, llama, text
 
 SIGNED = ["ablation", "mean-ablation", "integrated-gradients", "shapley"]
 

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.scoring.maps import attention_maps
-from tests.problems import error_of
-from tests.test_scores import TokensFirst, output_weight, scaled, split
-from tests.test_textbook import made
-from tests.test_trace import hooks
-from tests.textbook import Classifier, D2LMultiHead, MinGPT
-from tests.zoo import ZOO, TorchEncoder, bert, gpt2, labelled, llama, randomise, text
+from tests.support.checks import hooks
+from tests.support.problems import TokensFirst, error_of, output_weight, scaled, split
+from tests.support.textbook import Classifier, D2LMultiHead, MinGPT, made
+from tests.support.zoo import ZOO, TorchEncoder, bert, gpt2, labelled, llama, randomise, text
 
 FAMILIES = ["bert", "gpt2", "llama", "vit", "t5"]
 STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
