@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from torch import nn
 
 import headprune as hp
