@@ -96,33 +96,33 @@ class DistillationLoss:
             parts.append((1 - alpha) * loss)
         if self.teacher is not None:
             with torch.no_grad():
-                taught = call(self.teacher, inputs, **self._extra)
+                answer = call(self.teacher, inputs, **self._extra)
             if alpha > 0:
-                known, now = logits_of(taught, batch), logits_of(output, batch)
-                if known.shape != now.shape:
+                theirs, ours = logits_of(answer, batch), logits_of(output, batch)
+                if theirs.shape != ours.shape:
                     raise HeadPruneError(
-                        f"The dense model's logits are {tuple(known.shape)}, the pruned one's {tuple(now.shape)}.",
+                        f"The dense model's logits are {tuple(theirs.shape)}, the pruned one's {tuple(ours.shape)}.",
                         "Use the dense model that the pruned one was made from.",
                     )
-                parts.append(alpha * self.divergence.between(known, now, batch))
+                parts.append(alpha * self.divergence.between(theirs, ours, batch))
             if self.mixture.hidden_states:
-                parts.append(self._hidden(taught, output, batch))
+                parts.append(self._hidden(answer, output, batch))
         return sum(parts[1:], start=parts[0])
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in batch.items() if self._keeps_labels or k not in LABELS}
 
-    def _hidden(self, taught: Any, output: Any, batch: Mapping[str, Any]) -> Tensor:
+    def _hidden(self, answer: Any, output: Any, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``: relative squared differences of the hidden states, averaged over layers."""
         layers = []
-        for known, now in zip(_hidden_states(taught), _hidden_states(output), strict=True):
-            if known.shape != now.shape:
+        for theirs, ours in zip(_hidden_states(answer), _hidden_states(output), strict=True):
+            if theirs.shape != ours.shape:
                 raise HeadPruneError(
-                    f"A hidden state is {tuple(known.shape)} in the dense model and {tuple(now.shape)} in the pruned one.",
+                    f"A hidden state is {tuple(theirs.shape)} in the dense model and {tuple(ours.shape)} in the pruned one.",
                     "Use the dense model that the pruned one was made from, or leave hidden states out.",
                 )
-            apart, size = (x.float().square().flatten(2).mean(-1) for x in (now - known, known))
-            layers.append(self.divergence.mean(apart, batch) / self.divergence.mean(size, batch).clamp(min=1e-12))
+            difference, size = (x.float().square().flatten(2).mean(-1) for x in (ours - theirs, theirs))
+            layers.append(self.divergence.mean(difference, batch) / self.divergence.mean(size, batch).clamp(min=1e-12))
         return torch.stack(layers).mean(dim=0)
 
 
