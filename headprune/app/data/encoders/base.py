@@ -48,15 +48,10 @@ class Encoder:
         return {k: v for k, v in feature.items() if k not in LABELS}
 
     def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """A padded batch."""
-        return dict(self.collator(features))
-
-    @cached_property
-    def collator(self) -> Callable[[list[dict[str, Any]]], Mapping[str, Tensor]]:
-        """What makes a batch: here it pads inputs to the longest; each example has one label, or one row of labels."""
+        """A batch: inputs are padded to the longest; each example has one label, or one row of labels."""
         from transformers import DataCollatorWithPadding
 
-        return DataCollatorWithPadding(self.processor)  # type: ignore[no-any-return]
+        return dict(DataCollatorWithPadding(self.processor)(features))
 
     def column(self, what: str, flag: str, given: str | None, usual: Sequence[str]) -> str:
         """The column that the user named, or the first with a usual name.

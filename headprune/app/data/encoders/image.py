@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -25,8 +24,7 @@ class ImageClassification(Encoder):
         pixels = self.processor(images=image, return_tensors="pt")["pixel_values"][0]
         return {"pixel_values": pixels, "labels": class_of(example[self.label], self.config)}
 
-    @cached_property
-    def collator(self) -> Callable[[list[dict[str, Any]]], Mapping[str, Tensor]]:
+    def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
         from transformers import default_data_collator
 
-        return default_data_collator  # type: ignore[no-any-return]
+        return dict(default_data_collator(features))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -52,11 +52,10 @@ class TextEncoder(Encoder):
 class PerTokenEncoder(TextEncoder):
     """A label for every token."""
 
-    @cached_property
-    def collator(self) -> Callable[[list[dict[str, Any]]], Mapping[str, Tensor]]:
+    def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
         from transformers import DataCollatorForTokenClassification
 
-        return DataCollatorForTokenClassification(self.processor, label_pad_token_id=IGNORED)  # type: ignore[no-any-return]
+        return dict(DataCollatorForTokenClassification(self.processor, label_pad_token_id=IGNORED)(features))
 
 
 class SequenceClassification(TextEncoder):
