@@ -176,14 +176,7 @@ def stopping_at(step: int) -> Any:
     return progress
 
 
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint at every step."""
-    monkeypatch.setattr(room, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(room, "_SAVE_SHARE", float("inf"))
-
-
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("saved_every_step")
 @pytest.mark.parametrize("stops", [[1], [3], [4, 5], [2, 6, 8]])
 def test_an_interrupted_training_gives_what_a_whole_one_gives(stops: list[int], tmp_path: Path) -> None:
     """Within an epoch, at its end, several times, at the very end; dropout is on."""
@@ -203,7 +196,7 @@ def test_an_interrupted_training_gives_what_a_whole_one_gives(stops: list[int], 
         assert f"from step {stops[-1] - 1}" in said[0]
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("saved_every_step")
 def test_others_work_is_never_mixed_in(tmp_path: Path) -> None:
     dense, pruned, train, choose = setting(3)
     options = FinetuneOptions(epochs=1, learning_rate=1e-3)
@@ -228,7 +221,7 @@ def test_others_work_is_never_mixed_in(tmp_path: Path) -> None:
     assert finetune(pruned, dense, train, choose, options, work=tmp_path).resumed == 1
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("saved_every_step")
 def test_a_save_that_is_cut_short_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense, pruned, train, choose = setting(4)
     whole = finetune(pruned, dense, train, choose)
@@ -249,7 +242,7 @@ def test_a_save_that_is_cut_short_leaves_the_one_before(tmp_path: Path, monkeypa
     assert fingerprint(done.model) == fingerprint(whole.model)
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("saved_every_step")
 @pytest.mark.parametrize(
     "damage", [lambda content: content[:-9], lambda _: b"", lambda _: pickle.dumps(print, protocol=2)]
 )
@@ -264,7 +257,7 @@ def test_damaged_work_is_told(damage: Any, tmp_path: Path) -> None:
         finetune(pruned, dense, train, choose, work=tmp_path)
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("saved_every_step")
 def test_the_best_weights_outlive_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second epoch is the best, and the training is interrupted in the third."""
     dense, pruned, train, choose = setting(2)

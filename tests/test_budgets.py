@@ -3,17 +3,17 @@
 import copy
 import math
 from dataclasses import asdict, replace
+from decimal import Decimal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import headprune as hp
 from headprune import latency
 from headprune.attention import AttentionLayer
 from headprune.budgets import BUDGETS, Budget, Fit, Reading, budget_of
-from headprune.budgets.counted import Parameters
 from headprune.budgets.drop import Drop
 from headprune.budgets.kv_cache import kv_cache_bytes
 from headprune.budgets.latency import Latency
@@ -182,10 +182,28 @@ def test_budgets_of_two_kinds_differ() -> None:
         budget_of("weight 80%")
 
 
-@pytest.mark.parametrize("amount", [0.000123456, 0.9, 1, 12.3456, 123456789, 1e12])
-def test_the_nearest_budget_is_rounded_up(amount: float) -> None:
-    for budget in (Parameters("1", 1.0), Parameters("1%", 0.01, True)):
-        assert budget_of(budget.at_least(amount)).amount >= amount * (1 - 1e-9)
+@given(st.sampled_from([kind for kind in BUDGETS if kind != "keep"]), st.floats(1e-6, 1e12), st.booleans())
+def test_the_nearest_budget_that_is_named_can_be_met(kind: str, amount: float, relative: bool) -> None:
+    """A hint that is typed as it stands holds what was measured, and asks for at most a hundredth more."""
+    asked = BUDGETS[kind].parse("80%" if relative else "1")
+    hinted = budget_of(asked.at_least(amount))
+    assert amount <= hinted.amount <= amount * 1.01
+    assert hinted.relative == asked.relative
+
+
+@given(
+    st.sampled_from(sorted(BUDGETS)), st.decimals(1, 10**6, places=3), st.sampled_from(["", " "]), st.sampled_from(["%", "k", "m", "s", ""])
+)  # fmt: skip
+def test_any_budget_is_read_back_from_its_text(kind: str, number: Decimal, gap: str, suffix: str) -> None:
+    """As plans, documents and reports hold it."""
+    try:
+        budget = BUDGETS[kind].parse(f"{number}{gap}{suffix}")
+    except hp.HeadPruneError:
+        assume(False)
+    assert budget_of(str(budget)) == budget
+    assert (
+        Budget.from_json({"asked": str(budget), **budget.to_json()}) == budget or kind == "keep"
+    )  # whose amount is NaN
 
 
 @pytest.mark.parametrize("kind", ["params", "flops"])
