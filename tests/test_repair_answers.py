@@ -68,9 +68,11 @@ def by_hand(
 
 
 def ridge(lacking: Sequence[Tensor], gradients: Sequence[Tensor], strength: float) -> Tensor:
-    """The change of weights, solved for in their own space."""
+    """The change of weights, solved for in their own space: in the part of it that some gradient reaches (the rest stays)."""
     j, r = torch.cat(list(gradients)), torch.cat(list(lacking))
-    return torch.linalg.solve(j.T @ j + strength * torch.eye(j.shape[1], dtype=j.dtype), j.T @ r)
+    basis, _ = torch.linalg.qr(j.T)
+    j = j @ basis
+    return basis @ torch.linalg.solve(j.T @ j + strength * torch.eye(j.shape[1], dtype=j.dtype), j.T @ r)
 
 
 @pytest.mark.parametrize(("classes", "problem"), [(2, None), (4, None), (3, "multi_label_classification"), (1, None)])
