@@ -4,20 +4,7 @@ torch is imported where plans are measured, not here: the command line makes its
 """
 
 # These register their kinds; `headprune prune --help` lists them in this order.
-from headprune.budgets import keep  # isort: skip
-from headprune.budgets import latency, counted, kv_cache, drop  # isort: skip
+from headprune.budgets import keep, latency, counted, kv_cache, drop  # isort: skip  # noqa: F401
 from headprune.budgets.base import BUDGETS, Budget, Fit, Reading, budget_of, kind_named
 
-__all__ = [
-    "BUDGETS",
-    "Budget",
-    "Fit",
-    "Reading",
-    "budget_of",
-    "counted",
-    "drop",
-    "keep",
-    "kind_named",
-    "kv_cache",
-    "latency",
-]
+__all__ = ["BUDGETS", "Budget", "Fit", "Reading", "budget_of", "kind_named"]

@@ -24,7 +24,7 @@ RANDOM_DRAWS = 3
 
 @dataclass(frozen=True)
 class Goal:
-    """What `headprune prune` is asked for: budgets of one kind, or a plan.
+    """What `headprune prune` is asked for: budgets, or a plan.
 
     Attributes:
         strategy: A name of `headprune.planning.STRATEGIES`.
