@@ -259,22 +259,24 @@ def forget_compiled() -> None:
         torch.compiler.reset()
 
 
+Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""(name of a module, its method) to what is called in the method's place."""
+
+
 @contextmanager
-def wrapped(
-    modules: Mapping[str, nn.Module], around: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Put something around the calls of modules, hooks included."""
-    changed: list[nn.Module] = []
+def wrapped(modules: Mapping[str, nn.Module], around: Around, method: str = "_call_impl") -> Iterator[None]:
+    """Wrap a method of modules while the context lasts: by default the call with its hooks, or ``"forward"`` inside them."""
+    before: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
     try:
         for name, module in modules.items():
-            if "_call_impl" in module.__dict__:
-                continue  # one module under two names
-            module.__dict__["_call_impl"] = around(name, module._call_impl)
-            changed.append(module)
+            if id(module) not in before:  # one module may have two names
+                before[id(module)] = module, {k: v for k, v in vars(module).items() if k == method}
+                module.__dict__[method] = around(name, getattr(module, method))
         yield
     finally:
-        for module in changed:
-            del module.__dict__["_call_impl"]
+        for module, own in before.values():
+            del module.__dict__[method]
+            module.__dict__.update(own)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from headprune.scoring.base import Estimate, Problem, method
 from headprune.scoring.gradient import frozen, separate
 
 _STEPS, _EPOCHS = 200, 2  # the larger of the two
+_NO_ERROR = "none from one training run of the gates"
 _PART = 25  # steps between states that are stored
 _RATE, _MEAN, _SQUARE = 0.1, 0.9, 0.98  # Adam's, with one second moment for all heads
 _FASTEST = 1.0  # change of a parameter in a step
@@ -59,7 +59,7 @@ def l0(problem: Problem) -> Estimate:
         return change * (excess - speed * change @ slope) / (speed * change @ change).clamp(min=1e-30)
 
     odds, steps = _train(problem, "l0", _OPEN, draw, penalty)
-    return _estimate(problem, odds, steps=steps, open=odds.sigmoid().sum().item())
+    return Estimate.without_error(odds, _NO_ERROR, problem.examples, steps=steps, open=odds.sigmoid().sum().item())
 
 
 @method("dsp", unit="log weight of the head in the draw of those that stay")
@@ -79,7 +79,7 @@ def dsp(problem: Problem) -> Estimate:
         return torch.zeros_like(keys).scatter(1, keys.topk(keep).indices, 1.0) + (soft - soft.detach())
 
     weights, steps = _train(problem, "dsp", 0.0, draw, lambda weights, slope, speed, done: torch.zeros_like(slope))
-    return _estimate(problem, weights, steps=steps, keep=keep)
+    return Estimate.without_error(weights, _NO_ERROR, problem.examples, steps=steps, keep=keep)
 
 
 def _keep(problem: Problem) -> int:
@@ -150,8 +150,3 @@ def _train(problem: Problem, name: str, start: float, draw: Draw, penalty: Penal
         for first in range(0, steps, _PART):
             state = problem.store.get(f"{name}-{first}", partial(part, state, first))
     return state[0], steps
-
-
-def _estimate(problem: Problem, values: Tensor, **details: Any) -> Estimate:
-    why = {"stderr": "none from one training run of the gates"}
-    return Estimate(values, torch.full_like(values, float("nan")), problem.examples, {**why, **details})
