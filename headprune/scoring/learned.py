@@ -83,13 +83,13 @@ def dsp(problem: Problem) -> Estimate:
 
 
 def _keep(problem: Problem) -> int:
-    """How many heads to aim at: within 1 and all, half of them by default."""
+    """How many heads to aim at: at least 1 and at most all, half of them by default."""
     keep = problem.heads // 2 if problem.settings.keep is None else problem.settings.keep
     return min(max(keep, 1), problem.heads)
 
 
 def _relaxed(keys: Tensor, keep: int, temperature: float) -> Tensor:
-    """A softened 0/1 vector of the ``keep`` largest keys: ``keep`` softmaxes, each without what the last ones took."""
+    """A softened 0/1 vector of the ``keep`` largest keys: ``keep`` softmaxes, each without what the earlier ones chose."""
     total = torch.zeros_like(keys)
     for _ in range(keep):
         taken = (keys / temperature).softmax(dim=-1)
@@ -98,16 +98,16 @@ def _relaxed(keys: Tensor, keep: int, temperature: float) -> Tensor:
 
 
 def _train(problem: Problem, name: str, start: float, draw: Draw, penalty: Penalty) -> tuple[Tensor, int]:
-    """Momentum on one parameter per head, with one step size for all: a head moves as far as it matters.
+    """Adam on one parameter per head, with one step size for all heads: a head moves as far as it matters.
 
     Args:
-        problem: Whose losses are to fall.
-        name: Begins the keys of what is stored.
-        start: The parameters to begin with.
-        draw: Gates ``[size, heads]`` for parameters, size, generator, and the share of steps done. The generator
-            comes from the seed and the step alone, so that a resumed training is the same to the bit.
-        penalty: What to add to the loss's gradient, for parameters, gradient, the step size, and the share of steps
-            done: parameters are about to move by ``-speed * (slope + penalty)``.
+        problem: Its losses are minimised.
+        name: Prefix of the keys in the store.
+        start: The first value of all parameters.
+        draw: (parameters, size, generator, share of steps done) to gates ``[size, heads]``. The generator only depends on
+            the seed and the step, so a resumed training gives exactly the same result.
+        penalty: (parameters, gradient of the loss, step size, share of steps done) to what is added to that gradient: the
+            parameters then move by ``-speed * (slope + penalty)``.
 
     Returns:
         Parameters ``[heads]``, and the number of steps.
