@@ -15,10 +15,10 @@ from headprune.reference.answers import _basis
 from headprune.repairing import Refit, Weights, repair
 from headprune.repairing.coordinates import longest
 from headprune.repairing.steps import logits
-from headprune.repairing.steps.logits import _directions, _system, solved
+from headprune.repairing.steps.logits import _directions, solved
 from tests.support.checks import same, state
 from tests.support.problems import duplicated, small
-from tests.support.repairs import all_answers, classifier, close, fit_logits, made, refit_of
+from tests.support.repairs import classifier, close, fit_logits, made, refit_of
 
 DROP: Heads = {"bert.encoder.layer.0.attention.self": [1], "bert.encoder.layer.1.attention.self": [0, 2]}
 
@@ -71,9 +71,11 @@ def by_hand(
 
 
 def ridge(lacking: Sequence[Tensor], gradients: Sequence[Tensor], strength: float) -> Tensor:
-    """The change of weights, solved for in their own space."""
+    """The change of weights, solved for in their own space: in the part of it that some gradient reaches (the rest stays)."""
     j, r = torch.cat(list(gradients)), torch.cat(list(lacking))
-    return torch.linalg.solve(j.T @ j + strength * torch.eye(j.shape[1], dtype=j.dtype), j.T @ r)
+    basis, _ = torch.linalg.qr(j.T)
+    j = j @ basis
+    return basis @ torch.linalg.solve(j.T @ j + strength * torch.eye(j.shape[1], dtype=j.dtype), j.T @ r)
 
 
 @pytest.mark.parametrize(("classes", "problem"), [(2, None), (4, None), (3, "multi_label_classification"), (1, None)])
@@ -363,7 +365,6 @@ def test_with_some_directions_the_step_is_still_towards_the_answers(some: int, m
     monkeypatch.setattr(answers, "MOST_ROWS", 64)  # there are 32 examples
     refit = found_refit(model, batches)
     plain, found = refit.fitted(DROP), fit_logits(refit, DROP)
-    assert all_answers(refit).count == 2
     assert found.answers is not None
     with torch.no_grad():
         dense = torch.cat([model(**b).logits for b in batches])
@@ -375,16 +376,6 @@ def test_with_some_directions_the_step_is_still_towards_the_answers(some: int, m
     # What is said of it is of all classes, all the same.
     assert gaps == pytest.approx([found.answers.before, found.answers.after], rel=1e-6)
     assert gaps[1] < gaps[0]
-
-
-def test_how_far_answers_are_off_does_not_depend_on_the_directions(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batches = classifier(6)
-    monkeypatch.setattr(answers, "MOST_ROWS", 48)  # one direction for each of 32 examples
-    refit = found_refit(model, batches)
-    seen, places = all_answers(refit), {p.name: (p, p.kept(DROP)) for p in refit.reference.projections}
-    assert seen.count == 1
-    with hp.mask(model, DROP, layers=refit.reference.layers):
-        assert _system(seen, places)[0] == pytest.approx(seen.distance(), rel=1e-9)
 
 
 def test_few_coordinates_come_near_the_whole_step_as_they_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,9 +397,9 @@ def test_many_examples_are_seen_in_part(monkeypatch: pytest.MonkeyPatch) -> None
     model, batches = classifier(3)
     monkeypatch.setattr(answers, "MOST_ROWS", 24)
     refit = found_refit(model, batches)
-    assert 0 < all_answers(refit).examples <= 24
     found = fit_logits(refit, DROP)
-    assert found.answers is None or found.answers.examples <= 24
+    assert found.answers is not None
+    assert 0 < found.answers.examples <= 24
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
