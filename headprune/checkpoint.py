@@ -12,8 +12,7 @@ import copy
 import importlib
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -264,15 +263,9 @@ def _configs(config: Any) -> list[Any]:
     return [config, *(c for sub in below if sub is not None for c in _configs(sub))]
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Only one process writes a folder at a time: so half-written files in it are left from one that was killed."""
-    lock = Lock(path.with_name(f".{path.name}.lock"))
-    lock.take(f"The folder {path}", "headprune.save")
-    try:
-        yield
-    finally:
-        lock.free()
+def _locked(path: Path) -> AbstractContextManager[None]:
+    """One process at a time writes a folder, so half-written files in it are left from a process that was killed."""
+    return Lock(path.with_name(f".{path.name}.lock")).holding(f"The folder {path}", "headprune.save")
 
 
 def _old(path: Path) -> Path:

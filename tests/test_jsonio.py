@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import headprune as hp
 from headprune.app.runs import RunFolder
 from headprune.jsonio import dumps, loads, read_json, write_json, write_text
-from tests.test_cli import run
+from tests.support.commands import run
 
 FLOATS = st.floats() | st.floats().map(np.float64)
 VALUES = st.recursive(

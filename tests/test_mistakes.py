@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headprune.cli import app
-from tests.conftest import sentences, write_jsonl
+from tests.support.folders import sentences, write_jsonl
 
 runner = CliRunner()
 

@@ -15,8 +15,8 @@ from headprune.planning.effort import EFFORTS, Effort, flops_of_pass, spread
 from headprune.planning.search import work_of
 from headprune.planning.units import Unit
 from headprune.repairing import Refit
-from tests.problems import small
-from tests.zoo import labelled, randomise, text
+from tests.support.problems import small
+from tests.support.zoo import labelled, randomise, text
 
 
 def searched(effort: Effort = EFFORTS["normal"]) -> Search:

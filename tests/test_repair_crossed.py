@@ -10,10 +10,10 @@ import headprune as hp
 from headprune.repairing import Refit, repair
 from headprune.repairing.crossed import blocks, crossed
 from headprune.rows import Rows
-from tests import zoo
-from tests.problems import small
-from tests.test_repair import made, state
-from tests.test_repair_answers import classifier
+from tests.support import zoo
+from tests.support.checks import state
+from tests.support.problems import small
+from tests.support.repairs import classifier, made
 
 PLACES = 12
 

@@ -15,8 +15,8 @@ from headprune.repairing import held_out as room
 from headprune.repairing.held_out import better
 from headprune.repairing.runner import Runner
 from headprune.repairing.weights import Trial
-from tests.problems import duplicated, small
-from tests.test_repair import state
+from tests.support.checks import state
+from tests.support.problems import duplicated, small
 
 WORDS, LENGTH = 12, 10
 

@@ -19,8 +19,8 @@ from headprune.repairing import Refit
 from headprune.rows import Rows, by_names, find_rows
 from headprune.scoring import METHODS, Settings
 from headprune.scoring.gradient import separate
-from tests.problems import problem
-from tests.zoo import randomise, text
+from tests.support.problems import problem
+from tests.support.zoo import randomise, text
 
 HEADS, WIDTH, CLASSES = 2, 8, 3
 

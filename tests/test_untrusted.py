@@ -167,7 +167,7 @@ def test_attention_kernels_from_the_hub_are_code(file: str, checkpoint: Path, mo
 
 @pytest.mark.parametrize("name", ["pipeline", "AutoModel", "BertModel", "nothing"])
 def test_an_image_processor_is_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.zoo import vit
+    from tests.support.zoo import vit
 
     def no_torchvision(*_: object, **__: object) -> None:
         raise ImportError("torchvision")

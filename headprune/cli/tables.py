@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headprune.app.console import Console
     from headprune.app.runs import RunFolder
-    from headprune.planning.budgets import Fit
+    from headprune.budgets import Fit
     from headprune.scoring import HeadScores
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headprune.budgets import kind_named
 from headprune.scoring.agreement import Agreement
 from headprune.scoring.base import HeadScores
 from headprune.uncertainty import FEW
@@ -159,9 +160,9 @@ def notes_in_common(budgets: Sequence[Mapping[str, Any]]) -> list[str]:
     return [n for n in budgets[0]["notes"] if len(budgets) > 1 and all(n in b["notes"] for b in budgets)]
 
 
-def asks_for_drop(budgets: Sequence[Mapping[str, Any]]) -> bool:
+def limits_metric(budgets: Sequence[Mapping[str, Any]]) -> bool:
     """Whether what was asked for is a bound on what is lost, so that fewer heads are better."""
-    return any(b.get("budget", {}).get("kind") == "drop" for b in budgets)
+    return any("kind" in b.get("budget", {}) and kind_named(b["budget"]["kind"]).by_metric for b in budgets)
 
 
 def changed_weights(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-COSTS = {"latency": "latency", "flops": "FLOPs", "params": "parameters", "kv-cache": "key/value cache"}
+from headprune.budgets import Budget, Reading
 
 
 def value(number: float, metric: str) -> str:
@@ -38,11 +38,12 @@ def flops(count: int) -> str:
     return f"{count:,}"
 
 
-def cost(number: float, budget: Mapping[str, Any]) -> str:
-    """An amount of what a budget limits, in its unit."""
-    if budget["relative"]:
-        return f"{100 * number:.3g} %"
-    return f"{number:.4g} ms" if budget["kind"] == "latency" else f"{number:,.0f} {budget['unit']}"
+def measured(pruned: Mapping[str, Any]) -> str:
+    """What a budget asked for, and what its model was measured to cost."""
+    asked = pruned["budget"]
+    reading = Reading(asked["measured"], asked["low"], asked["high"])
+    where = f" at {shape(asked)}, on a fresh measurement" if "batch" in asked else ""
+    return Budget.from_json(asked).result(pruned["kept"], reading, where)
 
 
 def ridge(strength: float) -> str:

@@ -25,12 +25,12 @@ from headprune.app.workflow.stages import Stages, publish, stages_of
 from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, trade_off, trials_of
 from headprune.app.workflow.timing import budget_input, time_models
 from headprune.attention import Heads
+from headprune.budgets import Fit, Reading
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Change, Measurement, compare, evaluate, interval
 from headprune.fingerprint import fingerprint
 from headprune.jsonio import dumps, write_json
 from headprune.planning import Order
-from headprune.planning.budgets import Fit, Reading
 from headprune.plans import PruningPlan
 from headprune.scoring import HeadScores, save_scores
 from headprune.searching import candidates, orders_of
@@ -206,7 +206,7 @@ def _kept_fits(
         fits = [to_json(fit) for fit in make()]
         return {"fits": fits, "compared": trials.compared}
 
-    timed = any(budget.kind == "latency" for budget in goal.budgets)
+    timed = any(budget.timed for budget in goal.budgets)
     found = stages.get(f"fits {environment}" if timed else "fits", made, dict)
     trials.compared = found["compared"]
     return [read(data) for data in found["fits"]]
@@ -351,7 +351,7 @@ def _make(run: _Run, chosen: PruningPlan, path: Path) -> dict[str, Any]:
 
 def _trained(run: _Run, pruned: nn.Module, asked: int) -> tuple[nn.Module, dict[str, Any]]:
     """The fine-tuned model, and what a report says of it."""
-    from headprune.app.finetune import FinetuneOptions, finetune  # Trainer takes seconds to import
+    from headprune.app.finetune import FinetuneOptions, finetune
 
     scene, console = run.scene, run.console
     before = evaluate(pruned, scene.parts.report.batches())
@@ -372,9 +372,8 @@ def _budget(scene: Scene, fitted: Fit) -> dict[str, Any]:
     budget, reading = fitted.budget, fitted.reading
     told: dict[str, Any] = {"asked": fitted.plan.budget}
     if budget is not None and reading is not None:
-        told |= {"kind": budget.kind, "limit": budget.amount, "relative": budget.relative, "unit": budget.unit}
-        told |= {"measured": reading.value, "low": reading.low, "high": reading.high}
-        if budget.kind == "latency":
+        told |= {**budget.to_json(), "measured": reading.value, "low": reading.low, "high": reading.high}
+        if budget.timed:
             told["batch"], told["length"] = latency.example_shape(budget_input(scene))
     return told
 

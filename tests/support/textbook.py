@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tests.support.zoo import randomise
 
 
 class LinearNames(nn.Module):
@@ -214,3 +218,29 @@ class MinGPT(nn.Module):
             x = x + block["mlp"](block["ln_2"](x))
         logits: Tensor = self.lm_head(self.ln_f(x))
         return logits
+
+
+def hidden(width: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(3, 6, width, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(length: int, seed: int) -> torch.Tensor:
+    ids = torch.randint(1, 30, (3, length), generator=torch.Generator().manual_seed(seed))
+    ids[1, -2:] = 0
+    return ids
+
+
+CLASSES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "linear names": lambda: (Classifier(LinearNames(), LinearNames(), 32, 3), hidden(32)),
+    "d2l": lambda: (Classifier(D2LMultiHead(), D2LMultiHead(bias=True), 32, 3), (hidden(32), torch.tensor([4, 6, 2]))),
+    "d2l without lengths": lambda: (Classifier(D2LMultiHead(), D2LMultiHead(), 32, 3), hidden(32)),
+    "mingpt": lambda: (MinGPT(), tokens(8, 3)),
+    "encoder-decoder": lambda: (EncoderDecoder(), (tokens(7, 0), tokens(5, 1))),
+    "bert, two reshapes": lambda: (Classifier(BertSelfAttention(2), BertSelfAttention(2), 768, 1), hidden(768)),
+    "bert, one reshape": lambda: (Classifier(BertSelfAttention(1), BertSelfAttention(1), 768, 1), hidden(768)),
+}
+
+
+def made(name: str) -> tuple[nn.Module, Any]:
+    model, example = CLASSES[name]()
+    return randomise(model), example

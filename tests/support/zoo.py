@@ -36,7 +36,7 @@ def text(rows: int = 3, length: int = 9, seed: int = 1, decoder: int = 0) -> dic
     return batch
 
 
-def _common(attention: str, **more: Any) -> dict[str, Any]:
+def sizes(attention: str, **more: Any) -> dict[str, Any]:
     return {
         "vocab_size": 100, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3,
         "intermediate_size": 48, "attn_implementation": attention, "pad_token_id": 0, **more,
@@ -44,11 +44,11 @@ def _common(attention: str, **more: Any) -> dict[str, Any]:
 
 
 def bert(attention: str = "sdpa") -> Made:
-    return randomise(tf.BertForSequenceClassification(tf.BertConfig(**_common(attention)))), text()
+    return randomise(tf.BertForSequenceClassification(tf.BertConfig(**sizes(attention)))), text()
 
 
 def roberta(attention: str = "sdpa") -> Made:
-    config = tf.RobertaConfig(**_common(attention, max_position_embeddings=40))
+    config = tf.RobertaConfig(**sizes(attention, max_position_embeddings=40))
     return randomise(tf.RobertaForSequenceClassification(config)), text()
 
 
@@ -60,7 +60,7 @@ def distilbert(attention: str = "sdpa") -> Made:
 
 
 def electra(attention: str = "sdpa") -> Made:
-    config = tf.ElectraConfig(**_common(attention, embedding_size=16))
+    config = tf.ElectraConfig(**sizes(attention, embedding_size=16))
     return randomise(tf.ElectraForSequenceClassification(config)), text()
 
 
@@ -73,13 +73,13 @@ def gpt2(attention: str = "sdpa") -> Made:
 
 def llama(attention: str = "sdpa") -> Made:
     config = tf.LlamaConfig(
-        **_common(attention, hidden_size=48, num_attention_heads=6, num_key_value_heads=3, head_dim=8)
+        **sizes(attention, hidden_size=48, num_attention_heads=6, num_key_value_heads=3, head_dim=8)
     )
     return randomise(tf.LlamaForCausalLM(config)), text()
 
 
 def qwen3(attention: str = "sdpa") -> Made:
-    config = tf.Qwen3Config(**_common(attention, num_key_value_heads=2, head_dim=16))
+    config = tf.Qwen3Config(**sizes(attention, num_key_value_heads=2, head_dim=16))
     return randomise(tf.Qwen3ForCausalLM(config)), text()
 
 

@@ -1,6 +1,6 @@
 """Runs headprune's commands in processes of their own, and stops them where a test wants it.
 
-``python -m tests.interrupted`` reads jobs (JSON), one a line, from stdin: ``{"cwd", "arguments", "stop", "signal"}``. A job with
+``python -m tests.support.interrupted`` reads jobs (JSON), one a line, from stdin: ``{"cwd", "arguments", "stop", "signal"}``. A job with
 ``stop`` n gets ``signal`` before the n-th file (or folder) is put in its place: what is on disk changes with these renames
 alone. One with ``stops``, ``signals`` and ``until`` is run again, with these in turn, until it is through. One with ``code`` runs
 that instead of the command. Each run is a fork of a process that has loaded the libraries and has done nothing else, so that
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PATIENCE = 300  # seconds that a run may take
 
 
@@ -34,7 +34,7 @@ class Processes:
         if self._process is None:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.interrupted"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                [sys.executable, "-m", "tests.support.interrupted"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 text=True, env=environment, cwd=ROOT,
             )  # fmt: skip
         asked, answers = self._process.stdin, self._process.stdout

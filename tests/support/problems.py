@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +13,12 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune.inputs import first_rows
 from headprune.loss import ExampleLoss
 from headprune.scoring import METHODS, Problem, Settings
 from headprune.scoring.base import Estimate, Store
-from tests.test_trace import hooks
-from tests.zoo import labelled, randomise, text
+from tests.support.checks import hooks
+from tests.support.zoo import labelled, randomise, text
 
 
 class Memory(Store):
@@ -152,3 +154,62 @@ def error_of(rows: Tensor) -> Tensor:
     deviations = rows - rows.mean(0)
     most = deviations.abs().amax(0)
     return torch.cat([deviations, most[None], -most[None]]).square().sum(0).sqrt() / len(rows)
+
+
+def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    rows = batch["labels"].shape[0]
+    return [first_rows({k: v[i:] for k, v in batch.items()}, size) for i in range(0, rows, size)]
+
+
+def per_example_loss(model: nn.Module, row: dict[str, Any]) -> torch.Tensor:
+    """The model's own loss on one example alone: no padding of others, no batch."""
+    length = int(row["attention_mask"].sum()) if "attention_mask" in row else None
+    if length is not None:
+        row = {
+            k: v[:, :length] if v.ndim == 2 and v.shape == row["attention_mask"].shape else v for k, v in row.items()
+        }
+    labels = row["labels"]
+    given = row if model.config.is_encoder_decoder else {k: v for k, v in row.items() if k != "labels"}
+    logits = model(**given).logits
+    if logits.ndim == 3 and not model.config.is_encoder_decoder:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    probabilities = torch.softmax(logits, -1)[torch.arange(len(labels)), labels.clamp(min=0)]
+    return -probabilities[labels != -100].log().mean()
+
+
+def output_weight(model: nn.Module, layer: hp.AttentionLayer) -> tuple[nn.Parameter, bool]:
+    module = model.get_submodule(layer.output_projection.module)
+    return module.weight, isinstance(module, nn.Linear)
+
+
+def scaled(model: nn.Module, layer: hp.AttentionLayer, head: int, factor: float) -> nn.Module:
+    """A copy in which a head's columns of W_O are multiplied: what its gate does, without any hook."""
+    other = copy.deepcopy(model)
+    weight, plain = output_weight(other, layer)
+    columns = list(layer.output_projection.features[head])
+    with torch.no_grad():
+        if plain:
+            weight[:, columns] *= factor
+        else:
+            weight[columns] *= factor
+    return other
+
+
+class TokensFirst(nn.Module):
+    """Attention that works on (tokens, batch, width) inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.transpose(0, 1)
+        q, k, v = (p(x).unflatten(-1, (4, 4)).permute(1, 2, 0, 3) for p in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2)
+        return self.head((x + self.o(out)).mean(dim=0))
+
+
+def unlabelled(batches: Sequence[Any]) -> list[Any]:
+    return [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
