@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from headprune.app.data import Part
-from headprune.app.distillation import DistillationLoss, Mixture
+from headprune.app.distillation import DistillationLoss
+from headprune.app.options import FinetuneOptions
 from headprune.errors import HeadPruneError
 from headprune.evaluation import evaluate
 from headprune.fingerprint import versions
@@ -39,37 +40,6 @@ _WEIGHTS = "model.safetensors"
 _STATE = "trainer_state.json"  # Trainer writes it last: a checkpoint that has it is complete
 
 Data = Part | Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class FinetuneOptions:
-    """How to train.
-
-    Attributes:
-        epochs: Passes over the training part; may be a fraction.
-        learning_rate: Its peak: it rises over the first tenth of the steps, then falls to 0, linearly.
-        mixture: What the loss is made of.
-        weight_decay: AdamW's.
-        patience: Epochs without a better value on the choosing part after which training stops.
-        seed: For the order of the examples and dropout.
-    """
-
-    epochs: float = 1.0
-    learning_rate: float = 3e-5
-    mixture: Mixture = field(default_factory=Mixture)
-    weight_decay: float = 0.01
-    patience: int = 2
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.epochs < math.inf:
-            raise HeadPruneError(f"Training cannot take {self.epochs:g} epochs.", "Choose a number above 0.")
-        if not 0 < self.learning_rate < math.inf:
-            raise HeadPruneError(
-                f"There is no learning rate {self.learning_rate:g}.", "Choose one above 0, such as 3e-5."
-            )
-        if self.patience < 1:
-            raise HeadPruneError(f"There is no patience of {self.patience} epochs.", "Choose 1 or more.")
 
 
 @dataclass(frozen=True)
@@ -90,13 +60,10 @@ class Finetuned:
     examples: int
     steps: int
     planned: int
-    history: list[dict[str, Any]]
+    history: list[dict[str, float]]
     best: int
     resumed: int | None
     seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "model"}
 
 
 def finetune(
@@ -308,7 +275,7 @@ class _Trainer(Trainer):  # type: ignore[misc]
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def history(self) -> list[dict[str, Any]]:
+    def history(self) -> list[dict[str, float]]:
         return _history(self.state, self.order)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -359,7 +326,7 @@ class _Pace(TrainerCallback):  # type: ignore[misc]
                 control.should_training_stop = True
 
 
-def _history(state: Any, order: _Order) -> list[dict[str, Any]]:
+def _history(state: Any, order: _Order) -> list[dict[str, float]]:
     """The evaluations that Trainer has logged."""
     found = []
     for entry in state.log_history:

@@ -54,7 +54,7 @@ def bench(
                 {"dense": first.model, "pruned": second.model}, inputs, seed=seed or 0, progress=progress
             )
         count = latency.parameters(second.model) / latency.parameters(first.model) - 1
-        tables.print_latency(console, [row.to_json() for row in rows])
+        tables.print_latency(console, rows)
         console.result(
             f"Parameters: {latency.parameters(first.model):,} and {latency.parameters(second.model):,} ({count:+.1%})"
         )
