@@ -30,8 +30,8 @@ from headprune.app import demo
 from headprune.app.data import DataOptions
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import Goal, Options, PruneRun, open_scene, prune_run
+from headprune.budgets import budget_of
 from headprune.inputs import tensors
-from headprune.planning.budgets import Budget
 
 Progress = Callable[..., None]
 
@@ -98,7 +98,7 @@ def measured(name: str, options: Options, keep: list[str], methods: list[str]) -
     meter.stages.clear()
     started = time.process_time()
     with tempfile.TemporaryDirectory() as folder, meter.counting(type(scene.model)):
-        goal = Goal(tuple(Budget.parse("keep", k) for k in keep))
+        goal = Goal(tuple(budget_of(f"keep {k}") for k in keep))
         found = prune_run(PruneRun(options, goal, methods), RunFolder(Path(folder) / "run"), meter)
     seconds = time.process_time() - started
     unit = min(unit, one_pass(scene.model, batches))

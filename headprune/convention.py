@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headprune.divergence import IGNORED, gives_several, regresses
 from headprune.errors import HeadPruneError, first_line
-from headprune.inputs import LABELS, call, takes, too_long
+from headprune.inputs import LABELS, call, is_encoder_decoder, takes, too_long
 from headprune.outcome import (
     BINARY,
     SQUARED,
@@ -226,8 +226,7 @@ def _followed(model: nn.Module, rows: Sequence[_Batch], able: Sequence[Conventio
 def _with_decoder_inputs(model: nn.Module, row: _Batch) -> dict[str, Any]:
     """An example whose decoder's input does not go by its labels."""
     make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if not encodes or make is None or "decoder_input_ids" in row:
+    if not is_encoder_decoder(model) or make is None or "decoder_input_ids" in row:
         return dict(row)
     return {**row, "decoder_input_ids": make(labels=row["labels"])}
 
@@ -318,7 +317,7 @@ def _first(model: nn.Module, row: _Batch) -> tuple[Any, bool]:
     Encoder-decoders do: they make their decoder's input of them.
     """
     asks = any(takes(model, name) for name in LABELS if name in row)
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if not is_encoder_decoder(model):
         try:
             return call(model, unlabelled(row)), False
         except Exception as error:

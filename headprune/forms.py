@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.inputs import config_fields, is_encoder_decoder
+
 _FORMS = "_headprune_forms"
 ROWS, TOKENS = 2, 16  # of a probe
 STORED = 65536  # numbers of ids and masks that are stored, at most
@@ -70,7 +72,7 @@ def guesses(model: nn.Module) -> list[Form]:
         own = dict(example)
         if "pixel_values" in own and hasattr(config, "text_config") and ids is not None:
             own["input_ids"] = ids[:1]
-        if getattr(config, "is_encoder_decoder", False) and ids is not None:
+        if is_encoder_decoder(model) and ids is not None:
             own["decoder_input_ids"] = ids[: len(next(iter(own.values()))), :4]
         found.append(_form(own, "", _special(model), plain=True))
     return found
@@ -178,14 +180,7 @@ def _drawn(ids: Tensor, special: set[int]) -> Tensor:
 
 def _special(model: nn.Module) -> set[int]:
     """Token ids that a config names."""
-    config = getattr(model, "config", None)
-    parts = (
-        [config, *(v for v in vars(config).values() if hasattr(v, "to_dict"))] if hasattr(config, "__dict__") else []
-    )
-    named = {
-        v for part in parts for k, v in vars(part).items() if re.search(r"token_(id|index)$", k) and type(v) is int
-    }
-    return {v for v in named if v >= 0}
+    return {v for k, v in config_fields(model) if re.search(r"token_(id|index)$", k) and type(v) is int and v >= 0}
 
 
 def _arbitrary(count: int) -> Tensor:

@@ -101,9 +101,7 @@ def benchmark(
     """
     if not isinstance(models, Mapping) or not models or not all(isinstance(m, nn.Module) for m in models.values()):
         raise HeadPruneError("models= names no models.", 'Pass models={"dense": model, "pruned": other}.')
-    first = next(iter(models.values()))
-    if isinstance(example, Mapping) and not getattr(getattr(first, "config", None), "is_encoder_decoder", False):
-        example = {key: value for key, value in example.items() if key not in LABELS}
+    example = without_labels(next(iter(models.values())), example)
     if not tensors(example):
         raise HeadPruneError("The example holds no tensor.", "Pass what the models' forward() takes.")
     for name, model in models.items():
@@ -118,6 +116,13 @@ def benchmark(
     inputs = [(*example_shape(example), example)]
     (row,) = bench(models, inputs, seed=seed, min_runs=min_runs, min_seconds=min_seconds, progress=progress)
     return row
+
+
+def without_labels(model: nn.Module, example: Example) -> Example:
+    """What is timed: an example without labels, but for encoder-decoders, which need them."""
+    if not isinstance(example, Mapping) or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return example
+    return {key: value for key, value in example.items() if key not in LABELS}
 
 
 def bench(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headprune.inputs import Example, model_device, tensors
+from headprune.inputs import Example, config_fields, model_device, tensors
 
 LENGTH = 64  # tokens that a short example is made to have; a longer one is doubled
 LONG = 4096  # tokens (or samples of sound) from which on that would cost too much
@@ -59,12 +59,8 @@ def _targets(length: int) -> tuple[int, ...]:
 
 def position_limit(model: nn.Module) -> int | None:
     """The most tokens that a transformers model's config speaks of; None where it names none."""
-    config = getattr(model, "config", None)
-    parts = (
-        [config, *(v for v in vars(config).values() if hasattr(v, "to_dict"))] if hasattr(config, "__dict__") else []
-    )
-    named = [v for part in parts for k, v in vars(part).items() if _LIMIT.search(k) and type(v) is int and v > 1]
-    return min(named, default=None)
+    limits = (v for k, v in config_fields(model) if _LIMIT.search(k) and type(v) is int and v > 1)
+    return min(limits, default=None)
 
 
 def _main(example: Example) -> Tensor | None:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from headprune.errors import HeadPruneError, first_line
 from headprune.facts import compared_config, differences, facts, telling, versions
 from headprune.forms import guesses, made, packed, remember, remembered, unpacked
-from headprune.inputs import call, model_device, move
+from headprune.inputs import call, model_device, move, seeded
 from headprune.modules import uncompiled
 from headprune.surgery import answers
-from headprune.surgery.proof import TOLERANCE
+from headprune.surgery.proof import tolerance_of
+from headprune.surgery.watch import gap, largest
 from headprune.trace import attributes_kept, evaluating
 
 __all__ = ["FILE", "check", "edits", "keep", "restore_buffers"]
@@ -58,7 +59,7 @@ def keep(model: nn.Module, folder: Path, example: Any = None) -> None:
         about["form"], about["why"] = packed(form, stored), ""
         about["answers"] = [list(a.shape) if sure else None for a, sure in zip(first, steady, strict=True)]
         stored |= {f"answer.{i}": _sampled(a) for i, a in enumerate(first) if steady[i]}
-        about["scales"] = [_largest(a) for a in first]
+        about["scales"] = [largest(a) for a in first]
         break
     save_file({k: v.contiguous() for k, v in stored.items()}, str(folder / FILE), metadata={"probe": json.dumps(about)})
 
@@ -118,8 +119,7 @@ def check(model: nn.Module, folder: Path) -> None:
         ) from error
     off = _difference(got, about, stored)
     coarse = ELSEWHERE if model_device(model).type != about["device"] else 1
-    tolerance = max((TOLERANCE.get(p.dtype, 0.0) for p in model.parameters()), default=TOLERANCE[torch.float32])
-    if off > min(coarse * tolerance, 0.2):
+    if off > min(coarse * tolerance_of(model), 0.2):
         raise HeadPruneError(
             f"The model from {folder} does not answer as the saved one did: by {off:.2g} of the largest value ({named}).",
             hint,
@@ -184,12 +184,9 @@ def _pack_buffers(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, tupl
 
 def _answers(model: nn.Module, example: Any, seed: int) -> list[Tensor]:
     """A model's answers in evaluation mode, by full float32 arithmetic, and nothing else of it changed."""
-    device = model_device(model)
-    convolutions = torch.backends.cudnn.flags(allow_tf32=False)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), convolutions:
-        torch.manual_seed(seed)
-        with uncompiled(), attributes_kept(model), evaluating(model), torch.no_grad():
-            return [t.cpu() for t in answers(call(model, move(example, device)))]
+    exact = torch.backends.cudnn.flags(allow_tf32=False)
+    with exact, seeded(model, seed), uncompiled(), attributes_kept(model), evaluating(model), torch.no_grad():
+        return [t.cpu() for t in answers(call(model, move(example, model_device(model))))]
 
 
 def _difference(got: list[Tensor], about: dict[str, Any], stored: dict[str, Tensor]) -> float:
@@ -202,12 +199,8 @@ def _difference(got: list[Tensor], about: dict[str, Any], stored: dict[str, Tens
             continue
         if list(mine.shape) != shape:
             return float("inf")
-        a, b = _sampled(mine).double(), stored[f"answer.{i}"].double()
-        finite = torch.isfinite(b)
-        if not torch.equal(finite, torch.isfinite(a)):
-            return float("inf")
-        if finite.any():
-            worst = max(worst, (a - b)[finite].abs().max().item() / max(about["scales"][i], 1e-30))
+        off = gap(_sampled(mine).double(), stored[f"answer.{i}"].double())
+        worst = max(worst, off / max(about["scales"][i], 1e-30))
     return worst
 
 
@@ -217,10 +210,6 @@ def _sampled(t: Tensor) -> Tensor:
     if len(flat) > SAMPLE:
         flat = flat[(torch.arange(SAMPLE) * 2654435761 % 2**32) * len(flat) >> 32]
     return flat.clone()
-
-
-def _largest(t: Tensor) -> float:
-    return t.nan_to_num(0, 0, 0).abs().max().item() if t.numel() else 0.0
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -15,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 import transformers as tf
+from hypothesis import settings
 
 from headprune import latency
 from tests.support.commands import run
@@ -22,6 +23,9 @@ from tests.support.folders import common, sentences, tokenizer, write_jsonl
 from tests.support.interrupted import Processes
 from tests.support.zoo import randomise
 
+# The machine may be slow, so nothing here has a deadline; in CI (.ci/run) the same examples are tried each time.
+settings.register_profile("headprune", deadline=None, max_examples=50, derandomize="CI" in os.environ)
+settings.load_profile("headprune")
 torch.set_num_threads(1)  # pytest-xdist runs two workers on two cores
 latency.MIN_SECONDS, latency.bench = 0.02, partial(latency.bench, min_runs=5)  # tests of timing say how long themselves
 os.fsync = lambda _: None  # no machine loses its power here
@@ -91,6 +95,13 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks of one run, for tests of commands in which times do not matter."""
     monkeypatch.setattr("headprune.latency.MIN_SECONDS", 0.001)
     monkeypatch.setattr(latency, "bench", partial(latency.bench, min_runs=1, min_seconds=0.001))
+
+
+@pytest.fixture
+def saved_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fine-tuning writes a checkpoint at every step, so that a test may stop it at any."""
+    monkeypatch.setattr("headprune.app.finetune.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("headprune.app.finetune._SAVE_SHARE", float("inf"))
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,8 @@ import headprune as hp
 from headprune.app.data import DataOptions
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import Goal, Options, PruneRun, open_scene, prune_run
+from headprune.budgets import budget_of
 from headprune.inputs import call, tensors
-from headprune.planning.budgets import Budget
 from tests.support.checks import hooks
 from tests.support.commands import Silent
 from tests.support.problems import small
@@ -228,7 +228,7 @@ def test_benchmark(name: str) -> None:
 
 def test_search_finds_what_the_command_line_prunes(bert_folder: Path, data_folder: Path, tmp_path: Path) -> None:
     options = Options(str(bert_folder), DataOptions(str(data_folder), limit=24, batch_size=8), seed=5)
-    goal = Goal(budgets=(Budget.parse("keep", "5"), Budget.parse("keep", "25%")), protect="L1.H0")
+    goal = Goal(budgets=(budget_of("keep 5"), budget_of("keep 25%")), protect="L1.H0")
     folder = RunFolder(tmp_path / "run")
     found = prune_run(PruneRun(options, goal, ["gradient"]), folder, Silent())
     paths = [folder.plan_path(b.asked, first=b is found.budgets[0]) for b in found.budgets]

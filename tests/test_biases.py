@@ -97,7 +97,7 @@ def test_generation_with_a_cache(name: str) -> None:
 def test_a_failed_prune_removes_the_argument_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, example = made("bloom")
     layers = hp.find_attention(model, example)
-    monkeypatch.setattr("headprune.surgery.TOLERANCE", {torch.float32: -1.0})
+    monkeypatch.setattr("headprune.surgery.proof.TOLERANCE", {torch.float32: -1.0})
     with pytest.raises(hp.PruneError):
         hp.prune(model, {layers[0].name: [0]}, example)
     assert hooks(model) == 0

@@ -51,6 +51,15 @@ def test_a_share_of_the_dense_model(flag: str, scored: Path, bert_folder: Path) 
     assert "per-layer: Every layer keeps its share" in text
 
 
+def test_budgets_of_a_kind_repeat(scored: Path) -> None:
+    run("prune", "--target-params", "97%", "--target-params", "90%", "-s", "one-shot", "-m", "gradient", "-q")
+    larger, smaller = json.loads((scored / "metrics.json").read_text())["budgets"]
+    assert [b["budget"]["asked"] for b in (larger, smaller)] == ["params 97%", "params 90%"]
+    assert larger["budget"]["measured"] <= 0.97
+    assert smaller["budget"]["measured"] <= 0.9
+    assert all(set(heads) <= set(smaller["drop"][name]) for name, heads in larger["drop"].items())
+
+
 def test_an_effort_that_is_none(here: Path) -> None:
     assert (
         "no effort 'huge'. Choose from low, normal, high."

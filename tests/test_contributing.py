@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import headprune as hp
+from headprune.budgets import BUDGETS
 from headprune.planning import STRATEGIES
 from headprune.scoring import METHODS
 from tests.support.zoo import bert, labelled
@@ -55,7 +56,25 @@ def test_the_example_of_a_strategy_plans() -> None:
         STRATEGIES.update(before)
 
 
-@pytest.mark.parametrize(("room", "decorator"), [("scoring", "method"), ("planning", "strategy")])
+def test_the_example_of_a_budget_is_held() -> None:
+    before = dict(BUDGETS)
+    try:
+        exec(CODE[2], {"__name__": "example"})
+        assert set(BUDGETS) - set(before) == {"weights"}
+        model, example = bert()
+        batches = [labelled(model, example)]
+        scores = hp.score(model, batches, method="random")
+        (plan,) = hp.search(model, batches, budgets="weights 0.17MB", strategy="one-shot", scores=scores, repair=False)
+        hp.prune(model, plan, example)
+        assert 160_000 < sum(4 * p.numel() for p in model.parameters()) <= 170_000
+    finally:
+        BUDGETS.clear()
+        BUDGETS.update(before)
+
+
+@pytest.mark.parametrize(
+    ("room", "decorator"), [("scoring", "method"), ("planning", "strategy"), ("budgets", "budget")]
+)
 def test_every_file_that_registers_is_imported(room: str, decorator: str) -> None:
     importlib.import_module(f"headprune.{room}")
     files = [p for p in (ROOT / "headprune" / room).glob("*.py") if f"\n@{decorator}(" in p.read_text()]

@@ -188,9 +188,9 @@ def test_the_report_of_a_fine_tuning() -> None:
 
 # -- every field serves somebody --------------------------------------------------------------
 
-# What no report and no command reads: for people and for other programs; `Examples.same` reads the hashes.
+# What no report and no command reads: for people and for other programs.
 FOR_PEOPLE = {
-    "biases", "part", "patience", "strength", "train", "typical_length", "weight_decay", "content_hash", "rows_hash",
+    "biases", "patience", "strength", "train", "typical_length", "weight_decay",
 }  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def models(kind: Any) -> Iterator[type]:
 
 def test_every_field_is_read_by_a_report_or_a_command() -> None:
     """A field that nothing reads may go, unless it is listed above."""
-    rooms = ("app/report", "app/workflow", "cli")
+    rooms = ("app/documents", "app/report", "app/workflow", "cli")
     files = [p for room in rooms for p in (ROOT / "headprune" / room).rglob("*") if p.suffix in (".py", ".j2")]
     files += [ROOT / "headprune" / "app" / "finetune_run.py"]
     read = set(re.findall(r"(?:\.|attribute=\")(\w+)", "\n".join(path.read_text() for path in files)))

@@ -174,14 +174,7 @@ def stopping_at(step: int) -> Any:
     return progress
 
 
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint at every step."""
-    monkeypatch.setattr(room, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(room, "_SAVE_SHARE", float("inf"))
-
-
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("saved_every_step")
 @pytest.mark.parametrize("stops", [[1], [3], [4, 5], [2, 6, 8]])
 def test_an_interrupted_training_gives_what_a_whole_one_gives(stops: list[int], tmp_path: Path) -> None:
     """Within an epoch, at its end, several times, at the very end; dropout is on."""
@@ -201,7 +194,7 @@ def test_an_interrupted_training_gives_what_a_whole_one_gives(stops: list[int], 
         assert f"from step {stops[-1] - 1}" in said[0]
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("saved_every_step")
 def test_others_work_is_never_mixed_in(tmp_path: Path) -> None:
     dense, pruned, train, choose = setting(3)
     options = FinetuneOptions(epochs=1, learning_rate=1e-3)
@@ -226,7 +219,7 @@ def test_others_work_is_never_mixed_in(tmp_path: Path) -> None:
     assert finetune(pruned, dense, train, choose, options, work=tmp_path).resumed == 1
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("saved_every_step")
 def test_half_written_checkpoints_are_left_out(tmp_path: Path) -> None:
     dense, pruned, train, choose = setting(4)
     whole = finetune(pruned, dense, train, choose)
@@ -239,7 +232,7 @@ def test_half_written_checkpoints_are_left_out(tmp_path: Path) -> None:
     assert fingerprint(done.model) == fingerprint(whole.model)
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("saved_every_step")
 def test_damaged_weights_are_told(tmp_path: Path) -> None:
     dense, pruned, train, choose = setting(3)
     with pytest.raises(Interrupted):

@@ -198,7 +198,7 @@ def test_sigkill(pruned_here: Path, processes: Processes) -> None:
     assert {p.name for p in pruned_here.parent.iterdir()} == {"run", "out", "whole", ".streams"}
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("saved_every_step")
 def test_control_c_then_no_resume(pruned_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = room._Pace.on_step_end
 

@@ -111,7 +111,7 @@ def test_the_table_holds_means_spreads_and_a_paired_error(subject):
     assert "| b | – | 1.000 | 2 |" in text
     assert "dense 1.000" in text
     error = np.std([0, 0, -0.5, -1], ddof=1) / 2
-    assert f"paired, 0 to {error:.2g}." in text
+    assert f"0 to {error:.2g} for the paired change from dense." in text
 
 
 def test_auto_takes_what_stays_nearest_to_the_dense_model(subject, monkeypatch):

@@ -124,8 +124,9 @@ def test_budgets_say_what_was_asked_and_measured() -> None:
     )
     assert "Protected, so that they stay: L0.H3." in text
     assert "at least 1 query heads" in text
-    metrics["budgets"][0]["budget"] |= {
-        "kind": "params", "relative": False, "limit": 9.5e6, "measured": 9.4e6, "low": 9.4e6, "high": 9.4e6, "unit": "parameters",
+    metrics["budgets"][0]["budget"] = {
+        "asked": "params 9.5M", "kind": "params", "relative": False, "limit": 9.5e6, "measured": 9.4e6, "low": 9.4e6, "high": 9.4e6,
+        "unit": "parameters",
     }  # fmt: skip
     assert "Asked: at most 9,500,000 parameters; with 2 heads it is 9,400,000 parameters." in render(metrics)
     metrics["budgets"][0]["budget"] |= {"kind": "drop", "limit": 0.01, "measured": 0.002, "low": -0.001, "high": 0.008}

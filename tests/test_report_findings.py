@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headprune as hp
-from headprune.app.documents import Asked, Latency, Metrics, Point, Repaired
+from headprune.app.documents import Latency, Metrics, Point, Repaired
 from headprune.app.report import findings, numbers
 from headprune.attention import AttentionLayer
 from headprune.evaluation import Change
@@ -111,9 +111,6 @@ def test_pairs_that_cannot_be_compared_come_last() -> None:
     (numbers.ridge(math.inf), "∞"), (numbers.ridge(0.1), "0.1"), (numbers.rank(math.nan), "–"), (numbers.rank(-0.123), "-0.12"),
     (numbers.known(None), "not finite"), (numbers.known(0.12345), "0.123"),
     (numbers.with_error(1.0, math.nan, ".2f", "±"), "1.00"), (numbers.with_error(1.0, 0.5, ".2f", "±"), "1.00±0.50"),
-    (numbers.cost(0.8, Asked(asked="", relative=True)), "80 %"),
-    (numbers.cost(1.23456, Asked(asked="", relative=False, kind="latency")), "1.235 ms"),
-    (numbers.cost(1e6, Asked(asked="", relative=False, kind="flops", unit="FLOPs")), "1,000,000 FLOPs"),
 ])  # fmt: skip
 def test_numbers(written: str, expected: str) -> None:
     assert written == expected

@@ -168,7 +168,7 @@ def test_a_failed_prune_restores_the_model_bit_for_bit() -> None:
 def test_t5_failure_removes_the_bias_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, example = t5()
     layers = hp.find_attention(model, example)
-    monkeypatch.setattr("headprune.surgery.TOLERANCE", {torch.float32: -1.0})
+    monkeypatch.setattr("headprune.surgery.proof.TOLERANCE", {torch.float32: -1.0})
     with pytest.raises(hp.PruneError):
         hp.prune(model, {layers[0].name: [0], layers[2].name: [1]}, example)
     assert hooks(model) == 0

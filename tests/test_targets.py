@@ -15,11 +15,11 @@ import pytest
 from headprune.app.data import DataOptions
 from headprune.app.workflow.scene import Options, open_scene
 from headprune.app.workflow.targets import Goal, shown, trade_off, trials_of
+from headprune.budgets import BUDGETS, Fit, budget_of
 from headprune.errors import HeadPruneError
 from headprune.fidelity import Fidelity
 from headprune.gates import mask
 from headprune.planning import Order
-from headprune.planning.budgets import Budget, Fit
 from headprune.planning.effort import EFFORTS, Effort
 from headprune.plans import PruningPlan
 from headprune.searching import Request, fits_of, levels_of, merit_of, orders_of
@@ -42,7 +42,7 @@ def order(strategy: str, method: str = "", steps: int = 4) -> Order:
 
 
 def fit(made: Order, keep: int, kind: str = "keep") -> Fit:
-    return Fit(made.plan(keep), Budget(kind, str(keep)))
+    return Fit(made.plan(keep), BUDGETS[kind].parse(str(keep)))
 
 
 def test_of_its_own_orders_auto_draws_the_best() -> None:
@@ -76,11 +76,15 @@ def test_fewer_heads_are_wanted_where_accuracy_is_the_budget() -> None:
     assert merit_of([fit(made, 3), fit(made, 4)], judge)[1] == pytest.approx(1.5)
 
 
+def never(budget: Any) -> Any:
+    """Numbers of heads need nothing to be measured on."""
+
+
 def planned(model: Path, data: Path, **goal: Any) -> tuple[dict[str, Order], Trials, list[str]]:
     console = Silent()
     scene = open_scene(Options(str(model), DataOptions(str(data), limit=24, batch_size=8)), console)
     trials = trials_of(scene, repair=True)
-    wanted = Goal(budgets=(Budget("keep", "2"),), **goal)
+    wanted = Goal(budgets=(budget_of("keep 2"),), **goal)
     return orders_of(wanted.request(scene), [], trials, console), trials, console.said
 
 
@@ -101,7 +105,7 @@ def test_a_slow_machine_plans_alike(bert_folder: Path, data_folder: Path, monkey
 def test_what_the_orders_were_compared_by_is_kept(bert_folder: Path, data_folder: Path) -> None:
     """The divergence of each order's plans, computed anew; the least of them is used."""
     orders, trials, _ = planned(bert_folder, data_folder)
-    fits = fits_of(Request((Budget("keep", "4"), Budget("keep", "2"))), orders, trials, Silent())
+    fits = fits_of(Request((budget_of("keep 4"), budget_of("keep 2"))), orders, trials, Silent(), never)
     assert [made["order"] for made in trials.compared] == ["compensated", "re-scored"]
     logs = []
     for made in trials.compared:

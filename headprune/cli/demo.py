@@ -26,7 +26,7 @@ def demo(
         from headprune.app import runs, workflow
         from headprune.app.data import DataOptions
         from headprune.app.folders import Folder, claimed
-        from headprune.planning.budgets import Budget
+        from headprune.budgets import budget_of
         from headprune.scoring import DEFAULT_METHODS
 
         folder = runs.RunFolder(output or room.REPORT)
@@ -45,7 +45,7 @@ def demo(
                     model, data, accuracy = room.prepare(room.HOME, progress)
                 console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
                 options = workflow.Options(str(model), DataOptions(str(data), limit=1000), device=device or "auto")
-                goal = workflow.Goal(tuple(Budget.parse("keep", keep) for keep in room.KEEP))
+                goal = workflow.Goal(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
                 workflow.prune_run(workflow.PruneRun(options, goal, DEFAULT_METHODS), folder, console)
             room.remember(folder)
             tables.print_scores(console, folder.read_scores())

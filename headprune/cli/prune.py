@@ -73,7 +73,7 @@ def prune(
             None if budgets.plan and model and scores is None else source_of(model, scores, writing.output, console)
         )
         refuse_unused(source, goal, {**vars(scoring), "method": method})
-        keep = budgets.keep[0] if budgets.keep and not source else None
+        keep = None if source else next(iter(budgets.asked.get("keep", [])), None)
         options = options_of(source, model, data, scoring, loading, seed, keep)
         choose = partial(prune_folder, source, writing.output, options.model, writing.overwrite, key)
         methods = asked or (list(methods_for(goal.strategy)) if source is None and goal.uses_scores else [])

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from headprune.app.console import Console
     from headprune.app.documents import FinetuneRecord, Metrics
     from headprune.app.runs import RunFolder
+    from headprune.budgets import Fit
     from headprune.latency import LatencyRow
-    from headprune.planning.budgets import Fit
     from headprune.scoring import HeadScores
 
 

@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
-from headprune.gates import RowsError
+from headprune.gates import RowsError, module_of
+from headprune.inputs import widened
 from headprune.modules import exact_attention, uncompiled
 
 Keep = Callable[[AttentionLayer, Tensor], Tensor]
@@ -55,13 +56,7 @@ def attention_maps(
         stack.enter_context(uncompiled())
         stack.enter_context(exact_attention(model))
         for name in watcher.sharing:
-            try:
-                module = model.get_submodule(name)
-            except AttributeError:
-                raise HeadPruneError(
-                    f"This model has no module {name}: the layers were traced on another model, or it was pruned since.",
-                    "Call find_attention again.",
-                ) from None
+            module = module_of(model, name)
             stack.callback(module.register_forward_pre_hook(watcher.entering(name)).remove)
             stack.callback(module.register_forward_hook(watcher.leave, always_call=True).remove)
         stack.enter_context(watcher)
@@ -120,7 +115,7 @@ class _Watcher(TorchFunctionMode):
             return  # a softmax over something else
         self.seen[-1] += 1
         if layer is not None:
-            self.kept[layer.name].append(self.keep(layer, _wide(weights_by_head).nan_to_num(0.0)))
+            self.kept[layer.name].append(self.keep(layer, widened(weights_by_head).nan_to_num(0.0)))
 
     def _by_head(self, layer: AttentionLayer, weights: Tensor) -> Tensor | None:
         """``[examples, heads, queries, keys]``; None where no dimension is that of the heads."""
@@ -147,7 +142,7 @@ def _fused(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """The weights ``[..., queries, keys]`` that `scaled_dot_product_attention` uses, as its documentation computes them."""
-    query, key = _wide(query), _wide(key)
+    query, key = widened(query), widened(key)
     if query.ndim > 3 and key.shape[-3] != query.shape[-3]:  # each key/value head serves several
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -157,7 +152,3 @@ def _fused(
         masked = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, float("-inf")) if masked else scores + attn_mask
     return scores.softmax(dim=-1)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

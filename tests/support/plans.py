@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
 
 import headprune as hp
 from headprune.attention import AttentionLayer, Heads, check_possible
-from headprune.planning import Order, Search
-from headprune.planning.units import Unit
+from headprune.planning import Constraints, Order, Search
+from headprune.planning.units import GROUPS, SLICES, Unit
 
 
 def scores_of(shapes: list[tuple[int, int]], values: list[float], prunable: bool = True) -> hp.HeadScores:
@@ -43,6 +44,19 @@ def any_scores(draw: st.DrawFn) -> hp.HeadScores:
     total = sum(h for h, _ in shapes)
     values = draw(st.lists(st.floats(-2, 2, width=32), min_size=total, max_size=total))
     return scores_of(shapes, values)
+
+
+@st.composite
+def any_search(draw: st.DrawFn) -> Search:
+    scores = draw(any_scores())
+    heads = [(a.name, h) for a in scores.layers for h in range(a.num_heads)]
+    chosen = draw(st.sets(st.sampled_from(heads), max_size=3))
+    protect = {a.name: sorted(h for n, h in chosen if n == a.name) for a in scores.layers}
+    constraints = Constraints({n: h for n, h in protect.items() if h}, draw(st.integers(0, 3)))
+    total = len(scores.flat())
+    slopes = torch.randn(4, total, dtype=torch.float64, generator=torch.Generator().manual_seed(total))
+    scores = replace(scores, matrix=slopes.T @ slopes)  # as `fisher` has it
+    return Search(scores.layers, scores, constraints, draw(st.sampled_from([GROUPS, SLICES])))
 
 
 def check_plans(order: Order, search: Search) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pydantic import Field
 
 from headprune.app.documents.base import Document, File
 from headprune.app.documents.common import Environment, Measured, Training
 from headprune.app.options import FinetuneOptions
+from headprune.budgets import Budget, Reading, kind_named
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow
 from headprune.planning.effort import Effort
 from headprune.repairing import AnswersRepair, LayerRepair
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Dense(Measured):
@@ -77,7 +83,7 @@ class Asked(Document):
 
     Attributes:
         asked: As the user wrote it.
-        kind: Of budget; this and what follows are only there where more than heads was counted.
+        kind: Its name in the register (`headprune.budgets`); this and what follows are not there for a number of heads.
         limit: The most that is allowed: a share of the dense model's, if ``relative``, else in ``unit``.
         measured: On the pruned model, with its 95 % interval (``low`` to ``high``).
         batch, length: The input that was timed, for a latency; ``length`` in tokens, 0 where there are none.
@@ -93,6 +99,27 @@ class Asked(Document):
     high: float | None = None
     batch: int | None = None
     length: int | None = None
+
+    @classmethod
+    def of(cls, budget: Budget, reading: Reading) -> Self:
+        return cls(
+            asked=str(budget), kind=budget.kind, limit=budget.amount, relative=budget.relative, unit=budget.amount_unit,
+            measured=reading.value, low=reading.low, high=reading.high,
+        )  # fmt: skip
+
+    @property
+    def parsed(self) -> Budget | None:
+        """The budget itself; None where only heads were counted."""
+        if self.kind is None or self.limit is None:
+            return None
+        return kind_named(self.kind)(self.asked.partition(" ")[2], self.limit, bool(self.relative))
+
+    @property
+    def reading(self) -> Reading | None:
+        """What was measured; None where only heads were counted."""
+        if self.measured is None or self.low is None or self.high is None:
+            return None
+        return Reading(self.measured, self.low, self.high)
 
 
 class StepTrial(Document):

@@ -156,9 +156,9 @@ def notes_in_common(budgets: Sequence[BudgetResult]) -> list[str]:
     return [n for n in budgets[0].notes if len(budgets) > 1 and all(n in b.notes for b in budgets)]
 
 
-def asks_for_drop(budgets: Sequence[BudgetResult]) -> bool:
+def limits_metric(budgets: Sequence[BudgetResult]) -> bool:
     """Whether what was asked for is a bound on what is lost, so that fewer heads are better."""
-    return any(b.budget is not None and b.budget.kind == "drop" for b in budgets)
+    return any(b.budget and b.budget.parsed and b.budget.parsed.by_metric for b in budgets)
 
 
 def changed_weights(metrics: Metrics) -> list[BudgetResult]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from headprune.app.documents import Asked, Environment
+from headprune.app.documents import Asked, BudgetResult, Environment
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow, Speedup
-
-COSTS = {"latency": "latency", "flops": "FLOPs", "params": "parameters", "kv-cache": "key/value cache"}
 
 
 def value(number: float, metric: str) -> str:
@@ -39,11 +37,13 @@ def flops(count: int) -> str:
     return f"{count:,}"
 
 
-def cost(number: float, budget: Asked) -> str:
-    """An amount of what a budget limits, in its unit."""
-    if budget.relative:
-        return f"{100 * number:.3g} %"
-    return f"{number:.4g} ms" if budget.kind == "latency" else f"{number:,.0f} {budget.unit}"
+def measured(result: BudgetResult) -> str:
+    """What a budget asked for, and what its model was measured to cost; "" where heads were just counted."""
+    asked = result.budget
+    if asked is None or asked.parsed is None or asked.reading is None:
+        return ""
+    where = f" at {shape(asked)}, on a fresh measurement" if asked.batch is not None else ""
+    return asked.parsed.result(result.kept, asked.reading, where)
 
 
 def ridge(strength: float) -> str:

@@ -7,13 +7,9 @@ from dataclasses import fields
 from headprune.app.data import DataOptions, Parts
 from headprune.app.documents import Examples, Run
 from headprune.app.workflow.scene import Scene
-from headprune.app.workflow.targets import Goal
-from headprune.app.workflow.timing import budget_input
+from headprune.app.workflow.targets import Goal, subject_for
 from headprune.errors import HeadPruneError
 from headprune.evaluation import measurable
-from headprune.planning.budgets import FLAGS, Budget
-from headprune.planning.costs import Subject, cost_of
-from headprune.plans import PruningPlan
 
 
 def check_goal(goal: Goal, scene: Scene) -> None:
@@ -28,7 +24,6 @@ def check_goal(goal: Goal, scene: Scene) -> None:
 
 def _check_heads(goal: Goal, scene: Scene) -> None:
     """Refuse a goal that leaves the model as it is, or names what it has not."""
-    total = sum(layer.num_heads for layer in scene.maskable)
     if goal.plan is not None:
         goal.plan.on(scene.layers)
         if not any(goal.plan.drop.values()):
@@ -38,20 +33,7 @@ def _check_heads(goal: Goal, scene: Scene) -> None:
         return
     goal.constraints(scene)
     for budget in goal.budgets:
-        if budget.kind == "keep":
-            if budget.heads(total) == total:
-                raise HeadPruneError(
-                    f"--keep {budget.text} keeps all {total} heads, so there is nothing to prune.",
-                    f"Keep fewer, for instance --keep {max(total // 2, 1)}.",
-                )
-        elif budget.kind == "drop":
-            if scene.metric == "accuracy" and budget.amount >= 1:
-                raise HeadPruneError(
-                    f"--max-drop {budget.text} allows to lose all accuracy, so it asks for nothing.",
-                    "Write a share of 1: 0.01 is one point.",
-                )
-        else:
-            _check_cost(budget, scene, total)
+        budget.check_dense(subject_for(budget, scene))
 
 
 def _check_metric(scene: Scene) -> None:
@@ -65,19 +47,6 @@ def _check_metric(scene: Scene) -> None:
             f"Check --task (it is {name}), or use the Python API, which takes any loss: headprune.score(model, batches).",
         )
     raise HeadPruneError(f"{what} cannot be read off its logits.", f"Check --task (it is {name}).")
-
-
-def _check_cost(budget: Budget, scene: Scene, total: int) -> None:
-    """Refuse a budget that the dense model holds."""
-    inputs = budget_input(scene) if budget.kind == "latency" else scene.typical_input()
-    cost = cost_of(budget, Subject(scene.model, scene.layers, scene.example, inputs), scene.options.seed)
-    dense = cost.estimate(PruningPlan({}, total, total, total))
-    if dense.high <= budget.amount:
-        raise HeadPruneError(
-            f"{FLAGS[budget.kind]} {budget.text} is met by the dense model ({budget.show(dense.high)}), "
-            "so there is nothing to prune.",
-            f"Ask for less, for instance {budget.at_least(dense.value / 2)}.",
-        )
 
 
 def check_scored(scene: Scene, run: Run, where: object) -> None:

@@ -31,9 +31,9 @@ from headprune.app.workflow.scoring import run_after, run_document, score_all
 from headprune.app.workflow.stages import publish, stages_of
 from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, trade_off, trials_of
 from headprune.app.workflow.timing import time_models
+from headprune.budgets import Fit, Reading
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
-from headprune.planning.budgets import Fit, Reading
 from headprune.plans import PruningPlan
 from headprune.scoring import HeadScores, save_scores
 from headprune.searching import candidates, orders_of
@@ -205,7 +205,7 @@ def _kept_fits(job: Job, environment: Environment, make: Callable[[], list[Fit]]
         fits = [_KeptFit(plan=fit.plan, budget=place, reading=fit.reading) for fit, place in places]
         return _KeptFits.model_validate({"fits": fits, "compared": trials.compared}).to_json()
 
-    timed = any(budget.kind == "latency" for budget in budgets)
+    timed = any(budget.timed for budget in budgets)
     found = job.stages.get(f"fits {environment}" if timed else "fits", made, _KeptFits.model_validate)
     trials.compared = [order.to_json() for order in found.compared]
     return [Fit(kept.plan, None if kept.budget is None else budgets[kept.budget], kept.reading) for kept in found.fits]

@@ -33,10 +33,10 @@ from headprune.app.workflow.stages import Stages
 from headprune.app.workflow.targets import Goal
 from headprune.app.workflow.timing import budget_input
 from headprune.attention import Heads
+from headprune.budgets import Fit
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
 from headprune.planning import Order
-from headprune.planning.budgets import Fit
 from headprune.plans import PruningPlan
 from headprune.surgery import prune
 from headprune.trials import Trials
@@ -221,11 +221,8 @@ def _asked(scene: Scene, fitted: Fit) -> Asked:
     budget, reading = fitted.budget, fitted.reading
     if budget is None or reading is None:
         return Asked(asked=fitted.plan.budget)
-    told = Asked(
-        asked=fitted.plan.budget, kind=budget.kind, limit=budget.amount, relative=budget.relative, unit=budget.unit,
-        measured=reading.value, low=reading.low, high=reading.high,
-    )  # fmt: skip
-    if budget.kind != "latency":
+    told = Asked.of(budget, reading)
+    if not budget.timed:
         return told
     batch, length = latency.example_shape(budget_input(scene))
     return told.changed(batch=batch, length=length)

@@ -10,13 +10,13 @@ from headprune.app.documents import PlannedWork, Planning, Point
 from headprune.app.workflow.scene import Console, Scene
 from headprune.app.workflow.stages import Stages
 from headprune.app.workflow.timing import budget_input
+from headprune.budgets import Budget, Fit
+from headprune.budgets.subject import Subject
 from headprune.planning import Constraints, Order, Search, arrange, strategy_named
-from headprune.planning.budgets import Budget, Cost, Fit
-from headprune.planning.costs import Subject, cost_of
 from headprune.planning.effort import effort_named
 from headprune.plans import PruningPlan
 from headprune.scoring import score
-from headprune.searching import AUTO, Request, levels_of
+from headprune.searching import AUTO, Request, levels_of, subject_of
 from headprune.trials import Trials
 
 RANDOM_DRAWS = 3
@@ -24,7 +24,7 @@ RANDOM_DRAWS = 3
 
 @dataclass(frozen=True)
 class Goal:
-    """What `headprune prune` is asked for: budgets of one kind, or a plan.
+    """What `headprune prune` is asked for: budgets, or a plan.
 
     Attributes:
         strategy: A name of `headprune.planning.STRATEGIES`.
@@ -96,12 +96,17 @@ def fits_of(scene: Scene, goal: Goal, orders: dict[str, Order], trials: Trials, 
         goal.plan.on(scene.layers)  # a layer that cannot be masked is refused by name
         return [Fit(replace(goal.plan.on(scene.maskable), budget=f"plan {goal.file}"))]
 
-    def cost(budget: Budget) -> Cost:
-        inputs = budget_input(scene) if budget.kind == "latency" else scene.typical_input()
-        biases = trials.refit.added if trials.refit else ()
-        return cost_of(budget, Subject(scene.model, scene.layers, scene.example, inputs, biases), scene.options.seed)
+    return searching.fits_of(
+        goal.request(scene), orders, trials, console, lambda budget: subject_for(budget, scene, trials)
+    )
 
-    return searching.fits_of(goal.request(scene), orders, trials, console, cost)
+
+def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> Subject:
+    """What a budget is measured on; before the search (without trials) only the dense model can be."""
+    inputs = budget_input(scene) if budget.timed else scene.typical_input()
+    if trials is not None:
+        return subject_of(trials, scene.example, inputs, scene.options.seed)
+    return Subject(scene.model, scene.layers, scene.example, inputs, seed=scene.options.seed, metric=scene.metric)
 
 
 def random_orders(scene: Scene, goal: Goal, fits: Sequence[Fit]) -> list[Order]:

@@ -2,19 +2,26 @@
 
 import copy
 import math
+from dataclasses import asdict
+from decimal import Decimal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import headprune as hp
 from headprune import latency
+from headprune.app.documents import Asked
 from headprune.attention import AttentionLayer
+from headprune.budgets import BUDGETS, Fit, Reading, budget_of
+from headprune.budgets.drop import Drop
+from headprune.budgets.kv_cache import kv_cache_bytes
+from headprune.budgets.latency import Latency
+from headprune.budgets.limit import Cost, Limit
+from headprune.budgets.subject import Subject
 from headprune.evaluation import Change
 from headprune.planning import Constraints, Order, Search, arrange
-from headprune.planning.budgets import FLAGS, Budget, Cost, Fit, Reading, fit, fit_drop
-from headprune.planning.costs import Subject, cost_of, kv_cache_bytes
 from headprune.plans import PruningPlan
 from headprune.trace import find_attention
 from tests.support.zoo import ZOO, bert, labelled, llama
@@ -29,6 +36,13 @@ def order_of(sizes: list[int]) -> Order:
         steps.append({"a": list(range(start, start + size))})
         start += size
     return Order({"a": max(start, 1)}, tuple(steps), "one-shot")
+
+
+def parsed(kind: str, text: str) -> Limit:
+    """A budget of what a pruned model costs."""
+    found = BUDGETS[kind].parse(text)
+    assert isinstance(found, Limit)
+    return found
 
 
 def exactly(costs: dict[int, float]) -> Cost:
@@ -47,19 +61,19 @@ def test_the_fit_is_the_best_of_all_prefixes(sizes: list[int], data: st.DataObje
     falling = sorted(data.draw(st.lists(st.integers(1, 50), min_size=len(kept), max_size=len(kept))), reverse=True)
     costs = dict(zip(kept, falling, strict=True))
     amount = data.draw(st.integers(1, 50))
-    budget = Budget.parse("params", str(amount))
+    budget = parsed("params", str(amount))
     holding = [k for k in kept if costs[k] <= amount]
     if holding:
-        found = fit(order, budget, exactly(costs))
+        found = budget.most_heads(order, exactly(costs))
         assert found.plan.kept == max(holding)
         assert found.plan.budget == f"params {amount}"
         assert found.reading == Reading.exact(costs[found.plan.kept])
     else:
         with pytest.raises(hp.HeadPruneError, match="out of reach") as refused:
-            fit(order, budget, exactly(costs))
+            budget.most_heads(order, exactly(costs))
         # What the hint says can be met, can be.
-        nearest = Budget.parse("params", refused.value.hint.split("--target-params ")[1].rstrip("."))
-        assert fit(order, nearest, exactly(costs)).plan.kept in kept
+        nearest = parsed("params", refused.value.hint.split("--target-params ")[1].rstrip("."))
+        assert nearest.most_heads(order, exactly(costs)).plan.kept in kept
 
 
 @given(st.integers(0, 2**32), st.floats(0.05, 1.2), st.integers(1, 60))
@@ -71,9 +85,9 @@ def test_a_noisy_budget_holds_when_measured_again(seed: int, amount: float, head
         value = plan.kept / heads + 0.2 * torch.rand(1, generator=draw).item()
         return Reading(value, value - 0.02, value + 0.02)
 
-    budget = Budget("latency", f"{100 * amount}%", amount, True)
+    budget = Latency(f"{100 * amount}%", amount, True)
     try:
-        found = fit(order_of([1] * heads), budget, Cost(cost, cost))
+        found = budget.most_heads(order_of([1] * heads), Cost(cost, cost))
     except hp.HeadPruneError:
         assert cost(PruningPlan({}, 0)).high > amount - 0.2  # even with no head left, it may be out of reach
         return
@@ -93,7 +107,7 @@ def drop_fit(losses: list[float], amount: float) -> tuple[Fit, list[int]]:
         looked.append(plan.total - plan.kept)
         return changes[looked[-1]]
 
-    return fit_drop(order, Budget("drop", str(amount), amount), change_at), looked
+    return Drop(str(amount), amount).fewest_heads(order, change_at), looked
 
 
 @settings(max_examples=300)
@@ -119,7 +133,7 @@ def test_a_larger_drop_never_keeps_more(losses: list[float], one: float, other: 
 def test_perplexity_may_rise_by_a_share() -> None:
     changes = [Change("perplexity", v, v - 0.01, v + 0.01, math.nan, "") for v in (0.0, 0.02, 0.05, 0.2)]
     order = order_of([1, 1, 1])
-    found = fit_drop(order, Budget.parse("drop", "10%"), lambda plan: changes[plan.total - plan.kept])
+    found = Drop("10%", 0.1).fewest_heads(order, lambda plan: changes[plan.total - plan.kept])
     assert found.plan.kept == 1
     assert found.reading == Reading(0.05, pytest.approx(0.04), pytest.approx(0.06))
 
@@ -131,7 +145,8 @@ def test_perplexity_may_rise_by_a_share() -> None:
     ("drop", "1%", 0.01, False), ("drop", "0", 0, False),
 ])  # fmt: skip
 def test_budgets_are_read(kind: str, text: str, amount: float, relative: bool) -> None:
-    budget = Budget.parse(kind, text)
+    budget = budget_of(f"{kind} {text}")
+    assert budget == BUDGETS[kind].parse(text)
     assert (budget.amount, budget.relative) == (pytest.approx(amount), relative)
     assert str(budget) == f"{kind} {text}"
 
@@ -141,14 +156,47 @@ def test_budgets_are_read(kind: str, text: str, amount: float, relative: bool) -
     ("params", "1..2"), ("drop", "little"), ("drop", "-0.01"), ("latency", "1e999"),
 ])  # fmt: skip
 def test_what_is_no_budget(kind: str, text: str) -> None:
-    with pytest.raises(hp.HeadPruneError, match=f"{FLAGS[kind]} .* is no budget"):
-        Budget.parse(kind, text)
+    with pytest.raises(hp.HeadPruneError, match=f"{BUDGETS[kind].flag} .* is no budget"):
+        BUDGETS[kind].parse(text)
 
 
-@pytest.mark.parametrize("amount", [0.000123456, 0.9, 1, 12.3456, 123456789, 1e12])
-def test_the_nearest_budget_is_rounded_up(amount: float) -> None:
-    for budget in (Budget("params", "1", 1.0), Budget("params", "1%", 0.01, True)):
-        assert Budget.parse("params", budget.at_least(amount).split()[1]).amount >= amount * (1 - 1e-9)
+@pytest.mark.parametrize(("text", "amount", "shown"), [
+    ("latency 80%", 0.8, "80 %"), ("latency 5ms", 1.23456, "1.235 ms"), ("flops 2M", 1e6, "1,000,000 FLOPs"), ("drop 1%", 0.01, "0.0100"),
+])  # fmt: skip
+def test_amounts_are_shown_in_a_budgets_terms(text: str, amount: float, shown: str) -> None:
+    assert budget_of(text).show(amount) == shown
+
+
+def test_budgets_of_two_kinds_differ() -> None:
+    """In their fields too: a run that goes on is known by them."""
+    one, other = budget_of("params 80%"), budget_of("target-flops 80%")
+    assert one != other
+    assert asdict(one) != asdict(other)
+    with pytest.raises(hp.HeadPruneError, match=r"no budget 'weight'. Choose from keep, latency, flops"):
+        budget_of("weight 80%")
+
+
+@given(st.sampled_from([kind for kind in BUDGETS if kind != "keep"]), st.floats(1e-6, 1e12), st.booleans())
+def test_the_nearest_budget_that_is_named_can_be_met(kind: str, amount: float, relative: bool) -> None:
+    """A hint that is typed as it stands holds what was measured, and asks for at most a hundredth more."""
+    asked = BUDGETS[kind].parse("80%" if relative else "1")
+    hinted = budget_of(asked.at_least(amount))
+    assert amount <= hinted.amount <= amount * 1.01
+    assert hinted.relative == asked.relative
+
+
+@given(
+    st.sampled_from(sorted(BUDGETS)), st.decimals(1, 10**6, places=3), st.sampled_from(["", " "]), st.sampled_from(["%", "k", "m", "s", ""])
+)  # fmt: skip
+def test_any_budget_is_read_back_from_its_text(kind: str, number: Decimal, gap: str, suffix: str) -> None:
+    """As plans, documents and reports hold it."""
+    try:
+        budget = BUDGETS[kind].parse(f"{number}{gap}{suffix}")
+    except hp.HeadPruneError:
+        assume(False)
+    assert budget_of(str(budget)) == budget
+    document = Asked.of(budget, Reading.exact(1.0))
+    assert Asked.model_validate(document.to_json()).parsed == budget or kind == "keep"  # whose amount is NaN
 
 
 @pytest.mark.parametrize("kind", ["params", "flops"])
@@ -159,9 +207,9 @@ def test_counted_budgets_on_a_model(kind: str, text: str) -> None:
     scores = hp.score(model, [labelled(model, example)], "gradient", layers=layers)
     count = {"params": latency.parameters, "flops": lambda m: latency.flops(m, example)}[kind]
     dense = count(model)
-    budget = Budget.parse(kind, text if text != "absolute" else str(round(0.97 * dense)))
+    budget = parsed(kind, text if text != "absolute" else str(round(0.97 * dense)))
     order = arrange(Search(scores.layers, scores), "one-shot", [])
-    found = fit(order, budget, cost_of(budget, Subject(model, layers, example, example)))
+    found = budget.fit(order, Subject(model, layers, example, example))
     costs = []
     for plan in order.plans():
         pruned = copy.deepcopy(model)
@@ -171,9 +219,7 @@ def test_counted_budgets_on_a_model(kind: str, text: str) -> None:
     assert count(model) == dense
     assert len(find_attention(model, example)) == 3
     with pytest.raises(hp.HeadPruneError, match=r"0 of 12.*nearest that can be met"):
-        fit(
-            order, Budget.parse(kind, "1%"), cost_of(Budget.parse(kind, "1%"), Subject(model, layers, example, example))
-        )
+        parsed(kind, "1%").fit(order, Subject(model, layers, example, example))
 
 
 def test_latency_on_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +237,8 @@ def test_latency_on_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = hp.score(model, [labelled(model, example)], "gradient", layers=layers)
     order = arrange(Search(scores.layers, scores), "one-shot", [])
     for text in ("95%", f"{0.95 * latency.parameters(model) / 1e3:.3f}"):
-        budget = Budget.parse("latency", text)
-        found = fit(order, budget, cost_of(budget, Subject(model, layers, example, example)))
+        budget = parsed("latency", text)
+        found = budget.fit(order, Subject(model, layers, example, example))
         assert found.reading is not None
         assert found.reading.high <= budget.amount
         pruned = copy.deepcopy(model)
@@ -234,14 +280,14 @@ def test_a_cache_budget_on_a_model() -> None:
     scores = hp.score(model, [labelled(model, example)], "gradient", layers=layers)
     order = arrange(Search(scores.layers, scores), "one-shot", [], kinds=["groups"])
     subject = Subject(model, layers, example, example)
-    budget = Budget.parse("kv-cache", "60%")
-    found = fit(order, budget, cost_of(budget, subject))
+    budget = parsed("kv-cache", "60%")
+    found = budget.fit(order, subject)
     assert found.reading is not None
     assert 0.5 < found.reading.value <= 0.6
     encoder, words = bert()
     subject = Subject(encoder, find_attention(encoder, words), words, words)
     with pytest.raises(hp.HeadPruneError, match="no key/value cache"):
-        cost_of(budget, subject)
+        budget.cost(subject)
 
 
 def test_constraints_are_named_where_a_budget_fails() -> None:
@@ -250,6 +296,6 @@ def test_constraints_are_named_where_a_budget_fails() -> None:
     scores = hp.score(model, [labelled(model, example)], "gradient", layers=layers)
     search = Search(scores.layers, scores, Constraints.parse("L0,L2.H1", layers, 1))
     order = arrange(search, "one-shot", [])
-    budget = Budget.parse("params", "50%")
+    budget = parsed("params", "50%")
     with pytest.raises(hp.HeadPruneError, match=r"protected: L0, L2\.H1; at least 1 in every layer.*6 of 12"):
-        fit(order, budget, cost_of(budget, Subject(model, layers, example, example)))
+        budget.fit(order, Subject(model, layers, example, example))
