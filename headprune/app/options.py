@@ -61,11 +61,14 @@ class FinetuneOptions:
 
     Attributes:
         epochs: Passes over the training part; may be a fraction.
-        learning_rate: Its peak: it rises over the first tenth of the steps, then falls to 0, linearly.
+        learning_rate: The highest: it rises linearly over the first tenth of the steps, then falls linearly to 0.
         mixture: What the loss is made of.
-        weight_decay: AdamW's.
-        patience: Epochs without a better value on the choosing part after which training stops.
-        seed: For the order of the examples and dropout.
+        weight_decay: AdamW's, for weights of two or more dimensions (not for biases and norms).
+        patience: Training stops after this many epochs without a better value on the choosing part.
+        seed: For the order of the examples and for dropout.
+
+    Raises:
+        HeadPruneError: A value out of its range.
     """
 
     epochs: float = 1.0

@@ -7,7 +7,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from decimal import ROUND_CEILING, Context, Decimal
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from headprune.errors import HeadPruneError
@@ -158,6 +157,8 @@ class Budget(ABC):
 
     def at_least(self, amount: float) -> str:
         """What to type for a budget of this kind that is met by ``amount``: rounded up, to three digits."""
+        from decimal import ROUND_CEILING, Context, Decimal  # slow to import, and --help need not wait for it
+
         up = Context(prec=3, rounding=ROUND_CEILING)
         number = Decimal(amount) * 100 if self.relative else Decimal(amount)
         return f"{self.flag} {up.create_decimal(number):f}{'%' if self.relative else ''}"

@@ -20,7 +20,7 @@ class Part:
         name: ``"score"``, ``"choose"``, ``"report"`` or ``"train"``.
         split: The split they are from.
         rows: Their row numbers in that split.
-        features: One dict of plain lists or tensors per example; of images and sounds to train on, made when asked for.
+        features: One dict of plain lists or tensors per example; images and sounds to train on are encoded when they are read.
         batch_size: Examples per batch.
         inputs: A hash of every example's input, where parts were cut by it.
     """
@@ -71,7 +71,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """The three disjoint parts, and what was guessed or left out on the way."""
+    """The three disjoint parts, the columns that were guessed, and notes on what was left out."""
 
     score: Part
     choose: Part
@@ -81,7 +81,7 @@ class Parts:
 
 
 class OnDemand(Sequence[dict[str, Any]]):
-    """Features that are encoded whenever they are asked for: images and sounds of a whole split may not fit in memory."""
+    """Features that are encoded each time they are read: images and sounds of a whole split may not fit in memory."""
 
     def __init__(self, encode: Callable[[int], Any], rows: list[int], hashes: list[str]) -> None:
         self.encode, self.rows, self.hashes = encode, rows, hashes
@@ -90,11 +90,7 @@ class OnDemand(Sequence[dict[str, Any]]):
         return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
-        return (
-            [self.encode(row) for row in self.rows[index]]
-            if isinstance(index, slice)
-            else self.encode(self.rows[index])
-        )
+        return self.encode(self.rows[index])
 
 
 def content_hash(value: Any) -> str:

@@ -25,6 +25,7 @@ from headprune.app.documents import (
     Trained,
     Training,
 )
+from headprune.app.finetune import finetune
 from headprune.app.options import FinetuneOptions
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import saving
@@ -199,8 +200,6 @@ def _make(job: Job, plan: PruningPlan, path: Path) -> _Made:
 
 def _trained(job: Job, pruned: nn.Module, asked: int) -> tuple[nn.Module, Trained]:
     """The fine-tuned model, and what a report says of it."""
-    from headprune.app.finetune import finetune  # Trainer takes seconds to import
-
     scene, console = job.scene, job.console
     before = evaluate(pruned, scene.parts.report.batches())
     train, notes = load_train(scene.options.data, scene.loaded, scene.parts)
