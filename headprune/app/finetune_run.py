@@ -37,7 +37,7 @@ from headprune.app.workflow.stages import Stages
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
 from headprune.fingerprint import fingerprint, versions
-from headprune.jsonio import dumps, write_text
+from headprune.jsonio import write_text
 from headprune.scoring.resume import digest
 
 DOCUMENT = "finetune.json"
@@ -114,7 +114,7 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
     console.say(f"{type(pruned.model).__name__} for {pruned.task.name} on {next(pruned.model.parameters()).device}")
     for note in (*parts.notes, *notes):
         console.say(note)
-    facts = FinetuneFacts(
+    facts = FinetuneFacts(  # before the long work, so that it is known to be writable
         command=runs.command_line(),
         when=runs.now(),
         environment=runs.environment(str(next(pruned.model.parameters()).device)),
@@ -127,7 +127,6 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
         parts=Cut.of(parts, train),
         notes=(*parts.notes, *notes),
     )
-    dumps(facts.to_json())  # better known before the long work if it cannot be written
     with console.track("fine-tuning") as progress:
         tuned = finetune(
             pruned.model, dense.model, train, parts.choose, asked.training, metric=metric,

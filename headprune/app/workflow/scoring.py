@@ -17,7 +17,6 @@ from headprune.app.runs import RunFolder
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.stages import publish, stages_of
 from headprune.fingerprint import fingerprint
-from headprune.jsonio import dumps
 from headprune.plans import heads_to_keep
 from headprune.scoring import HeadScores, method_named, save_scores, score
 from headprune.scoring.resume import Work
@@ -72,14 +71,10 @@ def score_all(
 
 
 def run_document(scene: Scene, methods: Sequence[str]) -> Run:
-    """What run.json says, but for the time that it took.
-
-    Raises:
-        HeadPruneError: There is something in it that cannot be written, which is better known before the long work.
-    """
+    """What run.json says, but for the time that it took; made before the long work, so that it is known to be writable."""
     attention = getattr(scene.model.config, "_attn_implementation", None)
     parameter = next(scene.model.parameters())
-    run = Run(
+    return Run(
         commands=(runs.command_line(),),
         when=runs.now(),
         seconds=(),
@@ -99,21 +94,13 @@ def run_document(scene: Scene, methods: Sequence[str]) -> Run:
             layers=tuple(LayerFacts.model_validate(layer) for layer in scene.layers),
         ),
     )
-    dumps(run.to_json())
-    return run
 
 
 def run_after(run: Run, scene: Scene) -> Run:
-    """A scoring run's document where another run prunes by its scores: the data beside the scored part may be other data.
-
-    Raises:
-        HeadPruneError: As `run_document`.
-    """
+    """A scoring run's document where another run prunes by its scores: the data beside the scored part may be other data."""
     scored = run.options
     options = replace(scene.options, scoring=scored.scoring, distil=scored.distil, keep=scored.keep)
-    run = run.changed(options=options, **_cut_of(scene), commands=(run.commands[0], runs.command_line()))
-    dumps(run.to_json())
-    return run
+    return run.changed(options=options, **_cut_of(scene), commands=(run.commands[0], runs.command_line()))
 
 
 def _cut_of(scene: Scene) -> dict[str, Any]:
