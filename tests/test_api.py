@@ -28,6 +28,7 @@ from headprune.inputs import call, tensors
 from tests.support.checks import hooks
 from tests.support.commands import Silent
 from tests.support.problems import small
+from tests.support.repairs import refit_of
 from tests.support.zoo import TorchEncoder, labelled, llama, randomise, sizes, text
 
 ROOT = Path(__file__).parent.parent
@@ -251,10 +252,8 @@ def test_the_plan_is_of_the_order_whose_plans_are_nearest_to_the_dense_model() -
     s = bert()
 
     def distance(plan: hp.PruningPlan) -> float:
-        from headprune.repairing import Refit
-
         model = copy.deepcopy(s.model)
-        refit = Refit(model, hp.find_attention(model, s.example), s.batches)
+        refit = refit_of(model, hp.find_attention(model, s.example), s.batches)
         with refit.applied(refit.fitted(plan.drop)), hp.mask(model, plan, s.example):
             each = []
             for batch in s.others:

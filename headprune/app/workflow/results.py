@@ -180,7 +180,7 @@ def _made(job: Job, plan: PruningPlan, path: Path) -> tuple[_Made, nn.Module]:
 def _make(job: Job, plan: PruningPlan, path: Path) -> _Made:
     """Repair, prune, train and save."""
     scene, trials, console = job.scene, job.trials, job.console
-    doing = console.track(f"repairing {plan.kept} heads") if trials.refit else nullcontext()
+    doing = console.track(f"repairing {plan.kept} heads") if trials.repair else nullcontext()
     with doing, trials.repaired(plan.drop, whole=True) as repair:
         model = copy.deepcopy(scene.model)
     # The plan was made for the dense model's weights; some of them are repaired now.
