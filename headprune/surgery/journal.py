@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures
+from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures, is_inside
 from headprune.modules import ConfigView, EmptyAttention, MultiheadAttention, convert
 from headprune.surgery.features import Counts, Features, groups_left, surviving
 from headprune.surgery.hooks import (
@@ -58,8 +58,7 @@ class Journal:
             self._replace_module(model, layer.module, stand_in)
             attention = stand_in
             for name, outer in model.named_modules():
-                holds = f"{layer.module}.".startswith(f"{name}." if name else "")
-                if isinstance(outer, nn.TransformerEncoder) and holds:
+                if isinstance(outer, nn.TransformerEncoder) and is_inside(layer.module, name):
                     self._set(outer, "use_nested_tensor", False)  # it needs the fused kernel that is gone
         kept = [h for h in range(layer.num_heads) if h not in set(dropped)]
         ghost = not kept and layer.bypass == "ghost"
