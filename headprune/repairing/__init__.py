@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from headprune.arguments import Plan, heads_of, layers_for, listed
-from headprune.attention import AttentionLayer, check_heads
+from headprune.attention import AttentionLayer, Heads, check_heads
 from headprune.fingerprint import fingerprint
 from headprune.forms import remember
 from headprune.inputs import check_weights
 from headprune.loss import inputs_of
 from headprune.plans import PruningPlan, note_repaired
-from headprune.reference import calibrate, measure
+from headprune.reference import Calibration, calibrate, measure
 from headprune.repairing.held_out import checked
 from headprune.repairing.refit import Refit
 from headprune.repairing.weights import AnswersRepair, LayerRepair, Repair, Trial, Weights
@@ -63,10 +63,9 @@ def repair(
     (`headprune.repairing.steps.values`). The columns of removed heads become zero: the model answers as it will when they are pruned
     (`headprune.prune` is still to come).
 
-    For W_O alone, minimised is ``mean_t |y_t - W x_t - b|^2 + ridge * v * |W - W_old|^2``, y being the dense W_O's output at token t, x the
-    kept heads' outputs, v their mean variance. The mean over tokens is weighted by how much the answers depend on each (the norm of the
-    slope at W_O's output). Statistics are sums over tokens (float64), so memory does not grow with the
-    data. This is the reconstruction of He et al. (2017, arXiv:1707.06168, section 3.1) and, towards the old weights, the
+    For W_O alone, minimised is ``mean_t |y_t - W x_t - b|^2 + ridge * v * |W - W_old|^2``, y being the dense W_O's output at
+    token t, x the kept heads' outputs, v their mean variance. The mean over tokens is weighted by how much the answers depend on
+    each (the norm of the slope at W_O's output). Statistics are sums over tokens, so memory does not grow with the data. This is the reconstruction of He et al. (2017, arXiv:1707.06168, section 3.1) and, towards the old weights, the
     refit of SparseGPT's kind (Frantar and Alistarh 2023, arXiv:2301.00774) for whole heads.
 
     Every step is tried on examples that it was not fitted to, and left out unless the model's answers come nearer to the dense
@@ -103,13 +102,20 @@ def repair(
     fits = ridge != math.inf
     with torch.inference_mode(False):
         calibration = calibrate(model, layers, batches, values=values and fits, mixtures=mixtures and fits)
-        runner = calibration.runner
-        done = Repair({}, runner.examples, 0, 0, notes=calibration.notes)
-        if any(projection.loses(drop) for projection in calibration.projections):
-            refit = Refit(measure(calibration, answers=answers and ridge is None, progress=progress), ridge)
-            weights = checked(refit, drop)
-            calibration.weights.write(weights.by_module)
-            done = refit.report(weights, runner.passes - refit.reference.passes)
+        done = _repaired(calibration, drop, ridge, answers and ridge is None, progress)
     note_repaired(model, before, drop)
-    remember(model, inputs_of(model, runner.batches[0]))
+    remember(model, inputs_of(model, calibration.runner.batches[0]))
     return done
+
+
+def _repaired(
+    calibration: Calibration, drop: Heads, ridge: float | None, answers: bool, progress: Progress | None
+) -> Repair:
+    """Measure the dense model, if a projection that can be refitted loses heads, and write the new weights into it."""
+    runner = calibration.runner
+    if not any(projection.loses(drop) for projection in calibration.projections):
+        return Repair({}, runner.examples, 0, 0, notes=calibration.notes)
+    refit = Refit(measure(calibration, answers=answers, progress=progress), ridge)
+    weights = checked(refit, drop)
+    calibration.weights.write(weights.by_module)
+    return refit.report(weights, runner.passes - refit.reference.passes)
