@@ -69,8 +69,8 @@ def repair(
     refit of SparseGPT's kind (Frantar and Alistarh 2023, arXiv:2301.00774) for whole heads.
 
     Every step is tried on examples that it was not fitted to, and left out unless the model's answers come nearer to the dense
-    model's there (with few examples, by more than chance): W_O, values, the last step (`headprune.repairing.held_out`). What was found is in `Repair.trials`. So
-    with few examples nothing may change but that the columns of removed heads become zero.
+    model's there (`headprune.repairing.held_out`); with few examples, by more than chance. So with few examples it may be that
+    only the columns of removed heads become zero.
 
     Args:
         model: The dense model; or one pruned before, which is then what is fitted to.
@@ -96,8 +96,7 @@ def repair(
     check_weights(model)
     if isinstance(plan, PruningPlan):
         plan.check_model(model)
-    batches = listed(batches)
-    layers = layers_for(model, layers, batches=batches)
+    layers = layers_for(model, layers, batches=(batches := listed(batches)))
     drop, before = check_heads(heads_of(plan), layers), fingerprint(model)
     fits = ridge != math.inf
     with torch.inference_mode(False):
