@@ -75,8 +75,7 @@ def repair(
     Args:
         model: The dense model; or one pruned before, which is then what is fitted to.
         plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` that will go.
-        batches: What the model is called with, labels or not; or pairs ``(inputs, labels)``, as where inputs are a tuple.
-            Never those that results are reported on.
+        batches: What the model is called with, or pairs ``(inputs, labels)``. Never those that results are reported on.
         layers: From `headprune.find_attention`, to save the trace.
         ridge: Strength of the pull towards the old weights; by default what is best by cross-validation, for each layer.
         values: Whether the value projections are refitted too: it takes about four passes more.
