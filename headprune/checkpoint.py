@@ -26,7 +26,7 @@ from headprune.fingerprint import fingerprint
 from headprune.inputs import Example
 from headprune.jsonio import read_json, write_json
 from headprune.locks import Lock
-from headprune.repairing import add_biases, added_biases
+from headprune.pruned import add_biases, added_biases
 from headprune.surgery import Removal, record, remove
 
 WEIGHTS = "model.safetensors"

@@ -29,7 +29,7 @@ from headprune.plans import PruningPlan, note_repaired
 from headprune.repairing.held_out import HeldOut
 from headprune.repairing.places import OutputProjection
 from headprune.repairing.refit import Refit
-from headprune.repairing.weights import AnswersRepair, LayerRepair, Repair, Trial, Weights, add_biases, added_biases
+from headprune.repairing.weights import AnswersRepair, LayerRepair, Repair, Trial, Weights
 from headprune.scoring.base import Progress
 
 __all__ = [
@@ -41,8 +41,6 @@ __all__ = [
     "Repair",
     "Trial",
     "Weights",
-    "add_biases",
-    "added_biases",
     "repair",
 ]
 

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.gates import mask
 from headprune.modules import exact_attention
+from headprune.pruned import add_biases, remove_biases
 from headprune.repairing.answers import Answers
 from headprune.repairing.places import OutputProjection, Values, is_transposed, places_of
 from headprune.repairing.runner import Runner
 from headprune.repairing.solve import Fit, Moments, fit_output
 from headprune.repairing.statistics import Statistics
 from headprune.repairing.values import fit_values, written
-from headprune.repairing.weights import Repair, Weights, add_biases, remove_biases
+from headprune.repairing.weights import Repair, Weights
 from headprune.scoring.base import Progress, Store
 
 _REMEMBERED = 8  # fits of one W_O: what a search, its trials and the pruning that follows come back to

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -110,36 +110,6 @@ class Repair:
             "examples": self.examples, "mixtures": self.mixtures, "passes": self.passes, "biases": list(self.biases), "notes": list(self.notes),
             "answers": vars(self.answers) if self.answers else None, "trials": [t.to_json() for t in self.trials],
         }  # fmt: skip
-
-
-BIASES = "_headprune_biases"
-
-
-def added_biases(model: nn.Module) -> list[str]:
-    """Modules of a repaired model that have got a bias."""
-    return list(model.__dict__.get(BIASES, []))
-
-
-def add_biases(model: nn.Module, names: Sequence[str]) -> None:
-    """Give modules a bias of zeros, as a repair had to: for a skeleton whose weights are loaded afterwards."""
-    own = model.__dict__.setdefault(BIASES, [])
-    modules = dict(model.named_modules())
-    for name in names:
-        if name not in own and name in modules:  # a stand-in's is there once it stays for good
-            module = modules[name]
-            weight: Any = module.weight
-            module.bias = nn.Parameter(weight.new_zeros(weight.shape[0]), requires_grad=weight.requires_grad)
-            own.append(name)
-
-
-def remove_biases(model: nn.Module, names: Sequence[str]) -> None:
-    """Take away what `add_biases` gave."""
-    own = model.__dict__.setdefault(BIASES, [])
-    for name in names:
-        if name in own:
-            module: Any = model.get_submodule(name)
-            module.bias = None
-            own.remove(name)
 
 
 @dataclass

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from headprune.arguments import Plan, heads_of, layers_for
-from headprune.attention import AttentionLayer, check_heads, check_possible, ghosts
+from headprune.attention import AttentionLayer, check_heads, check_possible
 from headprune.errors import PruneError
 from headprune.forms import remember
 from headprune.inputs import Example, model_device, move, usable
 from headprune.modules import forget_compiled, uncompiled
 from headprune.plans import PruningPlan
+from headprune.pruned import ghosts
 from headprune.surgery.journal import Journal
 from headprune.surgery.proof import Proof, answers, failing_alone, first_exact, inputs_for, references, tolerance_of
 from headprune.surgery.removal import Removal, check_present, left_as_ghosts, ways
