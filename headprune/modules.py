@@ -1,4 +1,4 @@
-"""Modules of a model for a while otherwise: stand-ins for attention that cannot be traced, calls that are wrapped, nothing compiled."""
+"""A model's modules changed for a while: stand-ins for attention that cannot be traced, wrapped calls, nothing compiled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headprune.pruned import convert
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run what `torch.compile` has compiled as the plain Python it was: compiled code does not see new hooks."""
+    """Run compiled modules as plain Python while the context lasts: code from `torch.compile` does not see new hooks."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
         yield
         return
@@ -24,35 +24,37 @@ def uncompiled() -> Iterator[None]:
 
 
 def forget_compiled() -> None:
-    """Compile anew: what was compiled before a module changed may not notice."""
+    """Let `torch.compile` compile again: code from before a module changed may not notice the change."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
 
+Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""(name of a module, its method) to what is called in the method's place."""
+
+
 @contextmanager
-def wrapped(
-    modules: Mapping[str, nn.Module], around: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Put something around the calls of modules, hooks included."""
-    changed: list[nn.Module] = []
+def wrapped(modules: Mapping[str, nn.Module], around: Around, method: str = "_call_impl") -> Iterator[None]:
+    """Wrap a method of modules while the context lasts: by default the call with its hooks, or ``"forward"`` inside them."""
+    before: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
     try:
         for name, module in modules.items():
-            if "_call_impl" in module.__dict__:
-                continue  # one module under two names
-            module.__dict__["_call_impl"] = around(name, module._call_impl)
-            changed.append(module)
+            if id(module) not in before:  # one module may have two names
+                before[id(module)] = module, {k: v for k, v in vars(module).items() if k == method}
+                module.__dict__[method] = around(name, getattr(module, method))
         yield
     finally:
-        for module in changed:
-            del module.__dict__["_call_impl"]
+        for module, own in before.values():
+            del module.__dict__[method]
+            module.__dict__.update(own)
 
 
 @contextmanager
 def exact_attention(model: nn.Module) -> Iterator[None]:
-    """Swap every module that needs a stand-in for it, and swap back, also on an exception."""
+    """Replace every module that needs a stand-in while the context lasts."""
     stand_ins: dict[int, nn.Module] = {}
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
-    # Its nested tensors only work with the fused kernel that a stand-in avoids.
+    # nn.TransformerEncoder's nested tensors only work with the fused kernel, which a stand-in does not use.
     nested = [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
     try:
         for encoder, _ in nested:

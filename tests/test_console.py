@@ -68,9 +68,9 @@ def test_progress_never_stands_without_a_time(clock: list[float]) -> None:
     """A step that takes minutes: the time left is known from the first step on, and falls while one waits."""
     from rich.progress import Progress
 
-    from headprune.app.console import Ahead
+    from headprune.app.console import TimeLeft
 
-    bars, column = Progress(get_time=lambda: clock[0]), Ahead()
+    bars, column = Progress(get_time=lambda: clock[0]), TimeLeft()
     column.max_refresh = None
     bars.add_task("x", total=None)
     (task,) = bars.tasks
@@ -79,16 +79,16 @@ def test_progress_never_stands_without_a_time(clock: list[float]) -> None:
         return column.render(task).plain
 
     assert shown() == ""
-    bars.update(task.id, completed=0, total=10, heard=clock[0])
+    bars.update(task.id, completed=0, total=10, updated=clock[0])
     assert shown() == "0/10"
     clock[0] = 60.0
-    bars.update(task.id, completed=1, total=10, heard=60.0)
+    bars.update(task.id, completed=1, total=10, updated=60.0)
     assert shown() == "1/10, 0:09:00 left"
     clock[0] = 100.0
     assert shown() == "1/10, 0:08:20 left"
     clock[0] = 5000.0
     assert shown() == "1/10, 0:00:00 left"
-    bars.update(task.id, completed=10, total=10, heard=5000.0)
+    bars.update(task.id, completed=10, total=10, updated=5000.0)
     assert shown() == "10/10, 0:00:00 left"
 
 

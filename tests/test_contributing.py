@@ -5,6 +5,7 @@ import importlib
 import re
 import sys
 import textwrap
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,19 @@ def test_test_files_import_from_support_alone() -> None:
         names = [f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) and n.module for a in n.names]
         names += [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
         assert not [n for n in names if n.startswith("tests") and not n.startswith("tests.support.")], path.name
+
+
+def test_every_module_has_its_tests_and_every_test_file_its_module() -> None:
+    """By the table of CONTRIBUTING: a file that is new is named there."""
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where the tests are")[2]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ") and "`test_" in line]
+    modules, patterns = ({name for row in rows for name in re.findall(r"`([^`]+)`", row[i])} for i in (0, 1))
+    code = ROOT / "headprune"
+    entries = [
+        p for p in (*code.iterdir(), *(code / "app").iterdir()) if p.suffix == ".py" or (p / "__init__.py").exists()
+    ]
+    there = {p.relative_to(code).as_posix() + "/" * p.is_dir() for p in entries if p.name not in ("__init__.py", "app")}
+    assert there == modules - {"headprune/", "benchmarks/"}
+    files = {p.name for p in TESTS.glob("test_*.py")}
+    assert files == {f for f in files if any(fnmatch(f, pattern) for pattern in patterns)}
+    assert all(any(fnmatch(f, pattern) for f in files) for pattern in patterns)

@@ -1,12 +1,14 @@
 """Fine-tuning: what it brings, its choice of epoch, its batches, and interruptions."""
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from torch import nn
 
 import headprune as hp
@@ -220,24 +222,85 @@ def test_others_work_is_never_mixed_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("saved_every_step")
-def test_half_written_checkpoints_are_left_out(tmp_path: Path) -> None:
+def test_a_save_that_is_cut_short_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense, pruned, train, choose = setting(4)
     whole = finetune(pruned, dense, train, choose)
+    original = torch.save
+
+    def cut_short(state: dict[str, Any], file: Any) -> None:
+        if state["step"] == 3:
+            file.write(b"half of it")
+            raise Interrupted
+        original(state, file)
+
+    monkeypatch.setattr(torch, "save", cut_short)
     with pytest.raises(Interrupted):
-        finetune(pruned, dense, train, choose, work=tmp_path, progress=stopping_at(4))
-    (older, newest) = sorted(tmp_path.glob("*/checkpoint-*"))
-    (newest / "trainer_state.json").unlink()  # Trainer writes it last
+        finetune(pruned, dense, train, choose, work=tmp_path)
+    monkeypatch.setattr(torch, "save", original)
     done = finetune(pruned, dense, train, choose, work=tmp_path)
-    assert done.resumed == int(older.name[-1])
+    assert done.resumed == 2
     assert fingerprint(done.model) == fingerprint(whole.model)
 
 
 @pytest.mark.usefixtures("saved_every_step")
-def test_damaged_weights_are_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[:-9], lambda _: b"", lambda _: pickle.dumps(print, protocol=2)]
+)
+def test_damaged_work_is_told(damage: Any, tmp_path: Path) -> None:
+    """Cut short, empty, or something that is no training's state and would run code."""
     dense, pruned, train, choose = setting(3)
     with pytest.raises(Interrupted):
         finetune(pruned, dense, train, choose, work=tmp_path, progress=stopping_at(2))
-    (file,) = tmp_path.glob("*/checkpoint-*/model.safetensors")
-    file.write_bytes(file.read_bytes()[:-9])
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(hp.HeadPruneError, match="--no-resume"):
         finetune(pruned, dense, train, choose, work=tmp_path)
+
+
+@pytest.mark.usefixtures("saved_every_step")
+def test_the_best_weights_outlive_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second epoch is the best, and the training is interrupted in the third."""
+    dense, pruned, train, choose = setting(2)
+    losses = {0: 9.0, 2: 8.0, 4: 1.0, 6: 5.0, 8: 6.0}
+    best: list[str] = []
+    steps = iter([0, 2, 4, 0, 6, 8])
+
+    def fake(model: nn.Module, *_: Any) -> Measurement:
+        step = next(steps)
+        best.extend([fingerprint(model)] if step == 4 else [])
+        return Measurement({"loss": losses[step]}, np.zeros(0), np.zeros(0), np.zeros(0))
+
+    monkeypatch.setattr(room, "evaluate", fake)
+    options = FinetuneOptions(epochs=9)
+    with pytest.raises(Interrupted):
+        finetune(pruned, dense, train, choose, options, work=tmp_path, progress=stopping_at(6))
+    done = finetune(pruned, dense, train, choose, options, work=tmp_path)
+    assert (done.resumed, done.steps, done.best) == (5, 8, 4)
+    assert [fingerprint(done.model)] == best
+
+
+def test_training_does_what_transformers_trainer_does(tmp_path: Path) -> None:
+    """The same weights, without dropout: its optimizer, its schedule, its limit on gradients, its groups."""
+    _, pruned, train, _ = setting(4)
+    for module in pruned.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    options = FinetuneOptions(epochs=1, learning_rate=1e-3, weight_decay=0.1, mixture=Mixture(alpha=0.0))
+    done = finetune(pruned, None, train, train, options)
+    assert done.best == 4
+    order = room._Order(train, options)
+    arguments = tf.TrainingArguments(
+        output_dir=str(tmp_path), num_train_epochs=1, per_device_train_batch_size=1, learning_rate=1e-3, weight_decay=0.1,
+        optim="adamw_torch", warmup_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+
+    class Plain(tf.Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return [order[i] for i in range(4)]
+
+    model = copy.deepcopy(pruned)
+    Plain(model=model, args=arguments, train_dataset=train).train()
+    theirs = dict(model.named_parameters())
+    for name, mine in done.model.named_parameters():
+        if not name.endswith("key.bias"):  # its gradient is 0 but for rounding, of which AdamW makes whole steps
+            torch.testing.assert_close(mine, theirs[name], rtol=1e-4, atol=1e-6)

@@ -165,14 +165,14 @@ KILLED = """
 import os, signal
 import headprune.app.finetune as f
 f.SAVE_SECONDS, f._SAVE_SHARE = 0.0, float("inf")  # saves after every step
-original = f._Pace.on_step_end
+original = f._Training.save
 
-def stop(self, args, state, control, **more):
-    if state.global_step == 8:
+def stop(self):
+    if self.step == 8:
         os.kill(os.getpid(), signal.SIGKILL)
-    original(self, args, state, control, **more)
+    original(self)
 
-f._Pace.on_step_end = stop
+f._Training.save = stop
 from headprune.cli import main
 main()
 """
@@ -191,7 +191,7 @@ def test_sigkill(pruned_here: Path, processes: Processes) -> None:
     result = run(*command, "-o", "out", "--json")
     training = json.loads(result.stdout)["training"]
     assert training["resumed"] == 7
-    assert "Going on from step 7" in result.stderr
+    assert "Continuing from step 7" in result.stderr
     out, whole = (hp.load(pruned_here.parent / name) for name in ("out", "whole"))
     assert [p.shape for p in out.parameters()] == [p.shape for p in hp.load(pruned_here / "pruned-4").parameters()]
     assert fingerprint(out) == fingerprint(whole)
@@ -200,16 +200,16 @@ def test_sigkill(pruned_here: Path, processes: Processes) -> None:
 
 @pytest.mark.usefixtures("saved_every_step")
 def test_control_c_then_no_resume(pruned_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = room._Pace.on_step_end
+    original = room._Training.save
 
-    def stop(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if state.global_step == 4:
+    def stop(self: Any) -> None:
+        if self.step == 4:
             raise KeyboardInterrupt
-        original(self, args, state, control, **more)
+        original(self)
 
-    monkeypatch.setattr(room._Pace, "on_step_end", stop)
+    monkeypatch.setattr(room._Training, "save", stop)
     assert "interrupted" in run("finetune", "run", code=130).stderr
-    monkeypatch.setattr(room._Pace, "on_step_end", original)
+    monkeypatch.setattr(room._Training, "save", original)
     assert (pruned_here / "pruned-4-finetuned" / ".unfinished" / "training").is_dir()
     result = run("finetune", "run", "--no-resume", "--json")
     assert json.loads(result.stdout)["training"]["resumed"] is None

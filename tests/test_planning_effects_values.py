@@ -30,10 +30,18 @@ def anew(x: Tensor, further: Tensor, place: OutputProjection, mixes: Mapping[int
     return x
 
 
-def direct(refit: Refit, example: Any, drop: Heads, unit: Unit, ridge: float) -> Tensor:
+Attended = dict[str, tuple[Tensor, Tensor]]
+
+
+def direct(
+    refit: Refit, example: Any, drop: Heads, unit: Unit, ridge: float, attended: tuple[Attended, Attended]
+) -> Tensor:
     """Effect of a unit by another fit without it: to what the layer gives now, from its inputs and what heads could read.
 
     Weights of what they could read are zero now, and all weights are pulled towards those that there are.
+
+    Args:
+        attended: What heads attend to in the dense model, and in the repaired one (`attended_in`).
     """
     layer = refit.layers[unit.layer]
     place = next(p for p in refit.places if layer in p.layers)
@@ -41,7 +49,7 @@ def direct(refit: Refit, example: Any, drop: Heads, unit: Unit, ridge: float) ->
     now = weights.by_module.get(place.name, (place.weight, None))[0]
     width, heads = layer.head_dim, layer.num_heads
     features = layer.output_projection.features  # type: ignore[union-attr]
-    x, further = attended_by_hand(refit, example)[place.name]
+    x, further = attended[0][place.name]
     z = torch.cat(
         [anew(x, further, place, weights.mixes.get(place.name, {})), further[..., :width].flatten(-2)], dim=-1
     )
@@ -67,11 +75,18 @@ def direct(refit: Refit, example: Any, drop: Heads, unit: Unit, ridge: float) ->
     new[rest] = torch.linalg.lstsq(left, right, driver="gelsd").solution
     change = new - now
     change[[f for f in range(len(now)) if f not in both]] = 0
+    x, further = attended[1][place.name]
     with refit.applied(weights):
-        x, further = attended_by_hand(refit, example)[place.name]
         ((_, slope),) = refit.slopes(0)[place.name]
     z = torch.cat([x, further[..., :width].flatten(-2)], dim=-1) - mean
     return ((z @ change) * slope).flatten(1).sum(1)
+
+
+def attended_in(refit: Refit, example: Any, drop: Heads) -> tuple[Attended, Attended]:
+    """By hand, before and after the repair for heads that are gone."""
+    dense = attended_by_hand(refit, example)
+    with refit.applied(refit.fitted(drop)):
+        return dense, attended_by_hand(refit, example)
 
 
 @pytest.mark.parametrize(("name", "single"), [("bert", False), ("gpt2", False), ("llama", False), ("llama", True)])
@@ -89,8 +104,9 @@ def test_effects_are_those_of_the_wider_fit_without_the_unit(name: str, single: 
     assert found.abs().max() > 1e-4
     plain = effects(Refit(model, layers, [example], ridge=0.05, values=False, mixtures=False), layers, drop, units)
     assert (found - plain).abs().max() > 1e-4
+    attended = attended_in(refit, example, drop)
     for i in range(0, len(units), 1 + len(units) // 6):
-        expected = direct(refit, example, drop, units[i], 0.05)
+        expected = direct(refit, example, drop, units[i], 0.05, attended)
         torch.testing.assert_close(found[:, i], expected, rtol=1e-7, atol=1e-8)
     assert same(model, before)
 
@@ -138,5 +154,6 @@ def test_heads_wider_than_their_input(heads: tuple[int, int]) -> None:
     refit.statistics.directions = {
         n: F.pad(q, (0, max(0, 12 - q.shape[1]))) for n, q in refit.statistics.directions.items()
     }
-    expected = torch.stack([direct(refit, example, {}, unit, 0.1) for unit in units], dim=1)
+    attended = attended_in(refit, example, {})
+    expected = torch.stack([direct(refit, example, {}, unit, 0.1, attended) for unit in units], dim=1)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-8)

@@ -13,8 +13,6 @@ from torch import Tensor
 import headprune as hp
 from headprune.attention import Heads
 from headprune.planning import STRATEGIES, Constraints, Search
-from headprune.planning.search import _least
-from headprune.planning.state import State
 from headprune.planning.units import GROUPS, SLICES
 from tests.support.checks import same, state
 from tests.support.plans import check_plans, scores_of
@@ -113,8 +111,6 @@ def test_swap_counts_what_has_gone_before() -> None:
     order = STRATEGIES["swap"].run(Search(scores.layers, scores), [3, 2])
     assert order.plan(3).drop == {"l0": [0]}
     assert order.plan(2).drop == {"l0": [0, 2]}
-    state_ = State(Search(scores.layers, scores))
-    assert _least([], torch.zeros(1, 1), state_, 4) == []
 
 
 def test_swap_needs_a_matrix() -> None:

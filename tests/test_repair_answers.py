@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.attention import Heads
 from headprune.repairing import Refit, Weights, answers, repair
-from headprune.repairing.answers import Answers, _basis, _directions, solved
+from headprune.repairing.answers import _basis, _directions, solved
 from headprune.repairing.coordinates import longest
 from tests.support.checks import same, state
 from tests.support.problems import duplicated, small
@@ -68,9 +68,11 @@ def by_hand(
 
 
 def ridge(lacking: Sequence[Tensor], gradients: Sequence[Tensor], strength: float) -> Tensor:
-    """The change of weights, solved for in their own space."""
+    """The change of weights, solved for in their own space: in the part of it that some gradient reaches (the rest stays)."""
     j, r = torch.cat(list(gradients)), torch.cat(list(lacking))
-    return torch.linalg.solve(j.T @ j + strength * torch.eye(j.shape[1], dtype=j.dtype), j.T @ r)
+    basis, _ = torch.linalg.qr(j.T)
+    j = j @ basis
+    return basis @ torch.linalg.solve(j.T @ j + strength * torch.eye(j.shape[1], dtype=j.dtype), j.T @ r)
 
 
 @pytest.mark.parametrize(("classes", "problem"), [(2, None), (4, None), (3, "multi_label_classification"), (1, None)])
@@ -360,7 +362,6 @@ def test_with_some_directions_the_step_is_still_towards_the_answers(some: int, m
     monkeypatch.setattr(answers, "_MOST_ROWS", 64)  # there are 32 examples
     refit = refit_of(model, batches)
     plain, found = refit.fitted(DROP), refit.fit_logits(DROP)
-    assert refit._answers._count == 2
     assert found.answers is not None
     with torch.no_grad():
         dense = torch.cat([model(**b).logits for b in batches])
@@ -372,16 +373,6 @@ def test_with_some_directions_the_step_is_still_towards_the_answers(some: int, m
     # What is said of it is of all classes, all the same.
     assert gaps == pytest.approx([found.answers.before, found.answers.after], rel=1e-6)
     assert gaps[1] < gaps[0]
-
-
-def test_how_far_answers_are_off_does_not_depend_on_the_directions(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batches = classifier(6)
-    monkeypatch.setattr(answers, "_MOST_ROWS", 48)  # one direction for each of 32 examples
-    refit = refit_of(model, batches)
-    seen, places = refit._answers, {p.name: (p, p.kept(DROP)) for p in refit.places}
-    assert seen._count == 1
-    with hp.mask(model, DROP, layers=refit.layers):
-        assert seen._system(places)[0] == pytest.approx(seen.distance(), rel=1e-9)
 
 
 def test_few_coordinates_come_near_the_whole_step_as_they_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,10 +394,9 @@ def test_many_examples_are_seen_in_part(monkeypatch: pytest.MonkeyPatch) -> None
     model, batches = classifier(3)
     monkeypatch.setattr(answers, "_MOST_ROWS", 24)
     refit = refit_of(model, batches)
-    seen = Answers(refit.runner)
-    assert 0 < sum(len(known) for known in seen._known) <= 24
     found = refit.fit_logits(DROP)
-    assert found.answers is None or found.answers.examples <= 24
+    assert found.answers is not None
+    assert 0 < found.answers.examples <= 24
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

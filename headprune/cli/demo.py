@@ -34,10 +34,10 @@ def demo(
             console.result(f"The demo has been run: {folder.report_path}\nAgain: headprune demo --overwrite")
             console.document({"folder": str(folder.path), **(folder.read_metrics() or {})})
             return
-        # reports/digits is the demo's own: a checkout brings one made on another machine. It stays until there is another.
+        # reports/digits belongs to the demo, so it may be replaced: the one in a checkout was made on another machine.
         choose = partial(runs.choose_folder, folder.path, "digits", overwrite or output is None, key)
         with claimed(choose, key, runs.command_line(), say=console.say) as folder:
-            if not folder.done_by(key):  # else it was killed just after
+            if not folder.done_by(key):  # if so, it was killed just after the end
                 with (
                     Folder(room.HOME).locked(runs.command_line()),
                     console.track("training a ViT on digits, once, for about 20 seconds") as progress,

@@ -39,7 +39,7 @@ def finetune(
     no_resume: Annotated[
         bool,
         typer.Option(
-            "--no-resume", help="Start anew, whatever an interrupted run has left.", rich_help_panel="Training"
+            "--no-resume", help="Do not continue an interrupted run: start again.", rich_help_panel="Training"
         ),
     ] = False,
     overwrite: Overwrite = False,

@@ -137,7 +137,7 @@ class HeadArguments(Carried):
 def _take_own_arguments(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook: the kept heads' part of arguments that hold something for every head."""
     own = HeadArguments.of(attention)
-    given = {**dict(enumerate(args)), **kwargs}
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     taken = {a.key: own.take(given[a.key], a) for a in own.arguments if a.key in given}
     return tuple(taken.get(i, v) for i, v in enumerate(args)), {k: taken.get(k, v) for k, v in kwargs.items()}
 

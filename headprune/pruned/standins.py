@@ -119,15 +119,15 @@ def stand_in(attention: type[nn.Module] | str) -> Callable[[Rule], Rule]:
     """Declare how to rebuild an attention class that cannot be traced as it is written.
 
     headprune needs softmax attention (`scaled_dot_product_attention` or a softmax over the keys) whose heads reach one
-    linear layer, called as a module. A class that does otherwise, for instance with W_O in an ``einsum``, is replaced by
-    what the rule returns: while it is traced or masked, and for good when it is pruned.
+    linear layer, called as a module. Modules of any other class, for instance with W_O in an ``einsum``, are replaced by
+    the module that the rule returns: while the model is traced or masked, and permanently when it is pruned.
 
     Args:
-        attention: The class, or its qualified name where importing it is not wanted. Subclasses are not meant.
+        attention: The class, or its qualified name (then it need not be imported). The rule is not used for subclasses.
 
     Returns:
-        A decorator for the rule: it takes the module and returns one that takes the same arguments, answers the same,
-        and shares the weights (a view, no copy). See docs/support-a-model.md.
+        A decorator for the rule: a function of the module that returns a module with the same arguments and results, which
+        shares the weights (a view, no copy). See docs/support-a-model.md.
     """
     name = attention if isinstance(attention, str) else _qualified(attention)
 
@@ -141,14 +141,13 @@ def stand_in(attention: type[nn.Module] | str) -> Callable[[Rule], Rule]:
 def convert(module: nn.Module) -> nn.Module | None:
     """An exact stand-in for ``module`` if a rule declares one for its class, else None."""
     cls = type(module)
-    if isinstance(module, nn.MultiheadAttention) and cls.forward is nn.MultiheadAttention.forward:
-        return _torch(module)
-    rule = _RULES.get(_qualified(cls))
+    torchs = isinstance(module, nn.MultiheadAttention) and cls.forward is nn.MultiheadAttention.forward
+    rule: Rule | None = MultiheadAttention if torchs else _RULES.get(_qualified(cls))
     return None if rule is None else rule(module).train(module.training)
 
 
 def rebuilt(module: nn.Module, methods: dict[str, Any]) -> Any:
-    """A module that shares everything with ``module``, and can be given other methods and parts."""
+    """A module that shares everything with ``module`` but has some other ``methods``; its parts can be exchanged."""
     base = type(module)
     new: Any = object.__new__(type(f"Traceable{base.__name__}", (base,), {**methods, "__module__": __name__}))
     # Its own dicts, so that parts can be added and taken away.
@@ -158,10 +157,6 @@ def rebuilt(module: nn.Module, methods: dict[str, Any]) -> Any:
 
 def _qualified(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _torch(module: nn.MultiheadAttention) -> nn.Module:
-    return MultiheadAttention(module).train(module.training)
 
 
 @stand_in("transformers.models.xlnet.modeling_xlnet.XLNetRelativeAttention")

@@ -1,4 +1,4 @@
-"""Outputs of module calls: kept from a dense forward, and handed out again instead of running the module."""
+"""Outputs of module calls: kept from a dense forward, and returned again instead of running the module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Output:
 def keeping(
     model: nn.Module, wanted: Mapping[tuple[str, int], Output], kept: dict[tuple[str, int], Any]
 ) -> Iterator[dict[str, int]]:
-    """Note what the wanted calls return; yields how often each of their modules is called."""
+    """Keep what the wanted calls return; yields how often each of their modules is called."""
     counts: dict[str, int] = {}
 
     def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """The attention weights of every head, whichever way a model computes them.
 
-Fused attention never forms its weights, and eager attention mostly forgets them. So they are watched where they arise:
-a softmax's result is taken as it is, those of `scaled_dot_product_attention` are computed beside it.
+Fused attention never computes its weights, and eager attention mostly does not return them. So they are read where they
+are computed: the result of a softmax as it is; those of `scaled_dot_product_attention` are computed a second time.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ def attention_maps(
     Args:
         model: The model that ``layers`` describe.
         layers: From `headprune.find_attention`.
-        examples: How many the model is going to see at once. It says which rows are whose, where a module cuts windows
-            out of its input or puts heads into the batch dimension; without it, the rows stay as they come, and
+        examples: How many the model is going to see at once. It tells which example a row belongs to, where a module cuts
+            windows out of its input or puts heads into the batch dimension; without it, rows are not reordered, and
             (batch * heads, queries, keys) is taken to have the batch first.
-        keep: What is wanted of a layer's weights ``[examples, heads, queries, keys]`` (float32, or float64), to hold less.
+        keep: From a layer and its weights ``[examples, heads, queries, keys]`` (float32, or float64) to what is kept of
+            them, to save memory.
 
     Yields:
         ``{layer_name: [what is kept, for each time the layer was called]}``, filled as the model runs. A query that may
         look nowhere has zeros.
 
     Raises:
-        RowsError: Several examples whose rows cannot be told apart. One at a time they can.
+        RowsError: Several examples whose rows cannot be told apart; run them one at a time.
         HeadPruneError: A layer whose weights were not seen.
     """
     watcher = _Watcher(layers, examples, keep)
@@ -70,7 +71,7 @@ def attention_maps(
 
 
 class _Watcher(TorchFunctionMode):
-    """Takes what is computed while a layer's module is the innermost that runs."""
+    """Reads attention weights that are computed while a layer's module is the innermost that runs."""
 
     def __init__(self, layers: Sequence[AttentionLayer], examples: int | None, keep: Keep) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ class _Watcher(TorchFunctionMode):
             return None
         weights = weights.reshape(-1, heads, *shape[1:]) if folded else weights.movedim(dim, 1)
         rows = len(weights)
-        # Nobody says whether it is (batch * heads, …) or (heads * batch, …): with one row it is both.
+        # (batch * heads, …) or (heads * batch, …)? With one row it is both, with more it is not known.
         if examples is not None and (rows != examples or (folded and rows > 1 < heads)):
             if examples > 1 or folded:
                 raise RowsError(

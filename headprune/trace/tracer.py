@@ -42,7 +42,7 @@ class Tracer(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.modules = dict(model.named_modules())
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self.running: list[str] = []
         self.seen = {name: ModuleSeen() for name in self.modules}
         self.calls: dict[int, LinearCall] = {}  # by id of the leaf

@@ -351,7 +351,7 @@ def _make(run: _Run, chosen: PruningPlan, path: Path) -> dict[str, Any]:
 
 def _trained(run: _Run, pruned: nn.Module, asked: int) -> tuple[nn.Module, dict[str, Any]]:
     """The fine-tuned model, and what a report says of it."""
-    from headprune.app.finetune import FinetuneOptions, finetune  # Trainer takes seconds to import
+    from headprune.app.finetune import FinetuneOptions, finetune
 
     scene, console = run.scene, run.console
     before = evaluate(pruned, scene.parts.report.batches())
