@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +37,7 @@ class EmptyAttention(nn.Module):
 
     width: int
     arity: int
+    bias: Tensor | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
@@ -59,10 +59,14 @@ class EmptyAttention(nn.Module):
         return _new_empty, (type(self).__mro__[2],), self.__dict__
 
 
-@functools.cache
-def _empty_class(base: type[nn.Module]) -> type[nn.Module]:
+_CLASSES: dict[type, type[EmptyAttention]] = {}
+
+
+def _empty_class(base: type[nn.Module]) -> type[EmptyAttention]:
     """An `EmptyAttention` that passes for the class it stands in for, to code that looks for attention modules."""
-    return type(f"Empty{base.__name__}", (EmptyAttention, base), {"__module__": __name__})
+    if base not in _CLASSES:
+        _CLASSES[base] = type(f"Empty{base.__name__}", (EmptyAttention, base), {"__module__": __name__})
+    return _CLASSES[base]
 
 
 def _new_empty(base: type[nn.Module]) -> Any:
@@ -79,7 +83,7 @@ def emptied(attention: nn.Module, width: int, bias: Tensor | None, arity: int) -
         arity: Length of the returned tuple; 0 returns the tensor alone.
     """
     gone = {n: t for n, t in attention.named_parameters() if n != "bias"}
-    new = _new_empty(type(attention))
+    new: nn.Module = _new_empty(type(attention))
     new.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(attention).items()}
     for held in (new._parameters, new._buffers, new._modules, new._forward_pre_hooks):
         held.clear()

@@ -26,6 +26,7 @@ from headprune.forms import remember
 from headprune.inputs import check_weights
 from headprune.loss import inputs_of
 from headprune.plans import PruningPlan, note_repaired
+from headprune.pruned import save_by_headprune
 from headprune.repairing.held_out import HeldOut
 from headprune.repairing.places import OutputProjection
 from headprune.repairing.refit import Refit
@@ -113,4 +114,5 @@ def repair(
         refit.apply(weights)
     note_repaired(model, dense, checked)
     remember(model, inputs_of(model, refit.batches[0]))
+    save_by_headprune(model)
     return refit.report(weights)
