@@ -85,7 +85,7 @@ def test_a_prune_that_is_not_proved_leaves_no_trace(given_: tuple[Stack, Tensor]
     before, parameters = state(model), dict(model.named_parameters())
     fields = {n: {k: v for k, v in vars(m).items() if isinstance(v, int)} for n, m in model.named_modules()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headprune.surgery.TOLERANCE", dict.fromkeys((torch.float32, torch.float64), -1.0))
+        patch.setattr("headprune.surgery.proof.TOLERANCE", dict.fromkeys((torch.float32, torch.float64), -1.0))
         with pytest.raises(hp.PruneError, match=r"cannot be removed exactly|differ from the masked model's"):
             hp.prune(model, drop, x)
     assert same(model, before)

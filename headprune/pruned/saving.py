@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from types import MethodType
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,9 +16,12 @@ def save_by_headprune(model: nn.Module) -> None:
     a repair added. Trainer and others call it.
     """
     if hasattr(type(model), "save_pretrained"):
-        vars(model)["save_pretrained"] = MethodType(_save_pretrained, model)
+        vars(model)["save_pretrained"] = partial(_save_pretrained, model)
 
 
 def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """`headprune.checkpoint.save_pretrained`, found when it is called: it builds on this package."""
+    """`headprune.checkpoint.save_pretrained`, found when it is called: it builds on this package.
+
+    A function of its own, so that copies of the model save themselves, and pickle finds it.
+    """
     importlib.import_module("headprune.checkpoint").save_pretrained(model, *args, **kwargs)
