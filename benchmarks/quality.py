@@ -38,6 +38,7 @@ from scores import MINILM, LeftOutError, about, number, say
 from torch import nn
 
 import headprune as hp
+from headprune import reference
 from headprune.app import demo
 from headprune.app.data import DataOptions, Part, Parts, load_parts
 from headprune.app.models import load_model
@@ -48,7 +49,7 @@ from headprune.fidelity import Fidelity
 from headprune.fingerprint import fingerprint
 from headprune.gates import mask
 from headprune.planning import GROUPS, SLICES, Order, Search, strategy_named
-from headprune.repairing import HeldOut, Refit
+from headprune.repairing import Refit, checked
 from headprune.scoring import Settings
 
 Batch = dict[str, Any]
@@ -96,8 +97,8 @@ class Statistics:
             baselines.gradients.saved += self.known[2]
         else:
             started = time.perf_counter()
-            refit = Refit(model, layers, score, mixtures=mixtures)
-            assert refit.statistics.dense
+            calibration = reference.calibrate(model, layers, score, mixtures=mixtures)
+            refit = Refit(reference.measure(calibration, answers=False))
             self.known = key, refit, time.perf_counter() - started
         return self.known[1]
 
@@ -148,7 +149,7 @@ class Auto:
 
     Args:
         whole: Whether repair is what is reported: with the step towards the dense model's answers, and without those steps
-            that do no better on examples that they were not fitted to (`headprune.repair.held_out`).
+            that do no better on examples that they were not fitted to (`headprune.repairing.held_out`).
     """
 
     def __init__(self, *searches: Searched, whole: bool = True) -> None:
@@ -178,7 +179,7 @@ def repaired(
     model: nn.Module, layers: Any, drop: Heads, refit: Refit | None, whole: bool = False
 ) -> Iterator[nn.Module]:
     """The model without these heads, the others refitted: layer by layer, or by all of repair."""
-    weights = (HeldOut(refit).checked(drop) if whole else refit.fitted(drop)) if refit else None
+    weights = (checked(refit.with_answers(), drop) if whole else refit.fitted(drop)) if refit else None
     with refit.applied(weights) if refit and weights else nullcontext(), mask(model, drop, layers=layers):
         yield model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from headprune.errors import HeadPruneError
@@ -103,8 +103,6 @@ class AttentionLayer:
             ``"ghost"``: one head (or group) stays with zero output, because a cache or a later layer needs what the
             module computes.
         output_arity: Length of the tuple the attention module returns, 0 for a bare tensor.
-        output_inside: Whether W_O is called inside the attention module.
-        concatenates: Whether the module returns its heads side by side, without an output projection.
     """
 
     name: str
@@ -128,8 +126,6 @@ class AttentionLayer:
     side_modules: tuple[str, ...] = ()
     bypass: str = "ghost"
     output_arity: int = 0
-    output_inside: bool = True
-    concatenates: bool = False
 
     def __repr__(self) -> str:
         """One line with the most important fields; `to_json` has all."""
@@ -156,6 +152,16 @@ class AttentionLayer:
         return self.name.partition("#")[0]
 
     @property
+    def concatenates(self) -> bool:
+        """Whether the module returns its heads side by side, without an output projection."""
+        return self.output_projection is not None and self.output_projection.module == self.module
+
+    @property
+    def output_inside(self) -> bool:
+        """Whether W_O is called inside the attention module."""
+        return self.output_projection is not None and is_inside(self.output_projection.module, self.module)
+
+    @property
     def units(self) -> tuple[tuple[int, ...], ...]:
         """The smallest sets of heads that can always be removed: heads, or key/value groups.
 
@@ -180,7 +186,7 @@ class AttentionLayer:
     def from_json(cls, data: Mapping[str, Any]) -> AttentionLayer:
         if missing := _REQUIRED - set(data):
             raise KeyError(min(missing))
-        found = {name: _as_tuples(value) for name, value in data.items()}
+        found = {f.name: _as_tuples(data[f.name]) for f in fields(cls) if f.name in data}
         for name, kind in _PARTS.items():
             # A file from before a field was traced lacks it; a prune that needs it fails its proof.
             if parts := data.get(name):
@@ -194,6 +200,15 @@ _PARTS: dict[str, type[HeadFeatures | HeadTable | HeadArgument]] = {
     "selections": HeadFeatures, "tables": HeadTable, "arguments": HeadArgument,
 }  # fmt: skip
 _REQUIRED = {"output_projection", "projections", "inner_modules", "groups"}  # fields that every file has
+
+
+def is_inside(name: str, module: str) -> bool:
+    """Whether a qualified name is that of a module, or of one inside it.
+
+    >>> is_inside("layer.1.attn.out", "layer.1.attn"), is_inside("layer.10", "layer.1"), is_inside("layer.1", "")
+    (True, False, True)
+    """
+    return f"{name}.".startswith(f"{module}." if module else "")
 
 
 def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLayer]) -> Heads:

@@ -92,7 +92,7 @@ _NUMBERS = re.compile(r"\[\n\s*-?\d+(?:,\n\s*-?\d+)*\n\s*\]")
 
 
 def read_json(path: Path, kind: str) -> dict[str, Any]:
-    """Read a document of headprune's.
+    """What `write_json` was given.
 
     Raises:
         HeadPruneError: No such file, not JSON, or not a ``kind``.
@@ -112,6 +112,7 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
             f"{path} has format {data.get('schema')!r}; this headprune reads {SCHEMA}.",
             "Make it again with this version.",
         )
+    del data["headprune"], data["schema"]
     return data
 
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +26,7 @@ from headprune.latency import without_labels
 from headprune.loss import LossFn, inputs_of
 from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
 from headprune.planning.effort import Work, effort_named
-from headprune.planning.search import work_of
+from headprune.planning.search import dense_looks, work_of
 from headprune.plans import Keep, PruningPlan
 from headprune.rows import is_empty
 from headprune.scoring import DEFAULT_METHODS, HeadScores, score
@@ -113,25 +113,35 @@ def orders_of(request: Request, scores: Sequence[HeadScores], trials: Trials, li
     """The request's strategy on every method's scores (or on none, if it needs none), by name."""
     total = sum(layer.num_heads for layer in trials.maskable)
     counts = [count for budget in request.budgets if (count := budget.heads(total)) is not None]
-    kinds = (GROUPS,) if any(budget.by_groups for budget in request.budgets) else (GROUPS, SLICES)
+    by_groups = any(budget.by_groups for budget in request.budgets) or not _shares(trials.maskable)
+    kinds = (GROUPS,) if by_groups else (GROUPS, SLICES)
     base = Search(
         trials.maskable, constraints=request.constraints, seed=request.seed, model=trials.model, batches=trials.batches,
-        refit=trials.refit, store=trials.results.store, effort=effort_named(request.effort), loss_fn=trials.loss_fn,
+        store=trials.results.store, effort=effort_named(request.effort), loss_fn=trials.loss_fn,
     )  # fmt: skip
+
+    @cache
+    def looking() -> Search:
+        """With what is known of the dense model, for all orders that are not known from an interrupted run."""
+        search = replace(base, refit=trials.refit)
+        return replace(search, dense_looks=dense_looks(search, kinds))
+
+    def made(strategy: str, scores: HeadScores | None, progress: Progress) -> Order:
+        start = looking() if strategy_named(strategy).runs_model else base
+        search = replace(start, scores=scores, progress=progress)
+        return arrange(search, strategy, levels, trials.merit, kinds, counts)
+
     found: dict[str, Order] = {}
     # What the curve shows below all budgets comes from the last look at the model: no one has asked for more.
     levels = [k for k in levels_of(total, counts) if not counts or k >= min(counts)]
     if len(counts) < len(request.budgets):  # some may need fewer heads than are asked for by number
         levels = sorted({*levels, *levels_of(total, [])})
-    times = len(kinds) if _shares(trials.maskable) else 1
-    for name, strategy, given in _affordable(request.searches(scores), base, levels, times, trials, listener):
+    for name, strategy, given in _affordable(request.searches(scores), base, levels, len(kinds), trials, listener):
         with listener.track(f"planning by {strategy}, {name}" if given else f"planning by {name}") as progress:
-            search = replace(base, scores=given, progress=progress)
-            make = partial(arrange, search, strategy, levels, trials.merit, kinds, counts)
-            found[name] = trials.results.order(f"order {name}", make)
-    if len(found) > 1 and trials.refit and trials.refit.passes:
-        passes, examples = trials.refit.passes, trials.refit.examples
-        listener.say(f"All orders together took about {passes:.0f} forward passes over {examples:,} examples.")
+            found[name] = trials.results.order(f"order {name}", partial(made, strategy, given, progress))
+    if len(found) > 1 and trials.passes:
+        examples = trials.calibration.runner.examples
+        listener.say(f"All orders together took about {trials.passes:.0f} forward passes over {examples:,} examples.")
     return found
 
 
@@ -166,7 +176,7 @@ def _affordable(
     chosen: Searches = []
     sum_of = Work(0.0, 0.0, 0)
     for name, strategy, given in searches:
-        work = work_of(base, strategy, levels, times)
+        work = work_of(base, lambda: trials.calibration, strategy, levels, times)
         if work.passes:
             trials.work[name] = work.to_json()
         if strategy == "re-scored" and chosen and not base.effort.allows(work):
@@ -237,7 +247,7 @@ def subject_of(trials: Trials, example: Example, inputs: Example, seed: int) -> 
         example: For the proof of every prune.
         inputs: What is timed, and what operations are counted on.
     """
-    biases = trials.refit.added if trials.refit else ()
+    biases = trials.calibration.weights.new_biases if trials.repair else ()
     return Subject(trials.model, trials.layers, example, inputs, biases, seed, trials.metric, trials.change_at)
 
 

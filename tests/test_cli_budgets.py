@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import headprune as hp
-from headprune import latency
-from headprune.repairing import HeldOut
+from headprune import latency, trials
 from tests.support.commands import PRUNE, run
 
 
@@ -85,13 +84,13 @@ def test_flops_and_max_drop(scored: Path) -> None:
 def test_a_drop_is_measured_on_what_will_be_saved(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all steps of repair, which other budgets' plans are compared without."""
     told: list[str] = []
-    whole = HeldOut.checked
+    whole = trials.checked
 
-    def checked(self: HeldOut, drop: Any) -> Any:
+    def checked(refit: Any, drop: Any) -> Any:
         told.append(json.dumps(drop, sort_keys=True))
-        return whole(self, drop)
+        return whole(refit, drop)
 
-    monkeypatch.setattr(HeldOut, "checked", checked)
+    monkeypatch.setattr(trials, "checked", checked)
     run("prune", "--max-drop", "0.9", "-s", "per-layer", "-o", "drop", "--scores", scored, "-q")
     drop = json.dumps(budget_of(Path("drop"))["drop"], sort_keys=True)
     assert told.count(drop) >= 2

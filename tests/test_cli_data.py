@@ -10,9 +10,11 @@ import transformers as tf
 
 import headprune as hp
 from headprune.app.data import DataOptions, load_parts
+from headprune.app.documents import Cut
 from headprune.app.models import load_model
-from headprune.app.workflow.checks import same_parts
+from headprune.jsonio import write_json
 from tests.support.commands import run
+from tests.support.documents import FINETUNE, METRICS, TRAINED
 from tests.support.folders import sentences, write_jsonl
 from tests.support.zoo import randomise
 
@@ -160,7 +162,7 @@ def cut_by_seed(pruned: Path, here: Path) -> Path:
     document = json.loads((pruned / "run.json").read_text())
     document["options"]["data"] |= {"dataset": str(data), "limit": 12}
     parts = load_parts(DataOptions(str(data), limit=12), load_model(str(pruned / "pruned-8")))
-    document["parts"] = parts.about()
+    document["parts"] = Cut.of(parts).to_json()
     (pruned / "run.json").write_text(json.dumps(document))
     return data
 
@@ -181,16 +183,15 @@ def test_what_a_model_was_trained_on_before_is_not_reported(
     data = cut_by_seed(pruned, here)
     source = pruned / "pruned-8"
     options = DataOptions(str(data), limit=12, report_limit=20)
-    parts = load_parts(options, load_model(str(source))).about()
+    parts = Cut.of(load_parts(options, load_model(str(source)))).to_json()
     if trained_by == "finetune":
-        document = {"headprune": "finetune", "schema": 1, "data": vars(options), "parts": parts}
-        (source / "finetune.json").write_text(json.dumps(document))
+        write_json(source / "finetune.json", "finetune", {**FINETUNE, "data": vars(options), "parts": parts})
     else:
         run_ = json.loads((pruned / "run.json").read_text())
         run_["options"]["data"] |= vars(options)
         (pruned / "run.json").write_text(json.dumps({**run_, "parts": parts}))
-        budgets = [{"checkpoint": "pruned-8", "finetune": {"epochs": 1}}]
-        (pruned / "metrics.json").write_text(json.dumps({"headprune": "metrics", "schema": 1, "budgets": budgets}))
+        budget = {**METRICS["budgets"][0], "checkpoint": "pruned-8", "finetune": TRAINED}
+        write_json(pruned / "metrics.json", "metrics", {**METRICS, "budgets": [budget]})
     error = run("finetune", source, "--report-limit", 50, code=1).stderr
     assert "was fine-tuned before; with --report-limit the data is cut otherwise" in error
     assert "training would begin" in run("finetune", source, "--report-limit", 20, code=1).stderr
@@ -217,10 +218,11 @@ def test_finetune_on_data_that_has_changed(pruned: Path, here: Path, stops: None
 
 def test_documents_from_before_contents_were_noted(bert_folder: Path, data_folder: Path) -> None:
     parts = load_parts(DataOptions(str(data_folder), limit=10), load_model(str(bert_folder)))
-    old = {n: {k: v for k, v in p.items() if k != "content_hash"} for n, p in parts.about().items()}
-    assert same_parts({"parts": old}, parts)
-    assert not same_parts({"parts": {**old, "choose": {**old["choose"], "rows_hash": "x"}}}, parts)
-    assert not same_parts({"parts": {}}, parts)
+    now = Cut.of(parts)
+    old = {n: {k: v for k, v in p.items() if k != "content_hash"} for n, p in now.to_json().items()}
+    assert Cut.model_validate(old).same(now)
+    assert not Cut.model_validate({**old, "choose": {**old["choose"], "rows_hash": "x"}}).same(now)
+    assert not now.changed(score=now.score.changed(content_hash="x")).same(now)
 
 
 # -- what is scored where there are no scores -----------------------------------------------------
@@ -242,8 +244,8 @@ def test_prune_says_what_it_scores_by(
 ) -> None:  # fmt: skip
     used: list[Any] = []
 
-    def instead(options: Any, goal: Any, methods: Any, *_: Any) -> None:
-        used.append(methods)
+    def instead(asked: Any, *_: Any) -> None:
+        used.append(asked.methods)
         raise hp.HeadPruneError("enough")
 
     monkeypatch.setattr("headprune.app.workflow.prune_run", instead)

@@ -207,7 +207,7 @@ def test_a_perplexity_that_cannot_be_told_is_refused_before_the_long_work(
         raise AssertionError("the long work began")
 
     monkeypatch.setattr(tf.LlamaForCausalLM, "forward", summed)
-    for step in ("scoring.score", "pruning.evaluate", "targets.arrange"):
+    for step in ("scoring.score", "results.evaluate", "targets.arrange"):
         monkeypatch.setattr(f"headprune.app.workflow.{step}", long)
     for more in ((), ("--dry-run",)):
         error = run("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1).stderr

@@ -36,6 +36,14 @@ def test_variants_differ_in_shape_or_padding(example: Any) -> None:
     assert same(example, before)
 
 
+def test_a_mask_longer_than_the_ids_stays_as_it_was() -> None:
+    example = {"input_ids": torch.full((2, 6), 7), "attention_mask": torch.ones(2, 8, dtype=torch.long)}
+    shorter = variants(example)[0]
+    assert isinstance(shorter, dict)
+    assert not shorter["attention_mask"][0, -1]
+    assert bool((example["attention_mask"] == 1).all())
+
+
 @given(examples())
 def test_scrambled_has_other_content_in_the_same_places(example: Any) -> None:
     before = copy.deepcopy(example)

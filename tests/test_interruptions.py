@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import transformers as tf
+from pydantic import ValidationError
 
 import headprune as hp
 from headprune.app.console import Console
@@ -17,7 +18,7 @@ from headprune.app.data import DataOptions
 from headprune.app.folders import Folder, claimed
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import Options, score_run
-from headprune.errors import HeadPruneError, Stopped
+from headprune.errors import Stopped
 from headprune.jsonio import read_json
 from tests.support.commands import run
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
@@ -197,10 +198,13 @@ def test_a_wrong_command_leaves_its_folder_to_the_next(here: Path) -> None:
 
 def test_the_last_seconds_fail(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A document that JSON cannot hold: it is said where, and nothing is computed again."""
+    from headprune.app.documents import Latency
     from headprune.app.workflow import pruning
 
     original = pruning.time_models
-    monkeypatch.setattr(pruning, "time_models", lambda *a: {"rows": [{"batch": object()}]})
+    monkeypatch.setattr(
+        pruning, "time_models", lambda *a: Latency.model_construct({"rows"}, rows=[{"batch": object()}])
+    )
     error = run(*QUICK, code=1).stderr
     assert "rows › 0 › batch is a object, which JSON cannot hold" in " ".join(error.split())
     monkeypatch.setattr(pruning, "time_models", original)
@@ -230,7 +234,7 @@ def test_what_cannot_be_written_is_found_before_the_long_work(here: Path, monkey
     monkeypatch.setattr("headprune.app.runs.command_line", lambda: object())
     monkeypatch.setattr("headprune.app.workflow.scoring.score", interrupt)
     options, console = Options("m", DataOptions("d")), Console(quiet=True)
-    with pytest.raises(HeadPruneError, match="commands › 0"):
+    with pytest.raises(ValidationError, match="commands"):
         score_run(options, ["random"], RunFolder(here / "r"), console)
 
 

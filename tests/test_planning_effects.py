@@ -11,26 +11,26 @@ import headprune as hp
 from headprune.attention import Heads
 from headprune.planning.effects import effects
 from headprune.planning.units import Unit
+from headprune.reference.token_weights import across as _across
+from headprune.reference.token_weights import noise as _noise
 from headprune.repairing import Refit
-from headprune.repairing.probe import across as _across
-from headprune.repairing.probe import noise as _noise
 from headprune.rows import Rows
 from tests.support.checks import hooks, same, state
 from tests.support.plain import WIDTH, Attention, Pair, noise
 from tests.support.plans import units_for
 from tests.support.problems import duplicated, small
-from tests.support.repairs import made, padded
+from tests.support.repairs import made, padded, refit_of
 from tests.support.zoo import randomise, text
 
 
 def direct(refit: Refit, drop: Heads, unit: Unit, ridge: float) -> Tensor:
     """Effect of a unit by solving the regression without it, with the same strength, and by summing over the tokens."""
-    layer = refit.layers[unit.layer]
-    place = next(p for p in refit.places if layer in p.layers)
+    layer = refit.reference.layers[unit.layer]
+    place = next(p for p in refit.reference.projections if layer in p.layers)
     weights = refit.fitted(drop)
     old, old_bias = place.weight, place.bias
     now, now_bias = weights.by_module.get(place.name, (old, old_bias))
-    moments = refit.statistics.dense[place.name]
+    moments = refit.reference.moments[place.name]
     xx, xy = moments.xx.sum(0), moments.xy.sum(0)
     tokens = xx[-1, -1]
     kept = place.kept(drop)
@@ -51,9 +51,9 @@ def direct(refit: Refit, drop: Heads, unit: Unit, ridge: float) -> Tensor:
         now_bias = old_bias
     out = []
     with refit.applied(weights):
-        for index in range(len(refit.batches)):
+        for index in range(len(refit.reference.runner.batches)):
             total = 0
-            for x, slope in refit.slopes(index)[place.name]:
+            for x, slope in refit.reference.slopes(index)[place.name]:
                 change = x @ (new - now) + (new_bias - now_bias if place.has_bias else 0)
                 total = total + (change * slope).flatten(1).sum(1)
             out.append(total)
@@ -67,7 +67,7 @@ def direct(refit: Refit, drop: Heads, unit: Unit, ridge: float) -> Tensor:
 def test_effects_are_the_refits_without_the_unit(name: str, single: bool, gone: bool) -> None:
     model, example, layers = made(name)
     before = state(model)
-    refit = Refit(model, layers, [example, Rows().take(example, [1])], ridge=0.05, values=False)
+    refit = refit_of(model, layers, [example, Rows().take(example, [1])], ridge=0.05, values=False)
     drop = {layers[0].name: list(layers[0].units[1])} if gone else {}
     units = units_for(layers, drop, single)
     found = effects(refit, layers, drop, units)
@@ -108,7 +108,7 @@ def gate_gradients(model: nn.Module, layers: Sequence[hp.AttentionLayer], batch:
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_without_repair_they_are_gate_gradients(name: str) -> None:
     model, example, layers = made(name)
-    refit = Refit(model, layers, [example], ridge=float("inf"))
+    refit = refit_of(model, layers, [example], ridge=float("inf"))
     drop = {layers[1].name: list(layers[1].units[0])}
     units = units_for(layers, drop, single=True)
     found = effects(refit, layers, drop, units)
@@ -132,7 +132,7 @@ def test_batches_and_padding_do_not_matter(name: str, ridge: float | None) -> No
     units = units_for(layers, drop)
 
     def found(batches: Sequence[Any]) -> Tensor:
-        return effects(Refit(model, layers, batches, ridge=ridge, mixtures=False), layers, drop, units)
+        return effects(refit_of(model, layers, batches, ridge=ridge, mixtures=False), layers, drop, units)
 
     whole = found([example])
     assert whole.abs().max() > 1e-4
@@ -147,13 +147,13 @@ def test_batches_and_padding_do_not_matter(name: str, ridge: float | None) -> No
 def test_a_layer_that_has_lost_nothing_is_judged_with_repair() -> None:
     """Wherever it is: cross-validation has not said that its old weights are best."""
     model, example, layers = made("bert")
-    refit = Refit(model, layers, [example], values=False)
+    refit = refit_of(model, layers, [example], values=False)
     drop = {layers[0].name: [0]}
     units = units_for(layers, drop)
     found = effects(refit, layers, drop, units)
-    gates = effects(Refit(model, layers, [example], ridge=float("inf")), layers, {}, units)
+    gates = effects(refit_of(model, layers, [example], ridge=float("inf")), layers, {}, units)
     behind = [i for i, u in enumerate(units) if u.layer == 2]
-    assert list(refit.fitted(drop).ridges) == [refit.places[0].name]
+    assert list(refit.fitted(drop).ridges) == [refit.reference.projections[0].name]
     first = direct(refit, drop, units[behind[0]], 0.3)
     torch.testing.assert_close(found[:, behind[0]], first, rtol=1e-8, atol=1e-8)
     assert (found - gates)[:, behind].abs().max() > 1e-6
@@ -166,14 +166,14 @@ def test_dead_heads_and_duplicates() -> None:
         model.bert.encoder.layer[1].attention.output.dense.weight[:, 16:24] = 0
     layers = hp.find_attention(model, batches[0])
     units = units_for(layers, {})
-    repaired = effects(Refit(model, layers, batches, ridge=1e-6), layers, {}, units)
-    masked = effects(Refit(model, layers, batches, ridge=float("inf")), layers, {}, units)
+    repaired = effects(refit_of(model, layers, batches, ridge=1e-6), layers, {}, units)
+    masked = effects(refit_of(model, layers, batches, ridge=float("inf")), layers, {}, units)
     assert not masked[:, 6].any()
     assert repaired[:, 6].abs().max() < 1e-9
     for h in (0, 1):
         assert repaired[:, h].abs().mean() < 1e-3 * masked[:, h].abs().mean()
         # Once one is gone, the other is worth what both were.
-        after = effects(Refit(model, layers, batches, ridge=1e-6), layers, {layers[0].name: [1 - h]}, [units[h]])
+        after = effects(refit_of(model, layers, batches, ridge=1e-6), layers, {layers[0].name: [1 - h]}, [units[h]])
         assert after.abs().mean() > 100 * repaired[:, h].abs().mean()
 
 
@@ -207,15 +207,15 @@ def test_heads_that_cannot_be_made_up_for_are_not_free(blocks: str) -> None:
     model = randomise(Classifier(*((Pair(), Attention()) if blocks == "shared" else (Bare(), Attention())))).double()
     x = noise(6, 5, WIDTH).double()
     layers = hp.find_attention(model, x)
-    refit = Refit(model, layers, [x], ridge=0.1)
+    refit = refit_of(model, layers, [x], ridge=0.1)
     units = units_for(layers, {})
-    fixed = {a.name for a in layers} - {a.name for p in refit.places for a in p.layers}
+    fixed = {a.name for a in layers} - {a.name for p in refit.reference.projections for a in p.layers}
     assert fixed
     drop: Heads = {layers[-1].name: [1], layers[0].name: [2]}
     for gone in ({}, drop):
         left = [u for u in units if not set(u.heads) & set(gone.get(layers[u.layer].name, ()))]
         found = effects(refit, layers, gone, left)
-        plain = effects(Refit(model, layers, [x], ridge=float("inf")), layers, gone, left)
+        plain = effects(refit_of(model, layers, [x], ridge=float("inf")), layers, gone, left)
         those = [i for i, u in enumerate(left) if layers[u.layer].name in fixed]
         assert found[:, those].abs().mean(0).min() > 1e-4
         if not gone:
@@ -246,4 +246,4 @@ def test_a_layer_that_does_not_matter_costs_nothing() -> None:
     with torch.no_grad():
         model.classifier.weight.zero_()
     layers = hp.find_attention(model, batches[0])
-    assert not effects(Refit(model, layers, batches), layers, {}, units_for(layers, {})).any()
+    assert not effects(refit_of(model, layers, batches), layers, {}, units_for(layers, {})).any()

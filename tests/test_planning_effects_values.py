@@ -1,6 +1,7 @@
 """What the removal of a unit costs where values are refitted, against the wider fit without the unit."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ import headprune as hp
 from headprune.attention import Heads
 from headprune.planning.effects import effects
 from headprune.planning.units import Unit
-from headprune.repairing import OutputProjection, Refit
+from headprune.reference import OutputProjection
+from headprune.repairing import Refit
 from tests.support.checks import hooks, same, state
 from tests.support.plans import units_for
-from tests.support.repairs import attended_by_hand, attending_alike, made
+from tests.support.repairs import attended_by_hand, attending_alike, made, refit_of
 from tests.support.zoo import randomise, sizes, text
 
 
@@ -43,8 +45,8 @@ def direct(
     Args:
         attended: What heads attend to in the dense model, and in the repaired one (`attended_in`).
     """
-    layer = refit.layers[unit.layer]
-    place = next(p for p in refit.places if layer in p.layers)
+    layer = refit.reference.layers[unit.layer]
+    place = next(p for p in refit.reference.projections if layer in p.layers)
     weights = refit.fitted(drop)
     now = weights.by_module.get(place.name, (place.weight, None))[0]
     width, heads = layer.head_dim, layer.num_heads
@@ -54,7 +56,7 @@ def direct(
         [anew(x, further, place, weights.mixes.get(place.name, {})), further[..., :width].flatten(-2)], dim=-1
     )
     real = example["attention_mask"].bool()
-    told = refit.runner.sensitivity(0)[place.name][0][real]
+    told = refit.reference.runner.recorded_with_weights(0)[2][place.name][0][real]
     z = z[real]
     share = (told / told.sum())[:, None]
     now = torch.cat([now, now.new_zeros(heads * width, now.shape[1])])
@@ -77,7 +79,7 @@ def direct(
     change[[f for f in range(len(now)) if f not in both]] = 0
     x, further = attended[1][place.name]
     with refit.applied(weights):
-        ((_, slope),) = refit.slopes(0)[place.name]
+        ((_, slope),) = refit.reference.slopes(0)[place.name]
     z = torch.cat([x, further[..., :width].flatten(-2)], dim=-1) - mean
     return ((z @ change) * slope).flatten(1).sum(1)
 
@@ -94,7 +96,7 @@ def attended_in(refit: Refit, example: Any, drop: Heads) -> tuple[Attended, Atte
 def test_effects_are_those_of_the_wider_fit_without_the_unit(name: str, single: bool, gone: bool) -> None:
     model, example, layers = made(name)
     before = state(model)
-    refit = Refit(model, layers, [example], ridge=0.05, mixtures=False)
+    refit = refit_of(model, layers, [example], ridge=0.05, mixtures=False)
     drop = {layers[0].name: list(layers[0].units[1]), layers[2].name: list(layers[2].units[0])} if gone else {}
     units = units_for(layers, drop, single)
     found = effects(refit, layers, drop, units)
@@ -102,7 +104,7 @@ def test_effects_are_those_of_the_wider_fit_without_the_unit(name: str, single: 
     assert hooks(model) == 0
     assert found.shape == (3, len(units))
     assert found.abs().max() > 1e-4
-    plain = effects(Refit(model, layers, [example], ridge=0.05, values=False, mixtures=False), layers, drop, units)
+    plain = effects(refit_of(model, layers, [example], ridge=0.05, values=False, mixtures=False), layers, drop, units)
     assert (found - plain).abs().max() > 1e-4
     attended = attended_in(refit, example, drop)
     for i in range(0, len(units), 1 + len(units) // 6):
@@ -115,7 +117,7 @@ def test_under_a_strong_pull_values_make_no_difference() -> None:
     model, example, layers = made("bert")
     units = units_for(layers, {})
     weak, strong = (
-        [effects(Refit(model, layers, [example], ridge=r, values=v), layers, {}, units) for v in (False, True)]
+        [effects(refit_of(model, layers, [example], ridge=r, values=v), layers, {}, units) for v in (False, True)]
         for r in (0.1, 1e9)
     )
     torch.testing.assert_close(strong[0], strong[1], rtol=1e-6, atol=1e-7)
@@ -126,8 +128,8 @@ def test_a_head_costs_less_where_another_can_read_what_it_reads() -> None:
     model, batches, _ = attending_alike()
     layers = hp.find_attention(model, batches[0])
     units = [Unit(0.0, 0, (1,))]
-    wide = effects(Refit(model, layers, batches, ridge=1e-8), layers, {}, units)
-    plain = effects(Refit(model, layers, batches, ridge=1e-8, values=False), layers, {}, units)
+    wide = effects(refit_of(model, layers, batches, ridge=1e-8), layers, {}, units)
+    plain = effects(refit_of(model, layers, batches, ridge=1e-8, values=False), layers, {}, units)
     assert plain.abs().mean() > 1e-3
     assert plain.abs().mean() > wide.abs().mean() > 0
 
@@ -143,7 +145,7 @@ def test_heads_wider_than_their_input(heads: tuple[int, int]) -> None:
     )  # fmt: skip
     model, example = randomise(tf.LlamaForCausalLM(config)).double(), text()
     layers = hp.find_attention(model, example)
-    refit = Refit(model, layers, [example], ridge=0.1)
+    refit = refit_of(model, layers, [example], ridge=0.1)
     drop = {layers[0].name: [0]}
     weights = refit.fitted(drop)
     assert all(f.after <= f.before + 1e-9 for f in weights.facts.values())
@@ -151,9 +153,9 @@ def test_heads_wider_than_their_input(heads: tuple[int, int]) -> None:
     found = effects(refit, layers, {}, units)
     assert found.isfinite().all()
     # Those that are missing are inputs that are always zero.
-    refit.statistics.directions = {
-        n: F.pad(q, (0, max(0, 12 - q.shape[1]))) for n, q in refit.statistics.directions.items()
-    }
+    directions = refit.reference.directions
+    along = {n: F.pad(q, (0, max(0, 12 - q.shape[1]))) for n, q in directions.along.items()}
+    refit.reference = replace(refit.reference, directions=replace(directions, along=along))
     attended = attended_in(refit, example, {})
     expected = torch.stack([direct(refit, example, {}, unit, 0.1, attended) for unit in units], dim=1)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-8)

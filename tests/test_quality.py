@@ -14,9 +14,9 @@ import torch
 from quality import METHODS, Cache, Subject, measure, table
 
 import headprune as hp
-from headprune.repairing import Refit
 from tests.support.checks import hooks
 from tests.support.problems import small
+from tests.support.repairs import refit_of
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_auto_takes_what_stays_nearest_to_the_dense_model(subject, monkeypatch):
     model, layers, choose, score = subject.model, subject.layers, subject.choose, subject.score(0)
     before = model(**choose[0]).logits.softmax(-1)
     searches = [quality.Searched(name) for name in ("re-scored", "compensated")]
-    refit = Refit(model, layers, score)
+    refit = refit_of(model, layers, score)
 
     def distance() -> float:
         after = model(**choose[0]).logits.softmax(-1)

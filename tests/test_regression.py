@@ -15,8 +15,8 @@ from headprune.app.workflow.scene import DataOptions, Options, open_scene
 from headprune.divergence import Divergence
 from headprune.evaluation import evaluate
 from headprune.fidelity import Fidelity
+from headprune.reference.token_weights import probe_of
 from headprune.repairing import repair
-from headprune.repairing.probe import probe_of
 from headprune.rows import Rows
 from tests.support.causal import Labelless, gemma3, text_config, tiny
 from tests.support.folders import tokenizer, write_jsonl

@@ -6,59 +6,54 @@ from torch import Tensor
 
 from headprune.inputs import call
 from headprune.planning.effects import effects
+from headprune.reference import directions as directions_module
+from headprune.reference.runner import Calls
 from headprune.repairing import Refit
-from headprune.repairing import statistics as statistics_module
-from headprune.repairing.runner import Calls
 from tests.support.checks import same, state
 from tests.support.plans import units_for
-from tests.support.repairs import attended_by_hand, batch_of, close, made, padded, padding_of, some
+from tests.support.repairs import attended_by_hand, batch_of, close, made, padded, padding_of, refit_of, some
 
 
 def equal(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
 
 
-def with_directions(refit: Refit) -> Refit:
-    assert refit.statistics.dense
-    return refit
-
-
 def widened(refit: Refit, index: int = 0) -> Calls:
     """As the refit finds them."""
-    with torch.no_grad(), refit.runner.deterministic_eval():
-        xs, ys = refit.runner.recorded(refit.batches[index])
-        return refit.statistics.widened(refit.batches[index], xs, ys, list(xs))
+    with torch.no_grad(), refit.reference.runner.deterministic_eval():
+        xs, ys = refit.reference.runner.recorded(refit.reference.runner.batches[index])
+        return refit.reference.directions.widened(refit.reference.runner.batches[index], xs, ys, list(xs))
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "t5", "mha", "torch_transformer"])
 def test_widened_inputs_are_what_edited_values_give(name: str) -> None:
     model, example, layers = made(name)
     before = state(model)
-    refit = with_directions(Refit(model, layers, [batch_of(example)]))
-    assert list(refit.values) == [p.name for p in refit.places]
-    assert len(refit.places) == len(layers)
+    refit = refit_of(model, layers, [batch_of(example)])
+    assert list(refit.reference.values) == [p.name for p in refit.reference.projections]
+    assert len(refit.reference.projections) == len(layers)
     expected, found = attended_by_hand(refit, example), widened(refit)
     assert same(model, before)
-    for place in refit.places:
+    for place in refit.reference.projections:
         x, further = expected[place.name]
         (wide,) = found[place.name]
         assert further.shape[-2] == place.layers[0].num_heads
         assert further.abs().mean() > 1e-3
         equal(wide, torch.cat([x, further.flatten(-2)], dim=-1))
-        assert wide.shape[-1] + 1 == refit.statistics.dense[place.name].xx.shape[-1]
+        assert wide.shape[-1] + 1 == refit.reference.moments[place.name].xx.shape[-1]
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_widened_inputs_of_the_model_as_it_is_now(name: str) -> None:
     """`slopes` looks at a repaired model, along the first directions."""
     model, example, layers = made(name)
-    refit = Refit(model, layers, [example], ridge=0.1)
+    refit = refit_of(model, layers, [example], ridge=0.1)
     weights = refit.fitted(some(layers))
     assert weights.mixes
     with refit.applied(weights):
         expected = attended_by_hand(refit, example)
-        found = refit.slopes(0)
-    for place in refit.places:
+        found = refit.reference.slopes(0)
+    for place in refit.reference.projections:
         x, further = expected[place.name]
         ((wide, _),) = found[place.name]
         first = further[..., : place.layers[0].head_dim]
@@ -67,20 +62,20 @@ def test_widened_inputs_of_the_model_as_it_is_now(name: str) -> None:
 
 def test_moments_are_sums_over_tokens_that_are_no_padding() -> None:
     model, example, layers = made("bert")
-    refit = with_directions(Refit(model, layers, [example], mixtures=False))
+    refit = refit_of(model, layers, [example], mixtures=False)
     real = example["attention_mask"].bool()
     for name, (x, further) in attended_by_hand(refit, example).items():
         z = torch.cat([x, further.flatten(-2), torch.ones_like(x[..., :1])], dim=-1)[real]
-        told = refit.runner.sensitivity(0)[name][0][real]
-        equal(refit.statistics.dense[name].xx.sum(0), (z.T * told) @ z)
+        told = refit.reference.runner.recorded_with_weights(0)[2][name][0][real]
+        equal(refit.reference.moments[name].xx.sum(0), (z.T * told) @ z)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
 def test_directions_are_the_best_for_tokens_that_attend_to_themselves(name: str) -> None:
     """The first ones give what the best projection of that rank gives: by the SVD of all tokens' outputs."""
     model, example, layers = made(name)
-    refit = with_directions(Refit(model, layers, [example]))
-    for place in refit.places:
+    refit = refit_of(model, layers, [example])
+    for place in refit.reference.projections:
         values = place.values
         assert values is not None
         seen: list[Tensor] = []
@@ -98,7 +93,7 @@ def test_directions_are_the_best_for_tokens_that_attend_to_themselves(name: str)
         ]
         out = torch.cat([x @ w for w in weight], dim=1)
         sizes = torch.linalg.svdvals(out).square()
-        q = refit.statistics.directions[place.name]
+        q = refit.reference.directions.along[place.name]
         for rank in (1, 4, 8):
             inner, _ = torch.linalg.qr(x @ q[:, :rank])
             left = (out - inner @ (inner.T @ out)).square().sum()
@@ -110,10 +105,10 @@ def test_directions_are_the_best_for_tokens_that_attend_to_themselves(name: str)
 def test_directions_of_cross_attention_do_not_see_padding() -> None:
     """What it takes its values from is the encoder's, where padding is not what the decoder's is."""
     model, example, layers = made("t5")
-    refit = with_directions(Refit(model, layers, [example]))
-    other = with_directions(Refit(model, layers, [padded(example, 4, left=False)]))
-    for place in refit.places:
-        a, b = refit.statistics.directions[place.name], other.statistics.directions[place.name]
+    refit = refit_of(model, layers, [example])
+    other = refit_of(model, layers, [padded(example, 4, left=False)])
+    for place in refit.reference.projections:
+        a, b = refit.reference.directions.along[place.name], other.reference.directions.along[place.name]
         torch.testing.assert_close(a @ a.T, b @ b.T, rtol=1e-6, atol=1e-8)
 
 
@@ -124,22 +119,22 @@ def test_directions_of_cross_attention_do_not_see_padding() -> None:
 def test_as_many_directions_as_there_is_room_for(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, example, layers = made("bert")
     room = len(layers) * 2 * 8 * (32 + 4 * 8 * shares + 1) ** 2
-    monkeypatch.setattr(statistics_module, "_MOST", room - (not shares))
+    monkeypatch.setattr(directions_module, "_MOST", room - (not shares))
     drop = some(layers)
-    refit = Refit(model, layers, [example], ridge=0.1)
+    refit = refit_of(model, layers, [example], ridge=0.1)
     weights = refit.fitted(drop)
-    sizes = {name: tuple(m.xx.shape) for name, m in refit.statistics.dense.items()}
+    sizes = {name: tuple(m.xx.shape) for name, m in refit.reference.moments.items()}
     assert set(sizes.values()) == {(2, 33 + 32 * shares, 33 + 32 * shares)}
-    alone = Refit(model, layers, [example], ridge=0.1, values=False).fitted(drop)
+    alone = refit_of(model, layers, [example], ridge=0.1, values=False).fitted(drop)
     assert weights.by_module.keys() >= alone.by_module.keys()
     if shares:
-        assert refit.notes == []
+        assert refit.reference.notes == ()
         assert {len(m) for mixes in weights.mixes.values() for m in mixes.values()} == {8 + 8 * shares}
         found = effects(refit, layers, drop, units_for(layers, drop))
         assert found.isfinite().all()
     else:
-        assert len(refit.notes) == 1
-        assert "would not fit into memory" in refit.notes[0]
+        assert len(refit.reference.notes) == 1
+        assert "would not fit into memory" in refit.reference.notes[0]
         close(weights, alone)
     with refit.applied(weights):
         pass
@@ -148,11 +143,11 @@ def test_as_many_directions_as_there_is_room_for(shares: int, monkeypatch: pytes
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
 def test_parts_of_a_batch_give_the_same_moments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, example, layers = made(name)
-    whole = Refit(model, layers, [example]).statistics.dense
+    whole = refit_of(model, layers, [example]).reference.moments
     for most in (1, 30_000):
-        monkeypatch.setattr(statistics_module, "_MOST_AT_ONCE", most)
-        refit = Refit(model, layers, [example])
-        for key, found in refit.statistics.dense.items():
+        monkeypatch.setattr(directions_module, "_MOST_AT_ONCE", most)
+        refit = refit_of(model, layers, [example])
+        for key, found in refit.reference.moments.items():
             assert torch.equal(found.xx, whole[key].xx)
             assert torch.equal(found.xy, whole[key].xy)
             assert torch.equal(found.yy, whole[key].yy)

@@ -10,10 +10,10 @@ from torch import Tensor
 import headprune as hp
 from headprune.planning.effects import effects
 from headprune.planning.units import Unit
-from headprune.repairing import Refit
-from headprune.repairing.probe import across as _across
-from headprune.repairing.probe import noise as _noise
+from headprune.reference.token_weights import across as _across
+from headprune.reference.token_weights import noise as _noise
 from tests.support.problems import small
+from tests.support.repairs import refit_of
 from tests.support.zoo import randomise, text
 
 
@@ -51,13 +51,15 @@ def test_where_an_answer_starts_and_ends_is_no_padding() -> None:
     given_ = text(3, 9)
     given_["attention_mask"] = torch.tensor([[1] * 9, [1] * 6 + [0] * 3, [1] * 4 + [0] * 5])
     layers = hp.find_attention(model, given_)
-    whole = Refit(model, layers, [given_])
+    whole = refit_of(model, layers, [given_])
     alone = [{k: v[i : i + 1, :n] for k, v in given_.items()} for i, n in enumerate((9, 6, 4))]
-    apart = Refit(model, layers, alone)
-    for place in whole.places:
-        together = whole.runner.sensitivity(0)[place.name][0]
+    apart = refit_of(model, layers, alone)
+    for place in whole.reference.projections:
+        together = whole.reference.runner.recorded_with_weights(0)[2][place.name][0]
         for i, n in enumerate((9, 6, 4)):
-            assert torch.allclose(together[i, :n], apart.runner.sensitivity(i)[place.name][0][0], rtol=1e-6)
+            assert torch.allclose(
+                together[i, :n], apart.reference.runner.recorded_with_weights(i)[2][place.name][0][0], rtol=1e-6
+            )
     units = [Unit(0.0, i, (h,)) for i, a in enumerate(layers) for h in range(a.num_heads)]
     assert torch.allclose(effects(whole, layers, {}, units), effects(apart, layers, {}, units), rtol=1e-5)
 
@@ -66,9 +68,9 @@ def test_the_weights_of_tokens_are_slopes() -> None:
     """By finite differences of the probe, at two tokens."""
     model, batches = small()
     layers = hp.find_attention(model, batches[0])
-    refit = Refit(model, layers, batches)
-    place = refit.places[1]
-    x, slope = refit.slopes(1)[place.name][0]
+    refit = refit_of(model, layers, batches)
+    place = refit.reference.projections[1]
+    x, slope = refit.reference.slopes(1)[place.name][0]
     given_ = {k: v for k, v in batches[1].items() if k != "labels"}
     module: Any = model.get_submodule(place.name)
     with torch.no_grad():

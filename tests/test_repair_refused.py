@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.repairing import Refit, repair
+from headprune.repairing import repair
 from tests.support import zoo
 from tests.support.checks import hooks, same, state
 from tests.support.plain import WIDTH, Attention, Pair, model_of, noise
 from tests.support.problems import small
-from tests.support.repairs import batch_of, close, fitted, some
+from tests.support.repairs import batch_of, close, fitted, refit_of, some
 from tests.support.zoo import TorchEncoder, randomise
 
 
@@ -71,28 +71,28 @@ def test_what_is_no_linear_output_projection_is_left_alone(kind: type[Attention]
     model, x = model_of(kind), noise(4, 6, WIDTH)
     layers = hp.find_attention(model, x)
     before = state(model)
-    refit = Refit(model, layers, [x])
+    refit = refit_of(model, layers, [x])
     assert not refit.fitted({layers[0].name: [1]}).by_module.keys() - {"0.o.base"}
     assert same(model, before)
-    if not refit.places:
-        assert "keeps its old weights" in refit.notes[0]
+    if not refit.reference.projections:
+        assert "keeps its old weights" in refit.reference.notes[0]
 
 
 def test_parametrised_weights_are_left_alone() -> None:
     model, x = model_of(Attention), noise(4, 6, WIDTH)
     layers = hp.find_attention(model, x)
     nn.utils.parametrizations.weight_norm(model[0].o)
-    refit = Refit(model, layers, [x])
-    assert [p.name for p in refit.places] == ["2.o"]
-    assert "no plain linear layer" in refit.notes[0]
+    refit = refit_of(model, layers, [x])
+    assert [p.name for p in refit.reference.projections] == ["2.o"]
+    assert "no plain linear layer" in refit.reference.notes[0]
 
 
 def test_weights_not_in_memory_are_left_alone() -> None:
     model, example = zoo.bert()
     layers = hp.find_attention(model, example)
-    refit = Refit(model.to("meta"), layers, [example])
-    assert refit.places == []
-    assert len(refit.notes) == 3
+    refit = refit_of(model.to("meta"), layers, [example])
+    assert refit.reference.projections == []
+    assert len(refit.reference.notes) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -103,8 +103,8 @@ def test_half_precision(dtype: torch.dtype) -> None:
     model = model.to(dtype)
     layers = hp.find_attention(model, example)
     before = state(model)
-    refit = Refit(model, layers, [batch_of(example)], ridge=0.1)
-    weights = refit.fitted(some(layers), sweeps=0)
+    refit = refit_of(model, layers, [batch_of(example)], ridge=0.1)
+    weights = refit.fitted(some(layers))
     for name, (weight, _) in weights.by_module.items():
         assert (weight - wide[name]).abs().max() < 0.2 * wide[name].abs().max()
     with refit.applied(weights):
@@ -151,7 +151,7 @@ def test_too_few_tokens_for_two_folds() -> None:
     one = {k: v[:1, :1] for k, v in example.items()}
     two = {k: v[:2, :1] for k, v in example.items()}
     for batch in (one, two):
-        refit = Refit(model, layers, [batch])
+        refit = refit_of(model, layers, [batch])
         weights = refit.fitted({"" + layers[0].name: [0], layers[1].name: [0, 1, 2, 3]})
         if batch is one:  # nothing is held out, so nothing says that other weights are better
             assert set(weights.ridges.values()) == {float("inf")}
@@ -166,7 +166,7 @@ def test_no_examples() -> None:
     layers = hp.find_attention(model, example)
     for batches in ([], [{k: v[:0] for k, v in example.items()}]):
         with pytest.raises(hp.HeadPruneError, match="no examples"):
-            Refit(model, layers, batches)
+            refit_of(model, layers, batches)
     with pytest.raises(hp.HeadPruneError, match="no head 9"):
         repair(model, {"L0": [9]}, [example], layers=layers)
 
@@ -178,7 +178,7 @@ def test_a_layer_that_does_not_matter() -> None:
         model.bert.encoder.layer[0].attention.output.dense.weight.zero_()
         model.classifier.weight.zero_()
     layers = hp.find_attention(model, batches[0])
-    weights = Refit(model, layers, batches).fitted(some(layers))
+    weights = refit_of(model, layers, batches).fitted(some(layers))
     assert weights.by_module == {}
 
 
@@ -188,7 +188,7 @@ def test_tokens_before_the_batch() -> None:
     x = torch.randn(5, 5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     padding = torch.zeros(5, 5, dtype=torch.bool)
     layers = hp.find_attention(model, (x, padding))
-    refit = Refit(model, layers, [((x, padding), x)])
-    assert len(refit.batches) == 1
-    other = Refit(model, layers, [((x[i : i + 1], padding[i : i + 1]), x[i : i + 1]) for i in range(5)])
+    refit = refit_of(model, layers, [((x, padding), x)])
+    assert len(refit.reference.runner.batches) == 1
+    other = refit_of(model, layers, [((x[i : i + 1], padding[i : i + 1]), x[i : i + 1]) for i in range(5)])
     close(other.fitted(some(layers)), refit.fitted(some(layers)))

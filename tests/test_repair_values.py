@@ -15,15 +15,25 @@ from torch import nn
 import headprune as hp
 from headprune.attention import Heads
 from headprune.modules import exact_attention
-from headprune.repairing import Refit, Weights, repair
-from headprune.repairing import values as values_module
-from headprune.repairing.solve import fit_output
-from headprune.repairing.values import fit_values
+from headprune.repairing import Weights, repair
+from headprune.repairing.steps import values as values_module
+from headprune.repairing.steps.outputs import fit_output
+from headprune.repairing.steps.values import fit_values
 from headprune.rows import Rows
 from tests.support import zoo
 from tests.support.checks import hooks, same, state
 from tests.support.problems import small
-from tests.support.repairs import attending_alike, batch_of, check_promise, close, made, padded, padding_of, some
+from tests.support.repairs import (
+    attending_alike,
+    batch_of,
+    check_promise,
+    close,
+    made,
+    padded,
+    padding_of,
+    refit_of,
+    some,
+)
 from tests.support.zoo import randomise, sizes, text
 
 
@@ -68,10 +78,10 @@ def test_applied_gives_back_the_values_to_the_bit(name: str, dtype: torch.dtype)
     layers = hp.find_attention(model, example)
     before, pointers = state(model), {n: id(p) for n, p in model.named_parameters()}
     modes = [m.training for m in model.modules()]
-    refit = Refit(model, layers, [batch_of(example)], ridge=0.1)
+    refit = refit_of(model, layers, [batch_of(example)], ridge=0.1)
     drop = some(layers)
     weights = refit.fitted(drop)
-    losing = [p for p in refit.places if p.layers[0].name in drop]
+    losing = [p for p in refit.reference.projections if p.layers[0].name in drop]
     assert {p.values.name for p in losing if p.values} <= set(weights.by_module)
     assert all(p.values for p in losing)
 
@@ -109,9 +119,9 @@ def test_applied_gives_back_the_values_to_the_bit(name: str, dtype: torch.dtype)
 def test_the_model_gives_what_the_fit_was_promised(name: str) -> None:
     """Of the first layer that loses heads: its error with the weights written, counted by hand."""
     model, example, layers = made(name)
-    refit = Refit(model, layers, [batch_of(example)], ridge=0.1, mixtures=False)
+    refit = refit_of(model, layers, [batch_of(example)], ridge=0.1, mixtures=False)
     weights = refit.fitted({layers[0].name: list(layers[0].units[0])})
-    check_promise(refit, weights, example, padding_of(name, refit.places[0], example))
+    check_promise(refit, weights, example, padding_of(name, refit.reference.projections[0], example))
 
 
 PRUNED = {
@@ -130,9 +140,9 @@ def test_pruned_saved_and_loaded(name: str, tmp_path: Path) -> None:
     drop, make = PRUNED[name]
     model, example = make()
     layers = hp.find_attention(model, example)
-    refit = Refit(model, layers, [example], ridge=0.1)
+    refit = refit_of(model, layers, [example], ridge=0.1)
     weights = refit.fitted({a.name: drop[f"L{a.index}"] for a in layers if f"L{a.index}" in drop})
-    refit.apply(weights)
+    refit.reference.weights.write(weights.by_module)
     lost = {f"L{a.index}": a.name for a in layers}
     assert all(weights.facts[lost[n]].values for n, heads in drop.items() if len(heads) < 4 or name.startswith("llama"))
     whole = model(**example).logits
@@ -151,12 +161,12 @@ def test_pruned_saved_and_loaded(name: str, tmp_path: Path) -> None:
 def test_values_are_refitted_where_that_is_better_on_examples_held_out(kv: int) -> None:
     model, example = grouped(4, kv), text(20, 9)
     layers = hp.find_attention(model, example)
-    refit = Refit(model, layers, [example])
+    refit = refit_of(model, layers, [example])
     drop = {a.name: [1] for a in layers}
     weights = refit.fitted(drop)
-    for place in refit.places:
+    for place in refit.reference.projections:
         assert place.values is not None
-        moments, rank = refit.statistics.dense[place.name], refit.statistics.directions[place.name].shape[1]
+        moments, rank = refit.reference.moments[place.name], refit.reference.directions.along[place.name].shape[1]
         alone = fit_output(moments, place, place.kept(drop), None)
         both = fit_values(moments, place, place.values, [0, 2, 3], rank, None)
         assert alone.held_out is not None
@@ -165,19 +175,6 @@ def test_values_are_refitted_where_that_is_better_on_examples_held_out(kv: int) 
         assert better == (kv == 4)  # what has one key/value head has no other values to take over
         assert weights.facts[place.layers[0].name] == (both if better else alone).facts
         assert (place.values.name in weights.by_module) == (place.name in weights.mixes) == better
-
-
-def test_sweeps_leave_the_values_alone() -> None:
-    model, example, layers = made("bert")
-    drop = some(layers)
-    refit = Refit(model, layers, [example], ridge=0.1)
-    weights = refit.fitted(drop, sweeps=1)
-    alone = Refit(model, layers, [example], ridge=0.1, values=False).fitted(drop, sweeps=1)
-    assert not weights.mixes
-    close(weights, alone)
-    before = {v.name: v.weight.clone() for v in refit.values.values()}
-    repair(model, drop, [example], layers=layers, sweeps=1)
-    assert all(torch.equal(model.get_parameter(f"{name}.weight").T, weight) for name, weight in before.items())
 
 
 # -- always the same -----------------------------------------------------------------------------
@@ -206,9 +203,9 @@ def test_two_refits_are_the_same_to_the_bit(name: str, ridge: float | None) -> N
     drop = some(layers)
     batches = [batch_of(example)]
     torch.manual_seed(1)
-    first = Refit(model, layers, batches, ridge=ridge).fitted(drop)
+    first = refit_of(model, layers, batches, ridge=ridge).fitted(drop)
     torch.manual_seed(2)
-    refit = Refit(model, layers, batches, ridge=ridge)
+    refit = refit_of(model, layers, batches, ridge=ridge)
     refit.fitted({layers[0].name: list(layers[0].units[0])})  # something else before
     assert ridge is None or first.mixes
     assert identical(first, refit.fitted(drop))
@@ -230,7 +227,7 @@ def test_other_batches_give_the_same_up_to_rounding(name: str) -> None:
     drop = {a.name: list(a.units[1 % len(a.units)][:1]) for a in layers}
 
     def found(batches: Sequence[Any]) -> Weights:
-        return Refit(model, layers, batches, ridge=0.1, mixtures=False).fitted(drop)
+        return refit_of(model, layers, batches, ridge=0.1, mixtures=False).fitted(drop)
 
     whole = found([example])
     assert set(whole.mixes) == {a.output_projection.module for a in layers if a.output_projection}
@@ -270,7 +267,7 @@ def check_never_worse(model: nn.Module, batches: Sequence[Any], gone: Sequence[s
     layers = hp.find_attention(model, batches[0])
     before = state(model)
     drop = {a.name: sorted(g) for a, g in zip(layers, gone, strict=True) if g}
-    weights = Refit(model, layers, batches, ridge=ridge).fitted(drop)
+    weights = refit_of(model, layers, batches, ridge=ridge).fitted(drop)
     assert same(model, before)
     assert set(weights.facts) == set(drop)
     for layer in layers:
@@ -283,7 +280,7 @@ def check_never_worse(model: nn.Module, batches: Sequence[Any], gone: Sequence[s
         assert facts.values or every or ridge is None
     if ridge is not None and weights.mixes:
         # More freedom, and the old values to begin with.
-        alone = Refit(model, layers, batches, ridge=ridge, values=False).fitted(drop)
+        alone = refit_of(model, layers, batches, ridge=ridge, values=False).fitted(drop)
         for name, facts in weights.facts.items():
             assert facts.before == pytest.approx(alone.facts[name].before, rel=1e-6, abs=1e-9)
 
@@ -302,22 +299,22 @@ def test_nothing_removed_nothing_changed(name: str) -> None:
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_layer_without_heads_has_a_bias_at_most(name: str) -> None:
     model, example, layers = made(name)
-    refit = Refit(model, layers, [example], ridge=0.1)
+    refit = refit_of(model, layers, [example], ridge=0.1)
     weights = refit.fitted({layers[1].name: list(range(layers[1].num_heads))})
-    place = refit.places[1]
+    place = refit.reference.projections[1]
     assert list(weights.by_module) == [place.name]
     weight, bias = weights.by_module[place.name]
     assert not weight.any()
-    moments = refit.statistics.dense[place.name]
+    moments = refit.reference.moments[place.name]
     assert bias is not None
     torch.testing.assert_close(bias, moments.xy.sum(0)[-1] / moments.xx.sum(0)[-1, -1])
 
 
 def test_an_infinite_ridge_leaves_values_alone() -> None:
     model, example, layers = made("bert")
-    refit = Refit(model, layers, [example], ridge=float("inf"))
+    refit = refit_of(model, layers, [example], ridge=float("inf"))
     weights = refit.fitted(some(layers))
-    assert refit.values == {}
+    assert refit.reference.values == {}
     assert not weights.mixes
 
 
@@ -330,7 +327,7 @@ def test_a_layer_with_heads_that_are_never_looked_at(ridge: float | None) -> Non
         attention.self.value.weight[:8] = 0
         attention.self.value.bias[:8] = 0
         attention.output.dense.weight[:, :8] = 0
-    weights = Refit(model, layers, [example], ridge=ridge).fitted({layers[0].name: [1]})
+    weights = refit_of(model, layers, [example], ridge=ridge).fitted({layers[0].name: [1]})
     for weight, bias in weights.by_module.values():
         assert weight.isfinite().all()
         assert bias is None or bias.isfinite().all()

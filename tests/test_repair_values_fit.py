@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headprune.attention import AttentionLayer
-from headprune.repairing import OutputProjection
-from headprune.repairing import values as values_module
-from headprune.repairing.places import Values
-from headprune.repairing.solve import Moments, downhill
-from headprune.repairing.values import _Start, fit_values, inputs_of_heads
+from headprune.reference import OutputProjection
+from headprune.reference.directions import inputs_of_heads
+from headprune.reference.moments import Moments
+from headprune.reference.projections import Values
+from headprune.repairing.steps import values as values_module
+from headprune.repairing.steps.outputs import downhill
+from headprune.repairing.steps.values import _Start, fit_values
 
 
 def equal(found: Tensor, expected: Tensor) -> None:

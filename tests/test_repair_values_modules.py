@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.attention import Heads
-from headprune.repairing import Refit
 from tests.support.checks import hooks, same, state
 from tests.support.plain import HEADS, WIDTH, noise
-from tests.support.repairs import check_promise
+from tests.support.repairs import check_promise, refit_of
 from tests.support.zoo import randomise, text
 
 
@@ -114,10 +113,10 @@ class Later(Stack):
 def test_plain_modules_have_their_values_refitted() -> None:
     """What the others are compared with."""
     model, x = randomise(Stack(Attention)).double(), noise(6, 5, WIDTH).double()
-    refit = Refit(model, hp.find_attention(model, x), [x], ridge=0.1)
+    refit = refit_of(model, hp.find_attention(model, x), [x], ridge=0.1)
     weights = refit.fitted({"first": [1], "second": [0]})
     assert set(weights.by_module) == {"first.o", "first.v", "second.o", "second.v"}
-    assert refit.notes == []
+    assert refit.reference.notes == ()
 
 
 class Scaled(Attention):
@@ -131,7 +130,7 @@ class Scaled(Attention):
 @pytest.mark.parametrize("kind", [Attention, Scaled])
 def test_what_is_linear_in_its_values_is_as_promised(kind: type[Attention]) -> None:
     model, x = randomise(Stack(kind)).double(), noise(20, 5, WIDTH).double()
-    refit = Refit(model, hp.find_attention(model, x), [x], ridge=0.01)
+    refit = refit_of(model, hp.find_attention(model, x), [x], ridge=0.01)
     weights = refit.fitted({"first": [1]})
     assert list(weights.by_module) == ["first.o", "first.v"]
     check_promise(refit, weights, x, None)
@@ -143,7 +142,7 @@ def test_values_that_are_not_for_w_o_alone_stay(kind: type[Attention]) -> None:
     layers = hp.find_attention(model, x)
     assert [a.name for a in layers] == ["first", "second"]
     before = state(model)
-    refit = Refit(model, layers, [x], ridge=0.1)
+    refit = refit_of(model, layers, [x], ridge=0.1)
     drop: Heads = {"first": [1], "second": [0]}
     weights = refit.fitted(drop)
     assert same(model, before)
@@ -151,20 +150,20 @@ def test_values_that_are_not_for_w_o_alone_stay(kind: type[Attention]) -> None:
     assert set(weights.by_module) == {"first.o", "second.o", "second.v"}
     assert weights.facts["first"].after < weights.facts["first"].before
     assert not weights.facts["first"].values
-    alone = Refit(model, layers, [x], ridge=0.1, values=False).fitted(drop)
+    alone = refit_of(model, layers, [x], ridge=0.1, values=False).fitted(drop)
     torch.testing.assert_close(weights.by_module["first.o"][0], alone.by_module["first.o"][0])
-    assert [n for n in refit.notes if n.startswith("first keeps its old values")] == refit.notes
-    assert len(refit.notes) == 1
+    (note,) = refit.reference.notes
+    assert note.startswith("first keeps its old values")
 
 
 def test_values_that_a_later_layer_reads_stay() -> None:
     """W_O's inputs there would change, which nobody has fitted it to."""
     model, x = randomise(Later()).double(), noise(6, 5, WIDTH).double()
     layers = hp.find_attention(model, x)
-    refit = Refit(model, layers, [x], ridge=0.1)
+    refit = refit_of(model, layers, [x], ridge=0.1)
     weights = refit.fitted({"first": [1]})
     assert list(weights.by_module) == ["first.o"]
-    assert any("first keeps its old values" in n for n in refit.notes)
+    assert any("first keeps its old values" in n for n in refit.reference.notes)
 
 
 def gemma(name: str) -> nn.Module:
@@ -188,7 +187,7 @@ def gemma(name: str) -> nn.Module:
 def test_values_behind_a_norm_stay(name: str) -> None:
     model, example = gemma(name), text()
     layers = hp.find_attention(model, example)
-    refit = Refit(model, layers, [example], ridge=0.1)
+    refit = refit_of(model, layers, [example], ridge=0.1)
     weights = refit.fitted({layers[0].name: list(layers[0].units[0])})
-    assert list(weights.by_module) == [refit.places[0].name]
-    assert len(refit.notes) == 2
+    assert list(weights.by_module) == [refit.reference.projections[0].name]
+    assert len(refit.reference.notes) == 2

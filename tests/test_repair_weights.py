@@ -8,13 +8,14 @@ import torch
 import headprune as hp
 from headprune.attention import check_heads
 from headprune.inputs import call
-from headprune.repairing import Refit, Weights, added_biases, repair
+from headprune.pruned import added_biases
+from headprune.repairing import Weights, repair
 from headprune.surgery import answers
 from tests.support import zoo
 from tests.support.checks import hooks, same, state
 from tests.support.interrupted import Processes
 from tests.support.problems import small
-from tests.support.repairs import MODELS, batch_of, close, some, xlnet
+from tests.support.repairs import MODELS, batch_of, close, refit_of, some, xlnet
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -27,9 +28,9 @@ def test_applied_restores_to_the_bit(name: str) -> None:
     pointers = {n: id(p) for n, p in model.named_parameters()}
     model.train()
     before, modes = state(model), [m.training for m in model.modules()]
-    refit = Refit(model, layers, [batch_of(example)])
+    refit = refit_of(model, layers, [batch_of(example)])
     drop = some(layers) or {layers[0].name: [1]}
-    weights = refit.fitted(drop, sweeps=1)
+    weights = refit.fitted(drop)
 
     def check() -> None:
         assert same(model, before)
@@ -44,7 +45,7 @@ def test_applied_restores_to_the_bit(name: str) -> None:
     with refit.applied(weights):
         assert not same(model, before)
         added = set(dict(model.named_parameters())) - set(required)
-        assert added == {f"{n}.bias" for n in refit.added if n in weights.by_module}
+        assert added == {f"{n}.bias" for n in refit.reference.weights.new_biases if n in weights.by_module}
         for key in added:
             own = model.get_parameter(key.replace("bias", "weight"))
             assert model.get_parameter(key).requires_grad == own.requires_grad
@@ -61,16 +62,16 @@ def test_applied_restores_to_the_bit(name: str) -> None:
 def test_under_inference_mode(name: str) -> None:
     model, example = MODELS[name]()
     layers = hp.find_attention(model, example)
-    expected = Refit(model, layers, [batch_of(example)]).fitted(some(layers))
+    expected = refit_of(model, layers, [batch_of(example)]).fitted(some(layers))
     with torch.inference_mode():
         made_here = (
             {k: v.clone() for k, v in example.items()}
             if isinstance(example, dict)
             else tuple(t.clone() for t in example)
         )
-        refit = Refit(model, layers, [batch_of(made_here)])
+        refit = refit_of(model, layers, [batch_of(made_here)])
         weights = refit.fitted(some(layers))
-        refit.apply(weights)
+        refit.reference.weights.write(weights.by_module)
     close(weights, expected)
     assert not any(p.is_inference() for p in model.parameters())
     assert all(bool(t.isfinite().all()) for t in answers(call(model, example)))
@@ -90,9 +91,9 @@ def test_repaired_pruned_saved_loaded_and_again(name: str, tmp_path: Path, proce
     drop, make = PRUNED[name]
     model, example = make()
     layers = hp.find_attention(model, example)
-    refit = Refit(model, layers, [example])  # three examples: `repair` would leave it out
+    refit = refit_of(model, layers, [example])  # three examples: `repair` would leave it out
     weights = refit.fitted(check_heads(drop, layers))
-    refit.apply(weights)
+    refit.reference.weights.write(weights.by_module)
     done = refit.report(weights)
     assert bool(done.biases) == (name in ("llama", "t5"))
     assert added_biases(model) == list(done.biases)
@@ -107,7 +108,7 @@ def test_repaired_pruned_saved_loaded_and_again(name: str, tmp_path: Path, proce
         layers = hp.find_attention(model, example)
         left = next(a for a in layers if a.num_heads > 1 and len(a.units) > 1)
         drop = {left.name: list(left.units[0])}
-        repair(model, drop, [example], layers=layers, sweeps=1)
+        repair(model, drop, [example], layers=layers)
     torch.save((example, model(**example).logits.detach()), tmp_path / "expected.pt")
     hp.save(model, tmp_path / "m", overwrite=True)  # repaired, not yet pruned again
     if name == "llama":
@@ -135,7 +136,7 @@ def test_only_repaired_models_reload_too(tmp_path: Path) -> None:
 def test_weights_applied_within_others_leave_these() -> None:
     model, batches = small(heads=4, layers=2)
     layers = hp.find_attention(model, batches[0])
-    refit = Refit(model, layers, batches)
+    refit = refit_of(model, layers, batches)
     first, second = refit.fitted({layers[0].name: [1]}), refit.fitted({layers[0].name: [0], layers[1].name: [2]})
     before = state(model)
     with refit.applied(second):

@@ -146,22 +146,34 @@ def test_the_control_is_drawn_where_it_was_asked_for_and_at_the_end() -> None:
         yield lambda *args: None
 
     made = Order({"a": 80}, [{"a": [i]} for i in range(79)], "re-scored")
-    trials: Any = SimpleNamespace(point=lambda name, plan: (name, plan.asked))
+
+    def point(name: str, plan: PruningPlan) -> dict[str, Any]:
+        return {
+            "method": name,
+            "asked": plan.asked,
+            "kept": plan.kept,
+            "value": 0.5,
+            "low": 0.4,
+            "high": 0.6,
+            "loss": 1.0,
+        }
+
+    trials: Any = SimpleNamespace(point=point)
     console: Any = SimpleNamespace(track=track)
     fits = [fit(made, 40), fit(made, 30)]
-    curve: Any = trade_off({"re-scored": made}, [made, made], fits, trials, console)
+    curve = trade_off({"re-scored": made}, [made, made], fits, trials, console)
     levels = levels_of(80, [40, 30])
     assert levels == [20, 30, 40, 60]
-    assert curve[0] == ("dense", 80)
-    assert [keep for name, keep in curve if name == "re-scored"] == levels[::-1]
-    assert [keep for name, keep in curve if name == "random"] == [40, 40, 30, 30, 20, 20]
+    assert (curve[0].method, curve[0].asked) == ("dense", 80)
+    assert [p.asked for p in curve if p.method == "re-scored"] == levels[::-1]
+    assert [p.asked for p in curve if p.method == "random"] == [40, 40, 30, 30, 20, 20]
 
     other = replace(made, strategy="one-shot", method="gradient")
     curve = trade_off({"re-scored": made, "gradient": other}, [made], fits, trials, console)
-    assert [keep for name, keep in curve if name == "re-scored"] == levels[::-1]
-    assert [keep for name, keep in curve if name == "gradient"] == [40, 30, 20]
+    assert [p.asked for p in curve if p.method == "re-scored"] == levels[::-1]
+    assert [p.asked for p in curve if p.method == "gradient"] == [40, 30, 20]
 
     # A plan of the user's may keep another number than its file says that it was made for.
     own = Fit(PruningPlan({"a": [0, 1]}, 78, 80, 79))
     curve = trade_off({}, [made], [own], trials, console)
-    assert curve == [("dense", 80), ("plan", 78), ("random", 78)]
+    assert [(p.method, p.asked) for p in curve] == [("dense", 80), ("plan", 78), ("random", 78)]

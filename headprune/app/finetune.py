@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import nn
 from transformers import get_linear_schedule_with_warmup, set_seed
 
 from headprune.app.data import Part
-from headprune.app.distillation import DistillationLoss, Mixture
+from headprune.app.distillation import DistillationLoss
+from headprune.app.options import FinetuneOptions
 from headprune.errors import HeadPruneError
 from headprune.evaluation import evaluate
 from headprune.fingerprint import versions
@@ -35,40 +36,6 @@ _POOL = 32  # batches among which examples are sorted by length
 _LARGEST_GRADIENT = 1.0  # norm of all gradients together; a longer gradient is scaled down to it
 
 Data = Part | Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class FinetuneOptions:
-    """How to train.
-
-    Attributes:
-        epochs: Passes over the training part; may be a fraction.
-        learning_rate: The highest: it rises linearly over the first tenth of the steps, then falls linearly to 0.
-        mixture: What the loss is made of.
-        weight_decay: AdamW's, for weights of two or more dimensions (not for biases and norms).
-        patience: Training stops after this many epochs without a better value on the choosing part.
-        seed: For the order of the examples and for dropout.
-
-    Raises:
-        HeadPruneError: A value out of its range.
-    """
-
-    epochs: float = 1.0
-    learning_rate: float = 3e-5
-    mixture: Mixture = field(default_factory=Mixture)
-    weight_decay: float = 0.01
-    patience: int = 2
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.epochs < math.inf:
-            raise HeadPruneError(f"Training cannot take {self.epochs:g} epochs.", "Choose a number above 0.")
-        if not 0 < self.learning_rate < math.inf:
-            raise HeadPruneError(
-                f"There is no learning rate {self.learning_rate:g}.", "Choose one above 0, such as 3e-5."
-            )
-        if self.patience < 1:
-            raise HeadPruneError(f"There is no patience of {self.patience} epochs.", "Choose 1 or more.")
 
 
 @dataclass(frozen=True)
@@ -89,13 +56,10 @@ class Finetuned:
     examples: int
     steps: int
     planned: int
-    history: list[dict[str, Any]]
+    history: list[dict[str, float]]
     best: int
     resumed: int | None
     seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "model"}
 
 
 def finetune(
@@ -249,7 +213,7 @@ class _Training:
         self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate)
         self.schedule = get_linear_schedule_with_warmup(self.optimizer, math.ceil(len(order) / 10), len(order))
         self.step = 0
-        self.history: list[dict[str, Any]] = []
+        self.history: list[dict[str, float]] = []
         self._best_weights: dict[str, Any] = {}
         self._file: Path | None = None
         self._resumed: int | None = None
@@ -263,7 +227,7 @@ class _Training:
         """The step with the best value of the metric; the lower loss where that ties, then the earlier."""
         return self._best_of(self.history)
 
-    def _best_of(self, history: Sequence[Mapping[str, Any]]) -> int:
+    def _best_of(self, history: Sequence[Mapping[str, float]]) -> int:
         sign = -1 if self.metric == "accuracy" else 1
         return int(min(history, key=lambda h: (sign * h[self.metric], h["loss"], h["step"]))["step"])
 

@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from headprune.errors import HeadPruneError
 
@@ -176,15 +176,10 @@ class Budget(ABC):
         )
         return f"at most {self.show(self.amount)}{of}; with {kept} heads it is {self.show(reading.value)}{interval}{where}."
 
-    def to_json(self) -> dict[str, Any]:
-        """For a run's metrics."""
-        unit = _SHARE if self.relative else self.unit
-        return {"kind": self.kind, "limit": self.amount, "relative": self.relative, "unit": unit}
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Budget:
-        """A budget from a run's metrics."""
-        return kind_named(data["kind"])(data["asked"].partition(" ")[2], data["limit"], data["relative"])
+    @property
+    def amount_unit(self) -> str:
+        """What `amount` counts: a share of the dense model's, or `unit`."""
+        return _SHARE if self.relative else self.unit
 
 
 BUDGETS: dict[str, type[Budget]] = {}

@@ -49,6 +49,6 @@ def bench(
                 {"dense": first.model, "pruned": second.model}, inputs, seed=seed or 0, progress=progress
             )
         before, after = (latency.parameters(loaded.model) for loaded in (first, second))
-        tables.print_latency(console, [row.to_json() for row in rows])
+        tables.print_latency(console, rows)
         console.result(f"Parameters: {before:,} and {after:,} ({after / before - 1:+.1%})")
         console.document({"rows": [row.to_json() for row in rows]})

@@ -32,7 +32,7 @@ def demo(
         folder = runs.RunFolder(output or room.REPORT)
         if room.was_run(folder) and not overwrite:
             console.result(f"The demo has been run: {folder.report_path}\nAgain: headprune demo --overwrite")
-            console.document({"folder": str(folder.path), **(folder.read_metrics() or {})})
+            tables.print_document(console, folder)
             return
         # reports/digits belongs to the demo, so it may be replaced: the one in a checkout was made on another machine.
         choose = partial(runs.choose_folder, folder.path, "digits", overwrite or output is None, key)
@@ -46,7 +46,7 @@ def demo(
                 console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
                 options = workflow.Options(str(model), DataOptions(str(data), limit=1000), device=device or "auto")
                 goal = workflow.Goal(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
-                workflow.prune_run(options, goal, DEFAULT_METHODS, None, folder, console)
+                workflow.prune_run(workflow.PruneRun(options, goal, DEFAULT_METHODS), folder, console)
             room.remember(folder)
             tables.print_scores(console, folder.read_scores())
             tables.print_pruned(console, folder)

@@ -59,7 +59,7 @@ def options_of(
     if "max_memory" in told:
         told["max_memory"] = bytes_of(told["max_memory"])
     if source is not None:
-        base = Options.of_run(source.read_run(), source.path / "run.json")
+        base = source.read_run().options
         found = replace(base, **own, data=replace(base.data, **examples), scoring=Settings(**told))
     elif data.dataset is None:
         raise HeadPruneError(

@@ -229,7 +229,7 @@ _IN_TRAINING = "Training"
 
 @dataclass(frozen=True)
 class Training:
-    """How a pruned model is trained; the names of `headprune.app.finetune.FinetuneOptions` and `headprune.app.distillation.Mixture`."""
+    """How a pruned model is trained; the names of `headprune.app.options.FinetuneOptions` and `headprune.app.distillation.Mixture`."""
 
     epochs: Annotated[float, typer.Option(help="Passes over the training part.", rich_help_panel=_IN_TRAINING)] = 1.0
     learning_rate: Annotated[float | None, typer.Option(help="At its peak [3e-5].", rich_help_panel=_IN_TRAINING)] = (

@@ -95,11 +95,7 @@ def score(
     kept = _not_empty(model, batches)
     with _deterministic(model):
         kept = losses.prepare(kept)
-    layers = layers_for(model, layers, batches=kept)
-    maskable = [layer for layer in layers if layer.maskable]
-    if not maskable:
-        why = f": {layers[0].reason}" if layers else ""
-        raise HeadPruneError(f"No head of {type(model).__name__} can be masked{why}.")
+    maskable = _maskable(model, layers_for(model, layers, batches=kept))
     own = fingerprint(model)  # before anything is swapped: parts of the model may have other names then
     with _deterministic(model):
         problem = _problem(model, maskable, kept, losses, seed, settings, progress)
@@ -120,6 +116,15 @@ def _not_empty(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
     if not kept:
         raise HeadPruneError("There are no examples to score on.", "Check the dataset, its split and --limit.")
     return kept
+
+
+def _maskable(model: nn.Module, layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
+    """The layers whose heads can be masked."""
+    found = [layer for layer in layers if layer.maskable]
+    if not found:
+        why = f": {layers[0].reason}" if layers else ""
+        raise HeadPruneError(f"No head of {type(model).__name__} can be masked{why}.")
+    return found
 
 
 def _problem(

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from headprune.attention import AttentionLayer, HeadFeatures, HeadTable
+from headprune.attention import AttentionLayer, HeadFeatures, HeadTable, is_inside
 from headprune.pruned import HeadArgument, MultiheadAttention, ghosts
 from headprune.trace.graphs import apart, is_matrix, leaves_of, nodes_of, overlap
 from headprune.trace.record import Attention
@@ -87,7 +87,6 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
         selections=tuple(HeadFeatures(n, _sorted(rows)) for n, rows in attention.selections.items()),
         arguments=_head_arguments(trace, attention), inner_modules=tuple(inner), side_modules=tuple(n for n in counting if n not in inner),
         bypass=_bypass(trace, attention, kind), output_arity=trace.seen[attention.module].arity or 0,
-        output_inside=_output_inside(attention), concatenates=attention.concatenated,
     )  # fmt: skip
 
 
@@ -96,8 +95,9 @@ def _projections(trace: Tracer, attention: Attention) -> tuple[HeadFeatures, ...
     heads, found = len(attention.heads), []
     for module, rows in attention.rows.items():
         rows = _filled(rows, trace.seen[module].size_out)
-        outside = not f"{module}.".startswith(attention.prefix)
-        if outside and any(module in a.rows and a.module != attention.module for a in trace.found):
+        if not is_inside(module, attention.module) and any(
+            module in a.rows and a.module != attention.module for a in trace.found
+        ):
             continue  # something that several layers read, such as a position bias: it stays whole
         shared = set.intersection(*rows) if heads > 1 else set()
         own = [r - shared for r in rows]  # features that all heads use stay (MQA, latent attention)
@@ -143,7 +143,7 @@ def _bypass(trace: Tracer, attention: Attention, kind: str) -> str:
         kind == "encoder"
         and attention.output_dim == -1
         and not attention.concatenated
-        and (not _output_inside(attention) or seen.returned == attention.output != "")
+        and (not is_inside(attention.output, attention.module) or seen.returned == attention.output != "")
         and attention.tokens > 1
         and seen.arity is not None
         and not seen.cached
@@ -153,18 +153,13 @@ def _bypass(trace: Tracer, attention: Attention, kind: str) -> str:
     return "ghost"
 
 
-def _output_inside(attention: Attention) -> bool:
-    """Whether W_O is called inside the attention module."""
-    return f"{attention.output}.".startswith(attention.prefix)
-
-
 def _sorted(rows: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(own)) for own in rows)
 
 
 def _counting(trace: Tracer, attention: Attention) -> list[str]:
     """Modules that may count the heads: the attention module and those inside, but no layers with weights of their own."""
-    below = [n for n in trace.modules if n == attention.module or n.startswith(attention.prefix)]
+    below = [n for n in trace.modules if is_inside(n, attention.module)]
     if not attention.module or any(a.module != attention.module and a.module in below for a in trace.found):
         below = [n for n in attention.running if n in below]
     return [

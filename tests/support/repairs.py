@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +16,44 @@ import headprune as hp
 from headprune.attention import Heads
 from headprune.inputs import call
 from headprune.modules import exact_attention
-from headprune.repairing import OutputProjection, Refit, Weights
+from headprune.reference import OutputProjection, calibrate, measure
+from headprune.reference.answers import DenseAnswers, dense_answers
+from headprune.repairing import Refit, Weights
+from headprune.repairing.steps import logits
 from tests.support import zoo
 from tests.support.problems import small
 from tests.support.zoo import Made, randomise, sizes, text
+
+
+def refit_of(
+    model: nn.Module,
+    layers: Sequence[hp.AttentionLayer],
+    batches: Sequence[Any],
+    *,
+    ridge: float | None = None,
+    values: bool = True,
+    mixtures: bool = True,
+    answers: bool = False,
+) -> Refit:
+    """Fits to the model as it is now."""
+    fits = ridge != math.inf
+    calibration = calibrate(model, layers, batches, values=values and fits, mixtures=mixtures and fits)
+    return Refit(measure(calibration, answers=answers), ridge)
+
+
+def all_answers(refit: Refit) -> DenseAnswers:
+    """The dense model's answers to all examples, none of them set apart."""
+    found = dense_answers(refit.reference.runner)
+    assert isinstance(found, DenseAnswers)
+    return found
+
+
+def fit_logits(refit: Refit, drop: Heads) -> Weights:
+    """Every layer fitted for itself, and then the last step, to all examples."""
+    start = refit.fitted(drop)
+    whole = Refit(replace(refit.reference, answers=dense_answers(refit.reference.runner)), refit.ridge)
+    found = logits.fit(whole, drop, start)
+    return found if isinstance(found, Weights) else replace(start, note=found.note)
 
 
 def albert() -> Made:
@@ -109,7 +145,7 @@ def attended_by_hand(refit: Refit, example: Any) -> dict[str, tuple[Tensor, Tens
     found = {}
     with torch.no_grad(), exact_attention(refit.model):
         model = refit.model.eval()
-        for place in refit.places:
+        for place in refit.reference.projections:
             values = place.values
             assert values is not None
             module: Any = model.get_submodule(values.name)
@@ -120,7 +156,7 @@ def attended_by_hand(refit: Refit, example: Any) -> dict[str, tuple[Tensor, Tens
             own = [(p, p.clone()) for p in module.parameters()]
             call(model, example)
             columns = [f for features in set(place.layers[0].values.features) for f in features]  # type: ignore[union-attr]
-            for direction in refit.statistics.directions[place.name].T:
+            for direction in refit.reference.directions.along[place.name].T:
                 if type(module).__name__ == "Conv1D":
                     module.weight[:, columns] = direction[:, None].to(module.weight)
                 else:
@@ -154,10 +190,10 @@ def attending_alike() -> tuple[nn.Module, list[dict[str, Tensor]], dict[str, Ten
 
 def check_promise(refit: Refit, weights: Weights, example: Any, mask: Tensor | None) -> None:
     """Of the first layer: its error with the weights written, counted by hand."""
-    place = refit.places[0]
+    place = refit.reference.projections[0]
     seen: list[Tensor] = []
-    told = refit.runner.sensitivity(0)[place.name][0]
-    with torch.no_grad(), refit.runner.deterministic_eval():
+    told = refit.reference.runner.recorded_with_weights(0)[2][place.name][0]
+    with torch.no_grad(), refit.reference.runner.deterministic_eval():
         handle = refit.model.get_submodule(place.name).register_forward_hook(lambda m, a, out: seen.append(out.clone()))
         call(refit.model, example)
         with refit.applied(weights):
@@ -174,4 +210,4 @@ def check_promise(refit: Refit, weights: Weights, example: Any, mask: Tensor | N
 
 def fitted(model: nn.Module, batches: Sequence[Any], ridge: float | None = None) -> Weights:
     layers = hp.find_attention(model, batches[0])
-    return Refit(model, layers, batches, ridge=ridge, mixtures=False).fitted(some(layers))
+    return refit_of(model, layers, batches, ridge=ridge, mixtures=False).fitted(some(layers))

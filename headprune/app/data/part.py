@@ -59,13 +59,6 @@ class Part:
         middle = max(0, min(len(order) // 2 - count // 2, len(order) - count))
         return self.collate([self.features[i] for i in order[middle : middle + count]])
 
-    def about(self) -> dict[str, Any]:
-        """Which examples these are: enough to find out later whether others are the same."""
-        about = {"split": self.split, "examples": len(self), "rows_hash": content_hash(self.rows)}
-        # Token ids are the same on every machine; pixels and sounds may differ in their last digit.
-        texts = not isinstance(self.features, OnDemand) and "input_ids" in self.features[0]
-        return about | {"content_hash": self.content_hash()} if texts else about
-
     @cached_property
     def _content(self) -> str:
         made = isinstance(self.features, OnDemand)
@@ -85,9 +78,6 @@ class Parts:
     report: Part
     columns: dict[str, str]
     notes: list[str] = field(default_factory=list)
-
-    def about(self) -> dict[str, Any]:
-        return {p.name: p.about() for p in (self.score, self.choose, self.report)}
 
 
 class OnDemand(Sequence[dict[str, Any]]):

@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 
+from headprune.app.documents import Metrics, Run
 from headprune.app.report import findings, numbers
 from headprune.latency import WARM_UP
 from headprune.scoring import METHODS
@@ -15,16 +16,13 @@ from headprune.scoring.agreement import agreements, chance
 from headprune.scoring.base import HeadScores
 
 
-def render(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[str, Any] | None) -> str:
+def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None) -> str:
     """The whole report.
 
     Args:
         run: The run's ``run.json``.
         scores: Of every method, or none for a plan of the user's.
         metrics: The run's ``metrics.json``; None where nothing was pruned.
-
-    Raises:
-        jinja2.UndefinedError: A document lacks what the report needs.
     """
     values: dict[str, Any] = {"run": run, "scores": scores, "metrics": metrics, "pairs": agreements(scores)}
     values["rankings"] = [findings.ranking(s) for s in scores if s.method != "random"]
@@ -33,13 +31,14 @@ def render(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[str,
     return _environment().get_template("report.md.j2").render(values)
 
 
-def _of_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+def _of_metrics(metrics: Metrics) -> dict[str, Any]:
     """What several sections need."""
     budgets = findings.largest_first(metrics)
-    repairs, tunings = ([b[key] for b in metrics["budgets"] if b.get(key)] for key in ("repair", "finetune"))
+    repairs = [b.repair for b in metrics.budgets if b.repair]
     return {
-        "metric": metrics["metric"], "dense": metrics["dense"], "budgets": budgets, "repairs": repairs, "tunings": tunings,
-        "stepped": any(r.get("answers") for r in repairs), "alone": any(r.get("layers_alone") for r in repairs),
+        "metric": metrics.metric, "dense": metrics.dense, "budgets": budgets, "repairs": repairs,
+        "tunings": [b.finetune for b in metrics.budgets if b.finetune],
+        "stepped": any(r.answers for r in repairs), "alone": any(r.layers_alone for r in repairs),
     }  # fmt: skip
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
 
 from headprune.app.data import DataOptions, Parts
+from headprune.app.documents import Examples, Run
 from headprune.app.workflow.scene import Scene
 from headprune.app.workflow.targets import Goal, subject_for
 from headprune.errors import HeadPruneError
@@ -50,7 +49,7 @@ def _check_metric(scene: Scene) -> None:
     raise HeadPruneError(f"{what} cannot be read off its logits.", f"Check --task (it is {name}).")
 
 
-def check_scored(scene: Scene, run: Mapping[str, Any], before: DataOptions, where: str) -> None:
+def check_scored(scene: Scene, run: Run, where: object) -> None:
     """Refuse scores that were made on another scoring part than this run has.
 
     A run has one scoring part, for scores, repair and the report. The other two parts share no example with it,
@@ -58,14 +57,13 @@ def check_scored(scene: Scene, run: Mapping[str, Any], before: DataOptions, wher
 
     Args:
         run: The document of the run that scored.
-        before: The data options that it was made with.
         where: Its folder, for people.
 
     Raises:
         HeadPruneError: It is another one; the message names the options that make it so.
     """
-    then, now = run["parts"]["score"], scene.parts.score.about()
-    if _same(then, now):
+    before, then, now = run.options.data, run.parts.score, Examples.of(scene.parts.score)
+    if then.same(now):
         return
     changed = [flag for flag in changed_options(before, scene.options.data) if flag != "--report-limit"]
     if not changed:
@@ -75,8 +73,8 @@ def check_scored(scene: Scene, run: Mapping[str, Any], before: DataOptions, wher
         )
     flags = " and ".join(changed)
     raise HeadPruneError(
-        f"The scores in {where} are of {then['examples']:,} examples of {then['split']!r}; with {flags} the scoring part "
-        f"is another one ({now['examples']:,} of {now['split']!r}), and a run has one, for scores and repair.",
+        f"The scores in {where} are of {then.examples:,} examples of {then.split!r}; with {flags} the scoring part "
+        f"is another one ({now.examples:,} of {now.split!r}), and a run has one, for scores and repair.",
         f"Leave out {flags}, or score again with {'it' if len(changed) == 1 else 'them'}.",
     )
 
@@ -96,17 +94,7 @@ def seen_before(parts: Parts, before: Parts, same_data: bool) -> int:
     )
 
 
-def same_parts(run: Mapping[str, Any], parts: Parts) -> bool:
-    """Whether the three parts are those of an earlier run."""
-    return all(_same(run["parts"].get(name, {}), about) for name, about in parts.about().items())
-
-
 def changed_options(before: DataOptions, now: DataOptions) -> list[str]:
     """The flags by which examples are cut otherwise than before."""
     names = [f.name for f in fields(DataOptions) if f.name != "batch_size"]
     return [f"--{n.replace('_', '-')}" for n in names if getattr(before, n) != getattr(now, n)]
-
-
-def _same(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a part is what it was; documents from before contents were noted say less."""
-    return bool(then) and all(then[key] == value for key, value in now.items() if key in then)

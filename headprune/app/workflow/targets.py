@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from headprune import searching
+from headprune.app.documents import PlannedWork, Planning, Point
 from headprune.app.workflow.scene import Console, Scene
 from headprune.app.workflow.stages import Stages
 from headprune.app.workflow.timing import budget_input
@@ -63,16 +63,18 @@ class Goal:
         """What is searched for in a scene."""
         return Request(self.budgets, self.strategy, self.constraints(scene), self.effort, scene.options.seed)
 
-    def about(self) -> dict[str, Any]:
-        """For the report."""
+    def planning(self, orders: dict[str, Order], trials: Trials) -> Planning:
+        """How the plans were made, for the report."""
         if self.plan is not None:
-            return {"plan": self.file}
-        effort = effort_named(self.effort)
-        return {
-            "strategy": self.strategy, "about": strategy_named(self.strategy).about, "protect": self.protect,
-            "min_heads_per_layer": self.min_heads_per_layer,
-            "effort": {"name": effort.name, "flops": effort.flops, "examples": effort.examples},
-        }  # fmt: skip
+            return Planning(plan=self.file, work={})
+        found = Planning(
+            strategy=self.strategy, about=strategy_named(self.strategy).about, protect=self.protect,
+            min_heads_per_layer=self.min_heads_per_layer, effort=effort_named(self.effort),
+            work={name: PlannedWork.model_validate(work) for name, work in trials.work.items()},
+        )  # fmt: skip
+        if len(orders) > 1:
+            found = found.changed(judged_by=trials.judged_by)
+        return found.changed(compared=trials.compared) if trials.compared else found
 
 
 def trials_of(scene: Scene, repair: bool, stages: Stages | None = None) -> Trials:
@@ -147,7 +149,7 @@ def _best(orders: dict[str, Order], levels: Sequence[int], trials: Trials) -> st
 
 def trade_off(
     orders: dict[str, Order], randoms: Sequence[Order], fits: Sequence[Fit], trials: Trials, console: Console
-) -> list[dict[str, Any]]:
+) -> list[Point]:
     """The metric on the choosing part against heads kept, by every order and by random."""
     total = fits[0].plan.total
     levels = sorted(levels_of(total, [f.plan.asked for f in fits]), reverse=True)
@@ -165,6 +167,6 @@ def trade_off(
     curve = []
     with console.track("trade-off on the choosing part") as progress:
         for i, (name, plan) in enumerate(jobs):
-            curve.append(trials.point(name, plan))
+            curve.append(Point.model_validate(trials.point(name, plan)))
             progress(i + 1, len(jobs))
     return curve

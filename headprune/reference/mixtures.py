@@ -1,7 +1,7 @@
 """Further calibration examples: the first half of one text, and the second half of another.
 
-A model often was trained on what it is calibrated with, and answers that as it answers nothing else. Its answers to mixtures
-are known just as well, and are more like those to what it has not seen. (Like CutMix, Yun et al. 2019, arXiv:1905.04899, but
+A model often was trained on what it is calibrated with, and has overfitted it. Its answers to mixtures can be computed just as
+well, and are more like its answers to examples that it has not seen. (Like CutMix, Yun et al. 2019, arXiv:1905.04899, but
 for texts, and labels are not mixed: the dense model is asked. Halves of small images in one another's place made repair worse
 in our benchmark, and on a language model, which had not seen its examples, nothing changed.)
 """
@@ -17,14 +17,14 @@ from torch import Tensor
 from headprune.inputs import LABELS
 from headprune.rows import Rows
 
-_BLOCK = 4  # examples that are mixed with one another only, so that they can be left out together
+BLOCK = 4  # examples that are mixed with one another only, so that they can be left out together
 _TEXT = {"input_ids", "attention_mask", "token_type_ids"}
 
 
 def blocks(size: int) -> Tensor:
-    """The number of every row's block in a batch, ``[size]``: rows of one parity, as folds are (`headprune.repairing.solve`)."""
+    """The number of every row's block in a batch, ``[size]``: rows of one parity, as folds are (`headprune.reference.moments`)."""
     rows = torch.arange(size)
-    return rows // 2 // _BLOCK * 2 + rows % 2
+    return rows // 2 // BLOCK * 2 + rows % 2
 
 
 def crossed(batch: Any, shift: int, rows: Rows) -> tuple[dict[str, Tensor], Tensor] | None:

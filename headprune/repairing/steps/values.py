@@ -1,4 +1,4 @@
-"""Refit of the values along with W_O: what a kept head reads of the tokens that it attends to.
+"""The second step of a repair: the values fitted along with W_O, so that kept heads read other things of their tokens.
 
 A head hands on ``A v``: its attention weights times its values. Where heads go, those that stay can do better than to weigh
 their old values anew: they can take others from the same tokens. For fixed attention weights the layer's output is
@@ -6,62 +6,71 @@ bilinear in the value projection and W_O, so both are least squares with the oth
 
 New values are made of a head's old ones and of ``rank`` further directions of the value projection's input, those that
 W_O made most of over all heads. What a head attends to along them is found by running the model with these in the place of
-values (`Refit`), so nothing needs to be known of how attention is computed.
+values (`headprune.reference.directions`), so nothing needs to be known of how attention is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from headprune.repairing.places import OutputProjection, Values
-from headprune.repairing.solve import FOLDS, Fit, Moments, centred, downhill, error
-from headprune.repairing.weights import LayerRepair
+from headprune.attention import Heads
+from headprune.reference.directions import inputs_of_heads
+from headprune.reference.moments import FOLDS, Moments, centred
+from headprune.reference.projections import OutputProjection, Values
+from headprune.repairing.step import LeftOut, Step, halves
+from headprune.repairing.steps.outputs import downhill, error, fit_output
+from headprune.repairing.weights import Fit, LayerRepair, Weights
+
+if TYPE_CHECKING:
+    from headprune.repairing.refit import Refit
 
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # of the mean variance of an input
 _ROUNDS, _STEPS = 3, 8  # of alternation, and of conjugate gradients in each
 _TRIED_ROUNDS, _TRIED_STEPS = 1, 6  # to compare ridges
 
 
-def directions(place: OutputProjection, values: Values, xx: Tensor, rank: int) -> Tensor:
-    """Directions of the values' input that W_O makes most of, ``[in, rank]``, as long as the old weights' columns on average.
-
-    They span what is best for rank ``rank`` if every token attended to itself alone: with S the input's covariance and
-    ``L L^T = sum_h V_h O_h O_h^T V_h^T``, they are ``L w`` for the first eigenvectors w of ``L^T S L``.
-
-    Args:
-        xx: Sums over tokens of products of the input with a 1 behind it, ``[in + 1, in + 1]``.
-    """
-    mean = xx[-1, :-1] / xx[-1, -1]
-    spread = xx[:-1, :-1] / xx[-1, -1] - torch.outer(mean, mean)
-    weight = values.weight.cpu()
-    parts = []
-    for h, own in enumerate(values.owner):
-        out = place.weight.cpu()[values.columns[h]]
-        sizes, axes = torch.linalg.eigh(out @ out.T)
-        parts.append(weight[:, values.features[own]] @ (axes * sizes.clamp(min=0).sqrt()))
-    left = torch.cat(parts, dim=1)
-    sizes, turned = torch.linalg.eigh(left.T @ spread.cpu() @ left)
-    rank = min(rank, int((sizes > 1e-12 * sizes[-1]).sum()))  # what is beyond is rounding
-    found = left @ turned.flip(1)[:, :rank]
-    length = weight[:, values.features.flatten()].square().sum(0).mean().sqrt()
-    scaled: Tensor = found * (length / found.norm(dim=0, keepdim=True).clamp(min=1e-30))
-    # At least a head's width of them, for `Refit.slopes`: along zeros where the input is narrower than that.
-    return torch.nn.functional.pad(scaled, (0, max(0, values.head_dim - scaled.shape[1])))
+def fit(refit: Refit, drop: Heads, start: Weights) -> Weights | LeftOut:
+    """The weights so far, with values refitted in those layers where that does better on held-out tokens."""
+    fits = dict(start.fits)
+    for name, alone in start.fits.items():
+        values, heads = refit.reference.values.get(name), alone.projection.heads(drop)
+        if values and heads:
+            both = _fit_of(refit, alone.projection, values, heads, drop)
+            if both.held_out is None or alone.held_out is None or both.held_out < alone.held_out:
+                fits[name] = both
+    return Weights.of(fits) if any(each.mixes for each in fits.values()) else LeftOut()
 
 
-def inputs_of_heads(place: OutputProjection, values: Values, heads: Sequence[int], rank: int) -> Tensor:
-    """Where a head's old values and further directions lie in W_O's widened inputs, ``[heads, head_dim + rank]``."""
-    own = values.columns[list(heads)]
-    start = len(place.weight) + torch.tensor(heads, dtype=torch.long)[:, None] * rank
-    return torch.cat([own, start + torch.arange(rank)], dim=1)
+def _fit_of(refit: Refit, projection: OutputProjection, values: Values, heads: Sequence[int], drop: Heads) -> Fit:
+    reference = refit.reference
+    further, moments = reference.directions.along[projection.name], reference.moments[projection.name]
+    return refit.remembered(
+        STEP, projection, projection.kept(drop),
+        lambda: _written(fit_values(moments, projection, values, heads, further.shape[1], refit.ridge), values, further),
+    )  # fmt: skip
+
+
+def _written(fit: Fit, values: Values, further: Tensor) -> Fit:
+    """A fit that can tell the value projection's weights as well."""
+    if not fit.mixes:
+        return fit
+    return replace(
+        fit, values=lambda: {values.name: written(values, fit.mixes, further)},
+        again=lambda some: _written(fit.again(some), values, further),
+    )  # fmt: skip
+
+
+STEP = Step("values", fit, halves, in_search=True)
 
 
 def fit_values(
-    moments: Moments, place: OutputProjection, values: Values, heads: Sequence[int], rank: int, ridge: float | None
+    moments: Moments, projection: OutputProjection, values: Values, heads: Sequence[int], rank: int, ridge: float | None
 ) -> Fit:
     """The best values and W_O for the heads that stay.
 
@@ -69,10 +78,10 @@ def fit_values(
     what head h attends to (its old values, then the further directions), v and u the mean variance of the inputs that O and
     T weigh; heads of a group share T. O and T take turns: O by elimination, T by conjugate gradients, which never make it worse.
     """
-    index = inputs_of_heads(place, values, heads, rank)
+    index = inputs_of_heads(projection, values, heads, rank)
     xx, xy = (m.cpu() for m in moments.rows_of(index.flatten()))
     yy = moments.yy.cpu()
-    start = _Start(place, values, heads, rank)
+    start = _Start(projection, values, heads, rank)
     all_xx, all_xy, all_yy = xx.sum(0), xy.sum(0), yy.sum(0)
     chosen, held_out = ridge, None
     if chosen is None:
@@ -81,7 +90,7 @@ def fit_values(
         sums = [start.sums(*rest).single() for rest in folds] if enough else []
 
         def held_out_error(strength: float) -> float:
-            found = 0.0 if sums else float("inf")
+            found = 0.0 if sums else math.inf
             for i, those in enumerate(sums):
                 mix, out, bias = (t.double() for t in start.solved(those, strength, _TRIED_ROUNDS, _TRIED_STEPS))
                 found += start.error(xx[i], xy[i], yy[i], mix, out, bias)
@@ -89,16 +98,23 @@ def fit_values(
 
         chosen, held_out = downhill(held_out_error, RIDGES, len(RIDGES) // 2)
     mix, out, bias = start.solved(start.sums(all_xx, all_xy), chosen, _ROUNDS, _STEPS)
-    before = start.error(all_xx, all_xy, all_yy, start.mix, start.out, place.bias.cpu())
+    before = start.error(all_xx, all_xy, all_yy, start.mix, start.out, projection.bias.cpu())
     after = start.error(all_xx, all_xy, all_yy, mix, out, bias)
     facts = LayerRepair(before / moments.spread(), after / moments.spread(), chosen, values=True)
-    whole = torch.zeros_like(place.weight, device="cpu")
+    whole = torch.zeros_like(projection.weight, device="cpu")
     whole[values.columns[list(heads)].flatten()] = out.flatten(0, 1)
     made = {h: mix[start.owner[i]] for i, h in enumerate(heads)}
-    return Fit(whole, bias if place.has_bias else None, facts, held_out, made)
+
+    def again(some: Moments) -> Fit:
+        if some.seen:
+            return fit_values(some, projection, values, heads, rank, chosen)
+        kept = values.columns[list(heads)].flatten().sort().values
+        return fit_output(some, projection, kept, math.inf)
+
+    return Fit(projection, whole, bias if projection.has_bias else None, facts, held_out, again, made)
 
 
-def written(values: Values, mixes: dict[int, Tensor], further: Tensor) -> tuple[Tensor, Tensor | None]:
+def written(values: Values, mixes: Mapping[int, Tensor], further: Tensor) -> tuple[Tensor, Tensor | None]:
     """The value projection's new weights and bias, from what its heads' values are made of."""
     weight, bias = values.weight.cpu().clone(), None if values.bias is None else values.bias.cpu().clone()
     for head, mix in mixes.items():
@@ -139,12 +155,12 @@ class _Sums:
 class _Start:
     """The old values and weights of the heads that stay, and the way from there to better ones."""
 
-    def __init__(self, place: OutputProjection, values: Values, heads: Sequence[int], rank: int) -> None:
+    def __init__(self, projection: OutputProjection, values: Values, heads: Sequence[int], rank: int) -> None:
         width = values.head_dim
         kept = list(dict.fromkeys(values.owner[h] for h in heads))
-        self.has_bias, self.bias = place.has_bias, place.bias.cpu()
+        self.has_bias, self.bias = projection.has_bias, projection.bias.cpu()
         self.owner = torch.tensor([kept.index(values.owner[h]) for h in heads])
-        self.out = place.weight.cpu()[values.columns[list(heads)]]  # [heads, head_dim, out]
+        self.out = projection.weight.cpu()[values.columns[list(heads)]]  # [heads, head_dim, out]
         self.mix = torch.eye(width + rank, width, dtype=torch.float64).repeat(
             len(kept), 1, 1
         )  # [groups, wide, head_dim]

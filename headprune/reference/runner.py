@@ -1,7 +1,8 @@
-"""The model run on calibration examples, with an ear, and a say, at its output and value projections."""
+"""The model run on calibration examples, with hooks that see and replace what its output and value projections give."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +17,10 @@ from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import inputs_of
 from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention, uncompiled
-from headprune.repairing.crossed import crossed
-from headprune.repairing.places import OutputProjection, Values
-from headprune.repairing.probe import probe_of, real_tokens, tokens_of, widened
-from headprune.repairing.solve import FOLDS
+from headprune.reference.mixtures import crossed
+from headprune.reference.moments import FOLDS
+from headprune.reference.projections import OutputProjection, Values
+from headprune.reference.token_weights import probe_of, real_tokens, tokens_of, widened
 from headprune.rows import find_rows, is_empty
 from headprune.scoring.gradient import frozen, unlike
 from headprune.trace import evaluating
@@ -30,6 +31,8 @@ Calls = dict[str, list[Tensor]]
 """A tensor for every call of an output projection, by its name."""
 Seen = dict[str, list[tuple[Tensor, Tensor, list[Tensor]]]]
 """By output projection, of every call: the input, the output, and the slopes of some sums of the answers there."""
+Examples = dict[int, list[int]]
+"""Examples: their rows, by the number of their batch."""
 
 
 @dataclass(frozen=True)
@@ -49,24 +52,30 @@ class Mixed:
     rows: Tensor
 
 
+@dataclass
+class _Meter:
+    """Counts the examples that a model was run on; runners of parts of the examples share one."""
+
+    examples: float = 0.0
+
+
 class Runner:
     """A model and its calibration examples.
 
     Args:
-        places: The output projections to watch.
+        projections: The output projections to watch.
         batches: Calibration examples.
 
     Attributes:
         batches: Those that are not empty, on the model's device; of one example each, where a projection mixes examples up.
         examples: How many there are.
-        passes: Forward passes over all of them, so far.
         rows: How examples lie in the batches.
-        further: Mixtures of them (`headprune.repairing.crossed`), once they are asked for (`mix`).
+        mixtures: Of the examples (`headprune.reference.mixtures`).
     """
 
-    def __init__(self, model: nn.Module, places: Sequence[OutputProjection], batches: Sequence[Any]) -> None:
-        self.model, self.places = model, places
-        self.passes = 0.0
+    def __init__(self, model: nn.Module, projections: Sequence[OutputProjection], batches: Sequence[Any]) -> None:
+        self.model, self.projections = model, projections
+        self._meter = _Meter()
         device = model_device(model)
         with torch.inference_mode(False):
             self.batches = [usable(move(batch, device)) for batch in batches if not is_empty(batch)]
@@ -75,10 +84,18 @@ class Runner:
         with torch.inference_mode(False), self.deterministic_eval():
             self.rows = find_rows(model, self.batches, lambda batch: tensors(call(model, inputs_of(model, batch))))
         self.examples = sum(map(self.rows.size, self.batches))
-        self.further: list[Mixed] = []
-        self._sensitivities: dict[int, Calls] = {}
+        self.mixtures: tuple[Mixed, ...] = ()
         if not self._independent():
             self.batches = [row for batch in self.batches for row in self.rows.singles(batch)]
+
+    @property
+    def passes(self) -> float:
+        """Forward passes over all examples so far, a backward pass counting as two."""
+        return self._meter.examples / self.examples
+
+    def count(self, examples: float) -> None:
+        """Note that the model was run on so many examples; a backward pass counts as two."""
+        self._meter.examples += examples
 
     @contextmanager
     def deterministic_eval(self) -> Iterator[None]:
@@ -93,33 +110,55 @@ class Runner:
     @property
     def everything(self) -> list[Any]:
         """Batches of examples, and of mixtures behind them."""
-        return [*self.batches, *(mixed.inputs for mixed in self.further)]
+        return [*self.batches, *(mixed.inputs for mixed in self.mixtures)]
 
     def fold(self, index: int) -> Tensor:
         """On which side of a cross-validation every example of `everything` is, ``[examples]``."""
         if index < len(self.batches):
             return (self.first(index) + torch.arange(self.rows.size(self.batches[index]))) % FOLDS
-        mixed = self.further[index - len(self.batches)]
+        mixed = self.mixtures[index - len(self.batches)]
         return self.fold(mixed.batch)[mixed.rows]
 
-    def mix(self, times: int) -> None:
-        """Make mixtures, up to ``times`` of every example; none if the model does not take them, or has not one answer a text."""
-        self.further = []
-        made = []
-        for index, batch in enumerate(self.batches):
-            for shift in range(1, times + 1):
-                if (found := crossed(batch, shift, self.rows)) is not None:
-                    made.append(Mixed(index, shift, *found))
+    def with_mixtures(self, times: int) -> Runner:
+        """With up to ``times`` mixtures of every example; none if the model does not take them, or gives not one answer a text."""
+        found = copy.copy(self)
+        made = [
+            Mixed(index, shift, *mixed)
+            for index, batch in enumerate(self.batches)
+            for shift in range(1, times + 1)
+            if (mixed := crossed(batch, shift, self.rows)) is not None
+        ]
         with torch.no_grad(), self.deterministic_eval():
-            if not all(self._answers_once(mixed) for mixed in made):
-                return
-        self.passes += sum(len(mixed.rows) for mixed in made) / self.examples
-        self.further = made
+            if all(self._answers_once(mixed) for mixed in made):
+                self.count(sum(len(mixed.rows) for mixed in made))
+                found.mixtures = tuple(made)
+        return found
+
+    def without(self, rows: Examples) -> Runner:
+        """The same model on the other examples, and on those mixtures that begin with them."""
+        rest = copy.copy(self)
+        rest.batches, mixtures, numbers = [], [], {}
+        for index, batch in enumerate(self.batches):
+            stay = [row for row in range(self.rows.size(batch)) if row not in rows.get(index, ())]
+            if stay:
+                numbers[index] = len(rest.batches), {row: i for i, row in enumerate(stay)}
+                rest.batches.append(self.rows.take(batch, stay))
+        rest.examples = sum(map(self.rows.size, rest.batches))
+        for mixed in self.mixtures:
+            if mixed.batch not in numbers:
+                continue
+            number, places = numbers[mixed.batch]
+            own = [i for i, row in enumerate(mixed.rows.tolist()) if row in places]
+            if own:
+                starts = torch.tensor([places[int(mixed.rows[i])] for i in own])
+                mixtures.append(Mixed(number, mixed.shift, self.rows.take(mixed.inputs, own), starts))
+        rest.mixtures = tuple(mixtures)
+        return rest
 
     def _answers_once(self, mixed: Mixed) -> bool:
         """Whether the model gives one vector of logits for every mixture."""
         try:
-            output = self.run(mixed.inputs, lambda *_: None)
+            output = self.run(mixed.inputs, unwatched)
         except Exception as error:  # a model may want labels, or a text to end as it knows it, and say so in any way
             if is_out_of_memory(error):
                 raise
@@ -134,7 +173,7 @@ class Runner:
 
     def layer(self, name: str) -> AttentionLayer:
         """That ends in an output projection; the first, if several do."""
-        return next(p.layers[0] for p in self.places if p.name == name)
+        return next(p.layers[0] for p in self.projections if p.name == name)
 
     def real(self, x: Tensor, batch: Any, kind: str) -> Tensor | None:
         """Which of ``x``'s tokens ``[rows * tokens]`` are no padding, in layers of a kind; None where that is not known."""
@@ -149,7 +188,7 @@ class Runner:
             on_output: Called with W_O's input and output.
             on_value: Called with those of the value projections ``values``, under the name of their output projection.
         """
-        callbacks = [(p.name, p.name, on_output) for p in self.places]
+        callbacks = [(p.name, p.name, on_output) for p in self.projections]
         if on_value is not None:
             callbacks += [(own.name, name, on_value) for name, own in (values or {}).items()]
         handles = [
@@ -169,8 +208,8 @@ class Runner:
 
     def recorded(self, batch: Any) -> tuple[Calls, Calls]:
         """W_O's inputs and outputs on a batch."""
-        xs: Calls = {p.name: [] for p in self.places}
-        ys: Calls = {p.name: [] for p in self.places}
+        xs: Calls = {p.name: [] for p in self.projections}
+        ys: Calls = {p.name: [] for p in self.projections}
 
         def on_output(name: str, x: Tensor, y: Tensor) -> None:
             xs[name].append(x)
@@ -201,27 +240,19 @@ class Runner:
         Slopes are of a random projection of the model's answers as it is now (`probe`).
         """
         batch = self.everything[index]
-        self.passes += 3 * self.rows.size(batch) / self.examples  # a backward pass costs about two
+        self.count(3 * self.rows.size(batch))
         return self._slopes(batch, self.first(index))
 
-    def sensitivity(self, index: int) -> Calls:
-        """How much each token of W_O's output matters for the dense model's answer: ``[rows, ...]`` by module and call.
+    def recorded_with_weights(self, index: int) -> tuple[Calls, Calls, Calls]:
+        """W_O's inputs and outputs on a batch, and how much each token of the output matters for the model's answer ``[rows, ...]``.
 
-        The norm of its slope, which is the square root of the Fisher information in expectation. The square would leave
-        but a few tokens of a few examples to fit to. Found once: the first call must see the dense model.
+        That is the norm of its slope, which is the square root of the Fisher information in expectation. The square would leave
+        only a few tokens of a few examples to fit to. One pass, forward and backward, serves all.
         """
-        if index not in self._sensitivities:
-            self.recorded_with_slopes(index)
-        return self._sensitivities[index]
-
-    def recorded_with_slopes(self, index: int) -> tuple[Calls, Calls]:
-        """As `recorded`, of the dense model on a batch, whose `sensitivity` is known from then on: one pass serves both."""
         found = self.slopes(index)
-        self._sensitivities[index] = {
-            name: [widened(slope).norm(dim=-1) for *_, slope in calls] for name, calls in found.items()
-        }
         xs = {name: [x for x, _, _ in calls] for name, calls in found.items()}
-        return xs, {name: [y for _, y, _ in calls] for name, calls in found.items()}
+        ys = {name: [y for _, y, _ in calls] for name, calls in found.items()}
+        return xs, ys, {name: [widened(slope).norm(dim=-1) for *_, slope in calls] for name, calls in found.items()}
 
     def slopes_of(self, batch: Any, names: Iterable[str], sums_of: Callable[[Any], Sequence[Tensor]]) -> Seen:
         """W_O's inputs, outputs and the slopes there of some sums of the model's answers to a batch.
@@ -256,7 +287,7 @@ class Runner:
     ) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
         found = self.slopes_of(
             batch,
-            [p.name for p in self.places],
+            [p.name for p in self.projections],
             lambda output: [probe_of(self.model, output, batch, first, self.rows, alone)],
         )
         return {name: [(x, y, slopes[0]) for x, y, slopes in calls] for name, calls in found.items()}
@@ -267,7 +298,7 @@ class Runner:
         A module that puts tokens before the batch would mix them up.
         """
         batch = max(self.batches, key=self.rows.size)
-        if self.rows.size(batch) == 1 or not self.places:
+        if self.rows.size(batch) == 1 or not self.projections:
             return True
         some = self.rows.take(batch, unlike(self.rows, batch, self.rows.size(batch)))
         if not self._examples_first(some):
@@ -300,3 +331,7 @@ def replaced(values: Values, out: Tensor, new: Tensor) -> Tensor:
     out = out.clone()
     out[..., values.features.flatten().to(out.device)] = new.flatten(-2).to(out.dtype)
     return out
+
+
+def unwatched(name: str, x: Tensor, y: Tensor) -> None:
+    """An `OnCall` that does nothing."""

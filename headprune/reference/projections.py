@@ -1,4 +1,4 @@
-"""Which projections can be refitted."""
+"""Which projections can be refitted, and their dense weights."""
 
 from __future__ import annotations
 
@@ -70,13 +70,19 @@ class OutputProjection:
         }
         return torch.tensor([i for i in range(self.weight.shape[0]) if i not in gone], dtype=torch.long)
 
+    def loses(self, drop: Heads) -> bool:
+        """Whether heads go that it reads."""
+        return len(self.kept(drop)) < len(self.weight)
+
     def heads(self, drop: Heads) -> list[int]:
         """The heads that stay, of the only layer (where there are several, no values are refitted)."""
         gone = set(drop.get(self.layers[0].name, ()))
         return [h for h in range(self.layers[0].num_heads) if h not in gone]
 
 
-def places_of(model: nn.Module, layers: Sequence[AttentionLayer], notes: list[str]) -> Iterator[OutputProjection]:
+def output_projections(
+    model: nn.Module, layers: Sequence[AttentionLayer], notes: list[str]
+) -> Iterator[OutputProjection]:
     """The output projections that can be refitted, in the order of the layers; why others cannot is added to ``notes``."""
     by_module: dict[str, list[AttentionLayer]] = {}
     real = dict(model.named_modules())
@@ -91,7 +97,7 @@ def places_of(model: nn.Module, layers: Sequence[AttentionLayer], notes: list[st
         for name, module in model.named_modules(remove_duplicate=False):
             weight = getattr(module, "weight", None)
             if isinstance(weight, Tensor):
-                owners.setdefault(_place_of(weight), []).append(name)
+                owners.setdefault(_storage_of(weight), []).append(name)
         for name, those in by_module.items():
             projection: Any = model.get_submodule(name)
             if why := _not_plain(projection, owners):
@@ -137,7 +143,7 @@ def matrix_of(projection: Any) -> Tensor:
 
 
 def _not_plain(projection: Any, owners: Mapping[int, Sequence[str]]) -> str:
-    """Why a module's weights cannot be written anew; empty if they can."""
+    """Why a module's weights cannot be replaced; empty if they can."""
     weight = getattr(projection, "weight", None)
     own = "weight" in projection._parameters  # and not made of others, as an adapter's
     if (
@@ -148,11 +154,11 @@ def _not_plain(projection: Any, owners: Mapping[int, Sequence[str]]) -> str:
         or weight.is_meta
     ):
         return "is no plain linear layer in memory"
-    return "shares them with another module" if len(owners.get(_place_of(weight), ())) > 1 else ""
+    return "shares them with another module" if len(owners.get(_storage_of(weight), ())) > 1 else ""
 
 
-def _place_of(weight: Tensor) -> int:
-    """Where a weight lies: stand-ins have parameters of their own in the same place."""
+def _storage_of(weight: Tensor) -> int:
+    """Where a weight lies in memory: stand-ins have parameters of their own that share it."""
     return id(weight) if weight.is_meta else weight.data_ptr() or id(weight)
 
 
