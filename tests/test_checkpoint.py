@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_file
 
 import headprune as hp
 from headprune.inputs import call
@@ -207,3 +208,13 @@ def test_the_fingerprint_sees_every_number() -> None:
         now = fingerprint(model)
         assert now != before
         before = now
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_folders_of_0_1_load(name: str) -> None:
+    """They repeat the prunes: an emptied layer, a model pruned twice; key/value groups, and a bias that repair added."""
+    here = Path(__file__).parent / "support" / "saved_by_0_1"
+    given = load_file(here / f"{name}.safetensors")
+    expected = given.pop("logits")
+    with torch.no_grad():
+        torch.testing.assert_close(hp.load(here / name)(**given).logits, expected)

@@ -19,7 +19,7 @@ from headprune.jsonio import read_json
 from headprune.pruned import EmptyAttention, add_biases, restructure, save_by_headprune
 from headprune.surgery import Removal, note_removed, remove
 
-_WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pruned.safetensors"  # the latter of pruned models, up to 0.2
+_WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pruned.safetensors"  # the latter of pruned models, of 0.1
 
 
 def load(path: str | Path, model: nn.Module | None = None, *, device: torch.device | str = "cpu") -> nn.Module:
@@ -57,7 +57,7 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
         ) from error
     probe.restore_buffers(skeleton, path)
     skeleton.to(device).eval()
-    # Folders up to 0.2 held other empty tensors for layers without heads.
+    # Folders of 0.1 held other empty tensors for layers without heads.
     other = "structure" not in sidecar and any(isinstance(m, EmptyAttention) for m in skeleton.modules())
     if not other and (now := fingerprint(skeleton)) != sidecar["fingerprint"]:
         raise HeadPruneError(f"The weights in {path} are not those that were saved ({now}).", "Save it again.")
@@ -69,7 +69,7 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
 
 
 def _repeat(skeleton: nn.Module, sidecar: dict[str, Any]) -> None:
-    """What folders up to 0.2 say of a pruned model: the prunes that it has been through."""
+    """What folders of 0.1 say of a pruned model: the prunes that it has been through."""
     biases = sidecar.get("biases", [])
     add_biases(skeleton, biases)
     for data in sidecar["removals"]:
@@ -79,7 +79,7 @@ def _repeat(skeleton: nn.Module, sidecar: dict[str, Any]) -> None:
 
 def _files(path: Path, sidecar: dict[str, Any]) -> list[Path]:
     """The files that hold the weights; a name that leads elsewhere is refused."""
-    name = sidecar.get("weights", _WEIGHTS)  # a key of folders up to 0.2
+    name = sidecar.get("weights", _WEIGHTS)  # a key of folders of 0.1
     if name not in (_WEIGHTS, _OLD_WEIGHTS):
         raise HeadPruneError(f"{SIDECAR} names {name!r} as its weights, which headprune never does.", "Save it again.")
     index = path / f"{name}.index.json"
