@@ -145,7 +145,8 @@ def examine(subject: Subject, repeat: int) -> dict[str, Any]:
     assert isinstance(answers, DenseAnswers)
     # Layers are not fitted, so nothing else is measured.
     nothing = Directions(runner, {}, {})
-    refit = Refit(DenseReference(layers, runner, calibration.weights, nothing, {}, answers, (), 0.0))
+    known: dict[str, Any] = {**vars(calibration), "runner": runner}
+    refit = Refit(DenseReference(**known, directions=nothing, moments={}, passes=0.0, answers=answers))
 
     def forward() -> None:
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""How near a changed model's answers stay to the dense one's: what plans are told apart by."""
+"""How near a changed model's answers stay to the dense one's: what plans are compared by."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Fidelity:
     a gain as a loss.
 
     Args:
-        model: The dense model, as it is now.
+        model: The dense model. Its answers are kept: what happens to the model later changes nothing in them.
         batches: Never those that results are reported on.
 
     Attributes:

@@ -7,14 +7,18 @@ import sys
 import textwrap
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import headprune as hp
 from headprune.budgets import BUDGETS
 from headprune.planning import STRATEGIES
+from headprune.repairing import checked
+from headprune.repairing.steps import STEPS
 from headprune.scoring import METHODS
-from tests.support.zoo import bert, labelled
+from tests.support.repairs import refit_of
+from tests.support.zoo import bert, labelled, text
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -55,6 +59,15 @@ def test_the_example_of_a_strategy_plans() -> None:
     finally:
         STRATEGIES.clear()
         STRATEGIES.update(before)
+
+
+def test_the_example_of_a_step_repairs() -> None:
+    room: dict[str, Any] = {"__name__": "example"}
+    exec(next(code for code in CODE if "Step(" in code), room)
+    model, example = bert()
+    refit = refit_of(model, hp.find_attention(model, example), [text(8, 9)])
+    found = checked(refit, {"bert.encoder.layer.0.attention.self": [1]}, [STEPS[0], room["STEP"]])
+    assert [trial.step for trial in found.trials] == ["output projections", "stronger pull"]
 
 
 def test_the_example_of_a_budget_is_held() -> None:

@@ -33,7 +33,7 @@ _TRIED, _TRIED_EXAMPLES = 6, 256  # units that greedy tries before one goes, and
 def rescored(search: Search, levels: Sequence[int]) -> Order:
     """In steps; those heads go next whose removal, with the others refitted, changes the model's answers least.
 
-    The measure is the mean over examples of `effects`' absolute values, made anew at every level and whenever a sixth
+    The measure is the mean over examples of `effects`' absolute values, measured again at every level and whenever a sixth
     of the heads has gone.
     """
     refit, state = _refit_of(search), State(search)

@@ -31,7 +31,7 @@ class Calibration:
 
     Attributes:
         layers: The model's attention layers.
-        runner: The model, its output projections and the examples.
+        runner: The model, its output projections and the examples (and, once measured, mixtures of them).
         values: The value projections that can be refitted, by output projection.
         times: How many mixtures of every example are to be made.
         weights: The dense weights of all these projections.
@@ -44,6 +44,11 @@ class Calibration:
     times: int
     weights: DenseWeights
     notes: tuple[str, ...]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model: dense but while other weights are written into it."""
+        return self.runner.model
 
     @property
     def projections(self) -> Sequence[OutputProjection]:
@@ -61,46 +66,23 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class DenseReference:
+class DenseReference(Calibration):
     """What a dense model is like on its calibration examples. It does not change when the model does.
 
     Memory does not grow with the examples, but for the answers, which are one vector an example.
 
     Attributes:
-        layers: The model's attention layers.
-        runner: The model, its output projections, the examples and mixtures of them.
-        weights: The dense weights.
-        directions: What values may be made of, and which can be refitted.
+        directions: What values may be made of, beside the old ones.
         moments: Of W_O's inputs, widened by what heads attend to along `directions`, and of its outputs: sums over tokens,
             weighted by how much the answers depend on each; by output projection.
-        answers: The answers to come nearer to, or why there are none; None if they were not asked for.
-        notes: What cannot be refitted, and why.
         passes: Forward passes over the examples that it took; a backward pass counts as two.
+        answers: The answers to come nearer to, or why there are none; None if they were not asked for.
     """
 
-    layers: Sequence[AttentionLayer]
-    runner: Runner
-    weights: DenseWeights
     directions: Directions
     moments: Mapping[str, Moments]
-    answers: DenseAnswers | str | None
-    notes: tuple[str, ...]
     passes: float
-
-    @property
-    def model(self) -> nn.Module:
-        """The model: dense but while other weights are written into it."""
-        return self.runner.model
-
-    @property
-    def projections(self) -> Sequence[OutputProjection]:
-        """The output projections that can be refitted."""
-        return self.runner.projections
-
-    @property
-    def values(self) -> Mapping[str, Values]:
-        """The value projections that can be refitted, by output projection."""
-        return self.directions.values
+    answers: DenseAnswers | str | None = None
 
     def with_answers(self) -> DenseReference:
         """This, and the dense model's answers."""
@@ -194,17 +176,12 @@ def measure(calibration: Calibration, *, answers: bool = True, progress: Progres
     """
     runner, before = calibration.runner, calibration.runner.passes
     with torch.inference_mode(False), torch.no_grad(), calibration.weights.dense(), runner.deterministic_eval():
-        moments: dict[str, Moments] = {}
-        directions = Directions(runner, {}, {})
         if calibration.projections:
-            if calibration.times:
-                runner = runner.with_mixtures(calibration.times)
-            directions = find_directions(runner, calibration.values)
-            moments = _measured(runner, directions, progress)
-    found = DenseReference(
-        calibration.layers, runner, calibration.weights, directions, moments, None, calibration.notes,
-        runner.passes - before,
-    )  # fmt: skip
+            runner = runner.with_mixtures(calibration.times)
+        directions = find_directions(runner, calibration.values)
+        moments = _measured(runner, directions, progress) if calibration.projections else {}
+    known: dict[str, Any] = {**vars(calibration), "runner": runner}
+    found = DenseReference(**known, directions=directions, moments=moments, passes=runner.passes - before)
     return found.with_answers() if answers else found
 
 

@@ -55,7 +55,7 @@ class DenseWeights:
         self._written = dict(weights)
 
     def _write(self, weights: NewWeights) -> None:
-        """A bias that is None is taken away, where there was none."""
+        """Into the model; a bias that is None is removed, if the dense model has none."""
         new = [name for name in self.new_biases if name in weights]
         with torch.inference_mode(False), torch.no_grad(), exact_attention(self.model):
             remove_biases(self.model, [name for name in new if weights[name][1] is None])

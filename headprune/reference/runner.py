@@ -99,7 +99,7 @@ class Runner:
 
     @contextmanager
     def deterministic_eval(self) -> Iterator[None]:
-        """The model as it answers alike every time, with its heads apart."""
+        """The model without dropout and the like, with attention that computes every head by itself."""
         with uncompiled(), evaluating(self.model), exact_attention(self.model):
             yield
 

@@ -92,8 +92,8 @@ def noise(like: Tensor, mask: Tensor | None, seeds: Sequence[int]) -> Tensor:
     for row, seed in enumerate(seeds):
         generator = torch.Generator().manual_seed(seed)
         if mask is not None and like.ndim > 2 and mask.shape == like.shape[:2]:
-            told = mask[row].cpu()
-            found[row, told] = torch.randn(int(told.sum()), *like.shape[2:], generator=generator)
+            real = mask[row].cpu()
+            found[row, real] = torch.randn(int(real.sum()), *like.shape[2:], generator=generator)
         else:
             found[row] = torch.randn(like.shape[1:], generator=generator)
     return found.to(like)

@@ -30,18 +30,14 @@ from headprune.pruned import save_by_headprune
 from headprune.reference import calibrate, measure
 from headprune.repairing.held_out import checked
 from headprune.repairing.refit import Refit
-from headprune.repairing.step import LeftOut, Split, Step
 from headprune.repairing.weights import AnswersRepair, LayerRepair, Repair, Trial, Weights
 from headprune.scoring.base import Progress
 
 __all__ = [
     "AnswersRepair",
     "LayerRepair",
-    "LeftOut",
     "Refit",
     "Repair",
-    "Split",
-    "Step",
     "Trial",
     "Weights",
     "checked",

@@ -1,7 +1,7 @@
 """The second step of a repair: the values fitted along with W_O, so that kept heads read other things of their tokens.
 
 A head hands on ``A v``: its attention weights times its values. Where heads go, those that stay can do better than to weigh
-their old values anew: they can take others from the same tokens. For fixed attention weights the layer's output is
+their old values again: they can take others from the same tokens. For fixed attention weights the layer's output is
 bilinear in the value projection and W_O, so both are least squares with the other one held, from the same second moments.
 
 New values are made of a head's old ones and of ``rank`` further directions of the value projection's input, those that

@@ -1,0 +1,92 @@
+"""The dense reference: the same whenever it is measured, and not changed by what happens to the model afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import headprune as hp
+from headprune.reference import DenseReference, calibrate, measure
+from headprune.reference.answers import DenseAnswers
+from headprune.repairing import Refit, checked
+from tests.support.checks import same, state
+from tests.support.repairs import classifier, made
+
+DROP = {"bert.encoder.layer.0.attention.self": [1], "bert.encoder.layer.1.attention.self": [0, 2]}
+
+
+def equal(one: DenseReference, other: DenseReference) -> None:
+    """To the bit."""
+    assert one.moments.keys() == other.moments.keys() != set()
+    for name, moments in one.moments.items():
+        for found, expected in zip(vars(moments).values(), vars(other.moments[name]).values(), strict=True):
+            assert torch.equal(found, expected)
+    for name, along in one.directions.along.items():
+        assert torch.equal(along, other.directions.along[name])
+    assert isinstance(one.answers, DenseAnswers)
+    assert isinstance(other.answers, DenseAnswers)
+    assert all(map(torch.equal, one.answers.known, other.answers.known))
+
+
+def test_it_makes_no_difference_when_it_is_measured() -> None:
+    """Also while other weights are in the model, and after a repair: the calibration has the dense ones."""
+    model, batches = classifier()
+    calibration = calibrate(model, hp.find_attention(model, batches[0]), batches)
+    dense = state(model)
+    first = measure(calibration)
+    weights = Refit(first).fitted(DROP)
+    with calibration.weights.replaced(weights.by_module):
+        repaired = state(model)
+        assert not same(model, dense)
+        equal(measure(calibration), first)
+        equal(measure(calibration, answers=False).with_answers(), first)
+        assert same(model, repaired)
+    assert same(model, dense)
+
+
+def test_a_step_depends_on_nothing_that_was_made_before() -> None:
+    model, batches = classifier()
+    reference = measure(calibrate(model, hp.find_attention(model, batches[0]), batches))
+    alone = checked(Refit(reference), DROP)
+    refit = Refit(reference)
+    refit.fitted({"bert.encoder.layer.0.attention.self": [0]})
+    with refit.applied(refit.fitted(DROP)):
+        later = checked(refit, DROP)
+    assert alone.trials == later.trials
+    assert alone.by_module.keys() == later.by_module.keys()
+    assert all(torch.equal(alone.by_module[n][0], later.by_module[n][0]) for n in alone.by_module)
+
+
+def test_it_cannot_be_changed() -> None:
+    model, batches = classifier()
+    reference = measure(calibrate(model, hp.find_attention(model, batches[0]), batches), answers=False)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        reference.moments = {}  # type: ignore[misc]
+
+
+def test_what_is_not_asked_for_costs_nothing() -> None:
+    model, batches = classifier()
+    layers = hp.find_attention(model, batches[0])
+    passes = {}
+    for name, given in (
+        ("all", {}),
+        ("no mixtures", {"mixtures": False}),
+        ("W_O", {"mixtures": False, "values": False}),
+    ):
+        calibration = calibrate(model, layers, batches, **given)
+        assert calibration.runner.passes == 0
+        reference = measure(calibration, answers=False)
+        assert reference.answers is None
+        assert reference.passes == calibration.runner.passes == pytest.approx(calibration.cost)
+        passes[name] = reference.passes
+        assert reference.with_answers().passes > reference.passes
+    assert passes["all"] > passes["no mixtures"] > passes["W_O"] == 3
+
+
+def test_several_answers_an_example_are_not_kept() -> None:
+    model, example, layers = made("llama")
+    reference = measure(calibrate(model, layers, [{k: torch.cat([v] * 4) for k, v in example.items()}]))
+    assert isinstance(reference.answers, str)
+    assert "more than one answer" in reference.answers
