@@ -407,6 +407,16 @@ def test_the_rendition_sees_a_wrong_order_of_rotated_features() -> None:
         deci.verify(model, decoder, ids)
 
 
+def test_the_rendition_sees_a_last_norm_that_is_one_percent_off() -> None:
+    model = llama()
+    decoder = deci.decoder_of(model)
+    ids = torch.arange(3, 40)
+    assert 0 < deci.sensitivity(decoder, ids).max() < 1e-4
+    decoder.tensors["output_norm.weight"] = deci.Stored(model.model.norm.weight * 1.01)
+    with pytest.raises(HeadPruneError, match="After its last layer"):
+        deci.verify(model, decoder, ids)
+
+
 @written
 def test_a_file_that_is_there_is_not_replaced_unasked(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_text("mine")

@@ -23,7 +23,6 @@ TEXTS = (
     "def area(r):\n    return 3.14159 * r ** 2  # I'LL SAY\n",
 )
 TOKENS = 96  # drawn at random, to compare answers on
-TOLERANCE = 1e-3  # of log-probabilities, in nats, where weights are stored in float32
 _ROUNDED = 4  # times what rounding does to them is allowed where weights are stored in half
 
 
@@ -97,7 +96,7 @@ def _probes(request: Request, decoder: deci.Decoder) -> list[Probe]:
 
 def _write(request: Request, decoder: deci.Decoder, vocabulary: Vocabulary, dtype: torch.dtype) -> None:
     """The file, one tensor in memory at a time."""
-    from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+    from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
     kinds = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     writer = GGUFWriter(request.path, "deci")
@@ -105,6 +104,7 @@ def _write(request: Request, decoder: deci.Decoder, vocabulary: Vocabulary, dtyp
     writer.add_name(request.name)
     writer.add_string("headprune.version", __version__)
     writer.add_file_type(LlamaFileType["ALL_F32" if dtype == torch.float32 else f"MOSTLY_{kinds[dtype]}"])
+    writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_block_count(len(decoder.heads))
     writer.add_context_length(decoder.context)
     writer.add_embedding_length(decoder.width)
@@ -162,7 +162,7 @@ def _prove(
         {"prompt": p.prompt, "n_predict": 1, "temperature": 0, "n_probs": asked, "logit_bias": bias} for p in probes
     ]
     version, answers = llama_cpp.complete(request.path, requests, context=max(len(p.ids) for p in probes) + 8)
-    largest, allowed = 0.0, TOLERANCE + _ROUNDED * _rounding(decoder, probes, dtype)
+    largest, allowed = 0.0, max(deci.TOLERANCE, _rounding(decoder, probes, dtype))
     for probe, answer in zip(probes, answers, strict=True):
         counted = answer.get("usage", {}).get("prompt_tokens")
         if counted != len(probe.ids):
@@ -184,15 +184,16 @@ def _prove(
 
 
 def _rounding(decoder: deci.Decoder, probes: list[Probe], dtype: torch.dtype) -> float:
-    """What rounding weights and activations does to the log-probabilities, at most."""
-    if dtype == torch.float32:
-        return 0.0
+    """What rounding may do to the log-probabilities of the last tokens, at most."""
     largest = 0.0
     with torch.inference_mode():
         for probe in probes:
-            *_, last = deci.layers_of(decoder, probe.ids, dtype)
-            rounded = deci.log_probabilities(decoder, last[-1:], dtype)[0]
-            largest = max(largest, (rounded - probe.answer).abs().max().item())
+            if dtype == torch.float32:
+                own = deci.NOISE * deci.sensitivity(decoder, probe.ids)[-1]
+            else:
+                *_, last = deci.layers_of(decoder, probe.ids, dtype)
+                own = _ROUNDED * (deci.log_probabilities(decoder, last[-1:], dtype)[0] - probe.answer).abs().max()
+            largest = max(largest, own.item())
     return largest
 
 
