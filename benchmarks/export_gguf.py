@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ PROMPTS = (
     "Once upon a time, in 1999, there was a",
     "<|im_start|>user\nWrite a haiku about rain.<|im_end|>\n<|im_start|>assistant\n",
 )
+TIMED = ("dense", *(f"{share} % of groups" for share in SHARES))
 NEW = 64  # tokens of greedy text that are compared
 SPEED = {"n_predict": 128, "temperature": 0, "ignore_eos": True}
 DOCUMENT = Path(__file__).parent.parent / "docs" / "deploy.md"
@@ -158,7 +160,7 @@ def speed_section(speeds: dict[str, dict[str, list[float]]], threads: int, token
     rounds = len(dense["prompt"])
     about = (
         f"Medians of {rounds} rounds in turn, in brackets the ratios' range; weights in {dtype}, {threads} thread(s), a prompt of "
-        f"{tokens} tokens, {SPEED['n_predict']} generated."
+        f"{tokens} tokens, {SPEED['n_predict']} generated. {os.cpu_count()} cores, load average meanwhile {os.getloadavg()[1]:.0f}."
     )
     return "\n".join([*lines, "", about])
 
@@ -170,6 +172,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float16", help="of the files that are timed")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt that is timed")
+    parser.add_argument("--speed-only", action="store_true", help="time the files that an earlier run left in --folder")
     parser.add_argument("--print", action="store_true", help="print the sections, and leave the document as it is")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -177,29 +180,30 @@ def main() -> None:
         dense, tokenizer = load()
     except ModuleNotFoundError as error:
         parser.exit(1, f"{error}\n")
-    windows = smollm2.text(tokenizer, 12, 128)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        rows, files = [], {}
-        for name, model in variants(dense, windows):
-            stem = "-".join("".join(c if c.isalnum() else " " for c in name).split())
-            rows.append(compared(name, model, tokenizer, folder / f"{stem}.gguf"))
-            print(json.dumps(rows[-1]), flush=True)
-            if name == "dense" or name.endswith("% of groups"):
-                files[name] = folder / f"{stem}-{options.dtype}.gguf"
-                export(model, files[name], processor=tokenizer, dtype=options.dtype, overwrite=True)
+        files = {name: folder / f"{_stem(name)}-{options.dtype}.gguf" for name in TIMED}
+        rows, sections = [], {}
+        if not options.speed_only:
+            for name, model in variants(dense, smollm2.text(tokenizer, 12, 128)):
+                rows.append(compared(name, model, tokenizer, folder / f"{_stem(name)}.gguf"))
+                print(json.dumps(rows[-1]), flush=True)
+                if name in files:
+                    export(model, files[name], processor=tokenizer, dtype=options.dtype, overwrite=True)
+            sections["gguf-answers"] = answers_section(rows)
         prompt = smollm2.text(tokenizer, 1, options.prompt, skip=40)[0].tolist()
         speeds = timed(files, prompt, options.rounds, options.threads)
-    sections = {
-        "gguf-answers": answers_section(rows),
-        "gguf-speed": speed_section(speeds, options.threads, options.prompt, options.dtype),
-    }
+    sections["gguf-speed"] = speed_section(speeds, options.threads, options.prompt, options.dtype)
     for name, text in sections.items():
         print(f"\n{text}\n")
         if not options.print:
             replace_section(DOCUMENT, name, text)
     print(json.dumps({"answers": rows, "speed": speeds}))
+
+
+def _stem(name: str) -> str:
+    return "-".join("".join(c if c.isalnum() else " " for c in name).split())
 
 
 if __name__ == "__main__":
