@@ -125,7 +125,7 @@ def replayed(device: str) -> list[str]:
 
             difference = (plain() - fast()).abs().max().item()
             slow, quick = in_turn(device, 2, plain, fast)
-            notes = "; ".join(Replay(problem).notes) or "every layer was replayed"
+            notes = "; ".join(Replay(problem).notes) or "Every layer was replayed"
         lines.append(
             f"| {BATCHES} of {rows} x {tokens} | {statistics.median(slow):.1f} | {statistics.median(quick):.1f} "
             f"| {ratio(quick, slow)} | {difference:.0e} |"
@@ -133,9 +133,9 @@ def replayed(device: str) -> list[str]:
     return [
         *lines,
         "",
-        f"144 heads. The time of replaying holds all that it costs: studying the model, comparing with plain forwards; {notes}. The "
-        "limit by operations is 0.54 for whole blocks; a replay starts within one, behind its attention, and behind the last attention "
-        "it computes the one token that this classifier reads.",
+        f"144 heads. The replayed time includes everything: studying the model, and comparing with plain forward passes. {notes}. Counted in "
+        "operations, a replay of whole blocks would take at least 0.54 of the plain loop. This replay can take less: it starts inside a block, "
+        "after the attention, and after the last attention it computes only the one token that this classifier reads.",
     ]
 
 
@@ -180,7 +180,7 @@ def gradients(folder: Path, device: str) -> list[str]:
         in_turn(device, 1, forward, lambda: gate_gradients(problem), old)  # for warm-up
         plain, ours, theirs = in_turn(device, 5, forward, lambda: gate_gradients(problem), old)
     return [
-        f"minilm-rt, 72 heads, {problem.examples} sentences, batches of 32, in turn, median (least to most) of 5 rounds:",
+        f"minilm-rt, 72 heads, {problem.examples} sentences, batches of 32. Timed in turn; median (minimum to maximum) of 5 rounds:",
         "",
         "| | ratio |",
         "|---|---|",
@@ -206,12 +206,12 @@ def few(folder: Path, device: str, examples: int, share: float) -> list[str]:
     full, n = effects.mean(0), len(effects)
     exact_variance = effects.var(0) / n
     lines = [
-        f"minilm-rt, 72 heads, {n} sentences of the training part. Exact ablation (replayed) took {whole_time:.0f} s; with gradients on all "
-        f"and ablation on {share:.0%} of them {few_time:.1f} s: **{few_time / whole_time:.2f} of its time**.",
+        f"minilm-rt, 72 heads, {n} sentences of the training part. Exact ablation (replayed) took {whole_time:.0f} s. Gradients on all sentences "
+        f"and ablation on {share:.0%} of them took {few_time:.1f} s: **{few_time / whole_time:.2f} of that time**.",
         "",
-        f"{DRAWS} draws of the sample, against the exact scores of all {n}:",
+        f"{DRAWS} draws of the sample, compared with the exact scores of all {n}:",
         "",
-        "| examples ablated | mean variance / that of exact scores | stated / actual variance | 95 % interval covers | worst head |",
+        "| examples ablated | mean variance / variance of exact scores | stated / actual variance | 95 % interval: coverage | coverage, worst head |",
         "|---|---|---|---|---|",
     ]
     for part in (0.04, 0.08, 0.16):
@@ -236,8 +236,9 @@ def few(folder: Path, device: str, examples: int, share: float) -> list[str]:
     return [
         *lines,
         "",
-        "Variance: of the estimate around the exact score of all examples, mean over heads; that of exact scores is the variance over "
-        "examples divided by their number. Below 1, the estimate adds less than what other examples would change anyway.",
+        "The variance is that of the estimate around the exact score of all examples, as a mean over heads. The variance of exact scores is "
+        "the variance over examples divided by their number. If their ratio is below 1, estimating changes the scores less than taking other "
+        "examples would.",
     ]
 
 

@@ -158,7 +158,13 @@ def tables(draws: int, sizes: tuple[int, ...] = SIZES) -> list[str]:
         return [name, *(f"{getattr(a, what):.3f} → {getattr(b, what):.3f}" for a, b in found)]
 
     head = [f"n = {n:,}" for n in sizes]
-    lines = ["Before → after. Models that are equally good; a verdict is wrong (should be at most .05):", ""]
+    lines = [
+        "Simulated with known truths, for n examples. Each cell shows before → after: before is the percentile bootstrap over examples (for "
+        "head scores, the standard deviation divided by the root of n), after is what headprune does now.",
+        "",
+        "How often a verdict is wrong, for models that are equally good (should be at most .05):",
+        "",
+    ]
     equal = [
         row(f"accuracy, {rate:.0%} flip", lambda n, r=rate: flips(n, r / 2, r / 2, draws, rng), "verdicts")
         for rate in (0.01, 0.05, 0.2)
@@ -170,7 +176,7 @@ def tables(draws: int, sizes: tuple[int, ...] = SIZES) -> list[str]:
         if truth == 0
     ]
     lines += table(["", *head], equal)
-    lines += ["The 95 % interval of a change holds the truth:", ""]
+    lines += ["How often the 95 % interval of a change contains the truth:", ""]
     changed = [
         row(f"accuracy, {rate:.0%} lost", lambda n, r=rate: flips(n, r, 0.0, draws, rng), "coverage")
         for rate in (0.01, 0.05, 0.2)
@@ -182,12 +188,15 @@ def tables(draws: int, sizes: tuple[int, ...] = SIZES) -> list[str]:
         if truth
     ]
     lines += table(["", *head], changed)
-    lines += ["The 95 % interval of one model's accuracy holds the truth:", ""]
+    lines += ["How often the 95 % interval of one model's accuracy contains the truth:", ""]
     lines += table(
         ["", *head],
         [row(f"accuracy {p:g}", lambda n, p=p: single(n, p, draws, rng), "coverage") for p in (0.7, 0.95, 1.0)],
     )
-    lines += ["Head scores, value ± 1.96 standard errors, with an effect in 2 % of the examples:", ""]
+    lines += [
+        "How often a head score ± 1.96 standard errors contains the truth, with an effect in 2 % of the examples:",
+        "",
+    ]
     rows = []
     for n in (32, 128, 512, 2048):
         found = scores(n, 0.02, max(draws // 4, 20), rng)
@@ -201,14 +210,17 @@ def tables(draws: int, sizes: tuple[int, ...] = SIZES) -> list[str]:
     lines += table(
         [
             "examples",
-            "covers, before",
-            "after",
-            f"said to rest on fewer than {FEW:.0f} examples",
-            "covers, of the others",
+            "coverage, before",
+            "coverage, after",
+            f"share reported to rest on fewer than {FEW:.0f} examples",
+            "coverage of the others",
         ],
         rows,
     )
-    return [*lines, f"`python benchmarks/intervals.py`, {draws:,} draws a cell; `headprune.uncertainty` has the rule."]
+    return [
+        *lines,
+        f"`python benchmarks/intervals.py`, {draws:,} draws per cell. `headprune.uncertainty` has the rule.",
+    ]
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
     python benchmarks/last_step.py                    # all models
     python benchmarks/last_step.py --only bert digits --repeat 5
 
-CPU time of the step (`Refit.fit_logits`, from the old weights in the place of the layers' fits, which are not timed) is divided by that of
+CPU time of the step (`headprune.repairing.steps.logits`, from the old weights in the place of the layers' fits, which are not timed) is divided by that of
 one forward pass of the dense model over the same examples, both taken in one process and in turn: so other work on the machine changes
 both. Models are a BERT of 12 x 4 heads with 10 classes (random, as are its texts), minilm-rt with 2 (left out if it is not there),
 and the demo's ViT with 10.
@@ -18,7 +18,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,8 +35,12 @@ from headprune.app import demo
 from headprune.app.data import DataOptions, load_parts
 from headprune.app.models import load_model
 from headprune.attention import Heads
-from headprune.repairing import Refit, Weights, answers
-from headprune.repairing.runner import Runner
+from headprune.reference import DenseReference, calibrate
+from headprune.reference.answers import DenseAnswers, dense_answers
+from headprune.reference.directions import Directions
+from headprune.reference.runner import Runner
+from headprune.repairing import Refit, Weights
+from headprune.repairing.steps import logits
 
 Batch = dict[str, Any]
 Subject = tuple[nn.Module, list[Batch], float]
@@ -45,9 +48,9 @@ Subject = tuple[nn.Module, list[Batch], float]
 
 PARTS: dict[str, tuple[object, str]] = {
     "slopes": (Runner, "slopes_of"),
-    "coordinates": (answers, "longest"),
-    "solution": (answers, "solved"),
-    "check": (answers.Answers, "distance"),
+    "coordinates": (logits, "longest"),
+    "solution": (logits, "solved"),
+    "check": (DenseAnswers, "distance"),
 }
 """What a step spends its time in, and what does it."""
 
@@ -135,10 +138,14 @@ def watched(spent: dict[str, float]) -> Iterator[None]:
 def examine(subject: Subject, repeat: int) -> dict[str, Any]:
     model, batches, share = subject
     layers = [layer for layer in hp.find_attention(model, _inputs(batches[0])) if layer.maskable]
-    refit, drop = Refit(model, layers, batches), dropped(layers, share)
-    old = Weights({p.name: (removed(p.weight, p.kept(drop)), p.bias) for p in refit.places})
-    refit.runner.mix(1)
-    assert not refit._answers.note  # the dense model's answers, asked for once for all steps
+    calibration, drop = calibrate(model, layers, batches, values=False), dropped(layers, share)
+    old = Weights({p.name: (removed(p.weight, p.kept(drop)), p.bias) for p in calibration.projections})
+    runner = calibration.runner.with_mixtures(1)
+    answers = dense_answers(runner)  # asked for once for all steps
+    assert isinstance(answers, DenseAnswers)
+    # Layers are not fitted, so nothing else is measured.
+    nothing = Directions(runner, {}, {})
+    refit = Refit(DenseReference(layers, runner, calibration.weights, nothing, {}, answers, (), 0.0))
 
     def forward() -> None:
         with torch.inference_mode():
@@ -152,13 +159,13 @@ def examine(subject: Subject, repeat: int) -> dict[str, Any]:
     for _ in range(repeat):
         spent = dict.fromkeys(PARTS, 0.0)
         before = seconds(forward)
-        with watched(spent), patch.object(refit, "fitted", lambda drop: replace(old, by_module=dict(old.by_module))):
-            spent["step"] = seconds(lambda: done.append(refit.fit_logits(drop).answers is not None))
+        with watched(spent):
+            spent["step"] = seconds(lambda: done.append(isinstance(logits.fit(refit, drop, old), Weights)))
         units.append((before + seconds(forward)) / 2)
         for name, found in spent.items():
             passes[name].append(found / units[-1])
     return {
-        "examples": refit.examples, "directions": refit._answers._count, "mixtures": refit._answers.mixtures,
+        "examples": runner.examples, "directions": answers.count, "mixtures": answers.mixtures,
         "forward_seconds": round(statistics.median(units), 3), "taken": all(done),
         "passes": {name: round(statistics.median(found), 2) for name, found in passes.items()},
     }  # fmt: skip

@@ -29,9 +29,9 @@ from torch import nn
 from headprune.app import demo
 from headprune.app.data import DataOptions
 from headprune.app.runs import RunFolder
-from headprune.app.workflow import Goal, Options, open_scene, prune_run
+from headprune.app.workflow import Goal, Options, PruneRun, open_scene, prune_run
+from headprune.budgets import budget_of
 from headprune.inputs import tensors
-from headprune.planning.budgets import Budget
 
 Progress = Callable[..., None]
 
@@ -98,8 +98,8 @@ def measured(name: str, options: Options, keep: list[str], methods: list[str]) -
     meter.stages.clear()
     started = time.process_time()
     with tempfile.TemporaryDirectory() as folder, meter.counting(type(scene.model)):
-        goal = Goal(tuple(Budget.parse("keep", k) for k in keep))
-        pruned = prune_run(options, goal, methods, None, RunFolder(Path(folder) / "run"), meter)
+        goal = Goal(tuple(budget_of(f"keep {k}") for k in keep))
+        found = prune_run(PruneRun(options, goal, methods), RunFolder(Path(folder) / "run"), meter)
     seconds = time.process_time() - started
     unit = min(unit, one_pass(scene.model, batches))
     stages: dict[str, list[float]] = {}
@@ -116,8 +116,8 @@ def measured(name: str, options: Options, keep: list[str], methods: list[str]) -
     return {
         "examples": examples, "keep": keep, "pass_seconds": unit, "cpu_seconds": seconds, "passes_time": total[0],
         "forward_passes": total[1], "stages": {k: {"passes_time": a, "forward_passes": b} for k, (a, b) in stages.items()},
-        "accuracy": {p.plan.kept: p.document["pruned"]["metrics"].get("accuracy") for p in pruned},
-        "strategy": pruned[0].plan.strategy, "method": pruned[0].plan.method,
+        "accuracy": {b.kept: b.pruned.metrics.get("accuracy") for b in found.budgets},
+        "strategy": found.budgets[0].strategy, "method": found.budgets[0].method,
     }  # fmt: skip
 
 

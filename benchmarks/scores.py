@@ -298,7 +298,7 @@ def table(found: Mapping[str, Any]) -> list[str]:
     ]
     once = [f"`{name}`" for name, row in good.items() if "again" not in row and "error" not in row]
     if once:
-        notes.append(f"On one draw only, for its time: {', '.join(once)}.")
+        notes.append(f"On one draw only, because a second takes too long: {', '.join(once)}.")
     if "shapley" in methods:
         notes.append(f"Shapley values from at most {PERMUTATIONS} permutations; headprune's default is 128.")
     notes += [f"`{name}` failed: {row['error']}." for name, row in methods.items() if "error" in row]
@@ -306,10 +306,10 @@ def table(found: Mapping[str, Any]) -> list[str]:
     forward = statistics.median(row["forward_seconds"] for row in good.values()) if good else None
     drift = max((row["drift"] for row in good.values()), default=None)
     notes.append(
-        f"One forward pass over a draw: {number(forward)} s (median); the one after a method took up to "
-        f"{number(drift, '.2f')} times the one before it, or the other way round. "
-        f"Finding the attention layers took {number(found['trace_seconds'])} s more, once, and is not counted. "
-        f"By chance |ρ| stays below {chance:.2f} in 19 cases of 20."
+        f"One forward pass over a draw took {number(forward)} s (median). The passes right before and right after a method differed by a "
+        f"factor of up to {number(drift, '.2f')}. "
+        f"Finding the attention layers took {number(found['trace_seconds'])} s more, once; this is not counted. "
+        f"For unrelated scores, |ρ| is below {chance:.2f} in 19 of 20 cases."
     )
     return [*lines, "", *(f"- {note}" for note in notes)]
 
@@ -320,23 +320,25 @@ def section(document: Mapping[str, Any]) -> str:
     lines = [
         "## Scoring methods",
         "",
-        "Cost is the time of `headprune.score` divided by that of one plain forward pass without gradients over the same examples, timed "
-        "right before and right after; it includes what scoring costs whatever the method (moving the examples, checking the loss, hashing "
-        "the weights), so even drawing at random is not free. Standard errors (s.e.) are in the method's own unit, over the examples; "
-        "divided by the spread (standard deviation) of the heads' scores they compare across methods. ρ is Spearman's, over all heads: with "
-        "exact ablation and with the gradient on the same examples, and with the same method on as many other examples and another seed.",
+        "- **Cost** (× forward) is the time of `headprune.score`, divided by the time of one plain forward pass without gradients over the "
+        "same examples. That pass is timed right before and right after. The cost includes what scoring needs with any method (moving the "
+        "examples, checking the loss, hashing the weights), so even random scores are not free.",
+        "- **Standard errors** (s.e.) are over the examples, in the method's own unit. Divided by the spread (standard deviation) of the "
+        "heads' scores, they can be compared across methods.",
+        "- **ρ** is Spearman's rank correlation over all heads: with exact ablation and with the gradient on the same examples, and with the "
+        "same method on as many other examples with another seed.",
         "",
     ]
     runs: dict[str, list[str]] = {}
     for key, found in there.items():
         versions = ", ".join(f"{name} {version}" for name, version in found["about"]["versions"].items())
         runs.setdefault(f"`{found['about']['command']}`: {versions}; {found['about']['machine']}.", []).append(key)
-    lines += [f"- {', '.join(keys) if len(runs) > 1 else 'Made by'} {run}" for run, keys in runs.items()]
+    lines += ["Made by:", "", *(f"- {', '.join(keys)} {run}" for run, keys in runs.items())]
     for key, found in document["models"].items():
         if "left_out" in found:
             lines += ["", f"### {key}", "", f"Left out: {found['left_out']}."]
             continue
-        lines += ["", f"### {found['title']}", "", f"{found['heads']} heads; {found['examples']} a draw.", ""]
+        lines += ["", f"### {found['title']}", "", f"{found['heads']} heads; {found['examples']} per draw.", ""]
         lines += table(found)
         missing = [name for name in METHODS if name not in found["methods"]]
         if missing:

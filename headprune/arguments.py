@@ -1,4 +1,4 @@
-"""What the public functions make of their arguments: batches as a list, and layers and an example where none are given."""
+"""How the public functions read their arguments: batches as a list, and layers where none are given."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from headprune.rows import is_empty
 from headprune.trace import find_attention
 
 Plan = PruningPlan | Mapping[str, Sequence[int]]
-"""Which heads go: a plan, or ``{layer_name: [head, ...]}``."""
+"""The heads to remove: a plan, or ``{layer_name: [head, ...]}``."""
 
 
 def listed(batches: Iterable[Any], name: str = "batches") -> list[Any]:
-    """Batches as a list, so that they can be gone through more than once: a generator is consumed here, and only here.
+    """Batches as a list, so that they can be read more than once: a generator is consumed here and only here.
 
     Args:
-        name: Of the argument, for the error.
+        name: The argument's name, for the message.
 
     Raises:
-        HeadPruneError: One batch in the place of many, or nothing that holds batches.
+        HeadPruneError: It is one batch, or does not hold batches.
     """
     if isinstance(batches, Mapping | Tensor | str | bytes) or not isinstance(batches, Iterable):
         raise HeadPruneError(
@@ -47,10 +47,10 @@ def layers_for(
     example: Example | None = None,
     batches: Sequence[Any] = (),
 ) -> Sequence[AttentionLayer]:
-    """The layers that were given, or else those that a trace finds: on the example, on the first batch, or on a made-up input.
+    """The given layers, or those that a trace finds: with the example, else the first batch, else a made-up input.
 
     Raises:
-        HeadPruneError: Nothing was given, and it is not known what the model takes; or the trace finds no attention.
+        HeadPruneError: Nothing was given, and the model's input is not known; or the trace finds no attention.
     """
     if layers is not None:
         return layers

@@ -1,10 +1,10 @@
-"""What headprune knows of one attention layer, and how a head is addressed."""
+"""What headprune knows about an attention layer, and the short address of a head."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from headprune.errors import HeadPruneError
@@ -15,30 +15,33 @@ Heads = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class HeadFeatures:
-    """The features of one projection that belong to each head.
+    """The features of one module's input or output that belong to each head.
 
     Attributes:
-        module: Qualified name of the linear module (``nn.Linear``, transformers' ``Conv1D``, or a convolution with a
-            kernel of 1).
-        features: ``features[h]`` are the indices that head ``h`` uses. For W_O they index its
-            input, for every other projection its output. A feature may serve several heads
-            (key/value groups); it can go only when all of them go.
+        module: Qualified name of the module: mostly a linear one (``nn.Linear``, transformers' ``Conv1D``, or a convolution
+            with a kernel of 1).
+        features: ``features[h]`` are the indices that head ``h`` uses. For W_O, and for a gate, they index its input, for
+            every other module its output. A feature may serve several heads (key/value groups); it can go only when all of
+            them go.
+        dim: The dimension of the input that the features of a gate lie along. Only convolutions have another than the last.
     """
 
     module: str
     features: tuple[tuple[int, ...], ...]
+    dim: int = -1
 
     def to_json(self) -> dict[str, Any]:
-        return {"module": self.module, "features": [_to_ranges(f) for f in self.features]}
+        dim = {} if self.dim == -1 else {"dim": self.dim}
+        return {"module": self.module, **dim, "features": [_to_ranges(f) for f in self.features]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeadFeatures:
-        return cls(data["module"], tuple(_from_ranges(text) for text in data["features"]))
+        return cls(data["module"], tuple(_from_ranges(text) for text in data["features"]), data.get("dim", -1))
 
 
 @dataclass(frozen=True)
 class HeadTable:
-    """A parameter or buffer, not a projection's, with entries of its own for each head.
+    """A parameter or buffer outside the projections that has entries of its own for each head.
 
     Relative position tables, attention sinks, slopes and scales are of this kind.
 
@@ -61,29 +64,6 @@ class HeadTable:
 
 
 @dataclass(frozen=True)
-class HeadGate:
-    """Where a factor on each head's output can be applied, if not at the last dimension of W_O's input.
-
-    Attributes:
-        module: Qualified name of a module between the attention and W_O, such as a norm or a dropout, or of a W_O
-            that is a convolution.
-        dim: The dimension of its input that the heads lie along.
-        features: ``features[h]`` along ``dim`` belong to head ``h``.
-    """
-
-    module: str
-    dim: int
-    features: tuple[tuple[int, ...], ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"module": self.module, "dim": self.dim, "features": [_to_ranges(f) for f in self.features]}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> HeadGate:
-        return cls(data["module"], data["dim"], tuple(_from_ranges(text) for text in data["features"]))
-
-
-@dataclass(frozen=True)
 class HeadArgument:
     """An argument of the attention module that holds something for each head, such as ALiBi's bias.
 
@@ -92,14 +72,21 @@ class HeadArgument:
         dim: The dimension that the heads lie along: it has as many entries as heads (times the batch, if ``folded``), or
             else the entries of ``features``.
         folded: Whether that dimension is (batch * heads).
-        features: ``features[h]`` along ``dim`` belong to head ``h``, as the trace has seen. () where only the shape says
-            that there may be something for each head; the proof tells.
+        features: ``features[h]`` along ``dim`` belong to head ``h``, as the trace has seen. () where only the shape suggests
+            that there may be something for each head; then the proof decides.
     """
 
     key: str | int
     dim: int
     folded: bool
     features: tuple[tuple[int, ...], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> HeadArgument:
+        return cls(data["key"], data["dim"], data["folded"], _as_tuples(data.get("features", ())))
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,33 +102,32 @@ class AttentionLayer:
         num_kv_heads: Key/value heads (equal to ``num_heads`` without grouping).
         groups: The query heads that share a key/value head; () where none do, or all do.
         head_dim: Width of one head's output, in features.
-        prunable: Whether heads can be removed exactly, as far as the trace can tell. The last
-            word is `headprune.prune`'s proof.
-        reason: Why not, if not.
+        prunable: Whether heads can be removed exactly, as far as the trace can tell; `headprune.prune`'s proof decides.
+        reason: Why heads cannot be removed; "" if they can.
         output_projection: W_O; its ``features`` are the input columns of each head. Where heads are concatenated and
             returned without a W_O, it names the attention module, and ``features`` index its output.
-        gate: Where heads are masked instead, where they cannot be told apart in the last dimension of W_O's input.
-        mixer: A norm over all heads between the attention and W_O (BitNet's) that leaves zeros zero. It stays whole: the
-            removed heads' zeros are put into its input, and what it makes of the others goes on.
+        gate: Where heads are masked if they cannot be told apart in the last dimension of W_O's input: at the input of a
+            module between the attention and W_O, such as a norm or a dropout, or of a W_O that is a convolution.
+        mixer: A norm over all heads between the attention and W_O (BitNet's) that maps zeros to zeros. It keeps its width:
+            zeros stand in its input where heads were removed, and only the kept heads' part of its output goes on.
         projections: Every other projection that holds features of single heads (query, key,
             value, a per-head gate, fused or separate).
-        values: The value projection, which `projections` holds too (there with what else it computes): ``features[h]``
-            are those that attention hands on as head ``h``'s, alike for the heads of a group. None where there is no one
-            such module.
-        selections: Modules that compute something over all heads, such as a norm of the queries; they and what feeds
-            them stay whole, and only the kept heads' features are taken from their output.
+        values: The value projection, which `projections` holds too (there with all that it computes): ``features[h]``
+            are those that attention returns as head ``h``'s, the same for all heads of a group. None where there is not
+            exactly one such module.
+        selections: Modules that compute something over all heads, such as a norm of the queries. They and the projections
+            before them keep their width, and only the kept heads' features are taken from their output.
         tables: Parameters and buffers with entries of their own for each head.
         arguments: Arguments that hold something for each head, or whose shape says that they may.
-        inner_modules: Modules that may hold head counts as integers: the attention module and
-            those below it that were running when attention was computed.
-        side_modules: Others below it that may: what runs before the attention, such as relative positions, but
-            also what counts heads of its own.
-        bypass: How the layer is taken out when all of its heads go. ``"stub"``: the attention
-            module is replaced; ``"slice"``: it works without any head; ``"ghost"``: one head (or
-            group) stays with zero output, because a cache or a later layer needs what the module computes.
+        inner_modules: Modules that may hold numbers of heads as integers: the attention module and
+            those inside it that were running when attention was computed.
+        side_modules: Other modules inside it that may: those that run before the attention, such as relative positions, but
+            also those that count heads of their own.
+        bypass: What happens when all of the layer's heads go. ``"stub"``: the attention
+            module is replaced by its output projection's bias; ``"slice"``: the module works without any head;
+            ``"ghost"``: one head (or group) stays with zero output, because a cache or a later layer needs what the
+            module computes.
         output_arity: Length of the tuple the attention module returns, 0 for a bare tensor.
-        output_inside: Whether W_O is called inside the attention module.
-        concatenates: Whether the module returns its heads side by side, without an output projection.
     """
 
     name: str
@@ -154,7 +140,7 @@ class AttentionLayer:
     prunable: bool = True
     reason: str = ""
     output_projection: HeadFeatures | None = None
-    gate: HeadGate | None = None
+    gate: HeadFeatures | None = None
     mixer: str = ""
     projections: tuple[HeadFeatures, ...] = ()
     values: HeadFeatures | None = None
@@ -165,11 +151,9 @@ class AttentionLayer:
     side_modules: tuple[str, ...] = ()
     bypass: str = "ghost"
     output_arity: int = 0
-    output_inside: bool = True
-    concatenates: bool = False
 
     def __repr__(self) -> str:
-        """In a line; what else is known is in `to_json`."""
+        """One line with the most important fields; `to_json` has all."""
         name = self.name if len(self.name) <= 64 else f"…{self.name[-63:]}"
         kv = f", {self.num_kv_heads} key/value" if self.num_kv_heads != self.num_heads else ""
         fixed = "" if self.prunable else ", not prunable"
@@ -178,14 +162,29 @@ class AttentionLayer:
         )
 
     @property
+    def mask_point(self) -> HeadFeatures | None:
+        """Where single heads are switched off: `gate` if there is one, else `output_projection`; None where neither is known."""
+        return self.gate or self.output_projection
+
+    @property
     def maskable(self) -> bool:
         """Whether single heads can be switched off."""
-        return self.output_projection is not None or self.gate is not None
+        return self.mask_point is not None
 
     @property
     def module(self) -> str:
         """Qualified name of the attention module (``name`` has a suffix where one module computes several attentions)."""
         return self.name.partition("#")[0]
+
+    @property
+    def concatenates(self) -> bool:
+        """Whether the module returns its heads side by side, without an output projection."""
+        return self.output_projection is not None and self.output_projection.module == self.module
+
+    @property
+    def output_inside(self) -> bool:
+        """Whether W_O is called inside the attention module."""
+        return self.output_projection is not None and is_inside(self.output_projection.module, self.module)
 
     @property
     def units(self) -> tuple[tuple[int, ...], ...]:
@@ -202,41 +201,46 @@ class AttentionLayer:
         return f"L{self.index}.H{head}"
 
     def to_json(self) -> dict[str, Any]:
-        fields = asdict(self)
-        fields["output_projection"] = self.output_projection.to_json() if self.output_projection else None
-        fields["gate"] = self.gate.to_json() if self.gate else None
-        fields["projections"] = [p.to_json() for p in self.projections]
-        fields["values"] = self.values.to_json() if self.values else None
-        fields["selections"] = [p.to_json() for p in self.selections]
-        fields["tables"] = [t.to_json() for t in self.tables]
-        return fields
+        found = asdict(self)
+        for name in _PARTS:
+            parts = getattr(self, name)
+            found[name] = [part.to_json() for part in parts] if isinstance(parts, tuple) else parts and parts.to_json()
+        return found
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AttentionLayer:
-        fields = dict(data)
-        output = data["output_projection"]
-        fields["output_projection"] = HeadFeatures.from_json(output) if output else None
-        fields["gate"] = HeadGate.from_json(data["gate"]) if data.get("gate") else None
-        fields["projections"] = tuple(HeadFeatures.from_json(p) for p in data["projections"])
-        fields["values"] = HeadFeatures.from_json(data["values"]) if data.get("values") else None
-        # Files from before these were traced have none; a prune that would need them fails its proof.
-        fields["selections"] = tuple(HeadFeatures.from_json(p) for p in data.get("selections", ()))
-        fields["tables"] = tuple(HeadTable.from_json(t) for t in data.get("tables", ()))
-        fields["arguments"] = tuple(
-            HeadArgument(a["key"], a["dim"], a["folded"], tuple(map(tuple, a.get("features", ()))))
-            for a in data.get("arguments", ())
-        )
-        fields["inner_modules"] = tuple(data["inner_modules"])
-        fields["side_modules"] = tuple(data.get("side_modules", ()))
-        fields["groups"] = tuple(tuple(g) for g in data["groups"])
-        return cls(**fields)
+        if missing := _REQUIRED - set(data):
+            raise KeyError(min(missing))
+        found = {f.name: _as_tuples(data[f.name]) for f in fields(cls) if f.name in data}
+        for name, kind in _PARTS.items():
+            # A file from before a field was traced lacks it; a prune that needs it fails its proof.
+            if parts := data.get(name):
+                found[name] = kind.from_json(parts) if isinstance(parts, Mapping) else tuple(map(kind.from_json, parts))
+        return cls(**found)
+
+
+# Fields of an AttentionLayer that hold values of another class: one of them or None, or a tuple of them.
+_PARTS: dict[str, type[HeadFeatures | HeadTable | HeadArgument]] = {
+    "output_projection": HeadFeatures, "gate": HeadFeatures, "projections": HeadFeatures, "values": HeadFeatures,
+    "selections": HeadFeatures, "tables": HeadTable, "arguments": HeadArgument,
+}  # fmt: skip
+_REQUIRED = {"output_projection", "projections", "inner_modules", "groups"}  # fields that every file has
 
 
 _GHOSTS = "_headprune_ghosts"
 
 
+def is_inside(name: str, module: str) -> bool:
+    """Whether a qualified name is that of a module, or of one inside it.
+
+    >>> is_inside("layer.1.attn.out", "layer.1.attn"), is_inside("layer.10", "layer.1"), is_inside("layer.1", "")
+    (True, False, True)
+    """
+    return f"{name}.".startswith(f"{module}." if module else "")
+
+
 def ghosts(model: Any) -> set[str]:
-    """Layers of a pruned model whose heads all went, but that keep one head with zero output."""
+    """Layers of a pruned model that lost all heads, but keep one head with zero output."""
     names: set[str] = model.__dict__.setdefault(_GHOSTS, set())
     return names
 
@@ -245,8 +249,8 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
     """Validate ``{layer_name: [heads]}`` against the layers of a model.
 
     Returns:
-        A plain copy by the layers' names (``L3`` will do for one), in their order, with sorted heads and without empty
-        layers.
+        A copy in the order of the layers, with their full names (``heads`` may also say ``L3``), sorted heads, and without
+        empty lists.
 
     Raises:
         HeadPruneError: An unknown layer, a head that does not exist, or a head listed twice.
@@ -282,7 +286,7 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
 
 
 def layer_named(text: str, layers: Sequence[AttentionLayer]) -> AttentionLayer:
-    """The layer of that name or short address, such as ``L3``.
+    """The layer with this name or short address, such as ``L3``.
 
     Raises:
         HeadPruneError: There is none.
@@ -299,7 +303,7 @@ def layer_named(text: str, layers: Sequence[AttentionLayer]) -> AttentionLayer:
 
 
 def _layers_there(indices: Sequence[int]) -> str:
-    """Layers by their short addresses.
+    """The short addresses of layers, for a message.
 
     >>> _layers_there([0, 1, 2]), _layers_there([0, 2, 4]), _layers_there([0])
     ('layers L0 to L2', 'layers L0, L2, L4', 'one layer, L0')
@@ -313,7 +317,11 @@ def _layers_there(indices: Sequence[int]) -> str:
 
 
 def check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:
-    """Refuse what cannot be exact, with the way out."""
+    """Refuse heads whose removal cannot be exact.
+
+    Raises:
+        HeadPruneError: The layer is not prunable, or the key/value groups would keep different numbers of query heads.
+    """
     if not layer.prunable:
         raise HeadPruneError(f"Layer {layer.name} cannot be pruned: {layer.reason}.")
     if not layer.groups:
@@ -331,7 +339,7 @@ def check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:
 
 
 def _to_ranges(indices: Sequence[int]) -> str:
-    """Sorted indices as runs, since a head's features are mostly one run.
+    """Sorted indices as ranges, because a head's features are mostly one range.
 
     >>> _to_ranges((0, 1, 2, 7))
     '0:3,7:8'
@@ -348,3 +356,8 @@ def _to_ranges(indices: Sequence[int]) -> str:
 def _from_ranges(text: str) -> tuple[int, ...]:
     pairs = (run.split(":") for run in text.split(",") if run)
     return tuple(i for start, stop in pairs for i in range(int(start), int(stop)))
+
+
+def _as_tuples(value: Any) -> Any:
+    """Lists as tuples, at every depth."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value

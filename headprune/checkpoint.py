@@ -1,9 +1,9 @@
 """Save a pruned model so that it reloads, and load it back.
 
-Stock classes hold one head count per model, so a pruned model's weights do not fit them. The folder
-therefore holds, beside the weights and the model's config, a sidecar that says which heads went; loading
-builds the dense architecture without weights, repeats the removal, and fills in the weights. Then the loaded model has to
-give the answers that the saved one gave (`headprune.probe`).
+Standard classes have one head count per model, so a pruned model's weights do not fit them. Beside the weights and the
+model's config, the folder therefore holds a sidecar that names the removed heads. Loading builds the dense architecture
+without weights, repeats the removal, and fills in the weights. Then the loaded model must give the answers of the saved one
+(`headprune.probe`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import copy
 import importlib
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,11 @@ from headprune.fingerprint import fingerprint
 from headprune.inputs import Example
 from headprune.jsonio import read_json, write_json
 from headprune.locks import Lock
-from headprune.repairing import add_biases, added_biases
+from headprune.reference import add_biases, added_biases
 from headprune.surgery import Removal, record, remove
 
 WEIGHTS = "model.safetensors"
-# A name that from_pretrained does not look for: a stock class would fill what is missing with random weights.
+# from_pretrained does not look for this name: a standard class would fill missing weights with random numbers.
 PRUNED_WEIGHTS = "pruned.safetensors"
 SIDECAR = "headprune.json"
 
@@ -47,13 +46,13 @@ def save(
     """Save a model, pruned or not, to a folder that `load` reads.
 
     Args:
-        model: A transformers model, or any module (its ``load`` then needs a fresh instance).
+        model: A transformers model, or any module (`load` then needs a fresh instance of it).
         path: The folder; it appears complete or not at all.
         processor: A tokenizer or image processor to save beside the model.
-        example: What the model takes, where it was never pruned and is no transformers model: its answers to a made-up
-            input of that form are saved, and `load` compares them. Of the example itself only the form is kept.
+        example: An input of the model, needed if it was never pruned and is no transformers model: its answers to a made-up
+            input of the same form are saved, and `load` compares them. The contents of the example are not saved.
         overwrite: Replace what is there.
-        about: More to remember in the sidecar (such as the dataset).
+        about: More to store in the sidecar (such as the dataset).
 
     Raises:
         HeadPruneError: The folder exists and is not empty.
@@ -108,9 +107,9 @@ def _write(model: nn.Module, folder: Path, processor: Any, example: Any, about: 
 
 
 def load(path: str | Path, model: nn.Module | None = None, *, device: torch.device | str = "cpu") -> nn.Module:
-    """Load a model that `save` wrote, in evaluation mode, and see that it answers as the saved one did.
+    """Load a model that `save` wrote, in evaluation mode, and check that it gives the answers of the saved one.
 
-    Nothing that the folder holds is run as code.
+    Nothing in the folder is run as code.
 
     Args:
         path: The folder.
@@ -118,8 +117,8 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
         device: Where to put it.
 
     Raises:
-        HeadPruneError: Not such a folder, weights that do not fit, or a model that answers otherwise: a config that was
-            edited, another class or version. The error names what differs.
+        HeadPruneError: Not such a folder, weights that do not fit, or other answers than the saved model's: after an
+            edit of the config, with another class or another version. The error names what differs.
     """
     path = Path(path)
     if not path.exists() and _old(path).exists():
@@ -152,7 +151,7 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
 
 
 def _weights(sidecar: dict[str, Any]) -> str:
-    """The name of the file with the weights; a path to elsewhere is not followed."""
+    """The name of the file with the weights; any other name, such as a path to another folder, is refused."""
     name = sidecar.get("weights")
     if name not in (WEIGHTS, PRUNED_WEIGHTS):
         raise HeadPruneError(f"{SIDECAR} names {name!r} as its weights, which headprune never does.", "Save it again.")
@@ -160,10 +159,10 @@ def _weights(sidecar: dict[str, Any]) -> str:
 
 
 def _fill(model: nn.Module, file: Path) -> None:
-    """Give every parameter and persistent buffer its saved values and type; all else stays as it was built.
+    """Give every parameter and persistent buffer its saved values and type; everything else stays as it was built.
 
-    A cast of the whole model would be shorter, and wrong: it would round buffers that are not saved, such as the
-    frequencies of rotary embeddings.
+    A cast of the whole model would be wrong: it would also round buffers that are not saved, such as the frequencies of
+    rotary embeddings.
     """
     from safetensors.torch import load_file
 
@@ -176,7 +175,7 @@ def _fill(model: nn.Module, file: Path) -> None:
         value = state.pop(name)
         if own[name].shape != value.shape:
             raise ValueError(f"{name} has shape {tuple(own[name].shape)}, the file {tuple(value.shape)}")
-        # A copy, since within the file it may start at any byte: kernels then sum in another order.
+        # A copy, because a tensor may start at any byte of the file, and kernels then sum in another order.
         own[name].data = value.clone()
         filled.add(id(own[name]))
     for name in model.state_dict():
@@ -185,7 +184,7 @@ def _fill(model: nn.Module, file: Path) -> None:
 
 
 def damaged(path: str | Path, error: BaseException) -> HeadPruneError | None:
-    """What to say of weights that could not be read because their file is no whole safetensors file."""
+    """The error for weights whose file is not a complete safetensors file; None for any other reason."""
     if type(error).__name__ != "SafetensorError":
         return None
     return HeadPruneError(
@@ -199,14 +198,14 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def about(path: str | Path) -> dict[str, Any]:
-    """What `save` was asked to remember."""
+    """The ``about`` that `save` stored."""
     data = read_json(Path(path) / SIDECAR, "checkpoint")
     found: dict[str, Any] = data.get("about", {})
     return found
 
 
 def _skeleton(path: Path, sidecar: dict[str, Any]) -> nn.Module:
-    """The dense architecture, weights not yet meaningful."""
+    """The dense architecture, with weights that mean nothing yet."""
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -249,7 +248,7 @@ def _skeleton(path: Path, sidecar: dict[str, Any]) -> nn.Module:
 
 
 def check_attention(source: str | Path, config: Any) -> None:
-    """Refuse a config that has attention computed by a kernel from the Hub: that is code, too."""
+    """Refuse a config that lets a kernel from the Hub compute attention: that is code, too."""
     names = {getattr(c, "_attn_implementation", None) for c in _configs(config)}
     if kernels := sorted(n for n in names if isinstance(n, str) and "/" in n):
         raise HeadPruneError(
@@ -264,15 +263,9 @@ def _configs(config: Any) -> list[Any]:
     return [config, *(c for sub in below if sub is not None for c in _configs(sub))]
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time writes a folder, so what another has left half-written is no one's."""
-    lock = Lock(path.with_name(f".{path.name}.lock"))
-    lock.take(f"The folder {path}", "headprune.save")
-    try:
-        yield
-    finally:
-        lock.free()
+def _locked(path: Path) -> AbstractContextManager[None]:
+    """One process at a time writes a folder, so half-written files in it are left from a process that was killed."""
+    return Lock(path.with_name(f".{path.name}.lock")).holding(f"The folder {path}", "headprune.save")
 
 
 def _old(path: Path) -> Path:
@@ -291,7 +284,7 @@ def _swap_in(new: Path, path: Path) -> None:
 
 
 def _recover(path: Path) -> None:
-    """After a swap, or one that a kill cut short: the old folder goes, or goes back if there is no new one."""
+    """Finish a swap, also one that was killed: remove the old folder, or put it back if there is no new one."""
     old = _old(path)
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)

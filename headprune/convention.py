@@ -1,7 +1,7 @@
-"""How a model compares logits with labels, found by measuring: nothing goes by a class's name.
+"""How a model compares logits with labels, found by measuring: names of classes do not count.
 
-Every way that the shapes allow is tried against the model's own loss on a few examples. Where a model has no loss of its own,
-what it sees decides: a causal model whose labels are its own input predicts the next token.
+Every way that the shapes allow is compared with the model's own loss on a few examples. If a model has no loss of its own,
+what it can see decides: a causal model whose labels are its own input predicts the next token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headprune.divergence import IGNORED, gives_several, regresses
 from headprune.errors import HeadPruneError, first_line
-from headprune.inputs import LABELS, call, takes, too_long
+from headprune.inputs import LABELS, call, is_encoder_decoder, takes, too_long
 from headprune.outcome import (
     BINARY,
     SQUARED,
@@ -32,10 +32,10 @@ from headprune.outcome import (
 )
 from headprune.reduction import CLOSE, CLOSE_HALF, Reduction
 
-_ORDERS = 4  # of an example's labels, that a loss with more in it is followed through
-_FOLLOWED = 3  # examples
-_LEAST_SHIFT = 1e-3  # nats that another order must change a loss by to tell anything
-_SOME = 0.5  # of the labels: as many equal the input by chance at most
+_ORDERS = 4  # orders of an example's labels, to see how a loss that has more terms changes with them
+_FOLLOWED = 3  # examples whose labels are reordered
+_LEAST_SHIFT = 1e-3  # nats; a loss that another order changes by less shows nothing
+_SOME = 0.5  # share of the labels that may equal the input by chance
 _Batch = Mapping[str, Any]
 
 
@@ -44,12 +44,12 @@ class Found:
     """What was found out about a model and its labels.
 
     Attributes:
-        convention: None where the model's own loss is none that can be made from its logits.
-        own: Whether the model's own loss is another, or has more in it (such as a router's): it is then asked for
-            one example at a time.
+        convention: None if the model's own loss cannot be computed from its logits.
+        own: Whether the model's own loss is another one, or has more terms (such as a router's): then the model computes
+            it, for one example at a time.
         gives_labels: Whether the model needs the labels to run.
-        reduction: Where there is no ``convention``: how the own loss of a batch is made of its examples'
-            (`headprune.reduction.find_reduction`); None where that cannot be told.
+        reduction: Without a ``convention``: how the own loss of a batch is computed from those of its examples
+            (`headprune.reduction.find_reduction`); None if that cannot be found out.
     """
 
     convention: Convention | None
@@ -62,17 +62,18 @@ def find(model: nn.Module, batches: Sequence[_Batch], rows: Sequence[_Batch]) ->
     """How a model compares logits with labels.
 
     Args:
-        batches: All of them, labelled.
+        batches: All batches, with labels.
         rows: Single examples of them, to measure on.
 
     Raises:
-        HeadPruneError: The model does not run on them; labels that are no classes of its; nothing tells.
+        HeadPruneError: The model does not run on the examples, labels are no classes of the model, or the way cannot be found.
     """
     with torch.no_grad():
-        first, gives = _first(model, rows[0])
-        _refuse_whole_numbers(model, first, batches)
-        able = [c for c in conventions(first, rows[0]) if not c.masked or _pads(rows)]
         asks = any(takes(model, name) for name in LABELS if name in rows[0])
+        first, gives = _first(model, rows[0], asks)
+        _refuse_whole_numbers(model, first, batches)
+        # Only if padding has labels does it matter whether they count.
+        able = [c for c in conventions(first, rows[0]) if not c.masked or any(hides_labels(row) for row in rows)]
         if able and _has_others(model, first, batches, asks):
             return Found(None, own=True, gives_labels=gives)
         if asks and (found := _by_loss(model, first, rows, able, gives)) is not None:
@@ -81,11 +82,17 @@ def find(model: nn.Module, batches: Sequence[_Batch], rows: Sequence[_Batch]) ->
 
 
 def hidden_labels(batch: _Batch) -> Tensor | None:
-    """Which labels ``[batch, tokens]`` are of tokens that the attention mask leaves out; None where that is not known."""
+    """Which labels ``[batch, tokens]`` belong to tokens that the attention mask leaves out; None if that is not known."""
     labels, mask = batch.get("labels"), batch.get("attention_mask")
     if not isinstance(labels, Tensor) or not isinstance(mask, Tensor) or labels.shape != mask.shape:
         return None
     return (labels != IGNORED) & (mask == 0)
+
+
+def hides_labels(batch: _Batch) -> bool:
+    """Whether tokens that the attention mask leaves out have labels."""
+    hidden = hidden_labels(batch)
+    return hidden is not None and bool(hidden.any())
 
 
 def unlabelled(batch: _Batch) -> dict[str, Any]:
@@ -94,10 +101,10 @@ def unlabelled(batch: _Batch) -> dict[str, Any]:
 
 
 def sees_ahead(model: nn.Module, example: _Batch, *, gives_labels: bool = False) -> bool | None:
-    """Whether logits depend on tokens behind their own; None where that cannot be seen.
+    """Whether logits depend on tokens behind their own; None if that cannot be tried.
 
     Args:
-        example: One example; the last of its tokens is exchanged for another.
+        example: One example; its last token is replaced by another.
     """
     logits, mask = logits_in(_run(model, example, gives_labels)), example.get("attention_mask")
     like = example.get("labels", example.get("input_ids"))
@@ -116,7 +123,7 @@ def sees_ahead(model: nn.Module, example: _Batch, *, gives_labels: bool = False)
         return None
     try:
         other = logits_in(_run(model, {**example, **tokens}, gives_labels))
-    except Exception:  # such as a mark of an image where there is none
+    except Exception:  # for instance if the new token announces an image, and there is none
         return None
     assert other is not None
     before = logits.shape[1] - like.shape[-1] + real - 1
@@ -125,7 +132,7 @@ def sees_ahead(model: nn.Module, example: _Batch, *, gives_labels: bool = False)
 
 
 def _exchanged(value: Tensor, place: int) -> Tensor:
-    """Other content in one place of every row."""
+    """Other content at one token of every row."""
     made = value.clone()
     if value.is_floating_point():
         made[:, place] = 1 - value[:, place]
@@ -137,20 +144,20 @@ def _exchanged(value: Tensor, place: int) -> Tensor:
     return made
 
 
-# -- with a loss of its own ---------------------------------------------------------------------
+# -- models with a loss of their own -------------------------------------------------------------
 
 
 def _by_loss(
     model: nn.Module, first: Any, rows: Sequence[_Batch], able: Sequence[Convention], gives: bool
 ) -> Found | None:
-    """The way that comes nearest to the model's own loss, if it comes near enough; None where there is no such loss."""
+    """The way that gives the model's own loss, or what else was found out about it; None if there is no such loss."""
     worst, wide = [0.0] * len(able), True
     told: list[_Batch] = []
     alike = True
     for i, row in enumerate(rows):
         output = _asked(model, row)
         own = loss_in(output)
-        if i == 0:  # with labels as without them: then one run gives both the loss and the logits
+        if i == 0:  # the same logits with labels as without them: then one run gives both loss and logits
             alike = gives or _alike(first, output)
         if not isinstance(own, Tensor) or not bool(own.isfinite().all()):
             continue  # such as that of an example without a label
@@ -162,20 +169,15 @@ def _by_loss(
         return None
     if able and min(worst) <= 1:
         return Found(able[worst.index(min(worst))], gives_labels=gives)
-    if len(able) == 1:  # one label per example, or where an answer starts and ends: nothing to choose from
+    if len(able) == 1:  # one label per example, or the start and end of an answer: there is no choice
         return Found(able[0], own=True, gives_labels=gives)
     if able and able[0].what == TOKENS:
         return Found(_followed(model, told, able, wide), own=True, gives_labels=gives)
     return Found(_declared(model, able), own=True, gives_labels=gives)
 
 
-def _pads(rows: Sequence[_Batch]) -> bool:
-    """Whether padding has labels, so that it matters whether they count."""
-    return any((hidden := hidden_labels(row)) is not None and bool(hidden.any()) for row in rows)
-
-
 def _apart(convention: Convention, row: _Batch, output: Any, own: Tensor) -> float:
-    """How far a convention's loss is from the model's own, in what is allowed; infinite where there is none."""
+    """How far a convention's loss is from the model's own, as a multiple of what is allowed; infinity if there is none."""
     try:
         mine = convention.outcome(output, row).loss[0]
     except HeadPruneError:
@@ -194,9 +196,9 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _followed(model: nn.Module, rows: Sequence[_Batch], able: Sequence[Convention], wide: bool) -> Convention | None:
-    """The way by which the own loss rises and falls as an example's labels change places.
+    """The way whose loss changes as the model's own loss does when an example's labels are reordered.
 
-    A router's loss, or smoothed labels, leave that as it is but for a factor and a constant.
+    A router's loss, or smoothed labels, only add a factor and a constant to these changes.
     """
     generator = torch.Generator().manual_seed(0)
     losses: list[list[list[float]]] = []  # [examples, orders, the own loss and every convention's]
@@ -224,21 +226,24 @@ def _followed(model: nn.Module, rows: Sequence[_Batch], able: Sequence[Conventio
 
 
 def _with_decoder_inputs(model: nn.Module, row: _Batch) -> dict[str, Any]:
-    """An example whose decoder's input does not go by its labels."""
+    """An example whose decoder input stays the same when its labels change."""
     make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if not encodes or make is None or "decoder_input_ids" in row:
+    if not is_encoder_decoder(model) or make is None or "decoder_input_ids" in row:
         return dict(row)
     return {**row, "decoder_input_ids": make(labels=row["labels"])}
 
 
-# -- without one --------------------------------------------------------------------------------
+# -- models without one --------------------------------------------------------------------------
 
 
 def _by_inputs(
     model: nn.Module, able: Sequence[Convention], batches: Sequence[_Batch], rows: Sequence[_Batch], gives: bool
 ) -> Convention:
-    """The one way that makes sense of the labels."""
+    """The one way that fits the labels.
+
+    Raises:
+        HeadPruneError: There is none, or several.
+    """
     able = [c for c in able if not c.masked and not c.prompted]
     if not able:
         raise no_logits()
@@ -251,13 +256,15 @@ def _by_inputs(
     longest = max(rows, key=lambda row: int((row["labels"] != IGNORED).sum()))
     ahead = sees_ahead(model, longest, gives_labels=gives)
     if ahead:
-        return here  # it sees the next token: nobody asks it for that
+        return here  # the model sees the next token, so it does not predict it
     same, shifted = _copied(batches, 0), _copied(batches, 1)
     if ahead is not None and same is not None and shifted is not None:
         if same == 1 and shifted < 1:
             return further
         if shifted == 1 or max(same, shifted) < _SOME:
-            return here  # made to be compared in their place, or no copies of the input but a class for each token
+            return (
+                here  # labels that were shifted already, or that are no copies of the input but classes of the tokens
+            )
     raise HeadPruneError(
         f"It cannot be told which token's label the logits of {type(model).__name__} are compared with: it has no loss of its own.",
         "Pass loss_fn=, or give forward an argument labels and let its output have a loss.",
@@ -265,7 +272,7 @@ def _by_inputs(
 
 
 def _copied(batches: Sequence[_Batch], ahead: int) -> float | None:
-    """The part of the labels that equal an input's token ``ahead`` of them; None where there are no such inputs."""
+    """The share of labels that equal the input's token ``ahead`` places later; None if no input has the labels' shape."""
     best: float | None = None
     names = [
         name
@@ -288,7 +295,11 @@ def _copied(batches: Sequence[_Batch], ahead: int) -> float | None:
 
 
 def _numbers(model: nn.Module, able: Sequence[Convention], batches: Sequence[_Batch]) -> Convention:
-    """Squared errors, unless the labels are all 0 or 1: then they may be logits, and nothing tells."""
+    """Squared errors, or what the config declares.
+
+    Raises:
+        HeadPruneError: The labels are all 0 or 1, so they may be classes, and the config declares nothing.
+    """
     if (declared := _declared(model, able)) is not None:
         return declared
     if all(bool(((b["labels"] == 0) | (b["labels"] == 1)).all()) for b in batches):
@@ -300,25 +311,24 @@ def _numbers(model: nn.Module, able: Sequence[Convention], batches: Sequence[_Ba
 
 
 def _declared(model: nn.Module, able: Sequence[Convention]) -> Convention | None:
-    """What the config says that the labels are."""
+    """The way that the config declares."""
     what = SQUARED if regresses(model) else BINARY if gives_several(model) else None
     return next((c for c in able if c.what == what), None)
 
 
-# -- running it ---------------------------------------------------------------------------------
+# -- running the model ---------------------------------------------------------------------------
 
 
 def _run(model: nn.Module, batch: _Batch, gives_labels: bool) -> Any:
     return call(model, batch if gives_labels else unlabelled(batch))
 
 
-def _first(model: nn.Module, row: _Batch) -> tuple[Any, bool]:
+def _first(model: nn.Module, row: _Batch, asks: bool) -> tuple[Any, bool]:
     """The model's output for an example, and whether it needs the labels to run.
 
-    Encoder-decoders do: they make their decoder's input of them.
+    Encoder-decoders do: they make their decoder's input from them.
     """
-    asks = any(takes(model, name) for name in LABELS if name in row)
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if not is_encoder_decoder(model):
         try:
             return call(model, unlabelled(row)), False
         except Exception as error:
@@ -343,7 +353,7 @@ def _does_not_run(model: nn.Module, row: _Batch, error: Exception) -> HeadPruneE
 
 
 def _refuse_whole_numbers(model: nn.Module, first: Any, batches: Sequence[_Batch]) -> None:
-    """Raise where labels are whole numbers, but the head gives real ones."""
+    """Refuse labels that are whole numbers, if the head gives real numbers."""
     logits = logits_in(first)
     several = gives_several(model)
     if logits is None or logits.ndim != 2 or not (logits.shape[1] == 1 or several or regresses(model)):
@@ -358,10 +368,10 @@ def _refuse_whole_numbers(model: nn.Module, first: Any, batches: Sequence[_Batch
 
 
 def _has_others(model: nn.Module, first: Any, batches: Sequence[_Batch], asks: bool) -> bool:
-    """Whether there are labels that are no classes, but that the model's own loss knows (to ignore, perhaps).
+    """Whether some labels are no classes, but the model's own loss accepts them (and perhaps ignores them).
 
     Raises:
-        HeadPruneError: Labels that the model does not know.
+        HeadPruneError: It does not accept them.
     """
     if (logits := logits_in(first)) is None:
         return False

@@ -1,4 +1,4 @@
-"""The one error class: what is wrong, where, and what to try."""
+"""headprune's errors: what is wrong, where, and what to try."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class HeadPruneError(Exception):
-    """A mistake or a limit that headprune knows about.
+    """A mistake of the user's or a limit of headprune's.
 
     Args:
         message: What is wrong and where (layer, head, row, file).
@@ -24,15 +24,15 @@ class HeadPruneError(Exception):
 
 
 class PruneError(HeadPruneError):
-    """A prune that could not be proved; the model is as it was before."""
+    """A prune whose proof failed; the model is unchanged."""
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C, or a signal that asks to stop, as batch systems and containers send it.
+    """Ctrl-C, or a signal that asks the process to stop, as batch systems and containers send it.
 
     Args:
         status: The command's exit status.
-        hint: How to go on.
+        hint: How to continue.
     """
 
     def __init__(self, status: int = 130, hint: str = "") -> None:
@@ -41,13 +41,13 @@ class Stopped(KeyboardInterrupt):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something."""
+    """The first line of an error's text that is not empty, without a full stop; the error's class if there is none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines or [type(error).__name__])[0].rstrip(".")
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder that cannot be made or written to, before the work whose result would go there.
+    """Refuse a folder that cannot be made or written to, before the work whose results it would hold.
 
     Raises:
         HeadPruneError: It cannot.
@@ -58,7 +58,7 @@ def check_writable(folder: Path) -> None:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not there.is_dir():
             raise HeadPruneError(f"{folder} cannot be written: {there} is a file.", "Choose a folder with -o.")
-        # Permissions say too little: root may do all, but not on a read-only disk.
+        # Permissions do not say enough: root may do everything, but not on a read-only disk.
         with tempfile.TemporaryDirectory(prefix=".headprune-", dir=there) as tried:
             Path(tried, folder.name or "x").mkdir()
     except OSError as error:
@@ -71,9 +71,9 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def explained(error: BaseException) -> HeadPruneError | None:
-    """An error of the system's, which any step may meet, with what to do about it; None for any other.
+    """A message for an error of the system, which any step may raise; None for any other error.
 
-    Libraries wrap such errors, and the one for safetensors is not even an OSError, so causes and texts are looked at.
+    Libraries wrap such errors, and safetensors raises one that is not an OSError, so causes and texts are read.
     """
     cause: BaseException | None = error
     while cause is not None:

@@ -1,4 +1,4 @@
-"""What a model gets right, and whether two models differ by more than chance."""
+"""How well a model does on labelled examples, and whether two models differ by more than chance."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from headprune.trace import evaluating
 from headprune.uncertainty import carried_by, p_value, quantile, spread, wilson
 
 METRICS = ("accuracy", "perplexity", "loss")
-_MOST = 700.0  # exp of more is no number
+_MOST = 700.0  # exp of more overflows
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one model made of a set of examples.
+    """How well one model does on a set of examples.
 
     Attributes:
         metrics: ``accuracy`` and ``f1`` (macro over the classes that occur), or ``perplexity`` and
-            ``accuracy`` over tokens; always ``loss`` (nats per labelled token; for numbers their mean squared error). Of a
-            loss of the model's own that is no mean over labels (such as a CTC model's), only the loss, per example.
-        loss: ``[examples]``, nats, each the mean over its tokens; or the model's own of each.
-        correct: ``[examples]``, labelled tokens predicted right.
-        tokens: ``[examples]``, labelled tokens; 1 where the loss is a given function, or the model's own and no mean over labels.
+            ``accuracy`` over tokens; always ``loss`` (nats per labelled token; for numbers their mean squared error). If the
+            model's own loss is used and is not a mean over labels (such as a CTC model's), only ``loss``, per example.
+        loss: ``[examples]``, nats, each the mean over its tokens; or the model's own loss of each.
+        correct: ``[examples]``, labelled tokens that are predicted correctly; NaN where the model predicts no classes.
+        tokens: ``[examples]``, labelled tokens; 1 where the loss is ``loss_fn``, or the model's own and not a mean over labels.
     """
 
     metrics: dict[str, float]
@@ -46,10 +46,10 @@ class Measurement:
         return len(self.loss)
 
     def per_example(self, metric: str) -> np.ndarray:
-        """Numerator of the metric for each example; the metric is a function of its sum over ``tokens``' sum.
+        """Numerators of a metric, ``[examples]``; the metric is a function of their sum divided by the sum of ``tokens``.
 
         Raises:
-            HeadPruneError: It is no such metric, or not known of this model.
+            HeadPruneError: There is no such metric, or it is not known for this model.
         """
         if metric not in METRICS:
             raise HeadPruneError(f"There is no interval of {metric!r}.", f"Choose from {', '.join(METRICS)}.")
@@ -63,13 +63,13 @@ class Measurement:
 class Change:
     """How a metric changed from the dense to the pruned model, on the same examples.
 
-    Interval, p and verdict come from one test, so they never contradict one another (`headprune.uncertainty`).
+    Interval, p and verdict come from one test, so they never contradict each other (`headprune.uncertainty`).
 
     Attributes:
         metric: ``"accuracy"`` or ``"loss"`` (the change is a difference) or ``"perplexity"`` (the change is a ratio minus 1).
         value: The change; negative accuracy, positive loss and positive perplexity are worse.
         low, high: 95 % interval, paired by example.
-        p_value: Two-sided, that nothing changed; below .05 if and only if the interval leaves 0 out.
+        p_value: Two-sided, of the hypothesis that nothing changed; below .05 if and only if the interval does not hold 0.
         verdict: ``"worse"``, ``"better"`` or ``"no measurable change"`` (the interval holds 0).
         examples: How many were compared.
         carried_by: How many of them the change rests on (`headprune.uncertainty.carried_by`).
@@ -94,22 +94,22 @@ def evaluate(
 ) -> Measurement:
     """Run a model over labelled batches, and measure how well it does.
 
-    Which label a token's logits are compared with is found by measuring, against the model's own loss (`headprune.convention`).
-    Where that is no loss that can be made from its logits, it is asked for one example at a time, and there is no accuracy. If it
-    is measured to be a mean over labels, examples weigh by their labels, and there is a perplexity; else each counts once.
+    Which label a token's logits are compared with is found by comparing with the model's own loss (`headprune.convention`).
+    If that loss cannot be computed from the logits, the model computes it for one example at a time, and there is no accuracy. If
+    this loss is found to be a mean over labels, examples weigh by their labels, and there is a perplexity; else each counts once.
 
     Args:
         model: Any model; its mode is left as it was.
         batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``.
-        loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``; nothing else is then measured. Not needed
-            for dicts with labels.
+        loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``; then only the loss is measured. Not
+            needed for dicts with labels.
         progress: Called with (batches done, batches in all).
 
     Returns:
-        A `Measurement`: metrics over all examples, and what each example gave, so that `compare` can pair two models.
+        A `Measurement`: metrics over all examples, and each example's share in them, so that `compare` can pair two models.
 
     Raises:
-        HeadPruneError: No examples, no labels, a loss that is not finite; a model without a loss of its own, where nothing
+        HeadPruneError: No examples, no labels, a loss that is not finite; a model without a loss of its own, if nothing
             else tells which labels its logits are compared with.
     """
     device = model_device(model)
@@ -145,7 +145,7 @@ def evaluate(
 
 
 def measurable(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
-    """Which of `METRICS` `evaluate` will give of such batches, found out on a few of their examples.
+    """The `METRICS` that `evaluate` will give for such batches, found on a few of their examples.
 
     Raises:
         HeadPruneError: As `evaluate`.
@@ -165,11 +165,14 @@ def value_of(metric: str, numerator: float, tokens: float) -> float:
 def interval(measured: Measurement, metric: str) -> tuple[float, float]:
     """95 % interval of a metric over examples.
 
-    Of accuracy it is Wilson's, which has a width at 1.000 too; where an example has several labels, with the number of labels
-    that would be as sure if each were an example of its own (Korn and Graubard 1998, Survey Methodology 24:193).
+    For accuracy it is Wilson's, which has a width at 1.000 too; where examples have several labels, with the effective number of
+    labels: as many independent ones would be as certain (Korn and Graubard 1998, Survey Methodology 24:193).
+
+    Returns:
+        Its lower and upper end, in the unit of the metric.
 
     Raises:
-        HeadPruneError: It is no such metric, or not known of this model.
+        HeadPruneError: There is no such metric, or it is not known for this model.
     """
     parts = _Parts.of(measured.per_example(metric), measured.tokens)
     if metric == "accuracy":
@@ -187,15 +190,15 @@ def compare(dense: Measurement, pruned: Measurement, metric: str | None = None) 
     """The paired change of a metric, with its interval and verdict.
 
     The change of accuracy or loss per label is ``D = sum_i d_i / sum_i t_i`` over examples i with ``t_i`` labels; its error is
-    that of a ratio (Cochran 1977, section 6.4, from ``d_i - D t_i``), widened as `headprune.uncertainty` says. An accuracy that no
-    example changed still may change: one label of one example more, each way, is what is counted then.
+    that of a ratio (Cochran 1977, section 6.4, from ``d_i - D t_i``), widened as `headprune.uncertainty` says. If no example changed
+    the accuracy, its interval still has a width: as if one label of one more example had changed, in each direction.
 
     Args:
         dense, pruned: From `evaluate`, on the same examples in the same order.
         metric: ``"accuracy"``, ``"perplexity"`` or ``"loss"``; by default the first of these that both have.
 
     Raises:
-        HeadPruneError: It is no such metric, or not known of these models; they were measured on different examples.
+        HeadPruneError: There is no such metric, or it is not known for these models; they were measured on different examples.
     """
     if metric is None:
         metric = next((m for m in METRICS if m in dense.metrics and m in pruned.metrics), "loss")
@@ -247,7 +250,7 @@ class _Parts:
         return len(self.residuals)
 
     def half_width(self, least: float) -> float:
-        """Of the 95 % interval of the mean; ``least`` as `headprune.uncertainty.spread` has it."""
+        """Half the width of the mean's 95 % interval; ``least`` as in `headprune.uncertainty.spread`."""
         if not self.examples:
             return 0.0
         return quantile(self.examples) * float(spread(self.residuals, least)) / self.tokens

@@ -1,4 +1,4 @@
-"""What a model's modules and its config are, to name what differs."""
+"""Facts about a model's modules and config, to name what differs between two models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 Facts = dict[str, dict[str, str]]
 """Module -> attribute -> its value as text; the class's name under ``""``."""
 
-# What changes no answer, or none that a config states.
+# Entries that change no answer, or that a config does not decide.
 _HARMLESS = re.compile(r"label|name_or_path|architectures|version|token_id|problem_type|output_|use_cache|task|dtype")
 _REAL = re.compile(r"-?\d+\.\d*(e[-+]?\d+)?|-?\d+e[-+]?\d+")
 
@@ -25,7 +25,7 @@ def facts(model: nn.Module) -> Facts:
         own = {"": type(module).__name__}
         for attribute, value in vars(module).items():
             if attribute.startswith("_") or attribute == "training" or "path" in attribute:
-                continue  # a path would tell of the machine
+                continue  # a path is of one machine
             if isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) < 80):
                 own[attribute] = repr(value)
             elif callable(value) and not isinstance(value, nn.Module):
@@ -35,10 +35,10 @@ def facts(model: nn.Module) -> Facts:
 
 
 def differences(saved: Facts, now: Facts, *, plain: bool = True) -> list[str]:
-    """What differs, in words.
+    """The differences, in words.
 
     Args:
-        plain: Whether whole numbers, flags and names count too: some only note what a model has been used for.
+        plain: Whether whole numbers, flags and names count too: some only record what a model was used for.
     """
     found = [f"{name or 'the model'} was saved and is not there" for name in saved if name not in now]
     for name, own in now.items():
@@ -63,12 +63,12 @@ def compared_config(saved: Any, now: Any, where: str = "") -> list[str]:
 
 
 def telling(edited: list[str]) -> list[str]:
-    """Those edits of a config that could change answers."""
+    """The edits of a config that could change answers."""
     return [text for text in edited if not _HARMLESS.search(text.split(" ", 1)[0])]
 
 
 def versions() -> str:
-    """The libraries that have a say in what a model computes."""
+    """The versions of the libraries that decide what a model computes."""
     transformers = sys.modules.get("transformers")
     return f"torch {torch.__version__}" + (f", transformers {transformers.__version__}" if transformers else "")
 

@@ -1,4 +1,4 @@
-"""Short names for a model's exact weights, and for the code that works on them, so that nothing is used where it does not belong."""
+"""Short hashes of a model's weights and of the code, so that results are used only with the model and code that made them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 def fingerprint(model: nn.Module) -> str:
     """Hash of every parameter and persistent buffer: name, shape, type and all of its bytes.
 
-    A sample would be quicker, but blind: an even stride over a weight matrix can miss every column but one.
+    A sample of the bytes would be quicker, but an even stride over a weight matrix can miss every column but one.
     """
     digest = hashlib.sha256()
     seen: set[int] = set()
@@ -29,7 +29,7 @@ def fingerprint(model: nn.Module) -> str:
 
 @cache
 def versions() -> tuple[str, ...]:
-    """What unfinished work depends on: the libraries, and headprune to the letter, since a checkout changes between releases."""
+    """The versions that unfinished work depends on; of headprune also a hash of its code, which changes between releases."""
     import transformers
 
     from headprune import __version__

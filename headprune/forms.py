@@ -1,4 +1,4 @@
-"""Made-up inputs of the form that a model takes. They hold nothing of anyone's data."""
+"""Made-up inputs of the form that a model takes. They contain nothing of anyone's data."""
 
 from __future__ import annotations
 
@@ -10,26 +10,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.inputs import config_fields, is_encoder_decoder
+
 _FORMS = "_headprune_forms"
 ROWS, TOKENS = 2, 16  # of a probe
 STORED = 65536  # numbers of ids and masks that are stored, at most
 
 Form = dict[str, Any]
-"""A tree: ``dict``, ``list`` and ``tuple`` of trees; ``noise`` (its shape); ``tensor`` (ids, masks); ``value``."""
+"""A tree with one key a node, its kind: ``dict``, ``list`` or ``tuple`` (of trees), ``noise`` (a shape, with ``mean``, ``std``
+and ``dtype`` beside it), ``tensor`` (ids, masks) or ``value``."""
 
 
 class _UnknownError(Exception):
-    """Something that cannot be stored."""
+    """A value that cannot be stored."""
 
 
-def remember(model: nn.Module, example: Any = None, *, form: Form | None = None) -> None:
-    """Note on a model what form of input it takes."""
-    forms = [form] if form else []
-    for cut in (True, False) if form is None else ():
+def remember(model: nn.Module, example: Any) -> None:
+    """Note on a model what form its inputs have: that of an example with few rows and tokens, and that of the example."""
+    forms = []
+    for cut in (True, False):
         try:
             forms.append(_form(_cut(example) if cut else example, "", _special(model)))
-        except (_UnknownError, RuntimeError, NotImplementedError):  # nested or sparse tensors, say
+        except (_UnknownError, RuntimeError, NotImplementedError):  # nested or sparse tensors, for instance
             continue
+    remember_forms(model, forms)
+
+
+def remember_forms(model: nn.Module, forms: list[Form]) -> None:
+    """Note on a model what forms its inputs have, if any are known."""
     if forms:
         model.__dict__[_FORMS] = forms
 
@@ -41,7 +49,7 @@ def remembered(model: nn.Module) -> list[Form]:
 
 
 def guesses(model: nn.Module) -> list[Form]:
-    """What a transformers model takes, as its config has it."""
+    """Forms of what a transformers model takes, by its config; [] for other models."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "main_input_name"):
         return []
@@ -70,14 +78,14 @@ def guesses(model: nn.Module) -> list[Form]:
         own = dict(example)
         if "pixel_values" in own and hasattr(config, "text_config") and ids is not None:
             own["input_ids"] = ids[:1]
-        if getattr(config, "is_encoder_decoder", False) and ids is not None:
+        if is_encoder_decoder(model) and ids is not None:
             own["decoder_input_ids"] = ids[: len(next(iter(own.values()))), :4]
         found.append(_form(own, "", _special(model), plain=True))
     return found
 
 
 def made(form: Form) -> Any:
-    """The input of a form; noise is arithmetic on whole numbers, so it is the same everywhere."""
+    """An input of this form. Noise is computed from whole numbers, so it is the same on every machine."""
     ((kind, what),) = ((k, v) for k, v in form.items() if k not in ("mean", "std", "dtype"))
     if kind == "dict":
         return {k: made(v) for k, v in what.items()}
@@ -95,7 +103,7 @@ def packed(form: Form, stored: dict[str, Tensor]) -> Form:
 
 
 def unpacked(form: Form, stored: dict[str, Tensor]) -> Form:
-    """What `packed` was given."""
+    """The form that `packed` was given."""
     return _mapped(form, lambda key: stored[key])
 
 
@@ -117,14 +125,23 @@ def _mapped(form: Form, change: Any) -> Form:
 
 
 def _form(value: Any, name: str, special: set[int], *, plain: bool = False) -> Form:
-    """The form of a value; ``plain``: it holds no data, and ids that were drawn already."""
+    """The form of a value.
+
+    Args:
+        name: Its key in the example.
+        special: Token ids that are not to be replaced.
+        plain: Whether the value is made up already: then ids stay, and noise has mean 0 and standard deviation 1.
+
+    Raises:
+        _UnknownError: A value that cannot be stored.
+    """
     if isinstance(value, Mapping):
         found = {}
         for key, each in value.items():
             try:
                 found[str(key)] = _form(each, str(key), special, plain=plain)
             except _UnknownError:
-                continue  # such as a cache; the model may do without
+                continue  # such as a cache, without which the model may run
         return {"dict": found}
     if isinstance(value, tuple | list):
         kind = "list" if isinstance(value, list) else "tuple"
@@ -164,7 +181,7 @@ def _cut(value: Any) -> Any:
 
 
 def _drawn(ids: Tensor, special: set[int]) -> Tensor:
-    """Other ids up to the largest one; those that steer a model, such as padding or an image's place, stay."""
+    """Other ids, up to the largest one. Ids that control a model, such as padding or the place of an image, stay."""
     high = int(ids.max()) if ids.numel() else 0
     pool = [
         i for i in dict.fromkeys(5 + n * max(high - 5, 0) // 63 for n in range(64)) if i not in special and i <= high
@@ -178,17 +195,10 @@ def _drawn(ids: Tensor, special: set[int]) -> Tensor:
 
 def _special(model: nn.Module) -> set[int]:
     """Token ids that a config names."""
-    config = getattr(model, "config", None)
-    parts = (
-        [config, *(v for v in vars(config).values() if hasattr(v, "to_dict"))] if hasattr(config, "__dict__") else []
-    )
-    named = {
-        v for part in parts for k, v in vars(part).items() if re.search(r"token_(id|index)$", k) and type(v) is int
-    }
-    return {v for v in named if v >= 0}
+    return {v for k, v in config_fields(model) if re.search(r"token_(id|index)$", k) and type(v) is int and v >= 0}
 
 
 def _arbitrary(count: int) -> Tensor:
-    """Whole numbers below 65,521 without a pattern that matters (squares modulo a prime), alike on every machine."""
+    """Whole numbers below 65,521 that look random (squares modulo a prime), the same on every machine."""
     n = torch.arange(count) % 10_000_019
     return (n * (n * 7919 % 65521 + 104729)) % 65521

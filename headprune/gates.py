@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from headprune.arguments import Plan, heads_of, layers_for
-from headprune.attention import AttentionLayer, HeadGate, check_heads
+from headprune.attention import AttentionLayer, HeadFeatures, check_heads
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example
 from headprune.modules import exact_attention, uncompiled
 
 Fill = Callable[[Tensor, int], Tensor]
-"""What a closed gate lets through in the head's place: from W_O's input (features last), and how many gate vectors came for
-it (0: one for all its rows), to a tensor of its shape."""
+"""What takes the place of a head whose gate is 0. Arguments: W_O's input, with the features last, and how many gate vectors
+there are for its rows (0: one for all of them). Returns a tensor with the shape of the input."""
 
 
 class RowsError(HeadPruneError):
@@ -43,10 +43,10 @@ def gated(
         layers: From `headprune.find_attention`.
         gates: ``{layer_name: gates}``, each ``[num_heads]``, or ``[batch, num_heads]`` for one
             gate per example. Layers that are not named pass unchanged.
-        fill: What comes in a head's place, times (1 - gate): ``{layer_name: fill}``; nothing, where not given.
+        fill: What is added in a head's place, times (1 - gate): ``{layer_name: fill}``. Nothing by default.
 
     Raises:
-        HeadPruneError: A layer whose heads cannot be told apart at W_O's input.
+        HeadPruneError: A layer whose heads cannot be told apart at W_O's input, or that this model does not have.
     """
     by_name = {layer.name: layer for layer in layers}
     with ExitStack() as stack:
@@ -54,21 +54,64 @@ def gated(
         stack.enter_context(exact_attention(model))
         for name, gate in gates.items():
             layer = by_name[name]
-            place = layer.gate or layer.output_projection
-            if place is None:
+            if layer.mask_point is None:
                 raise HeadPruneError(f"Layer {name} cannot be masked: {layer.reason}.")
-            try:
-                module, hook = model.get_submodule(place.module), _Gate(layer, gate, (fill or {}).get(name))
-            except AttributeError:
-                raise HeadPruneError(
-                    f"This model has no module {place.module}: the layers were traced on another model, or it was pruned since.",
-                    "Call find_attention again.",
-                ) from None
-            if layer.concatenates:
-                stack.callback(module.register_forward_hook(hook.on_output).remove)
-            else:
-                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            change = _Gate(layer, layer.mask_point, gate, (fill or {}).get(name))
+            stack.callback(hook_heads(model, layer, layer.mask_point.module, change))
         yield
+
+
+def hook_heads(
+    model: nn.Module, layer: AttentionLayer, name: str, change: Callable[[Tensor], Tensor | None]
+) -> Callable[[], None]:
+    """Call a function with the heads' output whenever a layer runs: the input of a module, mostly of W_O.
+
+    Args:
+        model: The model that ``layer`` describes.
+        layer: Where it returns its heads side by side, without a W_O, the function gets the output of the module instead.
+        name: The module.
+        change: From the hidden state to what takes its place; None leaves it as it is.
+
+    Returns:
+        A function that removes the hook.
+
+    Raises:
+        HeadPruneError: The model has no such module.
+    """
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if args:
+            changed = change(args[0])
+            return None if changed is None else ((changed, *args[1:]), kwargs)
+        key = next(iter(kwargs))
+        changed = change(kwargs[key])
+        return None if changed is None else (args, {**kwargs, key: changed})
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, tuple):
+            return change(output)
+        changed = change(output[0])
+        return None if changed is None else (changed, *output[1:])
+
+    module = module_of(model, name)
+    if layer.concatenates:
+        return module.register_forward_hook(after).remove
+    return module.register_forward_pre_hook(before, with_kwargs=True).remove
+
+
+def module_of(model: nn.Module, name: str) -> nn.Module:
+    """The module of a model that a traced layer names.
+
+    Raises:
+        HeadPruneError: There is none.
+    """
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        raise HeadPruneError(
+            f"This model has no module {name}: the layers were traced on another model, or it was pruned since.",
+            "Call find_attention again.",
+        ) from None
 
 
 @contextmanager
@@ -79,13 +122,13 @@ def mask(
     *,
     layers: Sequence[AttentionLayer] | None = None,
 ) -> Iterator[None]:
-    """Heads that give nothing while the context lasts.
+    """Switch heads off while the context lasts: their output is 0.
 
     Args:
         model: Any model with attention.
         plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` to switch off.
-        example: A batch to trace the model with, without labels; not needed if ``layers`` are given, nor where an input can
-            be made up, as for transformers models.
+        example: A batch without labels, to trace the model with. Not needed if ``layers`` are given, or if the model is one
+            for which an input can be made up, such as those of transformers.
         layers: From `headprune.find_attention`, to save the trace.
 
     Raises:
@@ -108,36 +151,21 @@ def zero_gates(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLay
 
 
 class _Gate:
-    """Forward pre-hook on W_O; without a W_O, forward hook on the attention module."""
+    """Multiplies the heads' output of one layer by gates."""
 
-    def __init__(self, layer: AttentionLayer, gate: Tensor, fill: Fill | None = None) -> None:
-        place = layer.gate or layer.output_projection
-        assert place is not None
-        self.name = layer.name
-        self.gate = gate
-        self.fill = fill
-        self.features = place.features
-        self.dim = place.dim if isinstance(place, HeadGate) else -1
+    def __init__(self, layer: AttentionLayer, place: HeadFeatures, gate: Tensor, fill: Fill | None) -> None:
+        self.name, self.features, self.dim = layer.name, place.features, place.dim
+        self.gate, self.fill = gate, fill
         self.owner: Tensor | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if args:
-            return (self._gated(args[0]), *args[1:]), kwargs
-        name = next(iter(kwargs))
-        return args, {**kwargs, name: self._gated(kwargs[name])}
-
-    def on_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The gated output of a module that returns its heads side by side."""
-        return (self._gated(output[0]), *output[1:]) if isinstance(output, tuple) else self._gated(output)
-
-    def _gated(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
         return self._scaled(hidden.movedim(self.dim, -1)).movedim(-1, self.dim)
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """``hidden``, which has the heads' features last, times their gates; in float32, where hidden is in half precision.
+        """``hidden``, whose last dimension holds the heads' features, times their gates.
 
-        So a gate is not rounded, and neither is what a gate's derivative sums over tokens and features. A gate of 1
-        leaves ``hidden`` as it is, to the bit.
+        Half precision is computed in float32: then a gate is not rounded, and neither is its derivative, a sum over tokens
+        and features. A gate of 1 leaves ``hidden`` exactly as it is.
         """
         gate = self.gate.to(hidden.device, torch.promote_types(hidden.dtype, torch.float32))
         gate = torch.cat([gate, gate.new_ones(*gate.shape[:-1], 1)], dim=-1)
@@ -161,7 +189,7 @@ class _Gate:
         return mixed.to(hidden.dtype)
 
     def _owner_of(self, hidden: Tensor) -> Tensor:
-        """The head of each input feature of W_O; features of no head get the constant 1 behind the gates."""
+        """The head of each input feature of W_O. A feature of no head has the constant 1 that stands behind the gates."""
         if self.owner is None or self.owner.device != hidden.device:
             if max(map(max, self.features)) >= hidden.shape[-1]:
                 raise HeadPruneError(

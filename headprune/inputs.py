@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from headprune.errors import HeadPruneError
 
 LABELS = ("labels", "start_positions", "end_positions")
-KNOWN, DRAWN = "headprune_dense", "headprune_drawn"  # what `headprune.divergence` adds to a batch
+KNOWN, DRAWN = "headprune_dense", "headprune_drawn"  # keys that `headprune.divergence` adds to a batch
 ADDED = (KNOWN, DRAWN)
 
 Example = Mapping[str, Any] | Tensor | tuple[Any, ...] | list[Any]
@@ -33,8 +34,22 @@ def takes(model: nn.Module, name: str) -> bool:
     return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether a transformers model's config says so."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def config_fields(model: nn.Module) -> list[tuple[str, Any]]:
+    """Names and values of all fields of a model's config, and of the configs in it; [] where there is none."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "__dict__"):
+        return []
+    parts = [config, *(v for v in vars(config).values() if hasattr(v, "to_dict"))]
+    return [item for part in parts for item in vars(part).items()]
+
+
 def too_long(model: nn.Module, batch: Any) -> str:
-    """That a batch has more tokens than the model has positions, if it has."""
+    """A remark for an error: that a batch has more tokens than the model has positions; "" if it has not."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if not isinstance(ids, Tensor) or not isinstance(most, int) or ids.shape[-1] <= most:
@@ -47,26 +62,44 @@ def model_device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def move(value: Any, device: torch.device | str) -> Any:
-    """``value`` with every tensor in it on ``device``; structure is kept."""
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with ``change(tensor)`` in place of every tensor; a mapping becomes a dict, lists and tuples stay what they are."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return change(value)
     if isinstance(value, Mapping):
-        return {k: move(v, device) for k, v in value.items()}
+        return {k: map_tensors(v, change) for k, v in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(move(v, device) for v in value)
+        return type(value)(map_tensors(v, change) for v in value)
     return value
+
+
+def move(value: Any, device: torch.device | str) -> Any:
+    """``value`` with every tensor in it on ``device``."""
+    return map_tensors(value, lambda t: t.to(device))
 
 
 def usable(value: Any) -> Any:
     """``value`` with copies of tensors that were made in inference mode, which autograd refuses."""
-    if isinstance(value, Tensor):
-        return value.clone() if value.is_inference() else value
-    if isinstance(value, Mapping):
-        return {k: usable(v) for k, v in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(usable(v) for v in value)
-    return value
+    return map_tensors(value, lambda t: t.clone() if t.is_inference() else t)
+
+
+def first_rows(value: Any, rows: int) -> Any:
+    """The first ``rows`` rows of every tensor in a nested structure."""
+    return map_tensors(value, lambda t: t[:rows] if t.ndim else t)
+
+
+def widened(t: Tensor) -> Tensor:
+    """A tensor in float32, or in float64 if that is its type."""
+    return t if t.dtype == torch.float64 else t.float()
+
+
+@contextmanager
+def seeded(model: nn.Module, seed: int) -> Iterator[None]:
+    """The same random numbers each time, on the model's device; those outside the context go on as if nothing had happened."""
+    device = model_device(model)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def check_weights(model: nn.Module) -> None:
@@ -97,34 +130,34 @@ def tensors(value: Any) -> list[Tensor]:
 def variants(example: Example) -> list[Example]:
     """Differently shaped versions of an example, most different first.
 
-    The first has fewer tokens and one padded position (where there is an ``attention_mask``), the
-    second one row less. A model that fixes its input's shape may refuse some: the caller tries them in turn.
+    In this order, as far as the example allows: fewer tokens and one padded position; one padded position; one row less. A
+    model that fixes its input's shape may refuse some: the caller tries them in turn.
     """
     found: list[Example] = []
-    batch = {t.shape[0] for t in tensors(example) if t.ndim}
     if isinstance(example, Mapping) and isinstance(ids := example.get("input_ids"), Tensor) and ids.ndim == 2:
-        length = ids.shape[1]
-        shorter = max(2, (length * 3) // 5)
-        if shorter < length:
-            cut: dict[str, Any] = {}
-            for key, value in example.items():
-                own = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == ids.shape
-                cut[key] = value[:, :shorter].clone() if own and not key.startswith("decoder_") else value
-            mask = cut.get("attention_mask")
-            if isinstance(mask, Tensor) and mask.ndim == 2:
+        shorter = max(2, (ids.shape[1] * 3) // 5)
+        if shorter < ids.shape[1]:
+            cut = {k: _cut(k, v, ids, shorter) for k, v in example.items()}
+            if isinstance(mask := cut.get("attention_mask"), Tensor) and mask.ndim == 2:
+                cut["attention_mask"] = mask = mask.clone()
                 mask[0, -1] = 0
-            if isinstance(labels := cut.get("labels"), Tensor) and labels.shape[:2] == (ids.shape[0], length):
-                cut["labels"] = labels[:, :shorter]
             found.append(cut)
     if (padded := _padded(example)) is not None:
         found.append(padded)
+    batch = {t.shape[0] for t in tensors(example) if t.ndim}
     if len(batch) == 1 and (rows := batch.pop()) > 1:
         found.append(first_rows(example, rows - 1))
     return found
 
 
+def _cut(name: str, value: Any, ids: Tensor, length: int) -> Any:
+    """The first tokens of an argument that has as many as ``ids``."""
+    same = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == ids.shape
+    return value[:, :length] if same and not name.startswith("decoder_") else value
+
+
 def _padded(example: Example) -> Example | None:
-    """The example with the last token of its first row the other way in every mask of it: padding, or none."""
+    """The example with the last token of its first row flipped in every mask: padding, if it was none. None without a mask."""
     changed = False
 
     def other(value: Any) -> Any:
@@ -148,7 +181,7 @@ def _padded(example: Example) -> Example | None:
 
 
 def scrambled(example: Example, vocabulary: int) -> list[Example]:
-    """The example with random content: token ids below ``vocabulary``, or noise of the same spread."""
+    """The example with random content: token ids below ``vocabulary``, or noise with the same standard deviation."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(t: Tensor) -> Tensor:
@@ -159,7 +192,7 @@ def scrambled(example: Example, vocabulary: int) -> list[Example]:
         for key, value in example.items():
             if key == "input_ids" and isinstance(value, Tensor) and vocabulary:
                 ids = torch.randint(0, vocabulary, value.shape, generator=generator).to(value.device, value.dtype)
-                # The first few ids mostly mark padding and ends: they stay where they are, and stay away elsewhere.
+                # The first few ids mostly mark padding and ends: they stay where they are, and none are added.
                 changed[key] = torch.where((ids >= 5) & (value >= 5), ids, value)
             elif key in ("pixel_values", "inputs_embeds", "input_features") and isinstance(value, Tensor):
                 changed[key] = noise(value)
@@ -168,14 +201,3 @@ def scrambled(example: Example, vocabulary: int) -> list[Example]:
         return [noise(example)] if example.is_floating_point() else []
     first, *rest = example
     return [(noise(first), *rest)] if isinstance(first, Tensor) and first.is_floating_point() else []
-
-
-def first_rows(value: Any, rows: int) -> Any:
-    """The first ``rows`` rows of every tensor in a nested structure."""
-    if isinstance(value, Tensor):
-        return value[:rows] if value.ndim else value
-    if isinstance(value, Mapping):
-        return {k: first_rows(v, rows) for k, v in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(first_rows(v, rows) for v in value)
-    return value

@@ -11,10 +11,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from headprune.errors import HeadPruneError
 
@@ -43,8 +43,9 @@ def loads(text: str) -> Any:
     return json.loads(text, object_hook=_read)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write to a temporary name beside ``path``, then rename: readers see the old file or the new one.
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write under a temporary name beside ``path``, then renamed: readers see the old file or the new one.
 
     Raises:
         HeadPruneError: The disk is full.
@@ -53,7 +54,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -67,6 +68,12 @@ def write_bytes(path: Path, content: bytes) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """As `replacing`, all at once."""
+    with replacing(path) as file:
+        file.write(content)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -85,7 +92,7 @@ _NUMBERS = re.compile(r"\[\n\s*-?\d+(?:,\n\s*-?\d+)*\n\s*\]")
 
 
 def read_json(path: Path, kind: str) -> dict[str, Any]:
-    """Read a document of headprune's.
+    """What `write_json` was given.
 
     Raises:
         HeadPruneError: No such file, not JSON, or not a ``kind``.
@@ -105,6 +112,7 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
             f"{path} has format {data.get('schema')!r}; this headprune reads {SCHEMA}.",
             "Make it again with this version.",
         )
+    del data["headprune"], data["schema"]
     return data
 
 

@@ -1,4 +1,4 @@
-"""Is the pruned model faster? Models timed in turn, so that a drifting machine cannot favour one."""
+"""Whether the pruned model is faster: models are timed in turn, so that a machine that changes its speed favours none."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Speedup:
-    """How much faster than the first model: the median over rounds of the ratio of times in that round.
+    """How much faster a model is than the first one: the median over rounds of the ratio of their times in a round.
 
     Attributes:
         ratio: Time of the first (dense) model over this one's; above 1 is faster.
@@ -80,16 +80,17 @@ def benchmark(
 ) -> LatencyRow:
     """Time the forward passes of models against each other, on one input.
 
-    Every round runs each model once, in an order that is reversed every other round, so that a drifting machine favours none.
+    Every round runs each model once; every other round in the reverse order, so that a machine that changes its speed favours
+    none. Rounds go on until both ``min_runs`` and ``min_seconds`` are reached, but no more than `MAX_RUNS`.
 
     Args:
-        models: By name; the first is what the others are compared with, usually the dense model. All on one device. They are
-            timed in evaluation mode, and left in their own.
-        example: A dict of tensors (keyword arguments), a tensor, or a tuple (positional arguments). Labels are left out, but
-            for encoder-decoders, which need them.
+        models: By name; the others are compared with the first, usually the dense model. All on one device. They are timed in
+            evaluation mode, and then each is in its own mode again.
+        example: A dict of tensors (keyword arguments), a tensor, or a tuple (positional arguments). Labels are left out,
+            except for encoder-decoders, which need them.
         seed: For the bootstrap intervals.
         min_runs: Rounds, at least.
-        min_seconds: How long every model runs in sum, at least; by default `MIN_SECONDS`.
+        min_seconds: Total time of every model, at least; by default `MIN_SECONDS`.
         progress: Called with (inputs done, inputs in all).
 
     Returns:
@@ -101,9 +102,7 @@ def benchmark(
     """
     if not isinstance(models, Mapping) or not models or not all(isinstance(m, nn.Module) for m in models.values()):
         raise HeadPruneError("models= names no models.", 'Pass models={"dense": model, "pruned": other}.')
-    first = next(iter(models.values()))
-    if isinstance(example, Mapping) and not getattr(getattr(first, "config", None), "is_encoder_decoder", False):
-        example = {key: value for key, value in example.items() if key not in LABELS}
+    example = without_labels(next(iter(models.values())), example)
     if not tensors(example):
         raise HeadPruneError("The example holds no tensor.", "Pass what the models' forward() takes.")
     for name, model in models.items():
@@ -120,6 +119,13 @@ def benchmark(
     return row
 
 
+def without_labels(model: nn.Module, example: Example) -> Example:
+    """What is timed: an example without labels, but for encoder-decoders, which need them."""
+    if not isinstance(example, Mapping) or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return example
+    return {key: value for key, value in example.items() if key not in LABELS}
+
+
 def bench(
     models: Mapping[str, nn.Module],
     inputs: Sequence[tuple[int, int, Example]],
@@ -129,18 +135,14 @@ def bench(
     min_seconds: float | None = None,
     progress: Progress | None = None,
 ) -> list[LatencyRow]:
-    """Time models against each other: interleaved, after a warm-up, synchronised.
-
-    Every round runs each model once, in an order that is reversed every other round. Rounds go on until
-    both ``min_runs`` and ``min_seconds`` per model (by default `MIN_SECONDS`) are reached. Models are timed in evaluation mode, and left in their own.
+    """Time models against each other on several inputs, as `benchmark` does on one.
 
     Args:
         models: The dense model first; all on one device.
-        inputs: (batch, tokens, example) for each row wanted.
-        seed: For the bootstrap.
+        inputs: (batch, tokens, example) for each row.
 
     Returns:
-        A row per input. On CUDA the times are the device's own (events), elsewhere a monotonic clock's.
+        A row for each input. On CUDA the device measures the times (events), elsewhere a monotonic clock.
     """
     rows = []
     least = MIN_SECONDS if min_seconds is None else min_seconds
@@ -156,7 +158,7 @@ def bench(
 
 
 def _timed(arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of every arm in every round."""
+    """Milliseconds of each model in each round, after a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():
         for _ in range(WARM_UP):
@@ -170,7 +172,7 @@ def _timed(arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds: 
 
 
 def speedup(dense: Sequence[float], other: Sequence[float], seed: int = 0) -> Speedup:
-    """The paired ratio of two models' times, round by round."""
+    """The ratio of two models' times (in any unit), paired by round."""
     ratios = np.asarray(dense) / np.asarray(other)
     low, high = _interval(ratios, seed)
     verdict = "faster" if low > 1 else "slower" if high < 1 else "no measurable change"
@@ -185,9 +187,9 @@ def _interval(values: np.ndarray, seed: int) -> tuple[float, float]:
 
 
 def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) -> dict[str, Any]:
-    """A batch of a given size (and length, for texts) by repeating an example's rows (and tokens).
+    """A batch of a given size (and length, for texts), made by repeating an example's rows (and tokens).
 
-    What the tokens are does not change the time, and a full attention mask is the honest worst case.
+    The values of the tokens do not change the time, and a full attention mask is the worst case.
     """
     ids = example.get("input_ids")
     tokens = ids.shape[1] if isinstance(ids, Tensor) else None
@@ -206,7 +208,7 @@ def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) ->
 
 
 def parameters(model: nn.Module) -> int:
-    """Parameters, shared ones once."""
+    """How many parameters a model has; shared ones count once."""
     return sum(p.numel() for p in model.parameters())
 
 
@@ -215,8 +217,8 @@ def flops(model: nn.Module, example: Example) -> int:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    # The counter does not know the CPU's fused attention; the plain kernel does the same products.
-    # nn.TransformerEncoder's fused layer is unknown to it too: stand-ins keep to plain operations.
+    # The counter does not know the CPU's fused attention, nor nn.TransformerEncoder's fused layer: plain operations, which
+    # make the same products, take their place.
     plain = sdpa_kernel(SDPBackend.MATH)
     counter = FlopCounterMode(display=False)
     with evaluating(model), exact_attention(model), torch.no_grad(), plain, counter:
@@ -225,7 +227,7 @@ def flops(model: nn.Module, example: Example) -> int:
 
 
 def cache_bytes(model: nn.Module, example: Example) -> float | None:
-    """Bytes that the key/value cache of a decoder's self-attention holds per token; None for a model without a cache."""
+    """Bytes per token in the key/value cache of a decoder's self-attention; None for a model without a cache."""
     with evaluating(model), exact_attention(model), torch.no_grad():
         try:
             output = call(model, move(example, model_device(model)), use_cache=True)
@@ -277,7 +279,7 @@ def _row(batch: int, length: int, times: Mapping[str, list[float]], seed: int) -
 
 
 def example_shape(example: Example) -> tuple[int, int]:
-    """(batch, tokens) of an example; tokens is 0 where there are none."""
+    """(batch, tokens) of an example; 0 tokens if it has no ``input_ids``."""
     first = tensors(example)[0]
     ids = example.get("input_ids") if isinstance(example, Mapping) else None
     return first.shape[0], ids.shape[1] if isinstance(ids, Tensor) else 0

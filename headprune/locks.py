@@ -1,4 +1,4 @@
-"""A lock that one process holds, and that its end sets free, however it ends."""
+"""A lock that one process holds, and that is released when the process ends, in whatever way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import json
 import os
 import platform
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,8 +21,8 @@ try:
 except ImportError:  # Windows, where runs are not locked
     fcntl = None  # type: ignore[assignment]
 
-_WAITS = (0.05, 0.1, 0.2)  # seconds: someone may just be looking whether it is taken
-# A file system without locks says one of these.
+_WAITS = (0.05, 0.1, 0.2)  # seconds between attempts: another process may hold the lock only to see whether it is free
+# What a file system without locks answers.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK}
 
 
@@ -32,12 +33,12 @@ class BusyError(HeadPruneError):
 class Lock:
     """A file that one process at a time holds.
 
-    The kernel knows who holds it (``flock``), and lets go when that process ends, by SIGKILL too: what a killed run leaves
-    is never in the way; on NFS the server does the same. The file also says who holds it, for the message; where the file
-    system has no locks that is what decides: a process of this machine that is gone holds nothing.
+    The kernel knows which process holds it (``flock``) and releases it when that process ends, after SIGKILL too, so a
+    killed run never blocks the next one; on NFS the server does the same. The file also says which process holds it, for
+    the message. On a file system without locks this text decides: a process of this machine that has ended holds nothing.
 
     Args:
-        path: The file; it is there only while the lock is held, or after a kill.
+        path: The file; it exists only while the lock is held, or after a kill.
     """
 
     held: ClassVar[set[Path]] = set()  # by this process
@@ -45,14 +46,23 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
-        self._made: list[Path] = []  # folders, for the lock to lie in
+        self._made: list[Path] = []  # folders made for the lock
+
+    @contextmanager
+    def holding(self, what: str, command: str) -> Iterator[None]:
+        """Hold it while the context lasts; arguments and errors as for `take`."""
+        self.take(what, command)
+        try:
+            yield
+        finally:
+            self.free()
 
     def take(self, what: str, command: str) -> None:
-        """Get hold of it; the folder that it lies in is made.
+        """Take it; its folder is made if it is missing.
 
         Args:
-            what: That is locked, for the message.
-            command: What this process is doing, for others' messages.
+            what: What is locked, for the message.
+            command: What this process is doing, for the messages of other processes.
 
         Raises:
             BusyError: Another process has it; the message says which.
@@ -62,17 +72,16 @@ class Lock:
             while self._file is None:
                 self._file = self._opened(what)
             os.ftruncate(self._file, 0)
-            os.write(self._file, dumps({**_self(), "command": command}).encode())
-        except OSError as error:
+            os.write(self._file, dumps({**_this_process(), "command": command}).encode())
+        except BaseException as error:
             self.free()
+            if not isinstance(error, OSError):
+                raise
             raise HeadPruneError(f"{what} cannot be written: {error.strerror}.", "Choose another with -o.") from None
-        except BaseException:
-            self.free()
-            raise
         self.held.add(self.path.resolve())
 
     def free(self) -> None:
-        """Let go; folders that were made for it go, if they are empty."""
+        """Release it; folders that were made for it are removed, if they are empty."""
         if self._file is not None:
             self.held.discard(self.path.resolve())
             with suppress(OSError):
@@ -89,13 +98,10 @@ class Lock:
         if self.path.resolve() in self.held:
             return False
         try:
-            file = os.open(self.path, os.O_RDWR)
+            with open(self.path, "r+b") as file:
+                return not _acquired(file.fileno())
         except OSError:
             return False
-        try:
-            return not _acquired(file)
-        finally:
-            os.close(file)
 
     def _opened(self, what: str) -> int | None:
         """The file, locked; None if its last holder has just removed it."""
@@ -113,7 +119,7 @@ class Lock:
         else:
             owner = _read(file)
             os.close(file)
-            raise BusyError(f"{what} is in use by {_told(owner)}.", _hint(owner, self.path))
+            raise BusyError(f"{what} is in use by {_described(owner)}.", _hint(owner, self.path))
         with suppress(FileNotFoundError):
             if os.fstat(file).st_ino == os.stat(self.path).st_ino:
                 return file
@@ -122,7 +128,7 @@ class Lock:
 
 
 def _acquired(file: int) -> bool:
-    """Lock a file, if no one else has: for as long as it is open."""
+    """Lock a file for as long as it is open; False if another process has locked it."""
     if fcntl is None:
         return True
     try:
@@ -132,11 +138,11 @@ def _acquired(file: int) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        return not _lives(_read(file))
+        return not _is_alive(_read(file))
     return True
 
 
-def _self() -> dict[str, Any]:
+def _this_process() -> dict[str, Any]:
     since = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
     return {"pid": os.getpid(), "host": platform.node(), "started": _started(os.getpid()), "since": since}
 
@@ -150,29 +156,29 @@ def _read(file: int) -> dict[str, Any]:
         return {}
 
 
-def _lives(owner: dict[str, Any]) -> bool:
-    """Whether the process that wrote this may still be there."""
+def _is_alive(owner: dict[str, Any]) -> bool:
+    """Whether the process that wrote this may still be running."""
     if not owner:
         return False
     if owner.get("host") != platform.node():
-        return True  # who knows
+        return True  # not known
     try:
         os.kill(owner["pid"], 0)
     except ProcessLookupError:
         return False
     except OSError:
         return True  # another user's
-    return _started(owner["pid"]) == owner.get("started")  # else its number was given to another process
+    return _started(owner["pid"]) == owner.get("started")  # if not, another process has its number now
 
 
 def _started(pid: int) -> str:
-    """When a process began, as Linux counts it; "" elsewhere."""
+    """When a process began, in Linux's clock ticks; "" on other systems."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
 
 
-def _told(owner: dict[str, Any]) -> str:
+def _described(owner: dict[str, Any]) -> str:
     if not owner:
         return "another process"
     where = "" if owner.get("host") == platform.node() else f" on {owner.get('host')}"

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headprune.inputs import Example, model_device, tensors
+from headprune.inputs import Example, config_fields, model_device, tensors
 
-LENGTH = 64  # tokens that a short example is made to have; a longer one is doubled
-LONG = 4096  # tokens (or samples of sound) from which on that would cost too much
+LENGTH = 64  # tokens of the longer input, if the example is short; a longer example is doubled
+LONG = 4096  # examples with more tokens (or samples of sound) are not made longer: that would cost too much
 
 _LIMIT = re.compile(
     r"position_embeddings|n_positions|(source|target)_positions|n_ctx$|max_seq|seq_length|sequence_length"
@@ -22,15 +22,15 @@ _LIMIT = re.compile(
 
 
 def longer(example: Example, limit: int | None = None) -> list[list[Example]]:
-    """Examples with more tokens, as lists of choices: of each list, the first that the model takes will do.
+    """Examples with more tokens, as lists of choices: of each list, the first that the model takes is used.
 
-    Where tokens lie is read from shapes: the second dimension of token ids and features, and every dimension of a mask
-    that is as long. Features without batch come first may be ``[L, B, D]`` too, so a second list has those. Contents
-    repeat, and nothing of what is added is padding.
+    Shapes show where the tokens are: the second dimension of token ids and features, and every dimension of a mask that
+    is as long. Features may also be ``[L, B, D]``, so there is a second list for that case. The contents are repeated, and
+    no added token is padding.
 
     Args:
         example: Ids ``[B, L]``, features ``[B, L, D]`` or ``[L, B, D]``, alone or with masks, in a dict or tuple.
-        limit: The most tokens that the model takes, if that is known.
+        limit: The most tokens that the model takes, if known.
     """
     main = _main(example)
     if main is None:
@@ -53,18 +53,14 @@ def longer(example: Example, limit: int | None = None) -> list[list[Example]]:
 
 
 def _targets(length: int) -> tuple[int, ...]:
-    """What a length may become, the longest first."""
+    """The lengths to try, the longest first."""
     return max(LENGTH, 2 * length), 4 * length, 2 * length, length + -(-length // 4)
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """The most tokens that a transformers model's config speaks of; None where it names none."""
-    config = getattr(model, "config", None)
-    parts = (
-        [config, *(v for v in vars(config).values() if hasattr(v, "to_dict"))] if hasattr(config, "__dict__") else []
-    )
-    named = [v for part in parts for k, v in vars(part).items() if _LIMIT.search(k) and type(v) is int and v > 1]
-    return min(named, default=None)
+    """The most tokens that a transformers model takes, by its config; None if that names no limit."""
+    limits = (v for k, v in config_fields(model) if _LIMIT.search(k) and type(v) is int and v > 1)
+    return min(limits, default=None)
 
 
 def _main(example: Example) -> Tensor | None:
@@ -87,7 +83,7 @@ def _tokens(example: Example) -> list[Tensor]:
 
 
 def _extended(value: Any, new: Mapping[int, int], main: Tensor, dim: int, batch: int, rows: int, name: str = "") -> Any:
-    """``value`` with ``rows`` of its examples, and every dimension that counts tokens as long as ``new`` says."""
+    """``value`` with its first ``rows`` examples, and with the lengths ``{old: new}`` in every dimension that counts tokens."""
     if isinstance(value, Mapping):
         return {k: _extended(v, new, main, dim, batch, rows, k) for k, v in value.items()}
     if isinstance(value, tuple | list):
@@ -120,7 +116,7 @@ def _same_shapes(a: Example, b: Example) -> bool:
 
 @contextmanager
 def within_bounds(model: nn.Module) -> Iterator[None]:
-    """Raise IndexError for an index out of range on any device: CUDA would give up the whole process's context."""
+    """Raise IndexError for an index out of range on any device: CUDA would stop working for the whole process."""
     if model_device(model).type == "cpu":  # it raises by itself
         yield
         return
@@ -129,7 +125,7 @@ def within_bounds(model: nn.Module) -> Iterator[None]:
 
 
 class _Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at every index before it is used."""
+    """Checks every index before it is used."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         look = _LOOKUPS.get(func.overloadpacket)

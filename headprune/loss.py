@@ -1,7 +1,7 @@
-"""The loss of each example: what scores are derivatives and differences of.
+"""The loss of each example: scores are derivatives and differences of it.
 
 transformers' models return one mean over the batch (and over all of its tokens). Scores need every
-example's own loss, so it is computed from the logits here, and checked once against the model's own.
+example's own loss, so it is computed from the logits here, and compared once with the model's own.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class ExampleLoss:
     Args:
         model: A transformers model, or any module whose output has ``logits`` (or is the logits).
         loss_fn: ``loss_fn(output, labels)`` giving ``[batch]``; batches are then pairs ``(inputs, labels)``.
-        distil: Whether the loss is the divergence from the dense model's answers. Also so where there are no labels.
-        seed: For the labels that are drawn from the dense model, to differentiate (`Divergence.surrogate`).
+        distil: Whether the loss is the divergence from the dense model's answers. It is also if there are no labels.
+        seed: For the labels that are drawn from the dense model (`Divergence.surrogate`).
 
     Attributes:
         about: What the loss is, for reports.
-        rows: How examples lie in the batches; by names alone, until `prepare` has looked.
+        rows: How examples lie in the batches; until `prepare` was called it goes by the names of tensors.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None, *, distil: bool = False, seed: int = 0) -> None:
@@ -56,9 +56,14 @@ class ExampleLoss:
         return self.divergence.about if self.distils else "the model's own"
 
     def prepare(self, batches: Sequence[Any]) -> list[Any]:
-        """Find out how the model compares logits with labels; a model with another loss of its own gets batches of one.
+        """Find out how the model compares logits with labels. Call this first, outside of any gate.
 
-        Call this first, outside of any gate. Returns the batches to use.
+        Returns:
+            The batches to use: single examples, for a model whose own loss is another one.
+
+        Raises:
+            HeadPruneError: Batches without labels among others with labels, both ``loss_fn`` and ``distil``, or what
+                `headprune.convention.find` raises.
         """
         if not batches:
             return []
@@ -107,13 +112,13 @@ class ExampleLoss:
 
     @property
     def own(self) -> bool:
-        """Whether `prepare` found that the model computes another loss than the cross-entropy of its logits."""
+        """Whether `prepare` found that the model's loss is another one than the cross-entropy of its logits."""
         return self._known.own
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What `prepare` found that can be told beside the loss: ``"accuracy"`` from logits that are compared with classes,
-        ``"perplexity"`` from a mean over labels."""
+        """The metrics that can be computed beside the loss, by what `prepare` found: ``"accuracy"`` if logits are compared with
+        classes, ``"perplexity"`` if the loss is a mean over labels."""
         if self.loss_fn is not None or self.distils:
             return ()
         if (convention := self._known.convention) is not None:
@@ -122,7 +127,7 @@ class ExampleLoss:
         return ("perplexity",) if reduction and reduction.kind == LABELS_MEAN else ()
 
     def of_output(self, output: Any, batch: Mapping[str, Any]) -> Tensor:
-        """Losses ``[batch]`` of what the model gave for a batch, from its logits; 0 for an example without a label.
+        """Losses ``[batch]`` of a model's output for a batch, from its logits; 0 for an example without a label.
 
         Raises:
             HeadPruneError: No logits that fit the labels, or `prepare` found that the loss cannot be made from them.
@@ -132,9 +137,7 @@ class ExampleLoss:
         return self._known.convention.outcome(output, batch).loss
 
     def outcome(self, batch: Any) -> Outcome:
-        """Loss and predictions; the cross-entropy wherever logits can be compared with labels, else the model's own loss.
-
-        The latter has no predictions.
+        """Loss and predictions: from the logits if they can be compared with labels, else the model's own loss, without predictions.
 
         Raises:
             HeadPruneError: No labels, or labels that do not fit the logits.
@@ -164,20 +167,20 @@ class ExampleLoss:
         return loss
 
     def _count(self, batch: Any) -> int | None:
-        """How many losses the given function makes of a batch; None where the model does not run on it."""
+        """How many losses ``loss_fn`` returns for a batch; None if the model does not run on it."""
         try:
             with torch.no_grad():
                 loss = self._given(batch)
         except HeadPruneError:
             raise
-        except Exception:  # scoring says where and what
+        except Exception:  # scoring raises it again, with the place
             return None
         if not any(len(loss) in t.shape for t in tensors(batch)):
             raise _not_each(tuple(loss.shape), apparent_size(batch))
         return len(loss)
 
     def _given(self, batch: Any) -> Tensor:
-        """What the given function makes of a batch."""
+        """What ``loss_fn`` returns for a batch."""
         assert self.loss_fn is not None
         if isinstance(batch, Mapping):
             inputs, labels = {k: v for k, v in batch.items() if k not in LABELS}, batch.get("labels")
@@ -192,7 +195,7 @@ class ExampleLoss:
         return loss
 
     def _own_loss(self, batch: Mapping[str, Any]) -> Tensor:
-        """Of a batch of one."""
+        """The model's own loss of a batch of one."""
         loss = loss_in(call(self.model, batch))
         assert isinstance(loss, Tensor)
         return loss.mean()
@@ -220,7 +223,7 @@ def _without_nothing(batch: Any) -> dict[str, Any]:
 
 
 def _probe_examples(batches: Sequence[Mapping[str, Any]], rows: Rows) -> list[Any]:
-    """Single examples that would show another loss: of several batches, the one with the fewest labels, and some others."""
+    """Single examples that show which loss a model has: of several batches, the one with the fewest labels, and some others."""
     found = []
     for batch in list(batches)[:: max(1, len(batches) // _CHECKED)][:_CHECKED]:
         labels, mask = batch.get("labels"), rows.table(batch, "attention_mask")
@@ -240,7 +243,7 @@ def _probe_examples(batches: Sequence[Mapping[str, Any]], rows: Rows) -> list[An
 
 
 def inputs_of(model: nn.Module, batch: Any) -> Any:
-    """What the model is called with: without labels, where it does not take them."""
+    """What the model is called with: without labels if it does not take them."""
     if not isinstance(batch, Mapping):
         return batch[0] if isinstance(batch, tuple | list) else batch
     hidden = (*ADDED, *(() if takes(model, "labels") else LABELS))

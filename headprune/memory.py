@@ -1,4 +1,4 @@
-"""How much memory there is, and what to do when it runs out."""
+"""How much memory is free, and what to do when it runs out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from headprune.errors import HeadPruneError
 
-_UNKNOWN = 2 << 30  # bytes to assume where nobody says
+_UNKNOWN = 2 << 30  # bytes to assume where the system does not say
 
 
 def free_memory(device: torch.device) -> int:
@@ -31,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def halving(items: Sequence[Any], size: int) -> Iterator[Any]:
-    """Parts of ``items``, each in a context; a part for which memory runs out is given again in halves.
+    """Parts of ``items``, each a context; a part for which memory runs out is given again in halves.
 
     >>> [list(part.items) for part in halving(range(5), 2)]
     [[0, 1], [2, 3], [4]]

@@ -111,7 +111,7 @@ class MultiheadAttention(nn.Module):
 
 
 class EmptyAttention(nn.Module):
-    """What is left of an attention layer without heads: the bias of W_O, for every token.
+    """Takes the place of an attention layer that lost all heads: returns W_O's bias for every token.
 
     Args:
         width: Features of the output (0 where W_O comes after the attention module and adds its own bias).
@@ -128,14 +128,14 @@ class EmptyAttention(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         shape = (*hidden.shape[:-1], self.width)
-        out = hidden.new_zeros(shape)  # memory of its own: what comes next may write into it
+        out = hidden.new_zeros(shape)  # new memory: the next module may write into it
         if self.bias is not None:
             out = out + self.bias.to(hidden.dtype)
         return (out, *(None,) * (self.arity - 1)) if self.arity else out
 
 
 class ConfigView:
-    """A config that counts one layer's heads otherwise, and is the original in everything else.
+    """A config with its own head counts for one layer, and the original's values for everything else.
 
     Some modules read the number of heads from the config that the whole model shares. A copy would miss
     later changes to the original, such as another attention implementation.
@@ -163,15 +163,15 @@ def stand_in(attention: type[nn.Module] | str) -> Callable[[Rule], Rule]:
     """Declare how to rebuild an attention class that cannot be traced as it is written.
 
     headprune needs softmax attention (`scaled_dot_product_attention` or a softmax over the keys) whose heads reach one
-    linear layer, called as a module. A class that does otherwise, for instance with W_O in an ``einsum``, is replaced by
-    what the rule returns: while it is traced or masked, and for good when it is pruned.
+    linear layer, called as a module. Modules of any other class, for instance with W_O in an ``einsum``, are replaced by
+    the module that the rule returns: while the model is traced or masked, and permanently when it is pruned.
 
     Args:
-        attention: The class, or its qualified name where importing it is not wanted. Subclasses are not meant.
+        attention: The class, or its qualified name (then it need not be imported). The rule is not used for subclasses.
 
     Returns:
-        A decorator for the rule: it takes the module and returns one that takes the same arguments, answers the same,
-        and shares the weights (a view, no copy). See docs/support-a-model.md.
+        A decorator for the rule: a function of the module that returns a module with the same arguments and results, which
+        shares the weights (a view, no copy). See docs/support-a-model.md.
     """
     name = attention if isinstance(attention, str) else _qualified(attention)
 
@@ -185,14 +185,13 @@ def stand_in(attention: type[nn.Module] | str) -> Callable[[Rule], Rule]:
 def convert(module: nn.Module) -> nn.Module | None:
     """An exact stand-in for ``module`` if a rule declares one for its class, else None."""
     cls = type(module)
-    if isinstance(module, nn.MultiheadAttention) and cls.forward is nn.MultiheadAttention.forward:
-        return _torch(module)
-    rule = _RULES.get(_qualified(cls))
+    torchs = isinstance(module, nn.MultiheadAttention) and cls.forward is nn.MultiheadAttention.forward
+    rule: Rule | None = MultiheadAttention if torchs else _RULES.get(_qualified(cls))
     return None if rule is None else rule(module).train(module.training)
 
 
 def rebuilt(module: nn.Module, methods: dict[str, Any]) -> Any:
-    """A module that shares everything with ``module``, and can be given other methods and parts."""
+    """A module that shares everything with ``module`` but has some other ``methods``; its parts can be exchanged."""
     base = type(module)
     new: Any = object.__new__(type(f"Traceable{base.__name__}", (base,), {**methods, "__module__": __name__}))
     # Its own dicts, so that parts can be added and taken away.
@@ -202,10 +201,6 @@ def rebuilt(module: nn.Module, methods: dict[str, Any]) -> Any:
 
 def _qualified(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _torch(module: nn.MultiheadAttention) -> nn.Module:
-    return MultiheadAttention(module).train(module.training)
 
 
 @stand_in("transformers.models.xlnet.modeling_xlnet.XLNetRelativeAttention")
@@ -245,7 +240,7 @@ def _wavlm(module: Any) -> nn.Module:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run what `torch.compile` has compiled as the plain Python it was: compiled code does not see new hooks."""
+    """Run compiled modules as plain Python while the context lasts: code from `torch.compile` does not see new hooks."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
         yield
         return
@@ -254,35 +249,37 @@ def uncompiled() -> Iterator[None]:
 
 
 def forget_compiled() -> None:
-    """Compile anew: what was compiled before a module changed may not notice."""
+    """Let `torch.compile` compile again: code from before a module changed may not notice the change."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
 
+Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""(name of a module, its method) to what is called in the method's place."""
+
+
 @contextmanager
-def wrapped(
-    modules: Mapping[str, nn.Module], around: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Put something around the calls of modules, hooks included."""
-    changed: list[nn.Module] = []
+def wrapped(modules: Mapping[str, nn.Module], around: Around, method: str = "_call_impl") -> Iterator[None]:
+    """Wrap a method of modules while the context lasts: by default the call with its hooks, or ``"forward"`` inside them."""
+    before: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
     try:
         for name, module in modules.items():
-            if "_call_impl" in module.__dict__:
-                continue  # one module under two names
-            module.__dict__["_call_impl"] = around(name, module._call_impl)
-            changed.append(module)
+            if id(module) not in before:  # one module may have two names
+                before[id(module)] = module, {k: v for k, v in vars(module).items() if k == method}
+                module.__dict__[method] = around(name, getattr(module, method))
         yield
     finally:
-        for module in changed:
-            del module.__dict__["_call_impl"]
+        for module, own in before.values():
+            del module.__dict__[method]
+            module.__dict__.update(own)
 
 
 @contextmanager
 def exact_attention(model: nn.Module) -> Iterator[None]:
-    """Swap every module that needs a stand-in for it, and swap back, also on an exception."""
+    """Replace every module that needs a stand-in while the context lasts."""
     stand_ins: dict[int, nn.Module] = {}
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
-    # Its nested tensors only work with the fused kernel that a stand-in avoids.
+    # nn.TransformerEncoder's nested tensors only work with the fused kernel, which a stand-in does not use.
     nested = [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
     try:
         for encoder, _ in nested:

@@ -1,4 +1,4 @@
-"""What a model made of a batch: which label each logit is compared with, the loss of each example, and predictions."""
+"""From a model's output to the loss of each example and its predictions: which label each logit is compared with."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SPAN, CLASSES, TOKENS, SQUARED, BINARY = "span", "classes", "tokens", "squared e
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a model made of a batch.
+    """Losses and predictions for a batch.
 
     Attributes:
         loss: ``[batch]``, in nats; the mean over an example's labelled tokens.
-        tokens: ``[batch]``, how much each example weighs in a mean: its labelled tokens (1 for a label per example, 2 for an
-            answer's start and end); 1 where the model's own loss is asked for and is no mean over labels.
-        predictions: Per example, the predicted classes ``[tokens]``; empty where the model gives no classes.
-        targets: Per example, the labels ``[tokens]``; empty likewise.
+        tokens: ``[batch]``, each example's weight in a mean: its labelled tokens (1 for one label per example, 2 for an
+            answer's start and end); 1 where the model's own loss is used and is not a mean over labels.
+        predictions: For each example, the predicted classes ``[tokens]``; empty where the model predicts no classes.
+        targets: For each example, the labels ``[tokens]``; empty in the same case.
     """
 
     loss: Tensor
@@ -41,10 +41,10 @@ class Convention:
     Attributes:
         what: `SPAN`: an answer's start and end; `CLASSES`: one label per example; `TOKENS`: one per token; `SQUARED`:
             numbers; `BINARY`: several labels at once.
-        ahead: Of `TOKENS`: the logits of token t are compared with the label of token t + ahead.
-        masked: Of `TOKENS`: whether labels of tokens that the ``attention_mask`` leaves out do not count.
-        prompted: Of `TOKENS`, where there are more logits than labels since something comes before the text (an image,
-            a learned prompt): whether the first label is predicted there.
+        ahead: For `TOKENS`: the logits of token t are compared with the label of token t + ahead.
+        masked: For `TOKENS`: whether labels of tokens that the ``attention_mask`` leaves out are ignored.
+        prompted: For `TOKENS`, where there are more logits than labels because something precedes the text (an image, a
+            learned prompt): whether the last logits before the text predict its first label.
     """
 
     what: str
@@ -53,7 +53,7 @@ class Convention:
     prompted: bool = False
 
     def outcome(self, output: Any, batch: Mapping[str, Any]) -> Outcome:
-        """Of a model's output.
+        """Losses and predictions from a model's output for a batch.
 
         Raises:
             HeadPruneError: Logits that do not fit the labels.
@@ -83,7 +83,7 @@ class Convention:
 
 
 def conventions(output: Any, batch: Mapping[str, Any]) -> list[Convention]:
-    """All that the shapes of logits and labels allow; empty where there are no logits that fit."""
+    """All conventions that the shapes of logits and labels allow; none where the logits do not fit the labels."""
     if "start_positions" in batch:
         found = [getattr(output, name, None) for name in ("start_logits", "end_logits")]
         return [Convention(SPAN)] if all(isinstance(t, Tensor) and t.ndim == 2 for t in found) else []
@@ -121,7 +121,7 @@ def loss_in(output: Any) -> Any:
 
 
 def is_wide(output: Any) -> bool:
-    """Whether a model's logits are of full precision; so it is taken to be where there are none."""
+    """Whether a model's logits have at least 32 bits; also True where there are no logits."""
     logits = logits_in(output)
     return logits is None or logits.dtype in (torch.float32, torch.float64)
 
@@ -131,14 +131,18 @@ def no_logits() -> HeadPruneError:
 
 
 def unknown_label(labels: Tensor, classes: int) -> int | None:
-    """A label that is no class, if there is one."""
+    """The first label that is not one of the classes; None if all are."""
     real = labels[labels != IGNORED]
     wrong = real[(real < 0) | (real >= classes)]
     return int(wrong[0]) if len(wrong) else None
 
 
 def refuse_unknown(labels: Tensor, classes: int) -> None:
-    """Raise where a label is no class of the model's."""
+    """Refuse labels that are not classes of the model.
+
+    Raises:
+        HeadPruneError: There is one.
+    """
     if (bad := unknown_label(labels, classes)) is not None:
         raise HeadPruneError(
             f"Label {bad} does not fit the model's head, which has {classes} classes (0 to {classes - 1}).",
@@ -155,7 +159,7 @@ def _span(output: Any, batch: Mapping[str, Any]) -> Outcome:
 
 
 def _numbers(logits: Tensor, labels: Tensor, binary: bool) -> Outcome:
-    """Squared errors, or one cross-entropy for each of several labels; the mean over an example's numbers."""
+    """Squared errors, or binary cross-entropies for several labels at once; the mean over each example's numbers."""
     rows = len(logits)
     flat, wanted = _wide(logits).reshape(rows, -1), _wide(labels).reshape(rows, -1)
     loss = F.binary_cross_entropy_with_logits(flat, wanted, reduction="none") if binary else (flat - wanted) ** 2

@@ -1,4 +1,4 @@
-"""`PruningPlan`, the value that planning gives and surgery takes: which heads go."""
+"""`PruningPlan`, which planning makes and surgery applies: the heads to remove."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Keep = int | float | str
 
 @dataclass(frozen=True)
 class PruningPlan:
-    """Which heads go.
+    """The heads to remove.
 
-    Its file is meant to be edited: a person changes ``drop`` and may leave out the rest, and what the other fields
-    say is made anew where the plan meets a model (`on`).
+    Its file may be edited: only ``drop`` is needed, and the other fields are made again when the plan is applied to a model
+    (`on`).
 
     Attributes:
-        drop: ``{layer_name: [head, ...]}``; layers that lose nothing are left out. A layer may go by its short
-            address, ``L3``.
+        drop: ``{layer_name: [head, ...]}``; layers that lose no head are left out. A layer may have its short address,
+            ``L3``.
         kept: Heads that stay, over all layers of the model that were scored.
-        total: Heads there are.
+        total: Heads of the model.
         asked: The budget in heads; ``kept`` is at most this.
         method: The scores it was made from.
         model: Fingerprint of the model it is for ("" applies to any).
@@ -76,10 +76,10 @@ class PruningPlan:
             )
 
     def on(self, layers: Sequence[AttentionLayer]) -> PruningPlan:
-        """This plan as it applies to the layers of a model: counted anew, layers by their names and in their order.
+        """This plan for the layers of a model: heads counted again, layers by their full names and in their order.
 
         Raises:
-            HeadPruneError: A layer or head that is not there, or heads that cannot go alone.
+            HeadPruneError: A layer or head that does not exist, or heads that can only be removed together with others.
         """
         drop = check_heads(self.drop, layers)
         for layer in layers:
@@ -89,7 +89,7 @@ class PruningPlan:
         kept = total - sum(map(len, drop.values()))
         if (kept, total) == (self.kept, self.total):
             return replace(self, drop=drop)
-        # Edited by hand: what the plan says of its making is about other heads.
+        # Edited by hand: what the plan says about its making is about other heads.
         return PruningPlan(drop, kept, total, kept, model=self.model)
 
     def to_json(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class PruningPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> PruningPlan:
-        """Read a plan; one edited by hand need only hold ``drop``.
+        """Read a plan; one edited by hand needs only ``drop``.
 
         Raises:
             HeadPruneError: The file is missing, corrupt, or does not hold a plan.
@@ -133,12 +133,12 @@ class PruningPlan:
 
 @dataclass(frozen=True)
 class Repaired:
-    """What a repaired model remembers, so that the plan it was repaired for still applies to it.
+    """A note on a repaired model, so that the plan that it was repaired for still applies to it.
 
     Attributes:
         dense: Fingerprint of the model before.
-        now: Fingerprint after the repair; with any other, this no longer says anything.
-        drop: The heads that it was repaired for.
+        now: Fingerprint after the repair; if the model has another one, this note no longer counts.
+        drop: The heads whose removal it was repaired for.
     """
 
     dense: str
@@ -150,12 +150,12 @@ _REPAIRED = "_headprune_repaired"
 
 
 def note_repaired(model: nn.Module, dense: str, drop: Heads) -> None:
-    """Note on a model that it was repaired, from the model of fingerprint ``dense``, for heads that go."""
+    """Note on a model that it was repaired for the removal of ``drop``, starting from the model with fingerprint ``dense``."""
     model.__dict__[_REPAIRED] = Repaired(dense, fingerprint(model), drop)
 
 
 def keep_of(keep: Keep) -> int | float:
-    """A budget as it is meant: a count (int) of heads, or a share (float) of them.
+    """A budget as a count of heads (int) or a share of them (float).
 
     >>> keep_of(36), keep_of("36"), keep_of("50%"), keep_of("0.5"), keep_of(36.0)
     (36, 36, 0.5, 0.5, 36)

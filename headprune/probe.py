@@ -1,8 +1,8 @@
-"""Whether a model that is loaded is the one that was saved: made-up inputs, and the answers it gave to them.
+"""Check that a loaded model is the one that was saved, by its answers to made-up inputs.
 
-Weights are not all that a model computes with. Its config, the class of an instance that is passed, buffers that no file
-of weights holds, and the library's version all have their say; so a saved model's answers are kept, and compared when it
-is loaded. Beside them lie the buffers, and what the modules are, so that an error can name what differs.
+A model's answers depend on more than its weights: on its config, on the class of the instance, on buffers that are not in the
+file of weights, and on the library's version. So the answers are saved with the model, and compared when it is loaded. The
+buffers are saved too, and facts about the modules, so that an error can name what differs.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError, first_line
 from headprune.facts import compared_config, differences, facts, telling, versions
-from headprune.forms import guesses, made, packed, remember, remembered, unpacked
-from headprune.inputs import call, model_device, move
+from headprune.forms import guesses, made, packed, remember, remember_forms, remembered, unpacked
+from headprune.inputs import call, model_device, move, seeded
 from headprune.modules import uncompiled
 from headprune.surgery import answers
-from headprune.surgery.proof import TOLERANCE
+from headprune.surgery.proof import tolerance_of
+from headprune.surgery.watch import gap, largest
 from headprune.trace import attributes_kept, evaluating
 
 __all__ = ["FILE", "check", "edits", "keep", "restore_buffers"]
 
 FILE = "headprune.safetensors"
 SAMPLE = 4096  # numbers that are kept of each answer
-ELSEWHERE = 10  # times the tolerance on another kind of device, which sums in another order
+ELSEWHERE = 10  # times the tolerance, on another kind of device, which sums in another order
 
 
 def keep(model: nn.Module, folder: Path, example: Any = None) -> None:
-    """Write a model's buffers, its modules' facts, and its answers to a probe into a folder that is being saved.
+    """Write a model's buffers, facts about its modules, and its answers to a made-up input into a folder.
 
     Args:
-        example: What to make the probe's form from; by default what the model was pruned with or, failing that, what its
-            config says that it takes. Its contents are not stored.
+        example: The made-up input gets its form; by default the form of the input that the model was pruned with or, if there
+            is none, of the input that its config names. The contents are not stored.
     """
     from safetensors.torch import save_file
 
@@ -53,18 +54,18 @@ def keep(model: nn.Module, folder: Path, example: Any = None) -> None:
         except Exception as error:
             about["why"] = f"it did not run on a made-up input ({type(error).__name__}: {first_line(error)})"
             continue
-        # Some models draw noise even in evaluation: those answers tell nothing.
+        # Some models draw noise even in evaluation mode: such answers cannot be compared.
         steady = [_same(a, b) for a, b in zip(first, again, strict=True)]
         about["form"], about["why"] = packed(form, stored), ""
         about["answers"] = [list(a.shape) if sure else None for a, sure in zip(first, steady, strict=True)]
         stored |= {f"answer.{i}": _sampled(a) for i, a in enumerate(first) if steady[i]}
-        about["scales"] = [_largest(a) for a in first]
+        about["scales"] = [largest(a) for a in first]
         break
     save_file({k: v.contiguous() for k, v in stored.items()}, str(folder / FILE), metadata={"probe": json.dumps(about)})
 
 
 def restore_buffers(model: nn.Module, folder: Path) -> None:
-    """Give a model the buffers that its weights' file does not hold, such as rotary frequencies, as they were saved."""
+    """Give a model the saved buffers that are not in the file of weights, such as rotary frequencies."""
     about, stored = _read(folder)
     if about is None:
         return
@@ -74,7 +75,7 @@ def restore_buffers(model: nn.Module, folder: Path) -> None:
         try:
             held = model.get_submodule(owner)._buffers
         except AttributeError:
-            continue  # the answers will tell whether that matters
+            continue  # `check` compares the answers: that shows whether it matters
         if own in held:
             held[own] = shared.setdefault(number, stored[key].clone())
 
@@ -82,10 +83,10 @@ def restore_buffers(model: nn.Module, folder: Path) -> None:
 def check(model: nn.Module, folder: Path) -> None:
     """Compare a loaded model's answers with those that were saved.
 
-    Warns where there is nothing to compare with, or where something else differs that the answers do not show.
+    Warns if there is nothing to compare with, or if something differs that does not change the answers.
 
     Raises:
-        HeadPruneError: They differ by more than rounding; the error names what else does.
+        HeadPruneError: The answers differ by more than rounding; the error names what else differs.
     """
     about, stored = _read(folder)
     if about is None:
@@ -100,7 +101,7 @@ def check(model: nn.Module, folder: Path) -> None:
         _warn(f"{missing}; {changed[0] if changed else 'pass example= to headprune.save'}")
         return
     form = unpacked(about["form"], stored)
-    remember(model, form=form)
+    remember_forms(model, [form])
     named = "; ".join(changed[:3]) or f"saved with {about['versions']}, loaded with {versions()}"
     hint = (
         "Put it back as it was, or save the model again." if edited
@@ -118,8 +119,7 @@ def check(model: nn.Module, folder: Path) -> None:
         ) from error
     off = _difference(got, about, stored)
     coarse = ELSEWHERE if model_device(model).type != about["device"] else 1
-    tolerance = max((TOLERANCE.get(p.dtype, 0.0) for p in model.parameters()), default=TOLERANCE[torch.float32])
-    if off > min(coarse * tolerance, 0.2):
+    if off > min(coarse * tolerance_of(model), 0.2):
         raise HeadPruneError(
             f"The model from {folder} does not answer as the saved one did: by {off:.2g} of the largest value ({named}).",
             hint,
@@ -130,7 +130,7 @@ def check(model: nn.Module, folder: Path) -> None:
 
 
 def edits(folder: Path) -> str:
-    """What was changed in a folder's config.json, for the end of an error's text; "" if that is not known."""
+    """What was changed in a folder's config.json, to be appended to an error's text; "" if that is not known."""
     try:
         about, _ = _read(folder)
         found = compared_config(about["config"], _config(folder)) if about else []
@@ -140,7 +140,7 @@ def edits(folder: Path) -> str:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """What `keep` wrote; None for a folder of an earlier version."""
+    """What `keep` wrote; None for a folder that an earlier version saved."""
     from safetensors import safe_open
 
     if not (folder / FILE).is_file():
@@ -153,7 +153,7 @@ def _read(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json as it stands; empty where there is none, or none that can be read."""
+    """The content of a folder's config.json; empty if there is none, or if it cannot be read."""
     path = folder / "config.json"
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -163,14 +163,14 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _pack_buffers(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, tuple[str, int]]:
-    """Buffers that no file of weights holds: name -> (its content in ``stored``, a number that shared ones share)."""
+    """Buffers that are not in the file of weights: name -> (key of its content in ``stored``, number of its tensor)."""
     persistent, numbers, found = set(model.state_dict()), dict[int, int](), dict[str, tuple[str, int]]()
     contents: list[tuple[str, Tensor]] = []
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in persistent or buffer.is_meta or buffer.layout != torch.strided:
             continue
         value = buffer.detach().cpu().contiguous()
-        # Layers often hold equal masks: one copy will do in the file.
+        # Layers often have equal masks: one copy is enough in the file.
         key = next(
             (k for k, t in contents if t.dtype == value.dtype and t.shape == value.shape and _same(t, value)), ""
         )
@@ -183,13 +183,10 @@ def _pack_buffers(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, tupl
 
 
 def _answers(model: nn.Module, example: Any, seed: int) -> list[Tensor]:
-    """A model's answers in evaluation mode, by full float32 arithmetic, and nothing else of it changed."""
-    device = model_device(model)
-    convolutions = torch.backends.cudnn.flags(allow_tf32=False)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), convolutions:
-        torch.manual_seed(seed)
-        with uncompiled(), attributes_kept(model), evaluating(model), torch.no_grad():
-            return [t.cpu() for t in answers(call(model, move(example, device)))]
+    """A model's answers in evaluation mode, by full float32 arithmetic; the model stays as it was."""
+    exact = torch.backends.cudnn.flags(allow_tf32=False)
+    with exact, seeded(model, seed), uncompiled(), attributes_kept(model), evaluating(model), torch.no_grad():
+        return [t.cpu() for t in answers(call(model, move(example, model_device(model))))]
 
 
 def _difference(got: list[Tensor], about: dict[str, Any], stored: dict[str, Tensor]) -> float:
@@ -202,25 +199,17 @@ def _difference(got: list[Tensor], about: dict[str, Any], stored: dict[str, Tens
             continue
         if list(mine.shape) != shape:
             return float("inf")
-        a, b = _sampled(mine).double(), stored[f"answer.{i}"].double()
-        finite = torch.isfinite(b)
-        if not torch.equal(finite, torch.isfinite(a)):
-            return float("inf")
-        if finite.any():
-            worst = max(worst, (a - b)[finite].abs().max().item() / max(about["scales"][i], 1e-30))
+        off = gap(_sampled(mine).double(), stored[f"answer.{i}"].double())
+        worst = max(worst, off / max(about["scales"][i], 1e-30))
     return worst
 
 
 def _sampled(t: Tensor) -> Tensor:
-    """Numbers spread over an answer, by steps that meet every row and column."""
+    """Numbers from all over an answer, at irregular steps, so that no row or column is left out."""
     flat = t.reshape(-1)
     if len(flat) > SAMPLE:
         flat = flat[(torch.arange(SAMPLE) * 2654435761 % 2**32) * len(flat) >> 32]
     return flat.clone()
-
-
-def _largest(t: Tensor) -> float:
-    return t.nan_to_num(0, 0, 0).abs().max().item() if t.numel() else 0.0
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

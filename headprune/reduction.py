@@ -1,8 +1,8 @@
-"""How a model's own loss of a batch is made of those of its examples, found by measuring.
+"""How a model's own loss of a batch is computed from those of its examples, found by measuring.
 
 Cross-entropy is averaged over all labels of a batch, so a long example weighs more than a short one. Other losses are not:
-transformers' CTC models add up their examples' losses, or average them. Nothing goes by a class's name or its config: pairs of
-examples are run together and alone.
+transformers' CTC models sum or average the losses of examples. Names of classes and the config do not count: pairs of examples
+are run together and alone.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _Batch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a loss of a batch is made of its examples' losses.
+    """How the loss of a batch is computed from its examples' losses.
 
     Attributes:
         kind: `LABELS_MEAN`, `EXAMPLES_MEAN` or `SUM`.
-        unread: Of `LABELS_MEAN`: how many places at the start of each example don't count (1 where each label is predicted
+        unread: Of `LABELS_MEAN`: how many labels at the start of each example do not count (1 if each label is predicted
             from those before it).
     """
 
@@ -58,7 +58,7 @@ _KNOWN = (Reduction(LABELS_MEAN), Reduction(LABELS_MEAN, 1), Reduction(EXAMPLES_
 
 
 def find_reduction(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> Reduction | None:
-    """How a model's own loss is made of its examples'; None where that cannot be told, or is nothing of these.
+    """How a model's own loss is computed from its examples'; None if it is none of the known ways, or not clear.
 
     Args:
         batches: With labels.
@@ -77,7 +77,7 @@ def find_reduction(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> R
             for i, known in enumerate(_KNOWN):
                 apart = abs(known.of_pair(pair["labels"], first, second) - together)
                 worst[i] = max(worst[i], apart / (absolute + relative * abs(together)))
-    near = [i for i, apart in enumerate(worst) if apart <= 1]  # not so if it is not a number
+    near = [i for i, apart in enumerate(worst) if apart <= 1]  # NaN is not
     if not told or len({_KNOWN[i].kind for i in near}) != 1:
         return None
     return _KNOWN[min(near, key=worst.__getitem__)]
@@ -86,8 +86,8 @@ def find_reduction(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> R
 def _pairs(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> Iterator[_Batch]:
     """Batches of two examples with different numbers of labels.
 
-    The first keeps its first few labels, and the second its last one: so even examples of one length tell. As they
-    are, where the model might not know the mark of a label that is left out.
+    The first keeps its first few labels, and the second its last one: so the numbers differ even for examples of one length.
+    All labels stay if the model might not accept the mark of a missing label.
     """
     tables = [rows.table(batch, "labels") for batch in batches]
     known = [t for t in tables if t is not None and not t.is_floating_point()]
@@ -96,7 +96,7 @@ def _pairs(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> Iterator[
     for batch, labels in list(zip(batches, tables, strict=True))[:: max(1, len(batches) // _BATCHES)][:_BATCHES]:
         if labels is None or labels.is_floating_point():
             continue
-        # A GPU does not survive an index that is none.
+        # On a GPU, an index out of range would end the whole process.
         cut = not others and (marked or labels.device.type == "cpu")
         size = rows.size(batch)
         for i, j in dict.fromkeys(((0, size // 2), (size - 1, 0))):
@@ -113,7 +113,7 @@ def _cut(labels: Tensor) -> Tensor:
 
 
 def _own(model: nn.Module, batch: _Batch) -> tuple[float, bool]:
-    """A model's own loss, and whether it is of full precision; not a number where it does not run."""
+    """A model's own loss, and whether it has full precision; NaN if the model does not run."""
     try:
         output = call(model, batch)
     except Exception as error:

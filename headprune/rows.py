@@ -1,9 +1,9 @@
-"""Which tensors of a batch hold one part for every example, and along which dimension: the one place that says so.
+"""Which tensors of a batch hold one part for every example, and along which dimension: only this file decides that.
 
-The first dimension does not tell. A causal mask ``[tokens, tokens]`` has as many rows as there are examples whenever a text is as
-long as the batch is large, and a module may take ``[tokens, batch, width]``. So `find_rows` looks, in this order, at the
-names that transformers gives its arguments; at batches of different sizes; and at what the model answers when the
-examples come in another order, some of them twice: under the right reading, each is answered as before.
+It need not be the first dimension. A causal mask ``[tokens, tokens]`` has as many rows as there are examples if the texts are
+as long as the batch is large, and a module may take ``[tokens, batch, width]``. So `find_rows` looks, in this order, at the
+names of transformers' arguments; at batches of different sizes; and at the model's answers when the examples come in
+another order, some of them twice: under the right reading, each example gets the same answer as before.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from headprune.memory import is_out_of_memory
 Path = tuple[str | int, ...]
 """Where a tensor is in a batch: keys and positions, from the outside in."""
 Reading = dict[Path, int | None]
-"""For tensors by their path, the dimension that counts examples; None for what all of them share."""
+"""For tensors by their path, the dimension that counts examples; None for a tensor that all examples share."""
 
-# Arguments of transformers' models that have one row for every example, by their definition.
+# Arguments of transformers' models that have one row for every example by definition.
 _NAMED = (
     *LABELS, "input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values", "attention_mask", "token_type_ids",
     "bbox", "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", *ADDED,
 )  # fmt: skip
-_TRIED = 64  # readings, before it is left open
+_TRIED = 64  # readings at most
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Rows:
     """How examples lie in batches.
 
     Attributes:
-        dims: What `find_rows` found. A tensor that it does not name is known by its own name or not at all.
+        dims: What `find_rows` found. For a tensor that is not in it, its name decides, or nothing.
     """
 
     dims: Mapping[Path, int | None] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Rows:
         """The dimension of a tensor that counts examples; None if all examples share it.
 
         Raises:
-            HeadPruneError: Nobody knows.
+            HeadPruneError: That is not known.
         """
         if path in self.dims:
             return self.dims[path]
@@ -65,13 +65,13 @@ class Rows:
             HeadPruneError: It has no tensor with a part for every example.
         """
         found = dict(_walk(batch))
-        for path in sorted(found, key=_rank):  # a name that is known says it first: others may not have been looked at
+        for path in sorted(found, key=_rank):  # known names first: `find_rows` may not have seen the others
             if (dim := self.dim(path)) is not None and found[path].ndim > dim:
                 return found[path].shape[dim]
         raise HeadPruneError("A batch holds no tensor.", "Give dicts of tensors, or pairs (inputs, labels).")
 
     def take(self, batch: Any, index: Sequence[int]) -> Any:
-        """Some examples of a batch, in this order; what all share stays as it is."""
+        """Some examples of a batch, in this order; tensors that all examples share stay whole."""
         return _take(batch, list(index), self.dim)
 
     def singles(self, batch: Any) -> list[Any]:
@@ -79,7 +79,7 @@ class Rows:
         return [self.take(batch, [i]) for i in range(self.size(batch))]
 
     def table(self, batch: Any, name: str) -> Tensor | None:
-        """The tensor of this name, if it is one of ``[examples, tokens]``: a mask of padding, unlike a causal one."""
+        """The tensor of this name if it is ``[examples, tokens]``, as a mask of padding is, unlike a causal mask; else None."""
         found = batch.get(name) if isinstance(batch, Mapping) else None
         if not isinstance(found, Tensor) or found.ndim != 2:
             return None
@@ -93,13 +93,13 @@ class Rows:
 
 
 def is_empty(batch: Any) -> bool:
-    """Whether a batch holds no example: its labels, or what else comes first, have no element."""
+    """Whether a batch holds no example: its labels, or else its first tensor, have no element."""
     first = _first(batch)
     return first is not None and not first.numel()
 
 
 def apparent_size(batch: Any) -> int:
-    """How many examples a batch seems to hold, by its labels or what else comes first: to say so, not to cut it."""
+    """How many examples a batch seems to hold, by its labels or else its first tensor: for messages and counts only."""
     first = _first(batch)
     return 0 if first is None else first.shape[0]
 
@@ -110,7 +110,7 @@ def _first(batch: Any) -> Tensor | None:
 
 
 def by_names(example: Any) -> Rows:
-    """How examples lie in one batch, where there is no model to ask: by names, else along the first dimension.
+    """How examples lie in one batch, without a model to ask: by names, else along the first dimension.
 
     Raises:
         HeadPruneError: A tensor may be shared, or have its examples in another dimension.
@@ -136,14 +136,14 @@ def find_rows(
     """How examples lie in these batches, none of which is empty.
 
     Args:
-        model: Only a transformers model's names are believed.
+        model: Its arguments' names count if it is a transformers model.
         batches: Dicts, tensors, or pairs ``(inputs, labels)``.
-        answers: What the model makes of a batch: tensors of which one at least follows the examples.
-        count: How many examples a batch holds, where the answers themselves say (a loss for each; None if the model does not
+        answers: The model's answers to a batch: tensors, at least one of which has a part for each example.
+        count: How many examples a batch holds, if the answers show it (one loss for each; None if the model does not
             run): then labels are tried too.
 
     Raises:
-        HeadPruneError: What a tensor's dimensions mean stays open; it is named.
+        HeadPruneError: It is not clear what the dimensions of a tensor mean; the error names it.
     """
     known = [dict(_walk(batch)) for batch in batches]
     paths = list(dict.fromkeys(path for found in known for path, t in found.items() if t.ndim))
@@ -173,9 +173,9 @@ def find_rows(
                 doubtful = {
                     p: t for p, t in known[smallest].items() if sum(d is not None for d in options.get(p, ())) > 1
                 }
-    if doubtful and trial.ran:  # a model that does not run at all says why itself
+    if doubtful and trial.ran:  # if the model does not run at all, its own error comes later
         raise _open(doubtful)
-    # A model that lets examples depend on one another answers otherwise whatever they are; nothing here speaks against these.
+    # If examples depend on one another in the model, no reading gives the same answers; then the likeliest one is used.
     if fallback is None:
         raise HeadPruneError(
             f"No dimension of a batch's tensors counts its {told} examples."
@@ -187,7 +187,7 @@ def find_rows(
 
 
 class _Trial:
-    """A batch whose examples come in another order, some twice: whether the model still gives each its answer."""
+    """Tries readings of a batch: its examples come in another order, some twice, and each must get the same answer."""
 
     def __init__(self, batch: Any, answers: Callable[[Any], Sequence[Tensor]]) -> None:
         self.batch, self._answers = batch, answers
@@ -195,15 +195,15 @@ class _Trial:
         self._sides = {side for t in tensors(batch) for side in t.shape}
 
     def agrees(self, reading: Reading, size: int) -> bool:
-        """Whether the answers to the examples, read this way, are those to the whole batch."""
-        # More rows than before, so that one row of a table does not pass for all by broadcasting; and as many as nothing else.
+        """Whether the examples, read this way, get the same answers as in the whole batch."""
+        # More rows than before, so that one row of a table is not broadcast; and a number that no dimension has.
         more = next(n for n in range(size + 1, size + 2 + len(self._sides)) if n not in self._sides)
         index = [(i + 1) % size for i in range(more)]
         try:
             if self._whole is None:
                 self._whole = self._ask(self.batch)
             now = self._ask(_take(self.batch, index, reading.__getitem__))
-        except Exception as error:  # what is no batch is refused in any way
+        except Exception as error:  # a wrong reading may raise any error
             if is_out_of_memory(error):
                 raise
             return False
@@ -223,7 +223,7 @@ class _Trial:
 
 
 def _same_rows(whole: Tensor, now: Tensor, index: Sequence[int], size: int) -> bool | None:
-    """Whether an answer follows the examples; None for one that has nothing to do with them."""
+    """Whether an answer has the same parts for the same examples; None if it has no part for each example."""
     if whole.shape == now.shape:
         return None
     differing = [d for d, (a, b) in enumerate(zip(whole.shape, now.shape, strict=False)) if a != b]
@@ -246,7 +246,7 @@ def _same_rows(whole: Tensor, now: Tensor, index: Sequence[int], size: int) -> b
 def _leads(
     known: Sequence[Mapping[Path, Tensor]], paths: Sequence[Path], names: Sequence[str]
 ) -> Iterator[tuple[Path, int]]:
-    """Tensors and their dimensions by which examples may be counted, the likeliest first."""
+    """Tensors and their dimensions that may count examples, the likeliest first."""
     ranked = sorted(paths, key=_rank)
     named = [path for path in ranked if _name(path) in names]
     if named:
@@ -261,7 +261,7 @@ def _options(
     known: Sequence[Mapping[Path, Tensor]], paths: Sequence[Path], names: Sequence[str], sizes: Sequence[int | None],
     lead: tuple[Path, int], labels: bool,
 ) -> dict[Path, list[int | None]]:  # fmt: skip
-    """The dimensions that may count examples, of every tensor, the likeliest first; one where there is no doubt.
+    """The dimensions that may count examples, for every tensor, the likeliest first; only one where there is no doubt.
 
     Args:
         sizes: Of the batches, as ``lead`` says.
@@ -291,7 +291,7 @@ def _options(
 
 
 def _readings(options: Mapping[Path, Sequence[int | None]]) -> Iterator[Reading]:
-    """All ways to choose, the likeliest first: as few tensors as possible are taken otherwise than is likely."""
+    """All combinations, the likeliest first: those in which few tensors have another than their likeliest dimension."""
     likely = {path: dims[0] for path, dims in options.items()}
     open_ = [path for path, dims in options.items() if len(dims) > 1]
     for count in range(len(open_) + 1):
@@ -334,7 +334,7 @@ def _name(path: Path) -> str:
 
 
 def _called(path: Path) -> str:
-    """A tensor's name for people."""
+    """A tensor's name, for messages."""
     return ".".join(map(str, path)) or "the batch"
 
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -17,13 +17,16 @@ from torch import nn
 
 from headprune.arguments import layers_for, listed
 from headprune.attention import AttentionLayer
+from headprune.budgets import Budget, Fit, budget_of
+from headprune.budgets.subject import Subject
 from headprune.errors import HeadPruneError
-from headprune.inputs import check_weights, usable
-from headprune.loss import LossFn
+from headprune.evaluation import measurable
+from headprune.inputs import Example, check_weights, usable
+from headprune.latency import without_labels
+from headprune.loss import LossFn, inputs_of
 from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
-from headprune.planning.budgets import Budget, Cost, Fit, fit, fit_drop
 from headprune.planning.effort import Work, effort_named
-from headprune.planning.search import work_of
+from headprune.planning.search import dense_looks, work_of
 from headprune.plans import Keep, PruningPlan
 from headprune.rows import is_empty
 from headprune.scoring import DEFAULT_METHODS, HeadScores, score
@@ -109,24 +112,36 @@ Searches = list[tuple[str, str, HeadScores | None]]
 def orders_of(request: Request, scores: Sequence[HeadScores], trials: Trials, listener: Listener) -> dict[str, Order]:
     """The request's strategy on every method's scores (or on none, if it needs none), by name."""
     total = sum(layer.num_heads for layer in trials.maskable)
-    counts = [b.heads(total) for b in request.budgets if b.kind == "keep"]
-    kinds = (GROUPS,) if any(b.kind == "kv-cache" for b in request.budgets) else (GROUPS, SLICES)
+    counts = [count for budget in request.budgets if (count := budget.heads(total)) is not None]
+    by_groups = any(budget.by_groups for budget in request.budgets) or not _shares(trials.maskable)
+    kinds = (GROUPS,) if by_groups else (GROUPS, SLICES)
     base = Search(
         trials.maskable, constraints=request.constraints, seed=request.seed, model=trials.model, batches=trials.batches,
-        refit=trials.refit, store=trials.results.store, effort=effort_named(request.effort), loss_fn=trials.loss_fn,
+        store=trials.results.store, effort=effort_named(request.effort), loss_fn=trials.loss_fn,
     )  # fmt: skip
+
+    @cache
+    def looking() -> Search:
+        """With what is known of the dense model, for all orders that are not known from an interrupted run."""
+        search = replace(base, refit=trials.refit)
+        return replace(search, dense_looks=dense_looks(search, kinds))
+
+    def made(strategy: str, scores: HeadScores | None, progress: Progress) -> Order:
+        start = looking() if strategy_named(strategy).runs_model else base
+        search = replace(start, scores=scores, progress=progress)
+        return arrange(search, strategy, levels, trials.merit, kinds, counts)
+
     found: dict[str, Order] = {}
     # What the curve shows below all budgets comes from the last look at the model: no one has asked for more.
     levels = [k for k in levels_of(total, counts) if not counts or k >= min(counts)]
-    times = len(kinds) if _shares(trials.maskable) else 1
-    for name, strategy, given in _affordable(request.searches(scores), base, levels, times, trials, listener):
+    if len(counts) < len(request.budgets):  # some may need fewer heads than are asked for by number
+        levels = sorted({*levels, *levels_of(total, [])})
+    for name, strategy, given in _affordable(request.searches(scores), base, levels, len(kinds), trials, listener):
         with listener.track(f"planning by {strategy}, {name}" if given else f"planning by {name}") as progress:
-            search = replace(base, scores=given, progress=progress)
-            make = partial(arrange, search, strategy, levels, trials.merit, kinds, counts)
-            found[name] = trials.results.order(f"order {name}", make)
-    if len(found) > 1 and trials.refit and trials.refit.passes:
-        passes, examples = trials.refit.passes, trials.refit.examples
-        listener.say(f"All orders together took about {passes:.0f} forward passes over {examples:,} examples.")
+            found[name] = trials.results.order(f"order {name}", partial(made, strategy, given, progress))
+    if len(found) > 1 and trials.passes:
+        examples = trials.calibration.runner.examples
+        listener.say(f"All orders together took about {trials.passes:.0f} forward passes over {examples:,} examples.")
     return found
 
 
@@ -161,7 +176,7 @@ def _affordable(
     chosen: Searches = []
     sum_of = Work(0.0, 0.0, 0)
     for name, strategy, given in searches:
-        work = work_of(base, strategy, levels, times)
+        work = work_of(base, lambda: trials.calibration, strategy, levels, times)
         if work.passes:
             trials.work[name] = work.to_json()
         if strategy == "re-scored" and chosen and not base.effort.allows(work):
@@ -182,12 +197,12 @@ def fits_of(
     orders: dict[str, Order],
     trials: Trials,
     listener: Listener,
-    cost_of: Callable[[Budget], Cost] | None = None,
+    subject_for: Callable[[Budget], Subject],
 ) -> list[Fit]:
     """For every budget a plan that holds it, all of the order whose plans do best on the examples that choose.
 
     Args:
-        cost_of: What plans cost in the terms of a budget that is no number of heads and no loss of accuracy.
+        subject_for: What a budget is measured on.
 
     Raises:
         HeadPruneError: A budget that no order can meet.
@@ -197,7 +212,7 @@ def fits_of(
     with listener.track(f"fitting {', '.join(map(str, request.budgets))}") as progress:
         for i, (name, order) in enumerate(orders.items()):
             try:
-                found[name] = [_fitted(budget, order, trials, cost_of) for budget in request.budgets]
+                found[name] = [budget.fit(order, subject_for(budget)) for budget in request.budgets]
             except HeadPruneError as miss:
                 misses.append(miss)
                 listener.say(f"By {name}: {miss.args[0]}")
@@ -221,18 +236,19 @@ def fits_of(
 def merit_of(fits: Sequence[Fit], trials: Trials) -> tuple[float, float]:
     """How good an order's plans are on the examples that choose, over all budgets."""
     # Where accuracy is the budget, fewer heads are what is wanted.
-    drops = [f for f in fits if f.budget is not None and f.budget.kind == "drop"]
+    drops = [f for f in fits if f.budget is not None and f.budget.by_metric]
     return (-sum(f.plan.kept for f in drops), sum(trials.merit(f.plan) for f in fits))
 
 
-def _fitted(budget: Budget, order: Order, trials: Trials, cost_of: Callable[[Budget], Cost] | None) -> Fit:
-    if budget.kind == "keep":
-        return Fit(replace(order.plan(budget.heads(order.total)), budget=str(budget)), budget)
-    if budget.kind == "drop":
-        return fit_drop(order, budget, trials.change_at)
-    if cost_of is None:
-        raise HeadPruneError(f"It is not known here what plans cost ({budget}).", "Give a number of heads to keep.")
-    return fit(order, budget, cost_of(budget))
+def subject_of(trials: Trials, example: Example, inputs: Example, seed: int) -> Subject:
+    """What budgets are measured on: the dense model, with what trials know of it.
+
+    Args:
+        example: For the proof of every prune.
+        inputs: What is timed, and what operations are counted on.
+    """
+    biases = trials.calibration.weights.new_biases if trials.repair else ()
+    return Subject(trials.model, trials.layers, example, inputs, biases, seed, trials.metric, trials.change_at)
 
 
 def candidates(scores: Sequence[HeadScores]) -> list[HeadScores]:
@@ -243,8 +259,9 @@ def candidates(scores: Sequence[HeadScores]) -> list[HeadScores]:
 def search(
     model: nn.Module,
     batches: Iterable[Any],
-    keep: Keep | Sequence[Keep],
+    keep: Keep | Sequence[Keep] = (),
     *,
+    budgets: str | Budget | Sequence[str | Budget] = (),
     choose: Iterable[Any] | None = None,
     strategy: str = AUTO,
     scores: HeadScores | Sequence[HeadScores] | None = None,
@@ -269,6 +286,10 @@ def search(
         batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``. Never those that
             results are reported on.
         keep: How many heads to keep: a count (36), a share (0.5) or a percentage ("50%"), or several of these.
+        budgets: What else a plan must hold, or several of these: ``"latency 80%"``, ``"flops 1.2G"``, ``"params 60M"``,
+            ``"kv-cache 50%"`` (of the dense model's, or in the unit; all on the first batch), or ``"drop 0.01"``: the fewest
+            heads whose loss of accuracy on ``choose`` is below this with 95 % confidence (of perplexity where there is no
+            accuracy; for language models `headprune prune` goes by perplexity, this by the accuracy of tokens).
         choose: Other batches, that plans are compared on. By default every fourth of ``batches`` is set aside for this.
         strategy: How heads are picked, a name of `headprune.planning.STRATEGIES`.
         scores: From `headprune.score`, of this model. By default ``auto`` scores by gradient, and a strategy that needs scores
@@ -284,7 +305,7 @@ def search(
         progress: Called with (steps done, steps in all, note).
 
     Returns:
-        A plan for each of ``keep``, in that order. They are nested: heads that go from a larger model go from a smaller one too.
+        A plan for each of ``keep``, then for each of ``budgets``, in that order. They are nested: heads that go from a larger model go from a smaller one too.
 
     Raises:
         HeadPruneError: A budget out of reach, an unknown strategy, layer or head, scores of another model, or no examples.
@@ -296,36 +317,76 @@ def search(
     layers = layers_for(model, layers, batches=given)
     maskable = [layer for layer in layers if layer.maskable]
     constraints = Constraints.parse(protect, maskable, min_heads_per_layer)
-    request = Request(_budgets(keep, maskable), strategy, constraints, effort, seed)
+    asked = _budgets(keep, budgets, maskable)
+    request = Request(asked, strategy, constraints, effort, seed)
     effort_named(effort)
     by = [scores] if isinstance(scores, HeadScores) else None if scores is None else list(scores)
     methods = request.methods if by is None else ()
     if strategy_named(strategy).needs_scores and not (by or methods):
         raise HeadPruneError(f"The strategy {strategy} needs scores.", "Pass scores= from headprune.score.")
-    several = strategy == AUTO or _shares(layers) or len(by or methods) > 1
+    by_metric = any(budget.by_metric for budget in asked)
+    compares = by_metric or strategy == AUTO or _shares(layers) or len(by or methods) > 1
     listener = _Calls(progress)
     with torch.inference_mode(False):
-        fitted_to, chooses = usable(_parted(given, choose, several))
+        fitted_to, chooses = usable(_parted(given, choose, compares))
+        inputs = without_labels(model, inputs_of(model, fitted_to[0]))
+        metric = _metric(model, chooses, loss_fn) if by_metric else "loss"
+        _check_dense(asked, Subject(model, layers, inputs, inputs, seed=seed, metric=metric))
         for method in methods:
             with listener.track(f"scoring by {method}") as heard:
                 made = score(
                     model, fitted_to, method, loss_fn=loss_fn, distil=distil, layers=layers, seed=seed, progress=heard
                 )
             by = [*(by or ()), made]
-        trials = Trials(model, layers, fitted_to, chooses, repair=repair, loss_fn=loss_fn)
+        trials = Trials(model, layers, fitted_to, chooses, repair=repair, metric=metric, loss_fn=loss_fn)
         orders = orders_of(request, candidates(by or ()), trials, listener)
-        return [fitted.plan for fitted in fits_of(request, orders, trials, listener)]
+        subject = subject_of(trials, inputs, inputs, seed)
+        return [fitted.plan for fitted in fits_of(request, orders, trials, listener, lambda budget: subject)]
 
 
-def _budgets(keep: Keep | Sequence[Keep], layers: Sequence[AttentionLayer]) -> tuple[Budget, ...]:
-    """A budget for every number of heads; what no model of these layers can keep is refused."""
+def _budgets(
+    keep: Keep | Sequence[Keep], others: str | Budget | Sequence[str | Budget], layers: Sequence[AttentionLayer]
+) -> tuple[Budget, ...]:
+    """A budget for every number of heads, and the others; what no model of these layers can keep is refused."""
     keeps = [keep] if isinstance(keep, str) or not isinstance(keep, Iterable) else list(keep)
-    if not keeps:
-        raise HeadPruneError("keep= names no number of heads.", 'Pass keep=36, keep="50%" or keep=[36, "25%"].')
-    budgets = tuple(Budget.parse("keep", str(each)) for each in keeps)
-    for budget in budgets:
+    given = [others] if isinstance(others, str | Budget) else list(others)
+    if not keeps and not given:
+        raise HeadPruneError(
+            "keep= names no number of heads, and budgets= nothing else.",
+            'Pass keep=36, keep="50%" or keep=[36, "25%"], or budgets="flops 80%".',
+        )
+    found = [budget_of(f"keep {each}") for each in keeps]
+    for other in given:
+        found.append(budget_of(other) if isinstance(other, str) else other)
+        found[-1].check()
+    for budget in found:
         budget.heads(sum(layer.num_heads for layer in layers))
-    return budgets
+    return tuple(found)
+
+
+def _check_dense(budgets: Sequence[Budget], subject: Subject) -> None:
+    """Refuse budgets that the dense model holds; to keep all heads is a plan, too."""
+    total = sum(layer.num_heads for layer in subject.layers if layer.maskable)
+    for budget in budgets:
+        if budget.heads(total) is None:
+            budget.check_dense(subject)
+
+
+def _metric(model: nn.Module, chooses: Sequence[Any], loss_fn: LossFn | None) -> str:
+    """What a budget of lost accuracy is about: as `headprune.compare` chooses it, but never the loss."""
+    if not chooses:
+        raise HeadPruneError(
+            "What is lost is measured on other examples than heads are chosen by, and one batch was given.",
+            "Pass choose=[batch, …] with other examples.",
+        )
+    known = measurable(model, chooses) if loss_fn is None else ()
+    for metric in ("accuracy", "perplexity"):
+        if metric in known:
+            return metric
+    raise HeadPruneError(
+        "The budget of lost accuracy needs an accuracy or a perplexity, and these examples give neither.",
+        "Give dicts with labels and no loss_fn, or a budget of another kind.",
+    )
 
 
 def _parted(batches: list[Any], choose: Iterable[Any] | None, compares: bool) -> tuple[list[Any], list[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -18,7 +18,8 @@ from headprune.gates import mask
 from headprune.loss import LossFn
 from headprune.planning import Order
 from headprune.plans import PruningPlan
-from headprune.repairing import HeldOut, Refit, Repair
+from headprune.reference import Calibration, calibrate, measure
+from headprune.repairing import Refit, Repair, checked
 from headprune.scoring.base import Store
 
 T = TypeVar("T")
@@ -53,13 +54,12 @@ class Trials:
         layers: Its attention layers.
         batches: Examples that repair is fitted to, and that heads are ranked by.
         choose: Others, that plans are compared on.
-        repair: Whether the heads that stay are refitted.
+        repair: Whether the heads that stay are refitted in a plan that is tried.
         metric: Of a point of the trade-off curve, and of a budget of lost accuracy.
         loss_fn: As for `headprune.evaluate`.
         results: Where what is measured is kept.
 
     Attributes:
-        refit: The repair; None if there is to be none.
         work: What making the orders was counted to cost, by name; and of those that were left out for that, why. For the report.
         compared: How the orders that met the budgets did, where there were several (`headprune.searching.fits_of`). For the report.
     """
@@ -77,13 +77,39 @@ class Trials:
         results: Results | None = None,
     ) -> None:
         self.model, self.layers, self.batches, self.choose = model, layers, list(batches), list(choose)
-        self.metric, self.loss_fn, self.results = metric, loss_fn, results or Results()
-        self.refit = Refit(model, layers, self.batches, store=self.results.store) if repair else None
-        self._held_out = HeldOut(self.refit) if self.refit else None
+        self.repair, self.metric, self.loss_fn, self.results = repair, metric, loss_fn, results or Results()
         self.work: dict[str, dict[str, Any]] = {}
         self.compared: list[dict[str, Any]] = []
         self._known: dict[str, Measurement] = {}
         self._merits: dict[str, float] = {}
+
+    # The dense model's facts are made when the first result needs them that is not known from an interrupted run; of the dense
+    # weights whenever that is: only `repaired` writes others into the model, and that takes the dense ones first.
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """The dense weights, and the examples that repair is fitted to."""
+        return calibrate(self.model, self.layers, self.batches, values=self.repair, mixtures=self.repair)
+
+    @cached_property
+    def refit(self) -> Refit:
+        """Fits of every layer for itself; of none, if there is to be no repair."""
+        return Refit(measure(self.calibration, answers=False), None if self.repair else math.inf)
+
+    @cached_property
+    def _whole(self) -> Refit:
+        """As `refit`, with what the last step is made from."""
+        return self.refit.with_answers()
+
+    @cached_property
+    def _fidelity(self) -> Fidelity:
+        with self.calibration.weights.dense() if self.repair else nullcontext():
+            return Fidelity(self.model, self.choose)
+
+    @property
+    def passes(self) -> float:
+        """Forward passes over the examples that repair is fitted to, so far."""
+        return self.calibration.runner.passes if "calibration" in vars(self) else 0.0
 
     @property
     def maskable(self) -> list[AttentionLayer]:
@@ -114,24 +140,21 @@ class Trials:
             whole: Whether as what is reported is: with the last step, and without those that do no better on examples that they
                 were not fitted to (`headprune.repairing.held_out`).
         """
-        if self.refit is None or self._held_out is None:
+        if not self.repair or not any(drop.values()):
             yield None
             return
-        weights = self._held_out.checked(drop) if whole else self.refit.fitted(drop)
-        if not weights and not weights.trials:
+        refit = self._whole if whole else self.refit
+        before = self.passes
+        weights = checked(refit, drop) if whole else refit.fitted(drop)
+        if not weights:
             yield None
             return
-        with self.refit.applied(weights):
-            yield self.refit.report(weights)
+        with refit.applied(weights):
+            yield refit.report(weights, self.passes - before)
 
     def change_at(self, plan: PruningPlan) -> Change:
         """The paired change from the dense model to a plan, repaired as it will be."""
         return compare(self.measure({}), self.measure(plan.drop, whole=True), self.metric)
-
-    @cached_property
-    def _fidelity(self) -> Fidelity:
-        """First asked for while the model is the dense one, as it is outside of `repaired`."""
-        return Fidelity(self.model, self.choose)
 
     @property
     def judged_by(self) -> str:

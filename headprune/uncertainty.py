@@ -1,14 +1,14 @@
-"""How far a mean over examples may be from the truth, with few examples too, or with an effect that is in few of them.
+"""How far a mean over examples may be from the truth, also with few examples, or with an effect in only a few of them.
 
-A sample that holds none of the rare large effects looks certain: no example changed sides, so the interval has no width. The
-cure is the one known from proportions (Agresti and Coull 1998, "Approximate is better than exact"; for paired
+A sample without any of the rare large effects looks certain: no example changed, so the interval has no width. The
+remedy is known from proportions (Agresti and Coull 1998, "Approximate is better than exact"; for paired
 ones Bonett and Price 2012, J. Educ. Behav. Stat. 37:479): count two examples more than were seen, here one with the
-largest deviation that was seen, and one with its opposite. The mean stays what it is, and its variance becomes
+largest deviation that was seen, and one with its opposite. The mean does not change, and its variance becomes
 
     (sum_i e_i^2 + 2 max_i e_i^2) / n^2
 
 with Student's t of n - 1 degrees of freedom. Interval, test and verdict all come from this one number, so
-they cannot contradict one another. benchmarks/intervals.py simulates error rates and coverage (docs/benchmarks.md).
+they cannot contradict each other. benchmarks/intervals.py simulates error rates and coverage (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import numpy as np
 from scipy.stats import t as student
 
 CONFIDENCE = 0.95
-FEW = 10.0  # examples that carry an effect: with fewer, coverage falls short (docs/benchmarks.md, Intervals)
+FEW = 10.0  # examples that carry an effect: with fewer, intervals cover less than 95 % (docs/benchmarks.md, Intervals)
 
 
 def spread(residuals: np.ndarray, least: Any = 0.0) -> np.ndarray:
-    """Standard deviation of a sum of independent examples, two more of them counted.
+    """Standard deviation of a sum of independent examples, with two more of them counted.
 
     Args:
-        residuals: ``[examples, ...]``, what each adds to the sum beyond its expectation.
-        least: The deviation of the examples that are added, at least: where none is seen, there still may be one.
+        residuals: ``[examples, ...]``, each example's deviation from its expectation.
+        least: Smallest deviation of the two added examples: where no deviation was seen, there still may be one.
 
     Returns:
         ``[...]``.
@@ -38,12 +38,12 @@ def spread(residuals: np.ndarray, least: Any = 0.0) -> np.ndarray:
 
 
 def quantile(examples: int) -> float:
-    """Of Student's t: how many standard errors the 95 % interval reaches to each side."""
+    """Student's t: half the width of the 95 % interval in standard errors."""
     return float(student.ppf((1 + CONFIDENCE) / 2, _freedom(examples)))
 
 
 def p_value(deviation: float, error: float, examples: int) -> float:
-    """Two-sided, that an estimate is 0 in truth: below .05 if and only if the interval leaves 0 out."""
+    """Two-sided p-value of the hypothesis that an estimate is 0 in truth: below .05 if and only if its interval does not hold 0."""
     if error == 0:
         return 0.0 if deviation else 1.0
     return float(2 * student.sf(abs(deviation) / error, _freedom(examples)))
@@ -56,7 +56,7 @@ def _freedom(examples: int) -> int:
 def carried_by(effects: np.ndarray) -> np.ndarray:
     """How many examples a mean rests on, ``(sum |x|)^2 / sum x^2`` (Kish's effective size): ``[examples, ...]`` to ``[...]``.
 
-    All of them if their effects are of one size, k if only k have any; 0 without any effect.
+    All of them if their effects have the same size, k if only k have one of the same size; 0 without any effect.
     """
     size = np.abs(effects)
     squares = (size**2).sum(axis=0)
@@ -64,7 +64,7 @@ def carried_by(effects: np.ndarray) -> np.ndarray:
 
 
 def wilson(share: float, examples: float) -> tuple[float, float]:
-    """95 % score interval of a proportion (Wilson 1927): it has a width at 0 and 1 too."""
+    """95 % score interval of a proportion (Wilson 1927), which has a width at 0 and 1 too."""
     z = float(student.ppf((1 + CONFIDENCE) / 2, math.inf))
     middle, below = share + z**2 / (2 * examples), 1 + z**2 / examples
     half = z * math.sqrt(share * (1 - share) / examples + (z / (2 * examples)) ** 2)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
-import random
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 import transformers as tf
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from hypothesis import settings
 
 from headprune import latency
-from tests.interrupted import Processes
-from tests.zoo import randomise
+from tests.support.commands import run
+from tests.support.folders import common, sentences, tokenizer, write_jsonl
+from tests.support.interrupted import Processes
+from tests.support.zoo import randomise
 
+# The machine may be slow, so nothing here has a deadline; in CI (.ci/run) the same examples are tried each time.
+settings.register_profile("headprune", deadline=None, max_examples=50, derandomize="CI" in os.environ)
+settings.load_profile("headprune")
 torch.set_num_threads(1)  # pytest-xdist runs two workers on two cores
 latency.MIN_SECONDS, latency.bench = 0.02, partial(latency.bench, min_runs=5)  # tests of timing say how long themselves
 os.fsync = lambda _: None  # no machine loses its power here
@@ -32,66 +36,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
-
-
-WORDS = [
-    "good",
-    "bad",
-    "fine",
-    "poor",
-    "film",
-    "plot",
-    "a",
-    "the",
-    "is",
-    "was",
-    "very",
-    "not",
-    "great",
-    "dull",
-    "fun",
-    "sad",
-    "one",
-    "two",
-    "three",
-    "four",
-]
-
-
-def tokenizer() -> tf.PreTrainedTokenizerFast:
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    vocabulary = {w: i for i, w in enumerate([*special, *WORDS])}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    raw.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
-        mask_token="[MASK]", model_max_length=32,
-    )  # fmt: skip
-
-
-def sentences(count: int, seed: int) -> list[dict[str, object]]:
-    rng = random.Random(seed)
-    rows = []
-    for _ in range(count):
-        words = rng.choices(WORDS, k=rng.randint(3, 12))
-        rows.append({"text": " ".join(words), "label": int("good" in words or "great" in words)})
-    return rows
-
-
-def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return path
-
-
-def common(**more: object) -> dict[str, object]:
-    return {
-        "vocab_size": 30, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48,
-        "pad_token_id": 0, "max_position_embeddings": 64, **more,
-    }  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -129,6 +73,37 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="session")
+def scored_once(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, data_folder: Path) -> Path:
+    """A folder in which `headprune score` has run."""
+    folder = tmp_path_factory.mktemp("scored")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run("score", bert_folder, "-d", data_folder, "-L", 40, "-b", 32, "-q")
+    return folder
+
+
+@pytest.fixture
+def scored(here: Path, scored_once: Path) -> Path:
+    """The run in a test's own folder."""
+    shutil.copytree(scored_once, here, dirs_exist_ok=True)
+    return here / "reports" / "tiny-bert-1"
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks of one run, for tests of commands in which times do not matter."""
+    monkeypatch.setattr("headprune.latency.MIN_SECONDS", 0.001)
+    monkeypatch.setattr(latency, "bench", partial(latency.bench, min_runs=1, min_seconds=0.001))
+
+
+@pytest.fixture
+def saved_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fine-tuning writes a checkpoint at every step, so that a test may stop it at any."""
+    monkeypatch.setattr("headprune.app.finetune.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("headprune.app.finetune._SAVE_SHARE", float("inf"))
+
+
 @pytest.fixture(autouse=True)
 def _undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
     """Pictures are put together, but not painted: that is a fifth of a run's time. Tests marked ``drawn`` paint."""
@@ -140,7 +115,7 @@ def _undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[Processes]:
-    """Runs commands in processes of their own, which can be stopped (`tests.interrupted`)."""
+    """Runs commands in processes of their own, which can be stopped (`tests.support.interrupted`)."""
     made = Processes()
     yield made
     made.close()

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import headprune as hp
-from tests.test_odd_modules import HEADS, WIDTH, noise
-from tests.zoo import bert, randomise
+from tests.support.plain import HEADS, WIDTH, noise
+from tests.support.zoo import bert, randomise
 
 
 class Adapted(nn.Module):

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.app.data import DataOptions
 from headprune.app.runs import RunFolder
-from headprune.app.workflow import Goal, Options, open_scene, prune_run
+from headprune.app.workflow import Goal, Options, PruneRun, open_scene, prune_run
+from headprune.budgets import budget_of
 from headprune.inputs import call, tensors
-from headprune.planning.budgets import Budget
-from tests.problems import small
-from tests.test_targets import Silent
-from tests.test_trace import hooks
-from tests.zoo import TorchEncoder, _common, labelled, llama, randomise, text
+from tests.support.checks import hooks
+from tests.support.commands import Silent
+from tests.support.problems import small
+from tests.support.repairs import refit_of
+from tests.support.zoo import TorchEncoder, labelled, llama, randomise, sizes, text
 
 ROOT = Path(__file__).parent.parent
 
@@ -228,13 +229,15 @@ def test_benchmark(name: str) -> None:
 
 def test_search_finds_what_the_command_line_prunes(bert_folder: Path, data_folder: Path, tmp_path: Path) -> None:
     options = Options(str(bert_folder), DataOptions(str(data_folder), limit=24, batch_size=8), seed=5)
-    goal = Goal(budgets=(Budget.parse("keep", "5"), Budget.parse("keep", "25%")), protect="L1.H0")
-    results = prune_run(options, goal, ["gradient"], None, RunFolder(tmp_path / "run"), Silent())
+    goal = Goal(budgets=(budget_of("keep 5"), budget_of("keep 25%")), protect="L1.H0")
+    folder = RunFolder(tmp_path / "run")
+    found = prune_run(PruneRun(options, goal, ["gradient"]), folder, Silent())
+    paths = [folder.plan_path(b.asked, first=b is found.budgets[0]) for b in found.budgets]
 
     scene = open_scene(options, Silent())
     fitted_to, choose = list(scene.parts.score.batches()), list(scene.parts.choose.batches())
     plans = hp.search(scene.model, fitted_to, keep=[5, "25%"], choose=choose, protect="L1.H0", seed=5)
-    assert plans == [r.plan for r in results]
+    assert plans == [hp.PruningPlan.load(path) for path in paths]
     assert all(0 not in p.drop.get(scene.layers[1].name, []) for p in plans)
 
     hp.repair(scene.model, plans[0], fitted_to)
@@ -249,10 +252,8 @@ def test_the_plan_is_of_the_order_whose_plans_are_nearest_to_the_dense_model() -
     s = bert()
 
     def distance(plan: hp.PruningPlan) -> float:
-        from headprune.repairing import Refit
-
         model = copy.deepcopy(s.model)
-        refit = Refit(model, hp.find_attention(model, s.example), s.batches)
+        refit = refit_of(model, hp.find_attention(model, s.example), s.batches)
         with refit.applied(refit.fitted(plan.drop)), hp.mask(model, plan, s.example):
             each = []
             for batch in s.others:
@@ -419,7 +420,7 @@ def test_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     section = (ROOT / "README.md").read_text().split("\n## Python\n")[1].split("\n## ")[0]
     (code,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    config = tf.BertConfig(**{**_common("sdpa"), "hidden_size": 24, "num_attention_heads": 12, "num_hidden_layers": 6})
+    config = tf.BertConfig(**{**sizes("sdpa"), "hidden_size": 24, "num_attention_heads": 12, "num_hidden_layers": 6})
     model = randomise(tf.BertForSequenceClassification(config))
     batches = [labelled(model, text(4, 6, seed=s), seed=s) for s in range(6)]
     names = {

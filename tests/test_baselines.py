@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import baselines
 import pytest
 import torch
+from baselines import METHODS, Baseline, applied, rearrange, rescaled
 from torch import Tensor, nn
 
 import headprune as hp
-from tests import zoo
-from tests.problems import small
-from tests.test_trace import hooks
-from tests.zoo import labelled
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import baselines
-from baselines import METHODS, Baseline, applied, rearrange, rescaled
+from tests.support import zoo
+from tests.support.checks import hooks
+from tests.support.problems import small
+from tests.support.zoo import labelled
 
 HEADS, WIDTH = 3, 8  # of `small`
 

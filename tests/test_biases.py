@@ -10,9 +10,8 @@ import transformers as tf
 from torch import nn
 
 import headprune as hp
-from tests.test_surgery import check
-from tests.test_trace import hooks
-from tests.zoo import _common, randomise, text
+from tests.support.checks import check, hooks
+from tests.support.zoo import randomise, sizes, text
 
 
 def beit() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -33,12 +32,12 @@ def mpt() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def mpnet() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    return tf.MPNetForSequenceClassification(tf.MPNetConfig(**_common("eager"))), text()
+    return tf.MPNetForSequenceClassification(tf.MPNetConfig(**sizes("eager"))), text()
 
 
 def gpt_oss() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     config = tf.GptOssConfig(
-        **_common("eager", num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+        **sizes("eager", num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
     )
     return tf.GptOssForCausalLM(config), text()
 
@@ -98,7 +97,7 @@ def test_generation_with_a_cache(name: str) -> None:
 def test_a_failed_prune_removes_the_argument_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, example = made("bloom")
     layers = hp.find_attention(model, example)
-    monkeypatch.setattr("headprune.surgery.TOLERANCE", {torch.float32: -1.0})
+    monkeypatch.setattr("headprune.surgery.proof.TOLERANCE", {torch.float32: -1.0})
     with pytest.raises(hp.PruneError):
         hp.prune(model, {layers[0].name: [0]}, example)
     assert hooks(model) == 0

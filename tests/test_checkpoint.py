@@ -13,7 +13,8 @@ import transformers as tf
 import headprune as hp
 from headprune.inputs import call
 from headprune.surgery import answers
-from tests.zoo import ZOO, TorchEncoder, bert, gpt2, randomise
+from tests.support.checks import pruned
+from tests.support.zoo import ZOO, TorchEncoder, bert, gpt2, randomise
 
 TRANSFORMERS = [name for name in ZOO if name not in ("mha", "torch_transformer")]
 
@@ -26,14 +27,6 @@ for folder in sys.argv[1:]:
     with torch.no_grad():
         torch.save(answers(call(hp.load(folder), torch.load(folder + "-x"))), folder + "-y")
 """
-
-
-def pruned(name: str) -> tuple[torch.nn.Module, object]:
-    model, example = ZOO[name]()
-    layers = hp.find_attention(model, example)
-    drop = {a.name: list(range(a.num_heads)) if i == 1 else list(a.units[0]) for i, a in enumerate(layers)}
-    hp.prune(model, drop, example)
-    return model, example
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)

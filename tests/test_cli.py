@@ -6,43 +6,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import headprune as hp
-from headprune.cli import app
 from headprune.errors import Stopped
-from tests.conftest import sentences, write_jsonl
+from tests.support.commands import PRUNE, run
+from tests.support.folders import sentences, write_jsonl
 
 ROOT = Path(__file__).parent.parent
-runner = CliRunner()
-PRUNE = ["prune", "-s", "one-shot", "-q", "-k"]  # the quickest, where it is not about what goes
-
-
-def run(*arguments: object, code: int = 0) -> Any:
-    result = runner.invoke(app, [str(a) for a in arguments])
-    assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
-    return result
-
-
-@pytest.fixture(scope="session")
-def scored_once(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, data_folder: Path) -> Path:
-    """A folder in which `headprune score` has run."""
-    folder = tmp_path_factory.mktemp("scored")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        run("score", bert_folder, "-d", data_folder, "-L", 40, "-b", 32, "-q")
-    return folder
-
-
-@pytest.fixture
-def scored(here: Path, scored_once: Path) -> Path:
-    """The run in a test's own folder."""
-    shutil.copytree(scored_once, here, dirs_exist_ok=True)
-    return here / "reports" / "tiny-bert-1"
 
 
 @pytest.fixture(scope="session")
@@ -353,7 +326,7 @@ def test_an_image_folder(here: Path) -> None:
     import transformers as tf
     from PIL import Image
 
-    from tests.zoo import vit
+    from tests.support.zoo import vit
 
     model, _ = vit()
     model.config.id2label = {i: str(i) for i in range(5)}

@@ -10,11 +10,8 @@ import pytest
 import torch
 
 import headprune as hp
-from headprune import latency
-from headprune.repairing import HeldOut
-from tests.test_cli import PRUNE, run, scored, scored_once
-
-__all__ = ["scored", "scored_once"]
+from headprune import latency, trials
+from tests.support.commands import PRUNE, run
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +50,15 @@ def test_a_share_of_the_dense_model(flag: str, scored: Path, bert_folder: Path) 
     assert "per-layer: Every layer keeps its share" in text
 
 
+def test_budgets_of_a_kind_repeat(scored: Path) -> None:
+    run("prune", "--target-params", "97%", "--target-params", "90%", "-s", "one-shot", "-m", "gradient", "-q")
+    larger, smaller = json.loads((scored / "metrics.json").read_text())["budgets"]
+    assert [b["budget"]["asked"] for b in (larger, smaller)] == ["params 97%", "params 90%"]
+    assert larger["budget"]["measured"] <= 0.97
+    assert smaller["budget"]["measured"] <= 0.9
+    assert all(set(heads) <= set(smaller["drop"][name]) for name, heads in larger["drop"].items())
+
+
 def test_an_effort_that_is_none(here: Path) -> None:
     assert (
         "no effort 'huge'. Choose from low, normal, high."
@@ -78,13 +84,13 @@ def test_flops_and_max_drop(scored: Path) -> None:
 def test_a_drop_is_measured_on_what_will_be_saved(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all steps of repair, which other budgets' plans are compared without."""
     told: list[str] = []
-    whole = HeldOut.checked
+    whole = trials.checked
 
-    def checked(self: HeldOut, drop: Any) -> Any:
+    def checked(refit: Any, drop: Any) -> Any:
         told.append(json.dumps(drop, sort_keys=True))
-        return whole(self, drop)
+        return whole(refit, drop)
 
-    monkeypatch.setattr(HeldOut, "checked", checked)
+    monkeypatch.setattr(trials, "checked", checked)
     run("prune", "--max-drop", "0.9", "-s", "per-layer", "-o", "drop", "--scores", scored, "-q")
     drop = json.dumps(budget_of(Path("drop"))["drop"], sort_keys=True)
     assert told.count(drop) >= 2

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import headprune as hp
-from tests.test_families import built
-from tests.zoo import ZOO, bert, gpt2, llama, t5
+from tests.support.families import built
+from tests.support.zoo import ZOO, bert, gpt2, llama, t5
 
 
 @pytest.mark.slow

@@ -1,19 +1,23 @@
 """What CONTRIBUTING tells a newcomer works, as it is written there."""
 
+import ast
 import importlib
 import re
 import sys
 import textwrap
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 import headprune as hp
+from headprune.budgets import BUDGETS
 from headprune.planning import STRATEGIES
 from headprune.scoring import METHODS
-from tests.zoo import bert, labelled
+from tests.support.zoo import bert, labelled
 
-ROOT = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 CODE = [
     textwrap.dedent(found)
     for found in re.findall(
@@ -53,10 +57,53 @@ def test_the_example_of_a_strategy_plans() -> None:
         STRATEGIES.update(before)
 
 
-@pytest.mark.parametrize(("room", "decorator"), [("scoring", "method"), ("planning", "strategy")])
+def test_the_example_of_a_budget_is_held() -> None:
+    before = dict(BUDGETS)
+    try:
+        exec(CODE[2], {"__name__": "example"})
+        assert set(BUDGETS) - set(before) == {"weights"}
+        model, example = bert()
+        batches = [labelled(model, example)]
+        scores = hp.score(model, batches, method="random")
+        (plan,) = hp.search(model, batches, budgets="weights 0.17MB", strategy="one-shot", scores=scores, repair=False)
+        hp.prune(model, plan, example)
+        assert 160_000 < sum(4 * p.numel() for p in model.parameters()) <= 170_000
+    finally:
+        BUDGETS.clear()
+        BUDGETS.update(before)
+
+
+@pytest.mark.parametrize(
+    ("room", "decorator"), [("scoring", "method"), ("planning", "strategy"), ("budgets", "budget")]
+)
 def test_every_file_that_registers_is_imported(room: str, decorator: str) -> None:
     importlib.import_module(f"headprune.{room}")
     files = [p for p in (ROOT / "headprune" / room).glob("*.py") if f"\n@{decorator}(" in p.read_text()]
     assert files
     for path in files:
         assert f"headprune.{room}.{path.stem}" in sys.modules
+
+
+def test_test_files_import_from_support_alone() -> None:
+    """What two test files need is in `tests/support/`, so that one can be changed, split or deleted without the other."""
+    for path in TESTS.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) and n.module for a in n.names]
+        names += [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+        assert not [n for n in names if n.startswith("tests") and not n.startswith("tests.support.")], path.name
+
+
+def test_every_module_has_its_tests_and_every_test_file_its_module() -> None:
+    """By the table of CONTRIBUTING: a file that is new is named there."""
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where the tests are")[2]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ") and "`test_" in line]
+    modules, patterns = ({name for row in rows for name in re.findall(r"`([^`]+)`", row[i])} for i in (0, 1))
+    code = ROOT / "headprune"
+    entries = [
+        p for p in (*code.iterdir(), *(code / "app").iterdir()) if p.suffix == ".py" or (p / "__init__.py").exists()
+    ]
+    there = {p.relative_to(code).as_posix() + "/" * p.is_dir() for p in entries if p.name not in ("__init__.py", "app")}
+    assert there == modules - {"headprune/", "benchmarks/"}
+    files = {p.name for p in TESTS.glob("test_*.py")}
+    assert files == {f for f in files if any(fnmatch(f, pattern) for pattern in patterns)}
+    assert all(any(fnmatch(f, pattern) for f in files) for pattern in patterns)

@@ -20,38 +20,9 @@ from headprune.app.models import TASKS, LoadedModel
 from headprune.convention import sees_ahead
 from headprune.evaluation import evaluate
 from headprune.loss import ExampleLoss
-from tests.conftest import common, sentences, tokenizer, write_jsonl
-from tests.zoo import labelled, llama, randomise, t5
-
-
-def texts(rows: int = 4, length: int = 8, left: bool = False) -> dict[str, Tensor]:
-    """Texts of different length, their padding without a label."""
-    ids = torch.randint(3, 30, (rows, length), generator=torch.Generator().manual_seed(1))
-    lengths = torch.arange(rows) % (length - 3) + 4
-    mask = (torch.arange(length) < lengths[:, None]).long()
-    if left:
-        mask = mask.flip(1)
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def tiny(**more: Any) -> dict[str, Any]:
-    return common(hidden_size=16, num_attention_heads=2, intermediate_size=16, **more)
-
-
-def text_config(**more: Any) -> dict[str, Any]:
-    return tiny(num_key_value_heads=1, head_dim=8, **more)
-
-
-VISION = {
-    "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16, "image_size": 16, "patch_size": 8,
-}  # fmt: skip
-
-
-def gemma3() -> nn.Module:
-    config = tf.Gemma3Config(
-        text_config=text_config(), vision_config=VISION, mm_tokens_per_image=4, image_token_index=29
-    )
-    return tf.Gemma3ForConditionalGeneration(config)
+from tests.support.causal import VISION, Labelless, Tensors, Wrapped, gemma3, my_gpt, singles, text_config, texts, tiny
+from tests.support.folders import sentences, tokenizer, write_jsonl
+from tests.support.zoo import labelled, llama, randomise, t5
 
 
 def llava() -> nn.Module:
@@ -78,14 +49,6 @@ def xlm(**more: Any) -> nn.Module:
 
 def xlnet() -> nn.Module:
     return tf.XLNetLMHeadModel(tf.XLNetConfig(vocab_size=30, d_model=16, n_head=2, n_layer=1, d_inner=16))
-
-
-class MyGPT(tf.GPT2LMHeadModel):
-    """What users write."""
-
-
-def my_gpt() -> nn.Module:
-    return MyGPT(tf.GPT2Config(vocab_size=30, n_embd=16, n_head=2, n_layer=2))
 
 
 # (model, how far ahead the labels are that its own loss compares with)
@@ -155,30 +118,8 @@ def test_scores_agree_with_the_named_classes() -> None:
         assert losses.prepare([batch]) == [batch]  # not one by one
 
 
-class Wrapped(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, **inputs: Any) -> Any:
-        return self.inner(**inputs)
-
-
-class Labelless(Wrapped):
-    """Knows of no labels, so that there is no loss to compare with."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
-        return self.inner(input_ids=input_ids, attention_mask=attention_mask)
-
-
-class Tensors(Wrapped):
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        return self.inner(input_ids=input_ids, attention_mask=attention_mask).logits
-
-
 def test_the_sweep_over_all_model_types_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """`make coverage` looks at every causal language model of transformers."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     spec = importlib.util.spec_from_file_location("sweep", Path(__file__).parents[1] / "benchmarks" / "coverage.py")
     assert spec is not None
     assert spec.loader is not None
@@ -320,109 +261,6 @@ def test_labels_that_only_the_model_knows() -> None:
     found = evaluate(model, rows)
     assert found.loss.tolist() == pytest.approx(own, rel=1e-5)
     assert set(found.metrics) == {"loss"}
-
-
-# -- how a loss that is not known is averaged -----------------------------------------------------
-
-
-def wav2vec2(reduction: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A CTC model, and sounds with 3 to 10 labels each."""
-    config = tf.Wav2Vec2Config(
-        vocab_size=12, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, conv_dim=(8, 8),
-        conv_stride=(5, 4), conv_kernel=(10, 8), num_feat_extract_layers=2, num_conv_pos_embeddings=8,
-        num_conv_pos_embedding_groups=2, ctc_loss_reduction=reduction, pad_token_id=0,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(1, 12, (4, 10), generator=generator)
-    labels[torch.arange(10) >= torch.tensor([3, 10, 5, 8])[:, None]] = -100
-    sounds = torch.randn(4, 1600, generator=generator)
-    return randomise(tf.Wav2Vec2ForCTC(config)), {"input_values": sounds, "labels": labels}
-
-
-def prophetnet(smoothing: float) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Its loss is also of the token after the next one, of which it gives no logits."""
-    config = tf.ProphetNetConfig(
-        vocab_size=30, hidden_size=16, encoder_ffn_dim=16, num_encoder_layers=1, num_encoder_attention_heads=2,
-        decoder_ffn_dim=16, num_decoder_layers=1, num_decoder_attention_heads=2, max_position_embeddings=32, pad_token_id=0,
-        eps=smoothing, decoder_start_token_id=0,
-    )  # fmt: skip
-    return randomise(tf.ProphetNetForConditionalGeneration(config)), texts()
-
-
-def singles(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    return [{k: v[i : i + 1] for k, v in batch.items()} for i in range(len(batch["labels"]))]
-
-
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_ctc_models_examples_count_alike_whatever_their_labels(reduction: str, alone: bool) -> None:
-    model, batch = wav2vec2(reduction)
-    with torch.no_grad():
-        own = float(model(**batch).loss) / (4 if reduction == "sum" else 1)
-    found = evaluate(model, singles(batch) if alone else [batch])
-    assert found.metrics == {"loss": pytest.approx(own, rel=1e-4)}  # and no perplexity
-    assert found.tokens.tolist() == [1] * 4
-
-
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_a_seq2seq_models_own_loss_is_per_label(smoothing: float, alone: bool) -> None:
-    model, batch = prophetnet(smoothing)
-    with torch.no_grad():
-        own = float(model(**batch).loss)
-    found = evaluate(model, singles(batch) if alone else [batch])
-    assert found.metrics == pytest.approx({"loss": own, "perplexity": math.exp(own)}, rel=1e-4)
-    assert found.tokens.tolist() == (batch["labels"] != -100).sum(1).tolist()
-
-
-class Reduced(Wrapped):
-    """A focal loss, averaged in some way."""
-
-    def __init__(self, inner: nn.Module, kind: str) -> None:
-        super().__init__(inner)
-        self.kind = kind
-
-    def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
-        out = self.inner(**inputs)
-        if labels is None:
-            return out
-        flat = F.cross_entropy(out.logits[:, :-1].mT, labels[:, 1:], reduction="none")
-        focal, counts = ((1 - (-flat).exp()) ** 2 * flat).sum(1), (labels[:, 1:] != -100).sum(1)
-        if self.kind == "labels":
-            out.loss = focal.sum() / counts.sum()
-        elif self.kind == "examples":
-            out.loss = (focal / counts).mean()
-        elif self.kind == "sum":
-            out.loss = focal.sum()
-        else:  # nothing of these: the longest text's
-            out.loss = (focal / counts)[counts.argmax()]
-        return out
-
-
-@pytest.mark.parametrize("equal", [False, True])
-@pytest.mark.parametrize("kind", ["labels", "examples", "sum", "other"])
-def test_how_a_custom_loss_is_averaged_is_measured(kind: str, equal: bool) -> None:
-    """With texts of one length too. The first label is predicted by nothing, so it does not weigh."""
-    model, batch = Reduced(randomise(my_gpt()), kind), texts()
-    if equal:
-        batch = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
-    with torch.no_grad():
-        losses = [float(model(**row).loss) for row in singles(batch)]
-        own = float(model(**batch).loss)
-    found = evaluate(model, [batch])
-    if kind == "labels":
-        assert found.metrics == pytest.approx({"loss": own, "perplexity": math.exp(own)}, rel=1e-4)
-        assert found.tokens.tolist() == (batch["labels"][:, 1:] != -100).sum(1).tolist()
-    else:
-        assert found.metrics == {"loss": pytest.approx(sum(losses) / 4, rel=1e-4)}
-    assert found.loss.tolist() == pytest.approx(losses, rel=1e-4)
-
-
-def test_where_it_cannot_be_measured_each_example_counts_once() -> None:
-    """One label each: every mean is the same, and nothing says that the loss is one of labels."""
-    model, batch = Reduced(randomise(my_gpt()), "labels"), texts()
-    batch["labels"][:, [0, 1, *range(3, 8)]] = -100
-    assert set(evaluate(model, [batch]).metrics) == {"loss"}
 
 
 # -- no loss to compare with ----------------------------------------------------------------------

@@ -11,8 +11,8 @@ import headprune as hp
 from headprune.app.data import DataOptions, load_parts
 from headprune.app.models import TASKS, LoadedModel, load_model
 from headprune.loss import ExampleLoss
-from tests.conftest import common, sentences, tokenizer, write_jsonl
-from tests.zoo import randomise
+from tests.support.folders import common, sentences, tokenizer, write_jsonl
+from tests.support.zoo import randomise
 
 
 def parts_of(model: Path, data: Path, **options: Any) -> Any:

@@ -10,7 +10,7 @@ from headprune.app.data import DataOptions, load_parts
 from headprune.app.data.broken import first_broken
 from headprune.app.data.reading import read_splits
 from headprune.app.models import load_model
-from tests.conftest import sentences, write_jsonl
+from tests.support.folders import sentences, write_jsonl
 
 ROWS = [json.dumps(row) for row in sentences(60, 0)]
 TABLE = ["text,label", *(f"text {i},1" for i in range(60))]

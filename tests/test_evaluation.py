@@ -10,7 +10,7 @@ from scipy.stats import t as student
 
 import headprune as hp
 from headprune.evaluation import Change, Measurement, compare, evaluate, interval
-from tests.zoo import bert, gpt2, labelled, text
+from tests.support.zoo import bert, gpt2, labelled, text
 
 
 def measured(correct: np.ndarray) -> Measurement:
@@ -211,9 +211,9 @@ def test_a_loss_that_is_not_finite() -> None:
 def test_a_models_own_loss_does_not_change_its_perplexity() -> None:
     import transformers as tf
 
-    from tests.zoo import _common, randomise
+    from tests.support.zoo import randomise, sizes
 
-    config = tf.MixtralConfig(**_common("sdpa", num_key_value_heads=2, num_local_experts=2, output_router_logits=True))
+    config = tf.MixtralConfig(**sizes("sdpa", num_key_value_heads=2, num_local_experts=2, output_router_logits=True))
     config.router_aux_loss_coef = 1.0
     model = randomise(tf.MixtralForCausalLM(config))
     batch = labelled(model, text(rows=4))

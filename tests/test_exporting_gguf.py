@@ -22,7 +22,7 @@ from headprune.exporting import deci, export, llama_cpp
 from headprune.exporting.gguf import TEXTS
 from headprune.exporting.vocabulary import vocabulary_of
 from headprune.repairing import add_biases
-from tests.zoo import randomise
+from tests.support.zoo import randomise
 
 written = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed")
 run = pytest.mark.skipif(not llama_cpp.is_installed(), reason="xllamacpp, which bundles llama.cpp, is not installed")

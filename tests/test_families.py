@@ -1,7 +1,6 @@
 """Families that each need something of their own: what a trace must see, and what surgery must change, beside weights."""
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ from torch import nn
 import headprune as hp
 from headprune.inputs import call
 from headprune.surgery import answers
-from tests.zoo import randomise
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import tiny
+from tests.support.families import built
+from tests.support.zoo import randomise
 
 # What is special about each. All are pruned in every layer, pruned again, and saved and loaded.
 EXACT = {
@@ -43,18 +40,6 @@ EXACT = {
     "dab-detr": "queries that are projected outside the attention module",
     "zamba2": "several layers share their weights",
 }  # fmt: skip
-
-
-def built(name: str) -> tuple[nn.Module, Any]:
-    if name not in tiny.model_types():
-        pytest.skip(f"this transformers has no {name}")
-    model, _, example = tiny.build(name)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for key, p in model.named_parameters():
-            if p.is_floating_point() and (p.ndim >= 2 or key.endswith("bias")):
-                p.copy_(torch.randn(p.shape, generator=generator) / max(p.shape[-1], 1) ** 0.5)
-    return model, example
 
 
 def answer(model: nn.Module, example: Any) -> list[torch.Tensor]:

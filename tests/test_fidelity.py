@@ -10,8 +10,8 @@ import headprune as hp
 from headprune import fidelity
 from headprune.fidelity import Fidelity
 from headprune.gates import mask
-from tests import zoo
-from tests.problems import small
+from tests.support import zoo
+from tests.support.problems import small
 
 
 def test_the_divergence_is_the_mean_over_examples() -> None:

@@ -8,8 +8,8 @@ import headprune as hp
 from headprune.gates import gated
 from headprune.inputs import call
 from headprune.surgery import answers
-from tests.test_trace import hooks
-from tests.zoo import CASES, ZOO, TorchEncoder, bert
+from tests.support.checks import hooks
+from tests.support.zoo import CASES, ZOO, TorchEncoder, bert
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)

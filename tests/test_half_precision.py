@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.gates import gated
 from headprune.scoring.gradient import gate_gradients
-from tests.problems import problem
-from tests.zoo import bert
+from tests.support.problems import problem
+from tests.support.zoo import bert
 
 HALVES = [torch.bfloat16, torch.float16]
 

@@ -1,32 +1,29 @@
 """Runs that are killed, or told to stop, or that fail in their last second: nothing is lost, and the same command goes on."""
 
 import json
-import os
 import random
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers as tf
-from typer.testing import CliRunner
+from pydantic import ValidationError
 
 import headprune as hp
 from headprune.app.console import Console
 from headprune.app.data import DataOptions
 from headprune.app.folders import Folder, claimed
-from headprune.app.runs import RunFolder, choose_folder
+from headprune.app.runs import RunFolder
 from headprune.app.workflow import Options, score_run
-from headprune.cli import app
-from headprune.errors import HeadPruneError, Stopped
+from headprune.errors import Stopped
 from headprune.jsonio import read_json
-from headprune.locks import BusyError, Lock
-from tests.conftest import common, sentences, tokenizer, write_jsonl
-from tests.interrupted import Processes
-from tests.zoo import randomise
+from tests.support.commands import run
+from tests.support.folders import common, sentences, tokenizer, write_jsonl
+from tests.support.interrupted import Processes
+from tests.support.zoo import randomise
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 
@@ -47,12 +44,6 @@ def copy(tiny: Path, folder: Path) -> Path:
     """The model and the data in a folder of a test's own, so that all paths in documents are alike."""
     shutil.copytree(tiny, folder)
     return folder
-
-
-def run(*arguments: object, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
-    return result
 
 
 COSTS = ("seconds", "passes", "latency", "environment", "when", "resumed", "commands")
@@ -101,7 +92,7 @@ def test_killed_again_and_again(processes: Processes, tiny: Path, tmp_path: Path
     assert len(statuses) > 4
     assert set(statuses[:-1]) == {-KILL, 128 + TERM}
     stopped = next(d for d in done if d["status"] == 128 + TERM)
-    assert "the same command goes on there" in " ".join(stopped["stderr"].split())
+    assert "the same command continues there" in " ".join(stopped["stderr"].split())
     assert any("Going on with" in d["stderr"] for d in done)
     assert [p.name for p in (here / "reports").iterdir()] == ["m-1"]
     assert results_of(here / "reports" / "m-1") == undisturbed
@@ -184,7 +175,7 @@ def test_without_o_the_same_command_goes_on_and_another_goes_elsewhere(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("headprune.app.workflow.pruning.time_models", interrupt)
-        assert "m-1/.unfinished: the same command goes on there" in " ".join(run(*QUICK, code=130).stderr.split())
+        assert "m-1/.unfinished: the same command continues there" in " ".join(run(*QUICK, code=130).stderr.split())
         assert not (here / "reports" / "m-1" / "run.json").exists()
         run(*QUICK, "--no-repair", code=130)
     assert sorted(p.name for p in (here / "reports").iterdir()) == ["m-1", "m-2"]
@@ -207,10 +198,13 @@ def test_a_wrong_command_leaves_its_folder_to_the_next(here: Path) -> None:
 
 def test_the_last_seconds_fail(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A document that JSON cannot hold: it is said where, and nothing is computed again."""
+    from headprune.app.documents import Latency
     from headprune.app.workflow import pruning
 
     original = pruning.time_models
-    monkeypatch.setattr(pruning, "time_models", lambda *a: {"rows": [{"batch": object()}]})
+    monkeypatch.setattr(
+        pruning, "time_models", lambda *a: Latency.model_construct({"rows"}, rows=[{"batch": object()}])
+    )
     error = run(*QUICK, code=1).stderr
     assert "rows › 0 › batch is a object, which JSON cannot hold" in " ".join(error.split())
     monkeypatch.setattr(pruning, "time_models", original)
@@ -240,7 +234,7 @@ def test_what_cannot_be_written_is_found_before_the_long_work(here: Path, monkey
     monkeypatch.setattr("headprune.app.runs.command_line", lambda: object())
     monkeypatch.setattr("headprune.app.workflow.scoring.score", interrupt)
     options, console = Options("m", DataOptions("d")), Console(quiet=True)
-    with pytest.raises(HeadPruneError, match="commands › 0"):
+    with pytest.raises(ValidationError, match="commands"):
         score_run(options, ["random"], RunFolder(here / "r"), console)
 
 
@@ -287,120 +281,6 @@ def test_the_demo_leaves_the_old_report_until_there_is_another(here: Path, monke
     assert "has been run" in run("demo").stdout
 
 
-# -- locks ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def holder(tmp_path: Path) -> Iterator[int]:
-    """Another process that is writing ``tmp_path/r``."""
-    ready, told = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            with Folder(tmp_path / "r").locked("headprune prune --keep 4"):
-                os.write(told, b"x")
-                time.sleep(600)
-        finally:
-            os._exit(0)
-    os.read(ready, 1)
-    yield pid
-    try:
-        os.kill(pid, KILL)
-        os.waitpid(pid, 0)
-    except (ProcessLookupError, ChildProcessError):
-        pass
-
-
-def test_a_second_run_is_refused_and_says_who_is_there(
-    holder: int, tmp_path: Path, bert_folder: Path, data_folder: Path
-) -> None:
-    folder = tmp_path / "r"
-    commands = (
-        ["score", bert_folder, "-d", data_folder, "-o", folder],
-        ["prune", bert_folder, "-d", data_folder, "-k", 4, "-o", folder, "--overwrite"],
-        ["demo", "-o", folder],
-    )
-    for command in commands:
-        lines = run(*command, code=1).stderr.splitlines()
-        (line,) = [line for line in lines if line.startswith("headprune: ")]
-        assert f"process {holder} (`headprune prune --keep 4`, since 20" in line
-    assert [p.name for p in folder.iterdir()] == [".lock"]
-    shutil.copytree(Path(__file__).parent.parent / "reports" / "digits", folder, dirs_exist_ok=True)
-    assert f"process {holder}" in run("report", folder, code=1).stderr
-    os.kill(holder, KILL)
-    os.waitpid(holder, 0)
-    assert (folder / ".lock").exists()  # stale now
-    run("report", folder)
-    assert not (folder / ".lock").exists()
-
-
-def test_without_o_two_runs_never_take_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    taken: list[str] = []
-
-    def nested(left: int) -> None:
-        pid = os.fork()
-        if not pid:
-            try:
-                with claimed(
-                    lambda: choose_folder(None, "m", False, str(left)), str(left), "x", say=lambda _: None
-                ) as f:
-                    (tmp_path / f"took-{left}").write_text(f.path.name)
-                    time.sleep(0.3)
-                    (f.path / "run.json").write_text("{}")
-            finally:
-                os._exit(0)
-        pids.append(pid)
-
-    pids: list[int] = []
-    for n in range(6):
-        nested(n)
-    for pid in pids:
-        os.waitpid(pid, 0)
-    taken = sorted((tmp_path / f"took-{n}").read_text() for n in range(6))
-    assert taken == [f"m-{n}" for n in range(1, 7)]
-
-
-def test_where_there_are_no_locks_a_dead_process_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import errno
-    import fcntl
-
-    def unsupported(*_: Any) -> None:
-        raise OSError(errno.ENOTSUP, "not here")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    path = tmp_path / ".lock"
-
-    def taken_by(**owner: Any) -> bool:
-        path.write_text(json.dumps(owner))
-        return Lock(path).taken()
-
-    import platform
-
-    from headprune.locks import _started
-
-    pid, host = os.getppid(), platform.node()
-    assert taken_by(pid=pid, host=host, started=_started(pid))
-    assert not taken_by(pid=pid, host=host, started="1")  # the number was given anew
-    dead = os.fork() or os._exit(0)
-    os.waitpid(dead, 0)
-    assert not taken_by(pid=dead, host=host, started="1")
-    assert taken_by(pid=dead, host="elsewhere", started="1")
-    with pytest.raises(BusyError, match=r"process \d+ on elsewhere .* if it is surely gone, remove"):
-        Lock(path).take("The folder", "x")
-    assert not taken_by()
-    lock = Lock(path)
-    lock.take("The folder", "x")
-    lock.free()
-    assert not path.exists()
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(HeadPruneError, match="cannot be written: Not a directory"):
-        Lock(tmp_path / "file" / "sub" / ".lock").take("The folder", "x")
-
-
 # -- folders ----------------------------------------------------------------------------------
 
 
@@ -435,5 +315,5 @@ def test_an_interruption_says_how_to_go_on(tmp_path: Path) -> None:
     with pytest.raises(Stopped) as stopped:
         work()
     assert stopped.value.status == 143
-    assert "the same command goes on there" in stopped.value.hint
+    assert "the same command continues there" in stopped.value.hint
     assert folder.left_by("k")

@@ -7,7 +7,7 @@ from torch import nn
 
 from headprune import latency
 from headprune.latency import bench, flops, parameters, shaped, speedup
-from tests.zoo import bert, gpt2, text
+from tests.support.zoo import bert, gpt2, text
 
 
 class Recorder(nn.Module):

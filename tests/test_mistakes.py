@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headprune.cli import app
-from tests.conftest import sentences, write_jsonl
+from tests.support.folders import sentences, write_jsonl
 
 runner = CliRunner()
 
@@ -197,7 +197,7 @@ EARLY: list[tuple[list[str], str, int]] = [
     (["report", "{files}/run-binary"], "run.json is not readable", 1),
     (["report", "{files}/run-other"], "does not hold headprune's run", 1),
     (["report", "{files}/run-schema"], "has format 7", 1),
-    (["report", "{files}/run-bare"], "are damaged", 1),
+    (["report", "{files}/run-bare"], "run.json is damaged, or of another version: commands is missing", 1),
     ([*BENCH, "--lengths", "long"], "no list of numbers", 1),
     ([*BENCH, "--lengths", "8,,9"], "no list of numbers", 1),
     ([*BENCH, "--lengths", "0"], "no list of numbers", 1),
@@ -314,7 +314,7 @@ def test_a_mistake_is_told_before_the_long_work(
     def long(*_: object, **__: object) -> None:
         raise AssertionError("the long work began")
 
-    for step in ("app.workflow.scoring.score", "app.workflow.pruning.evaluate", "searching.arrange"):
+    for step in ("app.workflow.scoring.score", "app.workflow.results.evaluate", "searching.arrange"):
         monkeypatch.setattr(f"headprune.{step}", long)
     given = typed(arguments, bert=bert_folder, data=data_folder, files=files, plans=plans)
     check(given, says, 1, here)

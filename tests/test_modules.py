@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from headprune.modules import MultiheadAttention
-from tests.zoo import randomise
+from tests.support.zoo import randomise
 
 FLAGS = list(itertools.product([True, False], repeat=4))
 

@@ -13,32 +13,8 @@ import headprune as hp
 from headprune.inputs import call
 from headprune.repairing import repair
 from headprune.surgery import answers
-from tests.zoo import randomise
-
-WIDTH, HEADS = 32, 4
-
-
-class Attention(nn.Module):
-    """Ordinary attention. ``kill`` is the brute force: this head's result is zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = HEADS
-        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.kill: int | None = None
-
-    def attend(self, x: Tensor, **mask: Any) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return self.joined(F.scaled_dot_product_attention(q, k, v, **mask))
-
-    def joined(self, result: Tensor) -> Tensor:
-        if self.kill is not None:
-            result = result.clone()
-            result[:, self.kill] = 0
-        return result.transpose(1, 2).flatten(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o(self.attend(x))
+from tests.support.plain import HEADS, WIDTH, Attention, Pair, model_of, noise
+from tests.support.zoo import randomise
 
 
 class OwnWeight(Attention):
@@ -129,14 +105,6 @@ class ConvAttention(Attention):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(1, (self.num_heads, -1)).mT for t in self.qkv(x.mT).chunk(3, 1))
         return self.o(self.joined(F.scaled_dot_product_attention(q, k, v)).mT).mT
-
-
-def model_of(attention: type[Attention]) -> nn.Module:
-    return randomise(nn.Sequential(attention(), nn.LayerNorm(WIDTH), attention(), nn.Linear(WIDTH, 3)))
-
-
-def noise(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 ALL = [OwnWeight, OutputTwice, SharedDropout, Watched, NormBefore, Adapted, HeadsLast, ConvAttention]
@@ -370,23 +338,6 @@ def test_mistakes_are_told_in_a_line() -> None:
         pass
     with torch.no_grad():
         assert torch.isfinite(call(model, x)).all()
-
-
-class Pair(nn.Module):
-    """Two attention modules with the same weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Attention(), Attention()
-        self.tie()
-
-    def tie(self) -> None:
-        for name in ("qkv", "o"):
-            for key in ("weight", "bias"):
-                setattr(getattr(self.second, name), key, getattr(getattr(self.first, name), key))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(x + self.first(x))
 
 
 @pytest.mark.parametrize(("second", "shared"), [([1], True), ([2], False), ([], False), ([0, 1, 2, 3], False)])

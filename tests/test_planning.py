@@ -1,6 +1,9 @@
 """Budgets are never exceeded, and smaller ones are inside larger ones."""
 
+import json
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,73 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headprune as hp
-from headprune.attention import AttentionLayer, check_possible
-from headprune.planning import STRATEGIES, Constraints, Order, Search, arrange, heads_to_keep
+from headprune.planning import STRATEGIES, Order, Search, arrange, heads_to_keep
 from headprune.planning.units import GROUPS, SLICES
-from tests.zoo import bert, labelled
-
-
-def scores_of(shapes: list[tuple[int, int]], values: list[float], prunable: bool = True) -> hp.HeadScores:
-    layers = tuple(
-        AttentionLayer(
-            f"l{i}",
-            i,
-            "decoder",
-            h,
-            kv,
-            8,
-            () if kv in (1, h) else tuple(tuple(range(g * h // kv, (g + 1) * h // kv)) for g in range(kv)),
-            prunable,
-        )
-        for i, (h, kv) in enumerate(shapes)
-    )
-    split = torch.split(torch.tensor(values, dtype=torch.float64), [h for h, _ in shapes])
-    return hp.HeadScores(
-        "m", "u", {a.name: v for a, v in zip(layers, split, strict=True)}, {a.name: v * 0 for a, v in zip(layers, split, strict=True)},
-        1, layers,
-    )  # fmt: skip
-
-
-@st.composite
-def any_scores(draw: st.DrawFn) -> hp.HeadScores:
-    shapes = [
-        (kv * draw(st.integers(1, 4)), kv)
-        for kv in draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=5))
-    ]
-    total = sum(h for h, _ in shapes)
-    values = draw(st.lists(st.floats(-2, 2, width=32), min_size=total, max_size=total))
-    return scores_of(shapes, values)
-
-
-@st.composite
-def any_search(draw: st.DrawFn) -> Search:
-    scores = draw(any_scores())
-    heads = [(a.name, h) for a in scores.layers for h in range(a.num_heads)]
-    chosen = draw(st.sets(st.sampled_from(heads), max_size=3))
-    protect = {a.name: sorted(h for n, h in chosen if n == a.name) for a in scores.layers}
-    constraints = Constraints({n: h for n, h in protect.items() if h}, draw(st.integers(0, 3)))
-    total = len(scores.flat())
-    slopes = torch.randn(4, total, dtype=torch.float64, generator=torch.Generator().manual_seed(total))
-    scores = replace(scores, matrix=slopes.T @ slopes)  # as `fisher` has it
-    return Search(scores.layers, scores, constraints, draw(st.sampled_from([GROUPS, SLICES])))
-
-
-def check_plans(order: Order, search: Search) -> None:
-    """Every budget within reach has a plan that holds it, among the larger ones' heads, and breaks no constraint."""
-    last: set[tuple[str, int]] = set()
-    for keep in range(order.total, order.least - 1, -1):
-        plan = order.plan(keep)
-        dropped = {(n, h) for n, heads in plan.drop.items() for h in heads}
-        assert last <= dropped
-        assert plan.kept == order.total - len(dropped) <= keep == plan.asked
-        assert plan == plan.on(search.layers)
-        for layer in search.layers:
-            gone = plan.drop.get(layer.name, [])
-            assert not set(gone) & search.constraints.protected(layer)
-            assert layer.num_heads - len(gone) >= min(search.constraints.min_heads, layer.num_heads)
-            check_possible(layer, gone)
-        last = dropped
-
+from tests.support.plans import any_scores, any_search, check_plans, scores_of
+from tests.support.zoo import bert, labelled
 
 PURE = [s.name for s in STRATEGIES.values() if not s.runs_model]
 
@@ -172,8 +112,15 @@ def test_a_plan_for_another_model_is_refused() -> None:
         hp.prune(model, plan, example)
 
 
-def test_plans_survive_json(tmp_path: object) -> None:
-    model, example = bert()
-    plan = hp.plan(hp.score(model, [labelled(model, example)]), "50%")
-    plan.save(f"{tmp_path}/plan.json")
-    assert hp.PruningPlan.load(f"{tmp_path}/plan.json") == plan
+@given(any_search(), st.data())
+def test_any_plan_survives_its_file(search: Search, data: st.DataObject) -> None:
+    """And so do edits: a file that holds the heads alone gives a plan of the same heads."""
+    plan = data.draw(st.sampled_from(list(STRATEGIES["one-shot"].run(search, []).plans())))
+    plan = replace(plan, notes=(data.draw(st.text()),), budget=data.draw(st.text()))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        plan.save(path)
+        assert hp.PruningPlan.load(path) == plan
+        path.write_text(json.dumps({"headprune": "plan", "schema": 1, "drop": plan.drop}))
+        bare = hp.PruningPlan.load(path).on(search.layers)
+    assert (bare.drop, bare.kept, bare.total) == (plan.drop, plan.kept, plan.total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,30 +15,31 @@ from headprune.planning.effects import effects
 from headprune.planning.effort import EFFORTS, Effort, flops_of_pass, spread
 from headprune.planning.search import work_of
 from headprune.planning.units import Unit
+from headprune.reference import Calibration, calibrate, measure
 from headprune.repairing import Refit
-from tests.problems import small
-from tests.zoo import labelled, randomise, text
+from tests.support.problems import small
+from tests.support.zoo import labelled, randomise, text
 
 
-def searched(effort: Effort = EFFORTS["normal"]) -> Search:
+def searched(effort: Effort = EFFORTS["normal"]) -> tuple[Calibration, Search]:
     model, batches = small()
     layers = hp.find_attention(model, batches[0])
-    return Search(layers, model=model, batches=batches, refit=Refit(model, layers, batches), effort=effort)
+    return calibrate(model, layers, batches), Search(layers, model=model, batches=batches, effort=effort)
 
 
 @pytest.mark.parametrize("strategy", ["compensated", "re-scored"])
 def test_a_search_costs_what_was_counted(strategy: str) -> None:
-    search = searched()
-    work = work_of(search, strategy, [2])
-    assert search.refit is not None
-    before = search.refit.passes
-    arrange(search, strategy, [2])
-    assert work.passes == pytest.approx(search.refit.passes - before, rel=0.1)
-    assert work.flops == pytest.approx(work.passes * flops_of_pass(search.refit.model, search.batches))
+    calibration, search = searched()
+    work = work_of(search, lambda: calibration, strategy, [2])
+    assert calibration.runner.passes == 0
+    arrange(replace(search, refit=Refit(measure(calibration, answers=False))), strategy, [2])
+    assert work.passes == pytest.approx(calibration.runner.passes, rel=0.1)
+    assert work.flops == pytest.approx(work.passes * flops_of_pass(calibration.runner.model, search.batches))
 
 
 def test_scores_alone_cost_nothing() -> None:
-    assert work_of(searched(), "one-shot", [2]).passes == 0
+    calibration, search = searched()
+    assert work_of(search, lambda: calibration, "one-shot", [2]).passes == 0
 
 
 def test_a_12_by_4_model_is_looked_at_again_on_1024_examples() -> None:
@@ -54,8 +56,9 @@ def test_a_12_by_4_model_is_looked_at_again_on_1024_examples() -> None:
     batch = labelled(model, text(2, 64, seed=0), seed=0)
     layers = hp.find_attention(model, batch)
     batches: list[Any] = [batch] * 512
-    search = Search(layers, model=model, batches=batches, refit=Refit(model, layers, batches))
-    work = work_of(search, "re-scored", [6, 12, 16, 18, 24, 30, 36, 42])
+    calibration = calibrate(model, layers, batches)
+    search = Search(layers, model=model, batches=batches)
+    work = work_of(search, lambda: calibration, "re-scored", [6, 12, 16, 18, 24, 30, 36, 42])
     assert work.examples == 1024
     assert EFFORTS["normal"].allows(work)
     assert EFFORTS["high"].allows(work)
@@ -68,10 +71,10 @@ def test_batches_to_look_at_are_from_everywhere() -> None:
 
 
 def test_a_look_takes_as_many_examples_as_it_may() -> None:
-    search = searched(Effort("some", 5, None))
-    assert search.refit is not None
+    calibration, search = searched(Effort("some", 5, None))
+    refit = Refit(measure(calibration, answers=False))
     units = [Unit(0.0, i, (h,)) for i in range(2) for h in range(3)]
-    every = effects(search.refit, search.layers, {}, units)
-    some = effects(search.refit, search.layers, {}, units, examples=5)
+    every = effects(refit, search.layers, {}, units)
+    some = effects(refit, search.layers, {}, units, examples=5)
     assert [len(every), len(some)] == [9, 4]  # the first batch of three
     torch.testing.assert_close(some, every[:4])

@@ -1,6 +1,8 @@
 """Strategies, constraints, and plans that a person reads and edits."""
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,24 +11,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headprune as hp
+from headprune.attention import AttentionLayer
 from headprune.planning import STRATEGIES, Constraints, Search, arrange
 from headprune.planning.units import GROUPS, SLICES, addresses
 from headprune.trace import find_attention
-from tests.test_planning import any_scores, scores_of
-from tests.zoo import bert, labelled, llama
+from tests.support.plans import any_search, scores_of
+from tests.support.zoo import bert, labelled, llama
 
 
-@given(any_scores(), st.sampled_from([GROUPS, SLICES]))
-def test_uniform_is_uniform(scores: hp.HeadScores, kind: str) -> None:
-    """Layers of one size keep the same number, and the most important ones; sizes keep about their share."""
-    order = STRATEGIES["uniform"].run(Search(scores.layers, scores, kind=kind), [])
+@given(any_search())
+def test_uniform_is_uniform(search: Search) -> None:
+    """Layers of one size keep the same number, whatever must stay; where nothing must, all heads can go."""
+    order = STRATEGIES["uniform"].run(search, [])
     for plan in order.plans():
         shares = {}
-        for layer in scores.layers:
+        for layer in search.layers:
             left = layer.num_heads - len(plan.drop.get(layer.name, ()))
             size = (layer.num_heads, layer.num_kv_heads)
             assert shares.setdefault(size, left) == left
-    assert order.least == 0
+    assert STRATEGIES["uniform"].run(replace(search, constraints=Constraints()), []).least == 0
+
+
+@given(any_search())
+def test_per_layer_takes_as_large_a_share_of_every_layer(search: Search) -> None:
+    """No layer that could lose more is behind another by more than half a unit of each: no rounding comes nearer at every size."""
+    order = STRATEGIES["per-layer"].run(search, [])
+    reach = {a.name: len(list(order.plans())[-1].drop.get(a.name, ())) for a in search.layers}
+    for plan in order.plans():
+        gone = {a.name: len(plan.drop.get(a.name, ())) for a in search.layers}
+        for ahead, behind in itertools.permutations(search.layers, 2):
+            if gone[behind.name] < reach[behind.name] and gone[ahead.name]:
+                slack = sum(unit_of(a, search.kind) / a.num_heads for a in (ahead, behind)) / 2
+                lead = gone[ahead.name] / ahead.num_heads - gone[behind.name] / behind.num_heads
+                assert lead <= slack + 1e-12
+
+
+def unit_of(layer: AttentionLayer, kind: str) -> int:
+    """How many heads of a layer go together."""
+    shared = layer.num_kv_heads < layer.num_heads and layer.num_kv_heads > 1
+    if not shared:
+        return 1
+    return layer.num_kv_heads if kind == SLICES else layer.num_heads // layer.num_kv_heads
 
 
 def test_uniform_and_a_protected_layer() -> None:

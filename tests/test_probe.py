@@ -17,8 +17,8 @@ from headprune import probe
 from headprune.forms import guesses, made, packed, remembered, unpacked
 from headprune.inputs import call
 from headprune.surgery import answers
-from tests.test_checkpoint import pruned
-from tests.zoo import ZOO, TorchEncoder, bert, gpt2, llama, randomise, text
+from tests.support.checks import pruned
+from tests.support.zoo import ZOO, TorchEncoder, bert, gpt2, llama, randomise, text
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import headprune as hp
 from headprune.inputs import call
 from headprune.longer import _Bounds, longer, position_limit
 from headprune.surgery import answers
-from tests.zoo import ZOO, bert, gpt2, randomise, text
+from tests.support.zoo import ZOO, bert, gpt2, randomise, text
 
 WIDTH, HEADS = 32, 4
 

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from pathlib import Path
 
 import numpy as np
 import pytest
+import quality
 import torch
+from quality import METHODS, Cache, Subject, measure, table
 
 import headprune as hp
-from headprune.repairing import Refit
-from tests.problems import small
-from tests.test_trace import hooks
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import quality
-from quality import METHODS, Cache, Subject, measure, table
+from tests.support.checks import hooks
+from tests.support.problems import small
+from tests.support.repairs import refit_of
 
 
 @pytest.fixture
@@ -116,7 +111,7 @@ def test_the_table_holds_means_spreads_and_a_paired_error(subject):
     assert "| b | – | 1.000 | 2 |" in text
     assert "dense 1.000" in text
     error = np.std([0, 0, -0.5, -1], ddof=1) / 2
-    assert f"paired, 0 to {error:.2g}." in text
+    assert f"0 to {error:.2g} for the paired change from dense." in text
 
 
 def test_auto_takes_what_stays_nearest_to_the_dense_model(subject, monkeypatch):
@@ -124,7 +119,7 @@ def test_auto_takes_what_stays_nearest_to_the_dense_model(subject, monkeypatch):
     model, layers, choose, score = subject.model, subject.layers, subject.choose, subject.score(0)
     before = model(**choose[0]).logits.softmax(-1)
     searches = [quality.Searched(name) for name in ("re-scored", "compensated")]
-    refit = Refit(model, layers, score)
+    refit = refit_of(model, layers, score)
 
     def distance() -> float:
         after = model(**choose[0]).logits.softmax(-1)

@@ -15,12 +15,12 @@ from headprune.app.workflow.scene import DataOptions, Options, open_scene
 from headprune.divergence import Divergence
 from headprune.evaluation import evaluate
 from headprune.fidelity import Fidelity
+from headprune.reference.token_weights import probe_of
 from headprune.repairing import repair
-from headprune.repairing.probe import probe_of
 from headprune.rows import Rows
-from tests.conftest import tokenizer, write_jsonl
-from tests.test_convention import Labelless, gemma3, text_config, tiny
-from tests.zoo import randomise, text
+from tests.support.causal import Labelless, gemma3, text_config, tiny
+from tests.support.folders import tokenizer, write_jsonl
+from tests.support.zoo import randomise, text
 
 
 def regression(problem: str | None = "regression", targets: int = 3) -> nn.Module:

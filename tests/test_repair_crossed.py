@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 import headprune as hp
-from headprune.repairing import Refit, repair
-from headprune.repairing.crossed import blocks, crossed
+from headprune.reference.mixtures import blocks, crossed
+from headprune.repairing import repair
 from headprune.rows import Rows
-from tests import zoo
-from tests.problems import small
-from tests.test_repair import made, state
-from tests.test_repair_answers import classifier
+from tests.support import zoo
+from tests.support.checks import state
+from tests.support.problems import small
+from tests.support.repairs import classifier, made, refit_of
 
 PLACES = 12
 
@@ -96,11 +96,13 @@ def test_a_causal_mask_is_no_padding() -> None:
 def test_statistics_are_of_examples_and_mixtures() -> None:
     model, batches = classifier(3)
     layers = hp.find_attention(model, batches[0])
-    refit = Refit(model, layers, batches, values=False)
-    found = refit.statistics.dense
-    assert {m.shift for m in refit.runner.further} == {1, 2}
+    refit = refit_of(model, layers, batches, values=False)
+    found = refit.reference.moments
+    assert {m.shift for m in refit.reference.runner.mixtures} == {1, 2}
     # The same examples and mixtures, all given as examples.
-    everything = Refit(model, layers, refit.runner.everything, values=False, mixtures=False).statistics.dense
+    everything = refit_of(
+        model, layers, refit.reference.runner.everything, values=False, mixtures=False
+    ).reference.moments
     for name, moments in found.items():
         torch.testing.assert_close(moments.xx.sum(0), everything[name].xx.sum(0))
         torch.testing.assert_close(moments.xy.sum(0), everything[name].xy.sum(0))
@@ -110,9 +112,8 @@ def test_statistics_are_of_examples_and_mixtures() -> None:
 def test_no_mixture_is_of_two_folds() -> None:
     """What is fitted to one half of the examples has seen nothing of the other."""
     model, batches = classifier(3)
-    refit = Refit(model, hp.find_attention(model, batches[0]), batches)
-    assert refit.statistics.dense
-    runner = refit.runner
+    refit = refit_of(model, hp.find_attention(model, batches[0]), batches)
+    runner = refit.reference.runner
     folds = {}
     for index, batch in enumerate(batches):
         folds |= {
@@ -120,7 +121,7 @@ def test_no_mixture_is_of_two_folds() -> None:
             for text, f in zip(batch["input_ids"], runner.fold(index), strict=True)
         }
     assert set(folds.values()) == {0, 1}
-    for number, mixed in enumerate(runner.further):
+    for number, mixed in enumerate(runner.mixtures):
         for text, fold in zip(mixed.inputs["input_ids"].tolist(), runner.fold(len(batches) + number), strict=True):
             parents = [
                 f
@@ -134,9 +135,8 @@ def test_no_mixture_is_of_two_folds() -> None:
 @pytest.mark.parametrize("name", ["llama", "vit"])
 def test_other_models_have_none(name: str) -> None:
     model, example, layers = made(name)
-    refit = Refit(model, layers, [example])
-    assert refit.statistics.dense
-    assert not refit.runner.further
+    refit = refit_of(model, layers, [example])
+    assert not refit.reference.runner.mixtures
 
 
 @pytest.mark.parametrize("error", [ValueError, TypeError, KeyError])
@@ -152,9 +152,8 @@ def test_a_model_that_does_not_take_them_has_none(error: type[Exception], monkey
     labelled = [{**b, "labels": torch.zeros(len(b["input_ids"]), dtype=torch.long)} for b in batches]
     layers = hp.find_attention(model, batches[0])
     monkeypatch.setattr(model, "forward", particular)
-    refit = Refit(model, layers, labelled)
-    assert refit.statistics.dense
-    assert not refit.runner.further
+    refit = refit_of(model, layers, labelled)
+    assert not refit.reference.runner.mixtures
 
 
 def test_many_examples_have_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,10 +161,9 @@ def test_many_examples_have_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     count = sum(len(b["input_ids"]) for b in batches)
     layers = hp.find_attention(model, batches[0])
     for room, shifts in ((2 * count - 1, set()), (2 * count, {1}), (9 * count, {1, 2})):
-        monkeypatch.setattr("headprune.repairing.statistics._MOST_EXAMPLES", room)
-        refit = Refit(model, layers, batches)
-        assert refit.statistics.dense
-        assert {m.shift for m in refit.runner.further} == shifts
+        monkeypatch.setattr("headprune.reference.dense._MOST_EXAMPLES", room)
+        refit = refit_of(model, layers, batches)
+        assert {m.shift for m in refit.reference.runner.mixtures} == shifts
 
 
 def test_it_can_be_left_out_and_is_told() -> None:
@@ -194,11 +192,11 @@ def test_two_batches_of_other_sizes_give_the_same_mixtures() -> None:
 
 def test_memory_that_ran_out_is_not_taken_for_a_model_that_does_not_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = classifier(3)
-    refit = Refit(model, hp.find_attention(model, batches[0]), batches)
+    refit = refit_of(model, hp.find_attention(model, batches[0]), batches)
 
     def full(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(model, "forward", full)
     with pytest.raises(torch.OutOfMemoryError):
-        refit.runner.mix(1)
+        refit.reference.runner.with_mixtures(1)

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.divergence import Divergence
-from headprune.repairing import HeldOut, Refit, Repair, Weights, repair
+from headprune.reference.answers import DenseAnswers
+from headprune.reference.runner import Calls, Runner
+from headprune.repairing import Refit, Repair, Weights, checked, repair
 from headprune.repairing import held_out as room
 from headprune.repairing.held_out import better
-from headprune.repairing.runner import Runner
 from headprune.repairing.weights import Trial
-from tests.problems import duplicated, small
-from tests.test_repair import state
+from tests.support.checks import state
+from tests.support.problems import duplicated, small
+from tests.support.repairs import refit_of
 
 WORDS, LENGTH = 12, 10
 
@@ -77,7 +79,7 @@ def far(model: nn.Module, refit: Refit, weights: Weights, drop: dict[str, list[i
     """Accuracy on other texts, and the divergence from the dense model's answers."""
     x, y = texts(400, 99)
     dense = model(x)
-    with refit.applied(weights), hp.mask(model, drop, layers=refit.layers):
+    with refit.applied(weights), hp.mask(model, drop, layers=refit.reference.layers):
         now = model(x)
     return float((now.argmax(1) == y).float().mean()), float(Divergence(model, 0).between(dense, now, {}).mean())
 
@@ -87,11 +89,10 @@ def test_accuracy_of_what_was_not_fitted_does_not_fall(trained: Classifier, exam
     x, y = texts(examples, 5)
     batches = list(zip(x.split(16), y.split(16), strict=True))
     layers = hp.find_attention(trained, x)
-    refit = Refit(trained, layers, batches)
-    judge = HeldOut(refit)
+    refit = refit_of(trained, layers, batches, answers=True)
     for pairs in DROPS:
         drop = drop_of(pairs)
-        found = judge.checked(drop)
+        found = checked(refit, drop)
         before, after = far(trained, refit, Weights(), drop), far(trained, refit, found, drop)
         assert after[0] >= before[0] - 0.02
         assert after[1] <= before[1] * 1.1 + 0.02
@@ -104,10 +105,10 @@ def test_accuracy_of_what_was_not_fitted_does_not_fall(trained: Classifier, exam
 def test_what_does_better_is_kept(trained: Classifier) -> None:
     x, y = texts(160, 5)
     layers = hp.find_attention(trained, x)
-    refit = Refit(trained, layers, [(x, y)])
+    refit = refit_of(trained, layers, [(x, y)], answers=True)
     gains = 0
     for pairs in DROPS:
-        found = HeldOut(refit).checked(drop_of(pairs))
+        found = checked(refit, drop_of(pairs))
         before, after = (far(trained, refit, w, drop_of(pairs))[1] for w in (Weights(), found))
         gains += after < 0.5 * before
     assert gains >= 2
@@ -115,24 +116,25 @@ def test_what_does_better_is_kept(trained: Classifier) -> None:
 
 def test_the_comparison_by_hand(trained: Classifier, monkeypatch: pytest.MonkeyPatch) -> None:
     """W_O fitted to every other example, tried on those between, and the other way round."""
-    noisy = Runner.sensitivity  # goes by an example's number
+    noisy = Runner.recorded_with_weights  # goes by an example's number
 
-    def alike(self: Runner, index: int) -> dict[str, list[Tensor]]:
-        return {name: [torch.ones_like(t) for t in calls] for name, calls in noisy(self, index).items()}
+    def alike(self: Runner, index: int) -> tuple[Calls, Calls, Calls]:
+        xs, ys, weights = noisy(self, index)
+        return xs, ys, {name: [torch.ones_like(t) for t in calls] for name, calls in weights.items()}
 
-    monkeypatch.setattr(Runner, "sensitivity", alike)
+    monkeypatch.setattr(Runner, "recorded_with_weights", alike)
     x, _ = texts(10, 5)
     layers = hp.find_attention(trained, x)
     drop = {"attention.0": [0, 1]}
-    refit = Refit(trained, layers, [x], values=False, ridge=0.1)
-    found = HeldOut(refit).checked(drop, answers=False)
+    refit = refit_of(trained, layers, [x], values=False, ridge=0.1)
+    found = checked(refit, drop)
     with torch.no_grad():
         dense = trained(x)
     each: dict[str, list[Tensor]] = {}
     for fold in (0, 1):
         rows = torch.arange(10) % 2 == fold
         # The pull towards the old weights is the one that was given, so a fit to these rows alone is the same.
-        alone = Refit(trained, layers, [x[rows].repeat_interleave(2, 0)], values=False, ridge=0.1)
+        alone = refit_of(trained, layers, [x[rows].repeat_interleave(2, 0)], values=False, ridge=0.1)
         weights = alone.fitted(drop)
         for name, some in (("before", Weights()), ("after", weights)):
             with alone.applied(some), hp.mask(trained, drop, layers=layers), torch.no_grad():
@@ -149,33 +151,33 @@ def test_the_last_step_is_made_without_what_it_is_tried_on() -> None:
     model, batches = small()
     layers = hp.find_attention(model, batches[0])
     x = {k: torch.cat([b[k] for b in batches] * 8) for k in batches[0]}  # 72 texts
-    refit = Refit(model, layers, [{k: v[i : i + 24] for k, v in x.items()} for i in (0, 24, 48)])
-    assert refit.statistics.dense
-    assert refit.runner.further
-    rows, known = HeldOut(refit)._apart
-    assert known is not None
-    held = {24 * index + row for index, own in rows.items() for row in own}
+    refit = refit_of(model, layers, [{k: v[i : i + 24] for k, v in x.items()} for i in (0, 24, 48)], answers=True)
+    assert refit.reference.runner.mixtures
+    known = refit.reference.answers
+    assert isinstance(known, DenseAnswers)
+    held = {24 * index + row for index, own in known.apart.items() for row in own}
     assert len(held) == 16  # a quarter, in whole chunks
     rest = known.runner
     assert rest.examples == 72 - 16
     kept = torch.cat([b["input_ids"] for b in rest.batches])
     assert torch.equal(kept, x["input_ids"][[i for i in range(72) if i not in held]])
-    for mixed in rest.further:
+    for mixed in rest.mixtures:
         begins = rest.batches[mixed.batch]["input_ids"][mixed.rows]
         assert torch.equal(mixed.inputs["input_ids"][:, 0], begins[:, 0])
-    whole = sum(len(m.rows) for m in refit.runner.further)
-    assert sum(len(m.rows) for m in rest.further) == whole * 56 // 72
+    whole = sum(len(m.rows) for m in refit.reference.runner.mixtures)
+    assert sum(len(m.rows) for m in rest.mixtures) == whole * 56 // 72
 
 
 @pytest.mark.parametrize(("examples", "folds"), [(20, 2), (300, 1)])
 def test_it_costs_few_passes(trained: Classifier, examples: int, folds: int) -> None:
     x, _ = texts(examples, 5)
-    refit = Refit(trained, hp.find_attention(trained, x), list(x.split(50)))
-    judge = HeldOut(refit)
+    refit = refit_of(trained, hp.find_attention(trained, x), list(x.split(50)))
     refit.fitted(drop_of(DROPS[1]))
-    before = refit.passes
-    judge.checked(drop_of(DROPS[2]), answers=False)
-    assert refit.passes - before <= 4 * folds / 2 + 1e-9  # dense, without, W_O, values: on one half or both
+    before = refit.reference.runner.passes
+    checked(refit, drop_of(DROPS[2]))
+    assert (
+        refit.reference.runner.passes - before <= 4 * folds / 2 + 1e-9
+    )  # dense, without, W_O, values: on one half or both
 
 
 def test_chance_is_not_believed() -> None:
@@ -225,17 +227,14 @@ def test_a_model_whose_repair_is_left_out_answers_as_it_will_when_pruned(
 
 
 @torch.no_grad()
-def test_sweeps_and_given_ridges_are_compared_too() -> None:
+def test_given_ridges_are_compared_too() -> None:
     model, batches = small()
     duplicated(model)
     layers = hp.find_attention(model, batches[0])
-    before = state(model)
-    for given in ({"sweeps": 1}, {"ridge": 0.1}):
-        done = repair(model, {layers[0].name: [1]}, batches, layers=layers, **given)
-        assert done.trials[0].kept
-        assert done.layers
-        assert done.answers is None
-        model.load_state_dict(before)
+    done = repair(model, {layers[0].name: [1]}, batches, layers=layers, ridge=0.1)
+    assert done.trials[0].kept
+    assert done.layers
+    assert done.answers is None
 
 
 def test_it_is_json_where_answers_overflow() -> None:

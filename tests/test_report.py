@@ -4,17 +4,12 @@ import copy
 import dataclasses
 from typing import Any
 
-import jinja2
-import pytest
 import torch
 
 import headprune as hp
+from headprune.app.documents import Metrics, Run
 from headprune.app.report import markdown
-from headprune.attention import AttentionLayer
-
-LAYER = AttentionLayer("block.0.attn", 0, "encoder", 4, 4, 8)
-SPEED = {"ratio": 1.01, "low": 0.98, "high": 1.04, "verdict": "no measurable change"}
-TIMING = {"median": 2.0, "p95": 2.5, "runs": 20}
+from tests.support.documents import LAYER, MEASURED, METRICS, RUN, repaired
 
 
 def scores(values: list[float], method: str = "ablation") -> hp.HeadScores:
@@ -24,58 +19,12 @@ def scores(values: list[float], method: str = "ablation") -> hp.HeadScores:
     )  # fmt: skip
 
 
-RUN: dict[str, Any] = {
-    "commands": ["headprune score m -d d", "headprune prune --keep 2"],
-    "when": "today",
-    "seconds": [1.0, 2.0],
-    "options": {"model": "m", "seed": 0, "data": {"dataset": "d"}},
-    "environment": {
-        "headprune": "0", "python": "3", "torch": "2", "transformers": "5", "system": "Linux", "device": "cpu",
-        "device_name": "a CPU", "threads": 2,
-    },
-    "parts": {
-        "score": {"split": "train", "examples": 100}, "choose": {"split": "validation", "examples": 50},
-        "report": {"split": "test", "examples": 200},
-    },
-    "columns": {"text": "text"},
-    "notes": [],
-    "model": {
-        "class": "M", "task": "t", "metric": "accuracy", "dtype": "float32", "parameters": 1000, "fingerprint": "f",
-        "heads": 4, "layers": [{"name": LAYER.name, "index": 0, "prunable": True, "reason": ""}],
-    },
-}  # fmt: skip
-METRICS: dict[str, Any] = {
-    "metric": "accuracy",
-    "dense": {"metrics": {"accuracy": 0.8, "loss": 0.5}, "low": 0.75, "high": 0.85, "parameters": 1000, "flops": 5000},
-    "budgets": [
-        {
-            "name": "2 heads", "asked": 2, "kept": 2, "total": 4, "method": "ablation", "notes": [],
-            "drop": {LAYER.name: [1, 2]},
-            "pruned": {"metrics": {"accuracy": 0.7, "loss": 0.6}, "low": 0.64, "high": 0.76},
-            "change": {"value": -0.1, "low": -0.15, "high": -0.05, "p_value": 0.001, "verdict": "worse", "examples": 200},
-            "random": [0.5, 0.6, 0.7], "parameters": 900, "flops": 4000, "checkpoint": "pruned-2",
-            "proof": {"difference": 1e-7, "tolerance": 1e-4, "inputs": 3, "ghosts": [], "reload_difference": 0.0},
-        }
-    ],
-    "curve": [
-        {"method": "dense", "kept": 4, "asked": 4, "value": 0.81, "low": 0.74, "high": 0.88, "loss": 0.5},
-        {"method": "ablation", "kept": 2, "asked": 2, "value": 0.72, "low": 0.6, "high": 0.8, "loss": 0.6},
-        {"method": "random", "kept": 2, "asked": 2, "value": 0.5, "low": 0.4, "high": 0.6, "loss": 0.9},
-    ],
-    "latency": {
-        "bound": "no heads", "bound_ghosts": 0, "typical_length": 9,
-        "rows": [
-            {
-                "batch": 1, "length": 9, "timings": {"dense": TIMING, "2 heads": TIMING, "no heads": TIMING},
-                "speedups": {"2 heads": SPEED, "no heads": {**SPEED, "ratio": 1.2}},
-            }
-        ],
-    },
-}  # fmt: skip
-
-
-def render(metrics: dict[str, Any] | None = METRICS, *found: hp.HeadScores) -> str:
-    return markdown.render(RUN, found or (scores([0.3, 0.2, -0.1, 0.005]),), metrics)
+def render(
+    metrics: dict[str, Any] | None = METRICS, *found: hp.HeadScores, run: dict[str, Any] = RUN, scored: bool = True
+) -> str:
+    """The report of documents as JSON holds them, with some scores."""
+    shown = found or (scores([0.3, 0.2, -0.1, 0.005]),) if scored else ()
+    return markdown.render(Run.model_validate(run), shown, metrics and Metrics.model_validate(metrics))
 
 
 def test_figures_and_bad_news() -> None:
@@ -92,12 +41,9 @@ def test_figures_and_bad_news() -> None:
 
 def test_a_control_that_was_repaired_by_less_stands_beside_heads_repaired_alike() -> None:
     metrics = copy.deepcopy(METRICS)
-    layer = {"before": 0.2, "after": 0.1, "ridge": 0.3, "values": False}
-    step = {"before": 1.0, "after": 0.5, "held_out": 0.7, "examples": 9, "mixtures": 0}
-    metrics["budgets"][0]["repair"] = {
-        "layers": {LAYER.name: layer}, "examples": 9, "mixtures": 0, "notes": [], "answers": step,
-        "without": {"metrics": {"accuracy": 0.6}}, "layers_alone": {"metrics": {"accuracy": 0.65}},
-    }  # fmt: skip
+    step = {"before": 1.0, "after": 0.5, "held_out": 0.7, "strength": 1.0, "examples": 9}
+    alone = {**MEASURED, "metrics": {"accuracy": 0.65}}
+    metrics["budgets"][0]["repair"] = repaired(answers=step, layers_alone=alone)
     text = render(metrics)
     assert "repaired layer by layer alone, give 60.0 %" in text
     assert "repaired in the same way, the chosen heads give 65.0 %" in text
@@ -178,8 +124,9 @@ def test_budgets_say_what_was_asked_and_measured() -> None:
     )
     assert "Protected, so that they stay: L0.H3." in text
     assert "at least 1 query heads" in text
-    metrics["budgets"][0]["budget"] |= {
-        "kind": "params", "relative": False, "limit": 9.5e6, "measured": 9.4e6, "low": 9.4e6, "high": 9.4e6, "unit": "parameters",
+    metrics["budgets"][0]["budget"] = {
+        "asked": "params 9.5M", "kind": "params", "relative": False, "limit": 9.5e6, "measured": 9.4e6, "low": 9.4e6, "high": 9.4e6,
+        "unit": "parameters",
     }  # fmt: skip
     assert "Asked: at most 9,500,000 parameters; with 2 heads it is 9,400,000 parameters." in render(metrics)
     metrics["budgets"][0]["budget"] |= {"kind": "drop", "limit": 0.01, "measured": 0.002, "low": -0.001, "high": 0.008}
@@ -189,19 +136,10 @@ def test_budgets_say_what_was_asked_and_measured() -> None:
 def test_a_plan_without_scores() -> None:
     metrics = copy.deepcopy(METRICS)
     metrics["budgets"][0] |= {"method": "", "strategy": "", "budget": {"asked": "plan my.json"}}
-    text = markdown.render(RUN, [], metrics)
+    text = render(metrics, scored=False)
     assert "(as `my.json` says)" in text
     assert "## Importance" not in text
     assert "Nothing was scored" in text
-
-
-def repaired(**more: Any) -> dict[str, Any]:
-    fit = {"before": 0.5, "after": 0.2, "ridge": 0.1, "values": True}
-    without = {"metrics": {"accuracy": 0.6}, "low": 0.5, "high": 0.7}
-    return {
-        "layers": {LAYER.name: fit}, "examples": 100, "mixtures": 0, "passes": 9, "biases": [], "notes": [],
-        "answers": None, "without": without, **more,
-    }  # fmt: skip
 
 
 def test_what_repair_was_fitted_to_is_told() -> None:
@@ -242,7 +180,7 @@ def test_auto_with_scores_by_gradient_alone() -> None:
         ("one-shot", ["gradient"], False),
     ):
         metrics["planning"] = {"strategy": strategy, "about": "x"}
-        text = markdown.render({**RUN, "methods": methods}, [scores([1, 2, 3, 4], "gradient")], metrics)
+        text = render(metrics, scores([1, 2, 3, 4], "gradient"), run={**RUN, "methods": methods})
         assert ("by gradient alone" in text) == told
 
 
@@ -252,15 +190,9 @@ def test_scores_that_rest_on_few_examples() -> None:
     assert f"; 100 examples, 1,234 s; ± is the standard error; {found.caution})" in render(None, found)
 
 
-def test_what_the_documents_lack_is_an_error_and_no_empty_place() -> None:
-    run = {key: value for key, value in RUN.items() if key != "when"}
-    with pytest.raises(jinja2.UndefinedError, match="when"):
-        markdown.render(run, [scores([1, 2, 3, 4])], None)
-
-
 def test_what_users_named_is_written_as_it_is() -> None:
     run = {**RUN, "options": {**RUN["options"], "model": "<a> & {{ b }}  c"}, "columns": {"items": "x"}}
-    text = markdown.render(run, [scores([1, 2, 3, 4])], None)
+    text = render(None, run=run)
     assert text.startswith("# Attention heads of <a> & {{ b }}  c\n\nM, t, ")
     assert "- Columns: items = `x`." in text
     assert text.endswith("timings do not.\n")
@@ -269,7 +201,7 @@ def test_what_users_named_is_written_as_it_is() -> None:
 def test_one_thread() -> None:
     run = copy.deepcopy(RUN)
     run["environment"]["threads"] = 1
-    text = markdown.render(run, (), METRICS)
+    text = render(run=run, scored=False)
     assert "1 thread," in text
     assert "1 threads" not in text
     assert "2 threads," in render()

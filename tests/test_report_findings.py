@@ -7,11 +7,16 @@ import pytest
 import torch
 
 import headprune as hp
+from headprune.app.documents import Latency, Metrics, Point, Repaired
 from headprune.app.report import findings, numbers
 from headprune.attention import AttentionLayer
+from headprune.evaluation import Change
+from headprune.latency import LatencyRow, Speedup
 from headprune.scoring.agreement import Agreement
+from tests.support.documents import METRICS, repaired
 
 LAYER = AttentionLayer("attn", 0, "encoder", 4, 4, 8)
+CHANGED = Change("accuracy", 0.05, -0.01, 0.1, 0.2, "no measurable change")
 
 
 def scores(values: list[float], errors: list[float], unit: str = "loss (nats) added") -> hp.HeadScores:
@@ -45,38 +50,36 @@ def test_no_head_is_called_harmful_where_that_is_not_known(values: Any, errors: 
 ])  # fmt: skip
 def test_a_model_that_is_better_where_plans_are_chosen(metric: str, chosen: tuple[float, float], apart: bool) -> None:
     low, high = chosen
-    point = {"method": "dense", "value": 0.5, "low": low, "high": high}
-    metrics = {"metric": metric, "dense": {"low": 0.75, "high": 0.85}, "curve": [point]}
+    point = Point(method="dense", kept=4, asked=4, value=0.5, low=low, high=high, loss=1.0)
+    metrics = Metrics.model_validate(METRICS).changed(metric=metric, curve=[point])
     assert findings.trained_on_choosing(metrics) == (0.5 if apart else None)
 
 
 def test_speed_is_told_with_its_limit() -> None:
-    def row(ratio: float, limit: float) -> dict[str, Any]:
-        verdict = "faster" if ratio > 1 else "slower"
-        return {
-            "speedups": {"2 heads": {"ratio": ratio, "verdict": verdict}, "none": {"ratio": limit, "verdict": "faster"}}
-        }
+    def row(ratio: float, limit: float) -> LatencyRow:
+        pruned = Speedup(ratio, ratio, ratio, "faster" if ratio > 1 else "slower")
+        return LatencyRow(1, 9, {}, {"2 heads": pruned, "none": Speedup(limit, limit, limit, "faster")})
 
-    rows = [row(1.1, 1.2), row(0.9, 1.5)]
-    found = findings.speed({"budgets": [{"name": "2 heads"}], "latency": {"rows": rows, "bound": "none"}})
+    rows = (row(1.1, 1.2), row(0.9, 1.5))
+    found = findings.speed(Latency(rows=rows, bound="none", typical_length=9), "2 heads")
     assert found.slow == 1
     assert found.most == (rows[1], 1.5)
-    found = findings.speed({"budgets": [{"name": "2 heads"}], "latency": {"rows": rows, "bound": ""}})
-    assert found.most is None
+    assert findings.speed(Latency(rows=rows, bound=None, typical_length=9), "2 heads").most is None
 
 
 def test_curves_are_averaged_over_draws() -> None:
     points = [("dense", 4, 0.9), ("auto", 2, 0.8), ("random", 2, 0.4), ("random", 2, 0.6), ("random", 3, 0.7)]
-    found = findings.trade_off([{"method": m, "asked": n, "value": v} for m, n, v in points])
+    found = findings.trade_off([Point(method=m, kept=n, asked=n, value=v, low=v, high=v, loss=1) for m, n, v in points])
     assert found.methods == ["auto", "random"]
     assert found.rows == [(3, [None, 0.7]), (2, [0.8, 0.5])]
 
 
 def test_a_note_of_all_repairs_is_told_once() -> None:
-    budgets: list[dict[str, Any]] = [
-        {"kept": 3, "repair": {"notes": ["All."]}},
-        {"kept": 2, "repair": {"notes": ["All.", "Two."]}},
-        {"kept": 1, "repair": None},
+    (budget,) = Metrics.model_validate(METRICS).budgets
+    budgets = [
+        budget.changed(kept=3, repair=repaired(notes=["All."])),
+        budget.changed(kept=2, repair=repaired(notes=["All.", "Two."])),
+        budget.changed(kept=1, repair=None),
     ]
     assert findings.shared_notes(budgets) == [("All.", None), ("Two.", [2])]
 
@@ -86,11 +89,11 @@ def test_refits_are_averaged() -> None:
         "a": {"before": 0.2, "after": 0.1, "ridge": math.inf, "values": False},
         "b": {"before": 0.4, "after": 0.2, "ridge": 0.1, "values": True},
     }
-    found = findings.refit({"layers": layers})
+    found = findings.refit(Repaired.model_validate(repaired(layers=layers)))
     assert found is not None
     assert [found.before, found.after] == pytest.approx([0.3, 0.15])
     assert (found.least, found.most, found.new_values, found.layers) == (0.1, math.inf, 1, 2)
-    assert findings.refit({"layers": {}}) is None
+    assert findings.refit(Repaired.model_validate(repaired(layers={}))) is None
     assert findings.refit(None) is None
 
 
@@ -101,15 +104,13 @@ def test_pairs_that_cannot_be_compared_come_last() -> None:
 
 @pytest.mark.parametrize(("written", "expected"), [
     (numbers.value(0.877, "accuracy"), "87.7 %"), (numbers.value(12345.6, "perplexity"), "1.235e+04"),
-    (numbers.change({"value": 0.05, "low": -0.01, "high": 0.1}, "perplexity"), "+5.0% (-1.0% to +10.0%)"),
-    (numbers.change({"value": 0.05, "low": -0.01, "high": 0.1}, "accuracy"), "+5.00 points (-1.00 to +10.00)"),
+    (numbers.change(CHANGED, "perplexity"), "+5.0% (-1.0% to +10.0%)"),
+    (numbers.change(CHANGED, "accuracy"), "+5.00 points (-1.00 to +10.00)"),
     (numbers.flops(999), "999"), (numbers.flops(1_500_000), "1.50 M"), (numbers.flops(2 * 10**12), "2.00 T"),
-    (numbers.shape({"batch": 8, "length": 9}), "batch 8 x 9 tokens"), (numbers.shape({"batch": 8, "length": None}), "batch 8"),
+    (numbers.shape(LatencyRow(8, 9, {}, {})), "batch 8 x 9 tokens"), (numbers.shape(LatencyRow(8, 0, {}, {})), "batch 8"),
     (numbers.ridge(math.inf), "∞"), (numbers.ridge(0.1), "0.1"), (numbers.rank(math.nan), "–"), (numbers.rank(-0.123), "-0.12"),
     (numbers.known(None), "not finite"), (numbers.known(0.12345), "0.123"),
     (numbers.with_error(1.0, math.nan, ".2f", "±"), "1.00"), (numbers.with_error(1.0, 0.5, ".2f", "±"), "1.00±0.50"),
-    (numbers.cost(0.8, {"relative": True}), "80 %"), (numbers.cost(1.23456, {"relative": False, "kind": "latency"}), "1.235 ms"),
-    (numbers.cost(1e6, {"relative": False, "kind": "flops", "unit": "FLOPs"}), "1,000,000 FLOPs"),
 ])  # fmt: skip
 def test_numbers(written: str, expected: str) -> None:
     assert written == expected

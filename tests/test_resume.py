@@ -13,9 +13,9 @@ from torch import nn
 import headprune as hp
 from headprune.scoring import METHODS, Settings
 from headprune.scoring.resume import Work
-from tests.interrupted import Processes
-from tests.test_scores import split
-from tests.zoo import bert, labelled, text
+from tests.support.interrupted import Processes
+from tests.support.problems import split
+from tests.support.zoo import bert, labelled, text
 
 KEPT = [m for m in METHODS if m not in ("random", "weight-norm")]
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.latency import shaped
 from headprune.loss import ExampleLoss
-from headprune.repairing import Refit
 from headprune.rows import Rows, by_names, find_rows
 from headprune.scoring import METHODS, Settings
 from headprune.scoring.gradient import separate
-from tests.problems import problem
-from tests.zoo import randomise, text
+from tests.support.problems import problem
+from tests.support.repairs import refit_of
+from tests.support.zoo import randomise, text
 
 HEADS, WIDTH, CLASSES = 2, 8, 3
 
@@ -209,7 +209,7 @@ def test_repair(make: Any, rows: int, length: int) -> None:
     model, batch, ones, _ = make(rows, length)
     layers = hp.find_attention(model, batch[0][0] if isinstance(batch[0], tuple) else _unlabelled(batch[0]))
     drop = {layers[-1].name: [0]}
-    found, wanted = (Refit(model, layers, b, ridge=0.1).fitted(drop) for b in (batch, ones))
+    found, wanted = (refit_of(model, layers, b, ridge=0.1).fitted(drop) for b in (batch, ones))
     assert found.by_module.keys() == wanted.by_module.keys() != set()
     for name, (weight, bias) in found.by_module.items():
         torch.testing.assert_close(weight, wanted.by_module[name][0], rtol=1e-6, atol=1e-8)

@@ -19,8 +19,8 @@ from headprune.app.precision import holds, narrow, widen
 from headprune.app.workflow import saving
 from headprune.cli import app
 from headprune.evaluation import evaluate
-from tests.conftest import tokenizer
-from tests.zoo import ZOO
+from tests.support.folders import tokenizer
+from tests.support.zoo import ZOO
 
 HALVES = [torch.bfloat16, torch.float16]
 

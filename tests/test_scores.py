@@ -1,6 +1,5 @@
 """Scores against brute force in float64, and against the mistakes of older tools."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,44 +11,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import headprune as hp
-from headprune.inputs import first_rows
 from headprune.loss import ExampleLoss
 from headprune.scoring import METHODS, Settings
-from tests.test_trace import hooks
-from tests.zoo import ZOO, TorchEncoder, bert, gpt2, labelled, llama, randomise, t5, text, vit
+from tests.support.checks import hooks
+from tests.support.problems import TokensFirst, output_weight, per_example_loss, scaled, split
+from tests.support.zoo import ZOO, TorchEncoder, bert, gpt2, labelled, llama, randomise, t5, text, vit
 
 REAL_METHODS = [m for m in METHODS if m != "random"]
 LOOKING = [m for m in REAL_METHODS if m != "weight-norm"]  # at data
 MEANS = [m for m in REAL_METHODS if m not in ("shapley", "l0", "dsp")]  # over examples, each scored for itself
 EFFECTS = [m for m in REAL_METHODS if m not in ("l0", "dsp")]  # what one head does, not its rank among others
 WEIGHING = [m for m in EFFECTS if m not in ("entropy", "confidence")]  # what a head says, not where it looks
-
-
-def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
-    rows = batch["labels"].shape[0]
-    return [first_rows({k: v[i:] for k, v in batch.items()}, size) for i in range(0, rows, size)]
-
-
-def per_example_loss(model: nn.Module, row: dict[str, Any]) -> torch.Tensor:
-    """The model's own loss on one example alone: no padding of others, no batch."""
-    length = int(row["attention_mask"].sum()) if "attention_mask" in row else None
-    if length is not None:
-        row = {
-            k: v[:, :length] if v.ndim == 2 and v.shape == row["attention_mask"].shape else v for k, v in row.items()
-        }
-    labels = row["labels"]
-    given = row if model.config.is_encoder_decoder else {k: v for k, v in row.items() if k != "labels"}
-    logits = model(**given).logits
-    if logits.ndim == 3 and not model.config.is_encoder_decoder:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-    probabilities = torch.softmax(logits, -1)[torch.arange(len(labels)), labels.clamp(min=0)]
-    return -probabilities[labels != -100].log().mean()
-
-
-def output_weight(model: nn.Module, layer: hp.AttentionLayer) -> tuple[nn.Parameter, bool]:
-    module = model.get_submodule(layer.output_projection.module)
-    return module.weight, isinstance(module, nn.Linear)
 
 
 class Loss(nn.Module):
@@ -75,19 +47,6 @@ def slope_of(model: nn.Module, layer: hp.AttentionLayer, head: int, row: dict[st
         name = f"model.{layer.output_projection.module}.weight"
         loss = torch.func.functional_call(Loss(model), {name: gated}, (row,))
         return torch.autograd.grad(loss, factor)[0]
-
-
-def scaled(model: nn.Module, layer: hp.AttentionLayer, head: int, factor: float) -> nn.Module:
-    """A copy in which a head's columns of W_O are multiplied: what its gate does, without any hook."""
-    other = copy.deepcopy(model)
-    weight, plain = output_weight(other, layer)
-    columns = list(layer.output_projection.features[head])
-    with torch.no_grad():
-        if plain:
-            weight[:, columns] *= factor
-        else:
-            weight[columns] *= factor
-    return other
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "t5"])
@@ -333,21 +292,6 @@ def test_the_batch_is_found_among_other_tensors() -> None:
     torch.testing.assert_close(a.flat(), b.flat())
 
 
-class TokensFirst(nn.Module):
-    """Attention that works on (tokens, batch, width) inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.transpose(0, 1)
-        q, k, v = (p(x).unflatten(-1, (4, 4)).permute(1, 2, 0, 3) for p in (self.q, self.k, self.v))
-        out = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        return self.head((x + self.o(out)).mean(dim=0))
-
-
 @pytest.mark.parametrize("length", [7, 8])
 def test_tokens_before_the_batch(length: int) -> None:
     """One gate per example cannot be given there, so examples go one by one."""
@@ -383,9 +327,9 @@ def test_scores_that_are_not_finite_make_no_plan() -> None:
 def test_whole_labels_for_a_regression_head() -> None:
     import transformers as tf
 
-    from tests.zoo import _common
+    from tests.support.zoo import sizes
 
-    model = randomise(tf.BertForSequenceClassification(tf.BertConfig(**_common("sdpa", num_labels=1))))
+    model = randomise(tf.BertForSequenceClassification(tf.BertConfig(**sizes("sdpa", num_labels=1))))
     with pytest.raises(hp.HeadPruneError, match="Pass them as floats"):
         hp.score(model, [{**text(), "labels": torch.tensor([0, 1, 1])}])
     scores = hp.score(model, [{**text(), "labels": torch.tensor([0.0, 1.0, 1.0])}])

@@ -17,9 +17,9 @@ from headprune.scoring.base import Problem
 from headprune.scoring.replay import Replay
 from headprune.scoring.sampled import inclusion
 from headprune.trace import evaluating
-from tests.test_families import built
-from tests.test_scores import per_example_loss, scaled, split
-from tests.zoo import ZOO, bert, gpt2, labelled, randomise, text
+from tests.support.families import built
+from tests.support.problems import per_example_loss, scaled, split
+from tests.support.zoo import ZOO, bert, gpt2, labelled, randomise, text
 
 TEXT = ["bert", "gpt2", "llama", "vit", "t5"]
 

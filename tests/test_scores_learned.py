@@ -6,7 +6,7 @@ import torch
 import headprune as hp
 from headprune.scoring import METHODS, Settings
 from headprune.scoring.learned import _relaxed
-from tests.problems import check_resumes, planted, problem, small
+from tests.support.problems import check_resumes, planted, problem, small
 
 DEAD, STRONG = [1, 4, 6], [0, 5]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.scoring import Settings
 from headprune.scoring.resume import Work, _Digest
-from tests.test_scores import split
-from tests.zoo import _common, bert, labelled, llama, randomise, text
+from tests.support.problems import split
+from tests.support.zoo import bert, labelled, llama, randomise, sizes, text
 
 
 class Attention(nn.Module):
@@ -285,7 +285,7 @@ def test_an_example_without_any_label_is_named() -> None:
 def test_divergence_of_other_heads(problem: str) -> None:
     """Real numbers by their squares, several labels each by its own chance."""
     labels = 1 if problem == "regression" else 3
-    config = tf.BertConfig(**{**_common("sdpa", num_labels=labels), "problem_type": problem})
+    config = tf.BertConfig(**{**sizes("sdpa", num_labels=labels), "problem_type": problem})
     model = randomise(tf.BertForSequenceClassification(config))
     example = text(4, 8)
     layers = hp.find_attention(model, example)

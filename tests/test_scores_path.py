@@ -6,9 +6,8 @@ import torch.nn.functional as F
 
 import headprune as hp
 from headprune.scoring import METHODS, Settings
-from tests.problems import check_resumes, duplicated, error_of, problem, small, without
-from tests.test_scores import TokensFirst, scaled
-from tests.zoo import randomise
+from tests.support.problems import TokensFirst, check_resumes, duplicated, error_of, problem, scaled, small, without
+from tests.support.zoo import randomise
 
 NAME = "integrated-gradients"
 run = METHODS[NAME].run

@@ -8,8 +8,7 @@ import torch
 
 import headprune as hp
 from headprune.scoring import METHODS, Settings
-from tests.problems import check_resumes, duplicated, problem, small, without
-from tests.test_scores import scaled
+from tests.support.problems import check_resumes, duplicated, problem, scaled, small, without
 
 run = METHODS["shapley"].run
 

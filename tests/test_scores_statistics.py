@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.scoring.maps import attention_maps
-from tests.problems import error_of
-from tests.test_scores import TokensFirst, output_weight, scaled, split
-from tests.test_textbook import made
-from tests.test_trace import hooks
-from tests.textbook import Classifier, D2LMultiHead, MinGPT
-from tests.zoo import ZOO, TorchEncoder, bert, gpt2, labelled, llama, randomise, text
+from tests.support.checks import hooks
+from tests.support.problems import TokensFirst, check_resumes, error_of, output_weight, problem, scaled, small, split
+from tests.support.textbook import Classifier, D2LMultiHead, MinGPT, made
+from tests.support.zoo import ZOO, TorchEncoder, bert, gpt2, labelled, llama, randomise, text
 
 FAMILIES = ["bert", "gpt2", "llama", "vit", "t5"]
 STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -417,39 +415,7 @@ def test_weights_that_are_not_seen_name_the_layer() -> None:
     assert hooks(model) == 0
 
 
-def test_an_interrupted_run_goes_on() -> None:
-    """Batches that are done are not run again."""
-    from headprune.inputs import call
-    from headprune.loss import ExampleLoss
-    from headprune.scoring import METHODS, Problem
-    from headprune.scoring.base import Store
-
-    class Kept(Store):
-        def __init__(self) -> None:
-            self.parts: dict[str, Tensor] = {}
-
-        def get(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
-            if key not in self.parts:
-                self.parts[key] = compute()
-            return self.parts[key]
-
-    model, example = bert()
-    batch, runs = labelled(model, example), []
-    layers = hp.find_attention(model, example)
-    model.register_forward_hook(lambda *_: runs.append(1))
-    assert call(model, batch) is not None
-    for method in STATISTICS:
-        store, losses = Kept(), ExampleLoss(model)
-        losses.prepare([batch])
-        batches = [(row, 1) for row in split(batch, 1)]
-        problem = Problem(model, layers, batches, losses, 0, lambda *_: None, store=store)
-        first = METHODS[method].run(problem)
-        assert set(store.parts) == {f"{method}-{i}" for i in range(3)}
-        assert all(p.shape == (1, 13) and p.dtype == torch.float64 for p in store.parts.values())
-        del store.parts[f"{method}-1"]
-        runs.clear()
-        second = METHODS[method].run(problem)
-        assert len(runs) == 1
-        assert torch.equal(first.values, second.values)
-        assert first.effects is not None
-        assert torch.equal(first.effects.mean(0), first.values)
+@pytest.mark.parametrize("method", STATISTICS)
+def test_an_interrupted_run_goes_on(method: str) -> None:
+    model, batches = small()
+    check_resumes(method, lambda store: problem(model, batches, store=store), limit=2)

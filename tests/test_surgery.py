@@ -12,22 +12,8 @@ from torch import nn
 import headprune as hp
 from headprune.inputs import call
 from headprune.surgery import answers
-from tests.test_trace import hooks
-from tests.zoo import CASES, ZOO, TorchEncoder, bert, gpt2, llama, randomise, t5, text
-
-
-def check(model: nn.Module, example: object, drop: dict[str, list[int]]) -> nn.Module:
-    """Prune a copy, and compare with the masked original here too, not only inside prune."""
-    pruned = copy.deepcopy(model)
-    proof = hp.prune(pruned, drop, example)
-    assert proof.difference <= 1e-4
-    with torch.no_grad(), hp.mask(model, drop, example):
-        masked = answers(call(model, example))
-    with torch.no_grad():
-        for got, expected in zip(answers(call(pruned, example)), masked, strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    assert sum(p.numel() for p in pruned.parameters()) < sum(p.numel() for p in model.parameters())
-    return pruned
+from tests.support.checks import check, hooks
+from tests.support.zoo import CASES, ZOO, TorchEncoder, bert, gpt2, llama, randomise, t5, text
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
@@ -182,7 +168,7 @@ def test_a_failed_prune_restores_the_model_bit_for_bit() -> None:
 def test_t5_failure_removes_the_bias_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, example = t5()
     layers = hp.find_attention(model, example)
-    monkeypatch.setattr("headprune.surgery.TOLERANCE", {torch.float32: -1.0})
+    monkeypatch.setattr("headprune.surgery.proof.TOLERANCE", {torch.float32: -1.0})
     with pytest.raises(hp.PruneError):
         hp.prune(model, {layers[0].name: [0], layers[2].name: [1]}, example)
     assert hooks(model) == 0

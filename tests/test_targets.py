@@ -15,15 +15,16 @@ import pytest
 from headprune.app.data import DataOptions
 from headprune.app.workflow.scene import Options, open_scene
 from headprune.app.workflow.targets import Goal, shown, trade_off, trials_of
+from headprune.budgets import BUDGETS, Fit, budget_of
 from headprune.errors import HeadPruneError
 from headprune.fidelity import Fidelity
 from headprune.gates import mask
 from headprune.planning import Order
-from headprune.planning.budgets import Budget, Fit
 from headprune.planning.effort import EFFORTS, Effort
 from headprune.plans import PruningPlan
 from headprune.searching import Request, fits_of, levels_of, merit_of, orders_of
 from headprune.trials import Trials
+from tests.support.commands import Silent
 
 
 class Judge:
@@ -41,7 +42,7 @@ def order(strategy: str, method: str = "", steps: int = 4) -> Order:
 
 
 def fit(made: Order, keep: int, kind: str = "keep") -> Fit:
-    return Fit(made.plan(keep), Budget(kind, str(keep)))
+    return Fit(made.plan(keep), BUDGETS[kind].parse(str(keep)))
 
 
 def test_of_its_own_orders_auto_draws_the_best() -> None:
@@ -75,25 +76,15 @@ def test_fewer_heads_are_wanted_where_accuracy_is_the_budget() -> None:
     assert merit_of([fit(made, 3), fit(made, 4)], judge)[1] == pytest.approx(1.5)
 
 
-class Silent:
-    """A console that remembers what was said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    @contextmanager
-    def track(self, label: str) -> Any:
-        yield lambda done, total, note="": None
+def never(budget: Any) -> Any:
+    """Numbers of heads need nothing to be measured on."""
 
 
 def planned(model: Path, data: Path, **goal: Any) -> tuple[dict[str, Order], Trials, list[str]]:
     console = Silent()
     scene = open_scene(Options(str(model), DataOptions(str(data), limit=24, batch_size=8)), console)
     trials = trials_of(scene, repair=True)
-    wanted = Goal(budgets=(Budget("keep", "2"),), **goal)
+    wanted = Goal(budgets=(budget_of("keep 2"),), **goal)
     return orders_of(wanted.request(scene), [], trials, console), trials, console.said
 
 
@@ -114,7 +105,7 @@ def test_a_slow_machine_plans_alike(bert_folder: Path, data_folder: Path, monkey
 def test_what_the_orders_were_compared_by_is_kept(bert_folder: Path, data_folder: Path) -> None:
     """The divergence of each order's plans, computed anew; the least of them is used."""
     orders, trials, _ = planned(bert_folder, data_folder)
-    fits = fits_of(Request((Budget("keep", "4"), Budget("keep", "2"))), orders, trials, Silent())
+    fits = fits_of(Request((budget_of("keep 4"), budget_of("keep 2"))), orders, trials, Silent(), never)
     assert [made["order"] for made in trials.compared] == ["compensated", "re-scored"]
     logs = []
     for made in trials.compared:
@@ -155,22 +146,34 @@ def test_the_control_is_drawn_where_it_was_asked_for_and_at_the_end() -> None:
         yield lambda *args: None
 
     made = Order({"a": 80}, [{"a": [i]} for i in range(79)], "re-scored")
-    trials: Any = SimpleNamespace(point=lambda name, plan: (name, plan.asked))
+
+    def point(name: str, plan: PruningPlan) -> dict[str, Any]:
+        return {
+            "method": name,
+            "asked": plan.asked,
+            "kept": plan.kept,
+            "value": 0.5,
+            "low": 0.4,
+            "high": 0.6,
+            "loss": 1.0,
+        }
+
+    trials: Any = SimpleNamespace(point=point)
     console: Any = SimpleNamespace(track=track)
     fits = [fit(made, 40), fit(made, 30)]
-    curve: Any = trade_off({"re-scored": made}, [made, made], fits, trials, console)
+    curve = trade_off({"re-scored": made}, [made, made], fits, trials, console)
     levels = levels_of(80, [40, 30])
     assert levels == [20, 30, 40, 60]
-    assert curve[0] == ("dense", 80)
-    assert [keep for name, keep in curve if name == "re-scored"] == levels[::-1]
-    assert [keep for name, keep in curve if name == "random"] == [40, 40, 30, 30, 20, 20]
+    assert (curve[0].method, curve[0].asked) == ("dense", 80)
+    assert [p.asked for p in curve if p.method == "re-scored"] == levels[::-1]
+    assert [p.asked for p in curve if p.method == "random"] == [40, 40, 30, 30, 20, 20]
 
     other = replace(made, strategy="one-shot", method="gradient")
     curve = trade_off({"re-scored": made, "gradient": other}, [made], fits, trials, console)
-    assert [keep for name, keep in curve if name == "re-scored"] == levels[::-1]
-    assert [keep for name, keep in curve if name == "gradient"] == [40, 30, 20]
+    assert [p.asked for p in curve if p.method == "re-scored"] == levels[::-1]
+    assert [p.asked for p in curve if p.method == "gradient"] == [40, 30, 20]
 
     # A plan of the user's may keep another number than its file says that it was made for.
     own = Fit(PruningPlan({"a": [0, 1]}, 78, 80, 79))
     curve = trade_off({}, [made], [own], trials, console)
-    assert curve == [("dense", 80), ("plan", 78), ("random", 78)]
+    assert [(p.method, p.asked) for p in curve] == [("dense", 80), ("plan", 78), ("random", 78)]

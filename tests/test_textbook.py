@@ -1,43 +1,13 @@
 """Textbook classes are scored, masked and pruned without a rule."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import headprune as hp
-from tests.test_surgery import check
-from tests.textbook import BertSelfAttention, Classifier, D2LMultiHead, EncoderDecoder, LinearNames, MinGPT
-from tests.zoo import randomise
-
-
-def hidden(width: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(3, 6, width, generator=torch.Generator().manual_seed(seed))
-
-
-def tokens(length: int, seed: int) -> torch.Tensor:
-    ids = torch.randint(1, 30, (3, length), generator=torch.Generator().manual_seed(seed))
-    ids[1, -2:] = 0
-    return ids
-
-
-CLASSES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "linear names": lambda: (Classifier(LinearNames(), LinearNames(), 32, 3), hidden(32)),
-    "d2l": lambda: (Classifier(D2LMultiHead(), D2LMultiHead(bias=True), 32, 3), (hidden(32), torch.tensor([4, 6, 2]))),
-    "d2l without lengths": lambda: (Classifier(D2LMultiHead(), D2LMultiHead(), 32, 3), hidden(32)),
-    "mingpt": lambda: (MinGPT(), tokens(8, 3)),
-    "encoder-decoder": lambda: (EncoderDecoder(), (tokens(7, 0), tokens(5, 1))),
-    "bert, two reshapes": lambda: (Classifier(BertSelfAttention(2), BertSelfAttention(2), 768, 1), hidden(768)),
-    "bert, one reshape": lambda: (Classifier(BertSelfAttention(1), BertSelfAttention(1), 768, 1), hidden(768)),
-}
-
-
-def made(name: str) -> tuple[nn.Module, Any]:
-    model, example = CLASSES[name]()
-    return randomise(model), example
+from tests.support.checks import check
+from tests.support.textbook import CLASSES, Classifier, D2LMultiHead, hidden, made, tokens
+from tests.support.zoo import randomise
 
 
 @pytest.mark.parametrize("name", CLASSES)

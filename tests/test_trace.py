@@ -1,6 +1,7 @@
 """Tracing finds the right heads, and leaves the model as it was."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,8 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from tests.zoo import CASES, ZOO, TorchEncoder, bert, gpt2, llama, randomise, t5, text
-
-
-def hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+from tests.support.checks import hooks
+from tests.support.zoo import CASES, ZOO, TorchEncoder, bert, gpt2, llama, randomise, t5, text
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
@@ -324,3 +322,14 @@ def test_a_model_that_reads_its_own_hidden_states_answers_as_before() -> None:
         assert torch.equal(model(**example), before)
         hp.prune(model, {layers[0].name: [1]}, example)
         assert model(**example).shape == before.shape
+
+
+def test_a_layer_is_shown_in_a_line(bert_folder: Path) -> None:
+    from headprune.app.models import dummy_input, load_model
+
+    loaded = load_model(str(bert_folder))
+    for layer in hp.find_attention(loaded.model, dummy_input(loaded, 2, 8)):
+        assert repr(layer) == f"AttentionLayer(L{layer.index} {layer.name!r}: encoder, 4 heads of 8)"
+    long = hp.AttentionLayer("a.very.long.name." * 20, 104, "decoder", 128, 16, 256, prunable=False)
+    assert len(repr(long)) <= 150
+    assert "16 key/value, not prunable" in repr(long)

@@ -7,7 +7,7 @@ import torch
 from headprune.attention import AttentionLayer
 from headprune.scoring.base import Estimate, HeadScores, Samples, standard_error
 from headprune.uncertainty import FEW, carried_by, spread
-from tests.problems import error_of, small
+from tests.support.problems import error_of, small
 
 
 def rare(n: int, rate: float, heads: int, seed: int) -> np.ndarray:

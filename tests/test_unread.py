@@ -15,7 +15,7 @@ from headprune.scoring import unread
 from headprune.scoring.base import Problem
 from headprune.scoring.replay import Replay
 from headprune.trace import evaluating
-from tests.zoo import bert, labelled, randomise, text, vit
+from tests.support.zoo import bert, labelled, randomise, text, vit
 
 _SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 32}
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import headprune as hp
 from headprune.app.data import DataOptions
 from headprune.app.finetune_run import FinetuneRun, _load
 from headprune.app.models import load_model
+from headprune.app.runs import RunFolder
 from headprune.app.workflow import Options
 from headprune.cli import app
+from headprune.jsonio import write_json
 from headprune.scoring import METHODS
+from tests.support.documents import RUN
 
 runner = CliRunner()
 
@@ -59,8 +63,7 @@ def sent(here: Path, bert_folder: Path, data_folder: Path, infected: Path) -> Pa
     scores = hp.score(model, [{**tokens, "labels": torch.tensor([1, 0])}], method="random")
     scores.save(folder / "scores.json")
     options = Options(str(infected), DataOptions(str(data_folder), limit=10), task="sequence-classification")
-    run = {"headprune": "run", "schema": 1, "options": {**options.to_json(), "trust_remote_code": True}, "parts": {}}
-    (folder / "run.json").write_text(json.dumps(run))
+    write_json(folder / "run.json", "run", {**RUN, "options": {**asdict(options), "trust_remote_code": True}})
     return folder
 
 
@@ -70,7 +73,7 @@ def test_a_run_folder_cannot_allow_code(sent: Path, here: Path) -> None:
         assert result.exit_code == 1
         assert "add --trust-remote-code" in result.stderr
     assert not (here / "ran").exists()
-    assert not Options.of_run(json.loads((sent / "run.json").read_text()), "here").trust_remote_code
+    assert not RunFolder(sent).read_run().options.trust_remote_code
 
 
 def test_code_runs_where_this_command_line_says_so(sent: Path, here: Path) -> None:
@@ -167,7 +170,7 @@ def test_attention_kernels_from_the_hub_are_code(file: str, checkpoint: Path, mo
 
 @pytest.mark.parametrize("name", ["pipeline", "AutoModel", "BertModel", "nothing"])
 def test_an_image_processor_is_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.zoo import vit
+    from tests.support.zoo import vit
 
     def no_torchvision(*_: object, **__: object) -> None:
         raise ImportError("torchvision")

@@ -1,7 +1,8 @@
-"""What a person sees: results on stdout, everything else on stderr."""
+"""What the user sees: results on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ class Console:
     def __init__(self, quiet: bool = False, as_json: bool = False) -> None:
         self.quiet = quiet
         self.as_json = as_json
-        self.stdout = sys.stdout  # as it is now: while a command runs, what is printed may be sent elsewhere
+        self.stdout = sys.stdout  # of now: while a command runs, what others print may be redirected
         self.out = RichConsole(highlight=False)
         self.err = RichConsole(stderr=True, highlight=False)
         if not self.out.is_terminal:
@@ -48,34 +49,34 @@ class Console:
             self.out.print(table)
 
     def document(self, data: Any) -> None:
-        """The result as one JSON document, if that was asked for."""
+        """The result as one JSON document, with --json."""
         if self.as_json:
             self.stdout.write(dumps(data) + "\n")
 
     @contextmanager
     def track(self, label: str) -> Iterator[Any]:
-        """A progress bar with time left; yields ``progress(done, total)``."""
+        """A progress bar with the time left; yields ``progress(done, total, note="")``."""
         if self.quiet or not self.err.is_terminal:
             self.say(f"{label} …")
             yield lambda done, total, note="": None
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), Ahead())
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeLeft())
         with Progress(*columns, console=self.err, transient=True) as bars:
             task = bars.add_task(label, total=None)
 
             def update(done: int, total: int, note: str = "") -> None:
                 bars.update(
                     task, completed=done, total=total, description=f"{label} ({note})" if note else label,
-                    heard=time.monotonic(),
+                    updated=time.monotonic(),
                 )  # fmt: skip
 
             yield update
 
 
-class Ahead(ProgressColumn):
-    """How much is done, and the time left by the pace so far; nothing while that is not known.
+class TimeLeft(ProgressColumn):
+    """Steps done and planned, and the time left, estimated from all steps so far.
 
-    rich's own column goes by the last half minute alone, and shows ``-:--:--`` where no step ended in it.
+    rich's own column looks at the last half minute only, and shows ``-:--:--`` if no step ended in it.
     """
 
     max_refresh = 0.5
@@ -85,10 +86,10 @@ class Ahead(ProgressColumn):
         if not task.total:
             return Text("")
         count = f"{task.completed:,.0f}/{task.total:,.0f}"
-        heard, now = task.fields.get("heard"), time.monotonic()
-        if not task.completed or heard is None or task.elapsed is None:
+        updated, now = task.fields.get("updated"), time.monotonic()
+        if not task.completed or updated is None or task.elapsed is None:
             return Text(count)
-        waited = now - heard
+        waited = now - updated
         left = (task.elapsed - waited) * (task.total / task.completed - 1) - waited
         return Text(f"{count}, {timedelta(seconds=max(round(left), 0))} left")
 
@@ -125,8 +126,5 @@ def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int
 
 
 def _exponent(largest: float) -> int:
-    exponent = 0
-    while 0 < largest < 1 and exponent > -12:
-        largest *= 1000
-        exponent -= 3
-    return exponent
+    """A power of ten in steps of three, for values below 1: the largest is at least 1 when divided by it."""
+    return max(3 * math.floor(math.log10(largest) / 3), -12) if 0 < largest < 1 else 0

@@ -1,4 +1,4 @@
-"""The loss that a pruned model is fine-tuned by: the labels', and how far it is from the dense model."""
+"""The loss for fine-tuning a pruned model: the loss on the labels, and the distance from the dense model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ class Mixture:
     """What the loss is made of.
 
     Attributes:
-        alpha: Weight of the dense model's answers against the labels: 1 uses no label, 0 no answers.
+        alpha: Weight of the dense model's answers, from 0 (labels only) to 1 (answers only).
         temperature: Both models' logits are divided by it. Above 1 the less likely classes count more.
         hidden_states: Whether the hidden states are compared too, with weight 1.
+
+    Raises:
+        HeadPruneError: A value out of its range.
     """
 
     alpha: float = 0.5
@@ -48,9 +51,9 @@ class DistillationLoss:
 
     ``alpha * T^2 * KL(teacher || student at T) + (1 - alpha) * loss on the labels + hidden states``: the answers as in
     Hinton et al. 2015 (arXiv:1503.02531, section 2), with `Divergence`; the hidden states as in Jiao et al. 2020
-    (TinyBERT, arXiv:1909.10351, equation 8). Pruning heads leaves their width as it is, so there is no matrix to learn,
-    and every layer is compared with its own. Their squared difference is divided by the mean square of the
-    teacher's: it is 1 where the student knows nothing, in a model of whatever scale.
+    (TinyBERT, arXiv:1909.10351, equation 8). Pruning heads does not change their width, so no matrix has to be learned,
+    and each layer is compared with the same layer of the teacher. The squared difference is divided by the mean square of
+    the teacher's hidden states, so that it does not depend on their scale; hidden states of zeros would have the loss 1.
 
     Args:
         student: A transformers model, or any module whose output has ``logits``.
@@ -68,10 +71,10 @@ class DistillationLoss:
         self._extra = {"output_hidden_states": True} if mixture.hidden_states else {}
 
     def prepare(self, batch: Mapping[str, Any]) -> None:
-        """Check on one batch that the models fit each other and the labels, and how these are compared. Comes first.
+        """Check with one batch that models and labels fit, and find out how labels are compared. Call this first.
 
         Raises:
-            HeadPruneError: No labels though alpha is below 1, other classes, other widths.
+            HeadPruneError: No labels although alpha is below 1; models with other classes or widths.
         """
         self.divergence.rows = find_rows(self.student, [batch], lambda b: tensors(call(self.student, self._inputs(b))))
         if self.mixture.alpha < 1:
@@ -83,43 +86,43 @@ class DistillationLoss:
             self(batch)
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
-        """Losses ``[batch]`` in nats, each the mean over its tokens; differentiable in the student's weights."""
+        """Losses ``[batch]`` in nats, each the mean over the example's tokens; differentiable by the student's weights."""
         inputs = self._inputs(batch)
         output = call(self.student, inputs, **self._extra)
         alpha, parts = self.mixture.alpha, []
         if alpha < 1:
-            # A loss of the model's own is one number for the batch.
+            # The model's own loss is one number for the batch.
             loss = output.loss if self.labels.own else self.labels.of_output(output, batch)
             parts.append((1 - alpha) * loss)
         if self.teacher is not None:
             with torch.no_grad():
-                taught = call(self.teacher, inputs, **self._extra)
+                answer = call(self.teacher, inputs, **self._extra)
             if alpha > 0:
-                known, now = logits_of(taught, batch), logits_of(output, batch)
-                if known.shape != now.shape:
+                theirs, ours = logits_of(answer, batch), logits_of(output, batch)
+                if theirs.shape != ours.shape:
                     raise HeadPruneError(
-                        f"The dense model's logits are {tuple(known.shape)}, the pruned one's {tuple(now.shape)}.",
+                        f"The dense model's logits are {tuple(theirs.shape)}, the pruned one's {tuple(ours.shape)}.",
                         "Use the dense model that the pruned one was made from.",
                     )
-                parts.append(alpha * self.divergence.between(known, now, batch))
+                parts.append(alpha * self.divergence.between(theirs, ours, batch))
             if self.mixture.hidden_states:
-                parts.append(self._hidden(taught, output, batch))
+                parts.append(self._hidden(answer, output, batch))
         return sum(parts[1:], start=parts[0])
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in batch.items() if self._keeps_labels or k not in LABELS}
 
-    def _hidden(self, taught: Any, output: Any, batch: Mapping[str, Any]) -> Tensor:
-        """``[batch]``: relative squared difference of the hidden states, the mean over layers."""
+    def _hidden(self, answer: Any, output: Any, batch: Mapping[str, Any]) -> Tensor:
+        """``[batch]``: relative squared differences of the hidden states, averaged over layers."""
         layers = []
-        for known, now in zip(_hidden_states(taught), _hidden_states(output), strict=True):
-            if known.shape != now.shape:
+        for theirs, ours in zip(_hidden_states(answer), _hidden_states(output), strict=True):
+            if theirs.shape != ours.shape:
                 raise HeadPruneError(
-                    f"A hidden state is {tuple(known.shape)} in the dense model and {tuple(now.shape)} in the pruned one.",
+                    f"A hidden state is {tuple(theirs.shape)} in the dense model and {tuple(ours.shape)} in the pruned one.",
                     "Use the dense model that the pruned one was made from, or leave hidden states out.",
                 )
-            apart, size = (x.float().square().flatten(2).mean(-1) for x in (now - known, known))
-            layers.append(self.divergence.mean(apart, batch) / self.divergence.mean(size, batch).clamp(min=1e-12))
+            difference, size = (x.float().square().flatten(2).mean(-1) for x in (ours - theirs, theirs))
+            layers.append(self.divergence.mean(difference, batch) / self.divergence.mean(size, batch).clamp(min=1e-12))
         return torch.stack(layers).mean(dim=0)
 
 

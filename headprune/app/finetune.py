@@ -1,102 +1,65 @@
-"""Fine-tune a pruned model with distillation from the dense one; an interrupted training goes on where it was."""
+"""Fine-tune a pruned model with distillation from the dense one; an interrupted training continues where it stopped."""
 
 from __future__ import annotations
 
 import copy
-import json
 import math
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import get_linear_schedule_with_warmup, set_seed
 
 from headprune.app.data import Part
-from headprune.app.distillation import DistillationLoss, Mixture
+from headprune.app.distillation import DistillationLoss
+from headprune.app.options import FinetuneOptions
 from headprune.errors import HeadPruneError
 from headprune.evaluation import evaluate
 from headprune.fingerprint import versions
 from headprune.inputs import model_device, move
+from headprune.jsonio import replacing
 from headprune.rows import apparent_size
 from headprune.scoring.base import Progress
 from headprune.scoring.resume import digest
 from headprune.trace import evaluating
 
-SAVE_SECONDS = 60.0  # between Trainer's checkpoints, at least
+SAVE_SECONDS = 60.0  # between two saves of the training's state, at least
 _SAVE_SHARE = 0.05  # of the time that saving may take
 _POOL = 32  # batches among which examples are sorted by length
-_WEIGHTS = "model.safetensors"
-_STATE = "trainer_state.json"  # Trainer writes it last: a checkpoint that has it is complete
+_LARGEST_GRADIENT = 1.0  # norm of all gradients together; a longer gradient is scaled down to it
 
 Data = Part | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class FinetuneOptions:
-    """How to train.
-
-    Attributes:
-        epochs: Passes over the training part; may be a fraction.
-        learning_rate: Its peak: it rises over the first tenth of the steps, then falls to 0, linearly.
-        mixture: What the loss is made of.
-        weight_decay: AdamW's.
-        patience: Epochs without a better value on the choosing part after which training stops.
-        seed: For the order of the examples and dropout.
-    """
-
-    epochs: float = 1.0
-    learning_rate: float = 3e-5
-    mixture: Mixture = field(default_factory=Mixture)
-    weight_decay: float = 0.01
-    patience: int = 2
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.epochs < math.inf:
-            raise HeadPruneError(f"Training cannot take {self.epochs:g} epochs.", "Choose a number above 0.")
-        if not 0 < self.learning_rate < math.inf:
-            raise HeadPruneError(
-                f"There is no learning rate {self.learning_rate:g}.", "Choose one above 0, such as 3e-5."
-            )
-        if self.patience < 1:
-            raise HeadPruneError(f"There is no patience of {self.patience} epochs.", "Choose 1 or more.")
-
-
-@dataclass(frozen=True)
 class Finetuned:
-    """A fine-tuned model and how it came about.
+    """A fine-tuned model, and how it was trained.
 
     Attributes:
-        model: In evaluation mode, on the device of the pruned one.
+        model: In evaluation mode, on the device of the pruned model.
         examples: Training examples per epoch.
-        steps: Optimizer steps that were made, of ``planned``.
+        steps: Optimizer steps made, of the ``planned`` ones.
         history: The choosing part's metrics before training (step 0) and after every epoch.
-        best: The step whose weights ``model`` has; 0 if training made the model no better.
-        resumed: The step of an interrupted run that this one went on from.
-        seconds: That training took, this time.
+        best: The step whose weights ``model`` has; 0 if training did not make the model better.
+        resumed: The step at which this run continued an interrupted one; None if it did not.
+        seconds: Duration of the training, without that of an interrupted run.
     """
 
     model: nn.Module
     examples: int
     steps: int
     planned: int
-    history: list[dict[str, Any]]
+    history: list[dict[str, float]]
     best: int
     resumed: int | None
     seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "model"}
 
 
 def finetune(
@@ -111,64 +74,52 @@ def finetune(
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Finetuned:
-    """Train a copy of a pruned model on labels and on the dense model's answers; keep what is best on other examples.
+    """Train a copy of a pruned model on labels and on the dense model's answers; keep the weights of the best epoch.
 
     Distillation as in Hinton et al. 2015 (arXiv:1503.02531), of hidden states as in Jiao et al. 2020 (TinyBERT,
-    arXiv:1909.10351): see `DistillationLoss`. No shape changes, so what is pruned stays pruned.
+    arXiv:1909.10351): see `DistillationLoss`. AdamW, in the weights' own precision. Shapes stay, so pruned heads stay pruned.
 
     Args:
-        pruned: A transformers model, or any module whose output has ``logits``; it is left as it was.
-        dense: The model before pruning, on the same device; only read. None with ``alpha=0``.
-        train: A `Part` (see `load_train`), or batches: dicts of tensors with the batch first and ``labels`` among them.
+        pruned: A transformers model, or any module whose output has ``logits``; it is not changed.
+        dense: The model before pruning, on the same device; it is not changed. None with ``alpha=0``.
+        train: A `Part` (see `load_train`), or batches: dicts of tensors, the batch first, with ``labels``.
         choose: Examples that decide when to stop and which epoch is kept. Never those that are reported.
         metric: What decides: ``"accuracy"`` (highest), or ``"perplexity"`` or ``"loss"`` (lowest, nats per token).
-        work: A folder for unfinished work. With the same model, data and options a later call goes on from there,
-            to the same weights (bit for bit on a CPU); with others it starts anew. The caller removes the folder.
-        progress: Told steps done and steps planned.
-        say: Told what is there already.
+        work: A folder for unfinished work. A later call with the same model, data and options continues from it and ends
+            with the same weights (to the bit on a CPU); any other call starts from the beginning. The caller removes it.
+        progress: Called with (steps done, steps planned).
+        say: Called with a line about the unfinished work that was found.
 
     Raises:
-        HeadPruneError: Models or labels that do not fit each other, a loss that is not finite.
+        HeadPruneError: Models or labels that do not fit each other, a loss that is not finite, damaged unfinished work.
     """
     options = options or FinetuneOptions()
     device = _device_of(pruned, dense)
-    with tempfile.TemporaryDirectory() as passing, _own_random_state(options.seed):
-        model = copy.deepcopy(pruned)
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
-        loss = DistillationLoss(model, dense, options.mixture)
-        order = _Order(train, options)
-        held_out = list(choose.batches()) if isinstance(choose, Part) else list(choose)
-        with evaluating(model), evaluating(dense or model):
+    model = copy.deepcopy(pruned)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    order = _Order(train, options)
+    held_out = list(choose.batches()) if isinstance(choose, Part) else list(choose)
+    loss = DistillationLoss(model, dense, options.mixture)
+    with _own_random_state(options.seed), evaluating(dense or model):
+        with evaluating(model):
             loss.prepare(move(order[0], device))
-        before = {"step": 0, "epoch": 0.0, **evaluate(model, held_out).metrics}
-        if metric not in before:
-            raise HeadPruneError(f"The {metric} cannot be read off the model's logits.", "Decide by the loss.")
-        folder, start = Path(passing), None
+        training = _Training(model, loss, order, held_out, metric, options)
         if work is not None:
-            # The folder's place counts too: Trainer notes where its best checkpoint lies.
-            facts = [versions(), device.type, str(work.resolve()), asdict(options), metric]
-            folder = work / digest([*facts, _content(train), _content(choose)], pruned, dense)
-            start = _interrupted(folder, say)
-        began = time.monotonic()
-        with evaluating(dense or model), _config_kept(model):
-            trainer = _Trainer(model, loss, order, held_out, metric, options, folder, device, progress)
-            if start is not None:
-                _fill(model, start)  # Trainer's own loading lets weights that do not fit pass
-            trainer.train(resume_from_checkpoint=str(start) if start else None)
-        history = [before, *trainer.history()]
-        best, steps = _best(history, metric), trainer.state.global_step
-        _set_weights(model, pruned, folder / f"checkpoint-{best}" if best and best != steps else None, best)
-        resumed = int(start.name.rpartition("-")[2]) if start is not None else None
-        seconds = round(time.monotonic() - began, 1)
-        return Finetuned(model.to(device).eval(), order.examples, steps, len(order), history, best, resumed, seconds)
+            facts = [versions(), device.type, asdict(options), metric, _content(train), _content(choose)]
+            training.resume(work, digest(facts, pruned, dense), say)
+        training.run(progress)
+    for parameter, like in zip(model.parameters(), pruned.parameters(), strict=True):
+        parameter.grad = None
+        parameter.requires_grad_(like.requires_grad)
+    return training.result()
 
 
 def _device_of(pruned: nn.Module, dense: nn.Module | None) -> torch.device:
-    """Where both models are.
+    """The device of both models.
 
     Raises:
-        HeadPruneError: On different devices, or weights that cannot be trained.
+        HeadPruneError: Different devices, or weights that cannot be trained.
     """
     device = model_device(pruned)
     if dense is not None and model_device(dense) != device:
@@ -180,39 +131,17 @@ def _device_of(pruned: nn.Module, dense: nn.Module | None) -> torch.device:
     return device
 
 
-def _set_weights(model: nn.Module, pruned: nn.Module, checkpoint: Path | None, step: int) -> None:
-    """The trained model at its best step, fit for use.
-
-    Args:
-        checkpoint: Where the weights of that step are; None if the model has them.
-        step: 0 for those from before the training.
-    """
-    if step == 0:
-        model.load_state_dict(pruned.state_dict())
-    elif checkpoint is not None:
-        _fill(model, checkpoint)
-    for parameter, like in zip(model.parameters(), pruned.parameters(), strict=True):
-        parameter.grad = None
-        parameter.requires_grad_(like.requires_grad)
-
-
 def _content(data: Data) -> list[Any]:
     return [data.content_hash(), data.batch_size] if isinstance(data, Part) else list(data)
-
-
-def _best(history: Sequence[Mapping[str, Any]], metric: str) -> int:
-    """The step with the best value; the lower loss where that ties, then the earlier."""
-    sign = -1 if metric == "accuracy" else 1
-    return int(min(history, key=lambda h: (sign * h[metric], h["loss"], h["step"]))["step"])
 
 
 # -- the order of the examples ----------------------------------------------------------------
 
 
-class _Order(Dataset[Any]):
-    """Every batch of the whole training, in turn: which examples it has depends on the seed and its number alone.
+class _Order:
+    """All batches of the training, in order: the examples of a batch depend on the seed and the batch's number alone.
 
-    So a training that goes on sees what it would have seen, whatever the samplers of the libraries do.
+    So a training that continues after an interruption gets the batches that it would have got.
     """
 
     def __init__(self, train: Data, options: FinetuneOptions) -> None:
@@ -238,7 +167,7 @@ class _Order(Dataset[Any]):
         return batch
 
     def _shuffled(self, epoch: int) -> list[Any]:
-        """An epoch's batches (as their examples' numbers), each of examples of like length."""
+        """An epoch's batches, as numbers of examples; the examples of a batch have similar lengths."""
         rng = np.random.default_rng((self.seed, epoch))
         if not isinstance(self.train, Part):
             return [int(i) for i in rng.permutation(len(self.train))]
@@ -251,11 +180,19 @@ class _Order(Dataset[Any]):
         return [batches[i] for i in rng.permutation(len(batches))]
 
 
-# -- Trainer ----------------------------------------------------------------------------------
+# -- the training -----------------------------------------------------------------------------
 
 
-class _Trainer(Trainer):  # type: ignore[misc]
-    """transformers' Trainer with our loss, our order and our evaluation, and silent."""
+class _Training:
+    """The training loop.
+
+    What a step does depends on the state that `save` writes, the seed and the step's number alone, so a training that
+    continues after an interruption ends with the weights of an uninterrupted one.
+
+    Attributes:
+        step: Optimizer steps made so far.
+        history: The choosing part's metrics before training and after every epoch.
+    """
 
     def __init__(
         self,
@@ -265,154 +202,126 @@ class _Trainer(Trainer):  # type: ignore[misc]
         held_out: Sequence[Any],
         metric: str,
         options: FinetuneOptions,
-        folder: Path,
-        device: torch.device,
-        progress: Progress | None,
     ) -> None:
-        arguments = TrainingArguments(
-            output_dir=str(folder), num_train_epochs=1, per_device_train_batch_size=1,  # an item of `_Order` is a batch
-            learning_rate=options.learning_rate, weight_decay=options.weight_decay, optim="adamw_torch",
-            warmup_steps=math.ceil(len(order) / 10), lr_scheduler_type="linear", seed=options.seed,
-            eval_strategy="no", save_strategy="steps", save_steps=len(order), save_total_limit=2,
-            metric_for_best_model="rank", greater_is_better=False, logging_strategy="no", report_to="none",
-            disable_tqdm=True, remove_unused_columns=False, dataloader_pin_memory=False, use_cpu=device.type == "cpu",
+        self.model, self.loss, self.order, self.held_out = model, loss, order, held_out
+        self.metric, self.options = metric, options
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": options.weight_decay},
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},  # biases and norms
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate)
+        self.schedule = get_linear_schedule_with_warmup(self.optimizer, math.ceil(len(order) / 10), len(order))
+        self.step = 0
+        self.history: list[dict[str, float]] = []
+        self._best_weights: dict[str, Any] = {}
+        self._file: Path | None = None
+        self._resumed: int | None = None
+        self._saved, self._wait = time.monotonic(), SAVE_SECONDS
+        self._measure()
+        if metric not in self.history[0]:
+            raise HeadPruneError(f"The {metric} cannot be read off the model's logits.", "Decide by the loss.")
+
+    @property
+    def best(self) -> int:
+        """The step with the best value of the metric; the lower loss where that ties, then the earlier."""
+        return self._best_of(self.history)
+
+    def _best_of(self, history: Sequence[Mapping[str, float]]) -> int:
+        sign = -1 if self.metric == "accuracy" else 1
+        return int(min(history, key=lambda h: (sign * h[self.metric], h["loss"], h["step"]))["step"])
+
+    def run(self, progress: Progress | None) -> None:
+        """Train to the end, or until the patience is over; the model then has its best weights."""
+        began = time.monotonic()
+        tell = progress or (lambda done, total, note="": None)
+        tell(self.step, len(self.order))
+        while self.step < len(self.order) and not self._patience_over():
+            self._update()
+            tell(self.step, len(self.order))
+            if epoch_ends := self.step % self.order.per_epoch == 0 or self.step == len(self.order):
+                self._measure()
+            if epoch_ends or time.monotonic() - self._saved >= self._wait:
+                self.save()
+        if self.best != self.step:
+            self.model.load_state_dict(self._best_weights)
+        self._seconds = round(time.monotonic() - began, 1)
+
+    def result(self) -> Finetuned:
+        """What `run` made."""
+        return Finetuned(
+            self.model.eval(), self.order.examples, self.step, len(self.order), self.history, self.best, self._resumed,
+            self._seconds,
         )  # fmt: skip
-        arguments._n_gpu = min(arguments.n_gpu, 1)  # several devices would be wrapped in DataParallel
-        pace = _Pace(order, metric, options.patience, progress)
-        super().__init__(model=model, args=arguments, train_dataset=order, callbacks=[pace])
-        self.remove_callback(PrinterCallback)
-        self.loss, self.order, self.held_out, self.metric = loss, order, held_out, metric
 
-    def get_train_dataloader(self) -> Any:
-        return self.accelerator.prepare(DataLoader(self.order, batch_size=1, collate_fn=_only))
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        loss = self.loss(inputs).mean()
+    def _update(self) -> None:
+        """One step of the optimizer."""
+        set_seed(int(np.random.SeedSequence((self.options.seed, self.step)).generate_state(1)[0]))
+        self.model.train()
+        loss = self.loss(move(self.order[self.step], model_device(self.model))).mean()
         if not loss.isfinite():
             raise HeadPruneError(
-                f"The loss became {loss.item()} at step {self.state.global_step + 1}.", "Use a smaller --learning-rate."
+                f"The loss became {loss.item()} at step {self.step + 1}.", "Use a smaller --learning-rate."
             )
-        return (loss, {}) if return_outputs else loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.model.parameters(), _LARGEST_GRADIENT)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        self.step += 1
 
-    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """The choosing part's metrics, and ``eval_rank``: 0 if this is the best epoch yet, which Trainer then keeps."""
-        found = evaluate(self.model, self.held_out).metrics
-        step = self.state.global_step
-        history = [*self.history(), {"step": step, **found}]
-        metrics = {f"eval_{k}": v for k, v in found.items()}
-        self.log(dict(metrics))
-        # Falls with every new best, so that Trainer, which knows one number, decides as `_best` does.
-        metrics["eval_rank"] = -float(len(history)) if _best(history, self.metric) == step else math.inf
-        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+    def _measure(self) -> None:
+        """Add the choosing part's metrics to the history, and keep the weights if they are the best so far."""
+        epoch = round(self.step / self.order.per_epoch, 3)
+        self.history.append({"step": self.step, "epoch": epoch, **evaluate(self.model, self.held_out).metrics})
+        if self.best == self.step:
+            self._best_weights = {k: v.to("cpu", copy=True) for k, v in self.model.state_dict().items()}
 
-    def history(self) -> list[dict[str, Any]]:
-        return _history(self.state, self.order)
+    def _patience_over(self) -> bool:
+        epochs = self.history[1:]  # compared with each other: the first may be worse than no training
+        return bool(epochs) and sum(h["step"] > self._best_of(epochs) for h in epochs) >= self.options.patience
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The weights as they are in memory: save_pretrained may rename and reshape them, which loading here would not undo."""
-        from safetensors.torch import save_model
+    def save(self) -> None:
+        """Write all that the next step depends on, if there is a folder for unfinished work."""
+        if self._file is None:
+            return
+        began = time.monotonic()
+        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        with replacing(self._file) as file:
+            torch.save({**parts, "step": self.step, "history": self.history, "best_weights": self._best_weights}, file)
+        self._saved = time.monotonic()
+        self._wait = max(SAVE_SECONDS, (self._saved - began) / _SAVE_SHARE)
 
-        path = Path(output_dir or self.args.output_dir)
-        path.mkdir(parents=True, exist_ok=True)
-        save_model(self.model, str(path / _WEIGHTS), metadata={"format": "pt"})
+    def resume(self, work: Path, key: str, say: Callable[[str], None]) -> None:
+        """Continue from what `save` wrote for a training of the same ``key``, if it did; from now on it writes to ``work``.
 
-
-class _Pace(TrainerCallback):  # type: ignore[misc]
-    """When to measure, to save and to stop."""
-
-    def __init__(self, order: _Order, metric: str, patience: int, progress: Progress | None) -> None:
-        self.order, self.metric, self.patience, self.progress = order, metric, patience, progress
-        self.saved = self.asked = time.monotonic()
-        self.wait = SAVE_SECONDS
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.progress:
-            self.progress(state.global_step, len(self.order))
-        self._stop(state, control)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.progress:
-            self.progress(state.global_step, len(self.order))
-        self.asked = time.monotonic()
-        if state.global_step % self.order.per_epoch == 0 or state.global_step == len(self.order):
-            control.should_evaluate = control.should_save = True
-        elif self.asked - self.saved >= self.wait:
-            control.should_save = True
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.asked = time.monotonic()
-        self._stop(state, control)
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.saved = time.monotonic()
-        self.wait = max(SAVE_SECONDS, (self.saved - self.asked) / _SAVE_SHARE)
-
-    def _stop(self, state: Any, control: Any) -> None:
-        """Out of the history alone, so that it is the same after an interruption."""
-        history = _history(state, self.order)
-        if history:
-            best = _best(history, self.metric)
-            if sum(h["step"] > best for h in history) >= self.patience:
-                control.should_training_stop = True
-
-
-def _history(state: Any, order: _Order) -> list[dict[str, Any]]:
-    """The evaluations that Trainer has logged."""
-    found = []
-    for entry in state.log_history:
-        if "eval_loss" in entry:
-            metrics = {k.removeprefix("eval_"): v for k, v in entry.items() if k.startswith("eval_")}
-            found.append({"step": entry["step"], "epoch": round(entry["step"] / order.per_epoch, 3), **metrics})
-    return found
-
-
-def _only(items: list[Any]) -> Any:
-    return items[0]
-
-
-# -- unfinished work --------------------------------------------------------------------------
-
-
-def _interrupted(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest complete checkpoint of an interrupted training; incomplete ones are removed."""
-    if not folder.is_dir():
-        if folder.parent.is_dir() and any(folder.parent.iterdir()):
-            say(
-                f"Unfinished work in {folder.parent} is not used: its model, data, seed, options or versions were others."
-            )
-        return None
-    complete = []
-    for path in folder.glob("checkpoint-*"):
+        Raises:
+            HeadPruneError: The file is damaged.
+        """
+        self._file = work / f"{key}.pt"
+        if not self._file.is_file():
+            if work.is_dir() and any(work.iterdir()):
+                say(f"Unfinished work in {work} is not used: its model, data, seed, options or versions were others.")
+            return
         try:
-            json.loads((path / _STATE).read_text())
-            complete.append((int(path.name.rpartition("-")[2]), path))
-        except (OSError, ValueError):
-            shutil.rmtree(path, ignore_errors=True)
-    if not complete:
-        return None
-    step, newest = max(complete)
-    say(f"Going on from step {step} of an interrupted training (--no-resume starts anew).")
-    return newest
+            state = torch.load(self._file, map_location="cpu", weights_only=True)
+            for name, part in self._parts().items():
+                part.load_state_dict(state[name])
+        except Exception as error:
+            raise HeadPruneError(
+                f"The unfinished work in {work} is damaged ({type(error).__name__}).", "Start again with --no-resume."
+            ) from error
+        self.step, self.history, self._best_weights = state["step"], state["history"], state["best_weights"]
+        self._resumed = self.step
+        say(f"Continuing from step {self.step} of an interrupted training (--no-resume starts again).")
 
-
-def _fill(model: nn.Module, folder: Path) -> None:
-    """Load the weights that `save_model` wrote, all of them."""
-    from safetensors.torch import load_model
-
-    try:
-        load_model(model, str(folder / _WEIGHTS), device=str(model_device(model)))
-    except Exception as error:
-        raise HeadPruneError(
-            f"The unfinished work in {folder} is damaged ({type(error).__name__}).", "Start anew with --no-resume."
-        ) from error
+    def _parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
 
 
 @contextmanager
 def _own_random_state(seed: int) -> Iterator[None]:
-    """Trainer seeds Python's, NumPy's and torch's generators: they are put back."""
+    """Training seeds Python's, NumPy's and torch's generators: afterwards they are as they were."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -421,16 +330,3 @@ def _own_random_state(seed: int) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-
-
-@contextmanager
-def _config_kept(model: nn.Module) -> Iterator[None]:
-    """Trainer sets ``use_cache``, also where there is none, and that would be saved with the model."""
-    attributes = vars(getattr(model, "config", None) or object)
-    before = dict(attributes)
-    try:
-        yield
-    finally:
-        if isinstance(attributes, dict):
-            attributes.clear()
-            attributes.update(before)

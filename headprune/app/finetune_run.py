@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,30 @@ from torch import nn
 from headprune import checkpoint
 from headprune.app import runs
 from headprune.app.data import DataOptions, Parts, load_parts, load_train
-from headprune.app.finetune import Finetuned, FinetuneOptions, finetune
+from headprune.app.documents import (
+    Cut,
+    FinetunedChanges,
+    FinetunedModels,
+    FinetuneFacts,
+    FinetuneRecord,
+    Measured,
+    Run,
+    Training,
+    TrainingOptions,
+)
+from headprune.app.finetune import Finetuned, finetune
 from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import LoadedModel, load_model, numbers_given
+from headprune.app.options import FinetuneOptions, Options
 from headprune.app.report.finetuned import render
 from headprune.app.runs import RunFolder, check_free
-from headprune.app.workflow import Console, Options
-from headprune.app.workflow.checks import changed_options, same_parts, seen_before
+from headprune.app.workflow import Console
+from headprune.app.workflow.checks import changed_options, seen_before
 from headprune.app.workflow.stages import Stages
 from headprune.errors import HeadPruneError
-from headprune.evaluation import Measurement, compare, evaluate, interval
+from headprune.evaluation import Measurement, compare, evaluate
 from headprune.fingerprint import fingerprint, versions
-from headprune.jsonio import dumps, read_json, write_json, write_text
+from headprune.jsonio import write_text
 from headprune.scoring.resume import digest
 
 DOCUMENT = "finetune.json"
@@ -59,7 +70,7 @@ class FinetuneRun:
     trust_remote_code: bool = False
 
 
-def finetune_run(asked: FinetuneRun, console: Console) -> tuple[Path, dict[str, Any]]:
+def finetune_run(asked: FinetuneRun, console: Console) -> tuple[Path, FinetuneRecord]:
     """Train, measure on the reporting part, and write the model with ``finetune.json`` and ``finetune.md``.
 
     Returns:
@@ -82,8 +93,7 @@ def finetune_run(asked: FinetuneRun, console: Console) -> tuple[Path, dict[str, 
     with claimed(choose, key, runs.command_line(), resume=asked.resume, say=console.say) as folder:
         if not folder.done_by(key):  # else it was killed just after
             _run(asked, source, folder, console)
-        document = read_json(output / DOCUMENT, "finetune")
-        return output, {k: v for k, v in document.items() if k not in ("headprune", "schema")}
+        return output, FinetuneRecord.read(output / DOCUMENT)
 
 
 def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> None:
@@ -104,20 +114,19 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
     console.say(f"{type(pruned.model).__name__} for {pruned.task.name} on {next(pruned.model.parameters()).device}")
     for note in (*parts.notes, *notes):
         console.say(note)
-    document: dict[str, Any] = {
-        "command": runs.command_line(),
-        "when": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "environment": runs.environment(str(next(pruned.model.parameters()).device)),
-        "pruned": str(source),
-        "teacher": dense.source,
-        "task": pruned.task.name,
-        "metric": metric,
-        "options": {**asdict(asked.training), "dtype": asked.dtype, "train_limit": asked.train_limit},
-        "data": asdict(data),
-        "parts": {**parts.about(), "train": train.about()},
-        "notes": [*parts.notes, *notes],
-    }
-    dumps(document)  # better known before the long work if it cannot be written
+    facts = FinetuneFacts(  # before the long work, so that it is known to be writable
+        command=runs.command_line(),
+        when=runs.now(),
+        environment=runs.environment(str(next(pruned.model.parameters()).device)),
+        pruned=str(source),
+        teacher=dense.source,
+        task=pruned.task.name,
+        metric=metric,
+        options=TrainingOptions(**vars(asked.training), dtype=asked.dtype, train_limit=asked.train_limit),
+        data=data,
+        parts=Cut.of(parts, train),
+        notes=(*parts.notes, *notes),
+    )
     with console.track("fine-tuning") as progress:
         tuned = finetune(
             pruned.model, dense.model, train, parts.choose, asked.training, metric=metric,
@@ -127,15 +136,21 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
     about = {"task": pruned.task.name, "from": dense.source, "finetuned": {"from": str(source)}}
     checkpoint.save(tuned.model, content, processor=pruned.processor, overwrite=True, about=about)
     models = {"dense": dense.model, "pruned": pruned.model, "finetuned": _reloaded(content, tuned)}
-    facts = digest(versions(), *parts.report.batches(), *models.values())
-    measured = _measure(models, parts, Stages(folder.unfinished / f"measured-{facts}"), console)
-    document |= {
-        "seconds": round(time.monotonic() - started, 1),
-        "training": tuned.to_json(),
-        **_figures(measured, metric),
-    }
-    write_json(content / DOCUMENT, "finetune", document)
-    write_text(content / REPORT, render(folder.path.name, document))
+    inputs = digest(versions(), *parts.report.batches(), *models.values())
+    measured = _measure(models, parts, Stages(folder.unfinished / f"measured-{inputs}"), console)
+    record = FinetuneRecord(
+        **facts.given(),
+        seconds=round(time.monotonic() - started, 1),
+        training=Training.model_validate(tuned),
+        models=FinetunedModels(**{name: Measured.of(m, metric) for name, m in measured.items()}),
+        changes=FinetunedChanges(
+            pruned=compare(measured["dense"], measured["pruned"], metric),
+            finetuned=compare(measured["dense"], measured["finetuned"], metric),
+            gain=compare(measured["pruned"], measured["finetuned"], metric),
+        ),
+    )
+    record.write(content / DOCUMENT)
+    write_text(content / REPORT, render(folder.path.name, record))
     folder.publish(content, ["*"])
 
 
@@ -155,16 +170,16 @@ def _checkpoint(path: Path) -> Path:
     return found[0]
 
 
-def _run_of(source: Path) -> dict[str, Any] | None:
+def _run_of(source: Path) -> Run | None:
     """The run that a checkpoint lies in, if it does."""
     folder = RunFolder(source.resolve().parent)
-    return folder.read_run() if (folder.path / "run.json").is_file() else None
+    return folder.read_run() if folder.run_path.is_file() else None
 
 
-def _data_options(asked: FinetuneRun, run: dict[str, Any] | None) -> DataOptions:
+def _data_options(asked: FinetuneRun, run: Run | None) -> DataOptions:
     given = {k: v for k, v in asked.data.items() if v is not None}
     if run is not None:
-        return replace(Options.of_run(run, "The run.json beside it").data, **given)
+        return replace(run.options.data, **given)
     if "dataset" not in given:
         raise HeadPruneError(
             f"{asked.pruned} lies in no run folder that says its data.", "Name the dataset with -d, as when pruning."
@@ -172,10 +187,10 @@ def _data_options(asked: FinetuneRun, run: dict[str, Any] | None) -> DataOptions
     return DataOptions(**given)
 
 
-def _load(asked: FinetuneRun, source: Path, run: dict[str, Any] | None) -> tuple[LoadedModel, LoadedModel]:
+def _load(asked: FinetuneRun, source: Path, run: Run | None) -> tuple[LoadedModel, LoadedModel]:
     """The pruned model and the dense one."""
     about = checkpoint.about(source)
-    options = Options.of_run(run, "The run.json beside it") if run is not None else Options("", DataOptions(""))
+    options = run.options if run is not None else Options("", DataOptions(""))
     teacher = asked.teacher or about.get("from")
     if not isinstance(teacher, str):
         raise HeadPruneError(f"{source} does not say which model it was made from.", "Name it with --teacher.")
@@ -191,22 +206,22 @@ def _load(asked: FinetuneRun, source: Path, run: dict[str, Any] | None) -> tuple
         if asked.teacher is not None:
             raise
         raise HeadPruneError(
-            f"The dense model that {source} names is not to be had: {error.args[0]}",
+            f"The dense model that {source} names could not be loaded: {error.args[0]}",
             f"{error.hint} Or name it with --teacher.".strip(),
         ) from error
     return pruned, dense
 
 
-def _check_cut(parts: Parts, data: DataOptions, run: dict[str, Any] | None, pruned: LoadedModel) -> list[str]:
+def _check_cut(parts: Parts, data: DataOptions, run: Run | None, pruned: LoadedModel) -> list[str]:
     """What scored and chose the heads must not be reported here; a note where that cannot be known.
 
     Raises:
         HeadPruneError: Some of it would be, or the data is not what it was.
     """
     _check_trained(parts, data, run, Path(pruned.source))
-    if run is None or same_parts(run, parts):
+    if run is None or run.parts.same(Cut.of(parts)):
         return []
-    before = Options.of_run(run, "The run.json beside it").data
+    before = run.options.data
     changed = changed_options(before, data)
     same_data = (before.dataset, before.subset) == (data.dataset, data.subset)
     try:
@@ -215,7 +230,7 @@ def _check_cut(parts: Parts, data: DataOptions, run: dict[str, Any] | None, prun
         if same_data:
             raise
         then, why = None, error.args[0]
-    if then is None or not same_parts(run, then):
+    if then is None or not run.parts.same(Cut.of(then)):
         if same_data:
             raise HeadPruneError(
                 f"{data.dataset} is not what it was when the model was pruned, so examples that chose its heads could be "
@@ -234,25 +249,24 @@ def _check_cut(parts: Parts, data: DataOptions, run: dict[str, Any] | None, prun
     return []
 
 
-def _check_trained(parts: Parts, data: DataOptions, run: dict[str, Any] | None, source: Path) -> None:
+def _check_trained(parts: Parts, data: DataOptions, run: Run | None, source: Path) -> None:
     """Of a model that was fine-tuned before, only what was reported then is surely unseen: it must be cut alike.
 
     Raises:
         HeadPruneError: It is cut otherwise.
     """
-    then: dict[str, Any] | None = None
     if (source / DOCUMENT).is_file():
-        then = read_json(source / DOCUMENT, "finetune")
+        record = FinetuneRecord.read(source / DOCUMENT)
+        then, before = record.parts, record.data
     elif run is not None and (metrics := RunFolder(source.resolve().parent).read_metrics()) is not None:
-        own = [b for b in metrics["budgets"] if b["checkpoint"] == source.name and b.get("finetune")]
-        then = {"parts": run["parts"], "data": run["options"]["data"]} if own else None
-    if (
-        then is None
-        or same_parts(then, parts)
-        or (then["data"]["dataset"], then["data"]["subset"]) != (data.dataset, data.subset)
-    ):
+        if not any(b.checkpoint == source.name and b.finetune for b in metrics.budgets):
+            return
+        then, before = run.parts, run.options.data
+    else:
         return
-    flags = " and ".join(changed_options(DataOptions(**then["data"]), data)) or "these options"
+    if then.same(Cut.of(parts)) or (before.dataset, before.subset) != (data.dataset, data.subset):
+        return
+    flags = " and ".join(changed_options(before, data)) or "these options"
     raise HeadPruneError(
         f"{source} was fine-tuned before; with {flags} the data is cut otherwise than it was then, and what it was trained "
         "on could be reported.",
@@ -275,16 +289,3 @@ def _measure(models: dict[str, nn.Module], parts: Parts, stages: Stages, console
         with console.track(f"measuring the {name} model") as progress:
             found[name] = stages.measurement(name, partial(evaluate, model, parts.report.batches(), progress=progress))
     return found
-
-
-def _figures(measured: dict[str, Measurement], metric: str) -> dict[str, Any]:
-    """Metrics of the three models, and the paired changes between them."""
-    models = {}
-    for name, m in measured.items():
-        low, high = interval(m, metric)
-        models[name] = {"metrics": m.metrics, "low": low, "high": high, "examples": len(m)}
-    pairs = {"pruned": ("dense", "pruned"), "finetuned": ("dense", "finetuned"), "gain": ("pruned", "finetuned")}
-    changes = {}
-    for name, (before, after) in pairs.items():
-        changes[name] = asdict(compare(measured[before], measured[after], metric))
-    return {"models": models, "changes": changes}

@@ -1,13 +1,13 @@
-"""Folders that one process at a time writes, that change as a whole, and whose unfinished work is gone on with.
+"""Folders that one process at a time writes, that change as a whole, and in which an interrupted run can continue.
 
-What a folder holds beside what is for readers, and only while it is needed:
+Beside what is for readers, a folder holds these, only while they are needed:
 
-    .lock        who is writing it (`headprune.locks`)
-    .unfinished  finished parts of a run that is not through
-    .ready       the whole new content, complete, on its way to its place
+    .lock        which process is writing it (`headprune.locks`)
+    .unfinished  finished parts of a run that has not ended
+    .ready       the complete new content, while it is moved to its place
 
-A run makes its new content in ``.unfinished``, and publishes it by one rename, to ``.ready``. Before that the folder is as it
-was; from then on the new content counts, and whoever comes next carries on if the run was killed while it moved files.
+A run makes its new content in ``.unfinished`` and publishes it with one rename, to ``.ready``. Before the rename the folder is
+unchanged; after it the new content counts, and if the run is killed while it moves files, the next command moves the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,12 +39,12 @@ class Folder:
 
     @property
     def unfinished(self) -> Path:
-        """Finished parts of a run that is not through."""
+        """The folder of finished parts of a run that has not ended."""
         return self.path / _UNFINISHED
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing for readers in it."""
+        """Whether it holds nothing for readers."""
         if not self.path.is_dir():
             return not self.path.exists()
         return all(p.name in (_LOCK, _UNFINISHED, _READY) for p in self.path.iterdir())
@@ -52,7 +52,7 @@ class Folder:
     @property
     def in_use(self) -> bool:
         """Whether another process is writing it."""
-        return Lock(self.path / _LOCK).taken()
+        return self._lock().taken()
 
     @property
     def command(self) -> dict[str, Any] | None:
@@ -67,36 +67,35 @@ class Folder:
         return (self.command or {}).get("key") == key
 
     def done_by(self, key: str) -> bool:
-        """Whether this very command was interrupted here when all was done."""
+        """Whether this very command was interrupted here after all its work was done."""
         return self.left_by(key) and (self.unfinished / _DONE).exists()
 
     def clear_unfinished(self) -> None:
-        """Remove what an interrupted run has left."""
+        """Remove the unfinished work of an interrupted run."""
         shutil.rmtree(self.unfinished, ignore_errors=True)
 
     @contextmanager
     def locked(self, command: str) -> Iterator[None]:
-        """This process's own while the context lasts.
+        """Only this process may write it while the context lasts.
 
         Raises:
             BusyError: Another process is writing it.
         """
         check_writable(self.path)
-        lock = Lock(self.path / _LOCK)
-        lock.take(f"The folder {self.path}", command)
-        try:
+        with self._lock().holding(f"The folder {self.path}", command):
             yield
-        finally:
-            lock.free()
+
+    def _lock(self) -> Lock:
+        return Lock(self.path / _LOCK)
 
     def publish(self, content: Path, replaces: Iterable[str]) -> None:
-        """Put the content of a folder in the place of what is here.
+        """Replace what is here by the content of another folder.
 
         Args:
-            content: Complete, and in `unfinished`, so that one rename commits it.
-            replaces: Patterns of names that go, if they are here.
+            content: The other folder: complete, and in `unfinished`, so that one rename commits it.
+            replaces: Patterns of the names to remove.
         """
-        for path in content.glob(".*"):  # what a killed run had half written
+        for path in content.glob(".*"):  # half-written by a killed run
             _remove(path)
         new = {p.name for p in content.iterdir()}
         gone = {p.name for pattern in replaces for p in self.path.glob(pattern)} - {_LOCK, _UNFINISHED, _READY}
@@ -105,37 +104,33 @@ class Folder:
         self._move()
 
     def settle(self) -> None:
-        """Finish what a run that was killed had begun to publish, or wait for one that is at it.
+        """Finish the publishing that a killed run had begun, or wait for a run that is publishing now.
 
         Raises:
             BusyError: It takes too long.
         """
         deadline = time.monotonic() + _PATIENCE
         while (self.path / _READY).exists():
-            lock = Lock(self.path / _LOCK)
+            lock = self._lock()
             if lock.path.resolve() in Lock.held:
-                return self._move()
+                self._move()
+                return
             try:
-                lock.take(f"The folder {self.path}", "reading")
+                with lock.holding(f"The folder {self.path}", "reading"):
+                    self._move()
             except BusyError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
-                continue
-            try:
-                self._move()
-            finally:
-                lock.free()
-        return None
 
     def _move(self) -> None:
-        """The rest of what is ready to its place; done again after an interruption, it goes on."""
+        """Move what is ready to its place; after an interruption, calling it again moves the rest."""
         ready = self.path / _READY
         journal = ready / _GONE
         if journal.exists():
             for name in read_json(journal, "publication")["gone"]:
                 _remove(self.path / name)
-            # Folders first: whoever waits for a report or a document finds all that it speaks of.
+            # Folders first: when a report or a document appears, all that it names is there.
             for entry in sorted(ready.iterdir(), key=lambda p: (p.is_file(), p.name)):
                 if entry != journal:
                     target = self.path / entry.name
@@ -155,7 +150,7 @@ AnyFolder = TypeVar("AnyFolder", bound=Folder)
 
 
 def key_of(*asked: Any) -> str:
-    """A name for what a command was asked; two that were asked the same go on with one another's work.
+    """A name for what a command was asked to do; commands with the same name continue each other's work.
 
     Args:
         asked: Dataclasses of plain values, and such.
@@ -167,13 +162,13 @@ def key_of(*asked: Any) -> str:
 def claimed(
     choose: Callable[[], AnyFolder], key: str, command: str, *, resume: bool = True, say: Callable[[str], None]
 ) -> Iterator[AnyFolder]:
-    """A folder to write to, this process's own while the context lasts.
+    """A folder to write to, which only this process may write while the context lasts.
 
-    Afterwards unfinished work is gone, and a folder in which there is nothing else. After an interruption it stays, for
-    the same command to go on with; after an error it does too, for any command, since this one may be wrong.
+    Afterwards unfinished work is removed, and so is an empty folder. After an interruption unfinished work stays, so that the
+    same command can continue; after an error it stays for any command, since this one may be the mistake.
 
     Args:
-        choose: The folder to take; asked again once it is locked, since another process may have been there before.
+        choose: Gives the folder to take; called again once it is locked, since another process may have been faster.
         key: See `key_of`.
         command: The command as it was typed.
         resume: Whether unfinished work is used.
@@ -181,31 +176,14 @@ def claimed(
     Raises:
         BusyError: Another process is writing it.
     """
-    while True:
-        folder = choose()
-        check_writable(folder.path)
-        lock = Lock(folder.path / _LOCK)
-        try:
-            lock.take(f"The folder {folder.path}", command)
-        except BusyError:
-            if choose() != folder:  # it was free when it was chosen, and there are others
-                continue
-            raise
-        try:
-            folder.settle()
-            if choose() == folder:
-                break
-        except BaseException:
-            lock.free()
-            raise
-        lock.free()
+    folder, lock = _taken(choose, command)
     keep = True
     try:
         _begin(folder, key, command, resume, say)
         yield folder
         keep = False
     except KeyboardInterrupt as error:
-        kept = f"What was finished is kept in {folder.unfinished}: the same command goes on there."
+        kept = f"What was finished is kept in {folder.unfinished}: the same command continues there."
         hint = kept if _worth_keeping(folder.unfinished) else "Nothing was written."
         raise Stopped(getattr(error, "status", 130), hint) from error
     except HeadPruneError:
@@ -215,20 +193,36 @@ def claimed(
     finally:
         if not keep or not _worth_keeping(folder.unfinished):
             folder.clear_unfinished()
-        lock.free()
+        lock.close()
         with suppress(OSError):  # not empty
             folder.path.rmdir()
 
 
+def _taken(choose: Callable[[], AnyFolder], command: str) -> tuple[AnyFolder, ExitStack]:
+    """A folder that is locked, and what releases it."""
+    while True:
+        folder = choose()
+        with ExitStack() as lock:
+            try:
+                lock.enter_context(folder.locked(command))
+            except BusyError:
+                if choose() == folder:
+                    raise
+                continue  # it was free when it was chosen, and there are others
+            folder.settle()
+            if choose() == folder:
+                return folder, lock.pop_all()
+
+
 def _begin(folder: Folder, key: str, command: str, resume: bool, say: Callable[[str], None]) -> None:
-    """Note whose unfinished work this is going to be."""
+    """Note which command the unfinished work belongs to."""
     if not resume:
         folder.clear_unfinished()
     before = folder.command
     if before is not None and before["key"] != key:
         (folder.unfinished / _DONE).unlink(missing_ok=True)
         say(
-            f"{folder.path} holds unfinished work of `{before['command']}`: what fits is used, the rest goes when this is done."
+            f"{folder.path} holds unfinished work of `{before['command']}`: what fits is used, the rest is removed when this is done."
         )
     write_json(folder.unfinished / _COMMAND, "command", {"key": key, "command": command})
 

@@ -20,38 +20,42 @@ class Task:
     """What a model is for.
 
     Attributes:
-        auto_class: transformers' Auto class.
-        suffixes: Endings of architectures that do this.
+        head: The end of the names of its classes: ``AutoModelFor...`` is transformers' Auto class.
         modality: ``"text"``, ``"image"`` or ``"audio"``.
-        metric: What is measured first: ``"accuracy"`` (higher is better) or ``"perplexity"`` (lower is).
+        metric: What is measured first: ``"accuracy"`` (higher is better) or ``"perplexity"`` (lower is better).
+        suffixes: Other endings of the names of architectures that do this.
     """
 
     name: str
-    auto_class: str
-    suffixes: tuple[str, ...]
+    head: str
     modality: str
     metric: str
+    suffixes: tuple[str, ...] = ()
+
+    @property
+    def auto_class(self) -> str:
+        """The name of transformers' Auto class."""
+        return f"AutoModelFor{self.head}"
+
+    def fits(self, architecture: str) -> bool:
+        """Whether a model's class does this, by its name."""
+        return architecture.endswith((f"For{self.head}", *self.suffixes))
 
 
 TASKS = {
     task.name: task
     for task in (
-        Task(
-            "sequence-classification", "AutoModelForSequenceClassification", ("ForSequenceClassification",),
-            "text", "accuracy",
-        ),
-        Task("token-classification", "AutoModelForTokenClassification", ("ForTokenClassification",), "text", "accuracy"),
-        Task("question-answering", "AutoModelForQuestionAnswering", ("ForQuestionAnswering",), "text", "accuracy"),
-        Task("masked-lm", "AutoModelForMaskedLM", ("ForMaskedLM", "ForPreTraining"), "text", "perplexity"),
-        Task("causal-lm", "AutoModelForCausalLM", ("ForCausalLM", "LMHeadModel"), "text", "perplexity"),
-        Task(
-            "image-classification", "AutoModelForImageClassification", ("ForImageClassification",), "image", "accuracy"
-        ),
-        Task("speech-seq2seq", "AutoModelForSpeechSeq2Seq", ("ForSpeechSeq2Seq",), "audio", "perplexity"),
-        Task("audio-classification", "AutoModelForAudioClassification", ("ForAudioClassification",), "audio", "accuracy"),
-        Task("seq2seq", "AutoModelForSeq2SeqLM", ("ForConditionalGeneration",), "text", "perplexity"),
+        Task("sequence-classification", "SequenceClassification", "text", "accuracy"),
+        Task("token-classification", "TokenClassification", "text", "accuracy"),
+        Task("question-answering", "QuestionAnswering", "text", "accuracy"),
+        Task("masked-lm", "MaskedLM", "text", "perplexity", ("ForPreTraining",)),
+        Task("causal-lm", "CausalLM", "text", "perplexity", ("LMHeadModel",)),
+        Task("image-classification", "ImageClassification", "image", "accuracy"),
+        Task("speech-seq2seq", "SpeechSeq2Seq", "audio", "perplexity"),
+        Task("audio-classification", "AudioClassification", "audio", "accuracy"),
+        Task("seq2seq", "Seq2SeqLM", "text", "perplexity", ("ForConditionalGeneration",)),
     )
-}  # fmt: skip
+}
 _SPEECH_TYPES = {"whisper", "speech_to_text", "moonshine", "speecht5"}
 
 
@@ -62,10 +66,10 @@ class LoadedModel:
     Attributes:
         model: In evaluation mode, on its device.
         processor: Tokenizer, image processor or feature extractor, as the task needs.
-        source: The id or path it came from, as it was given.
-        name: Its last part.
-        notes: What a reader should know of how it was loaded.
-        stored: The half precision that the checkpoint is stored in, where the model was widened to float32 unasked; else None.
+        source: The id or path that it was loaded from, as it was given.
+        name: The last part of ``source``.
+        notes: What a reader should know about how it was loaded.
+        stored: The half precision that the checkpoint is stored in, if the model was widened to float32 by default; else None.
     """
 
     model: nn.Module
@@ -98,57 +102,33 @@ def load_model(
         source: Hub id or path.
         task: One of `TASKS`; read from the model's config if None.
         device: ``"auto"`` is CUDA, then MPS, then CPU.
-        trust_remote_code: Whether code that comes with the model may run. Pass on what a person said here and now,
-            never what a file says.
-        with_processor: Whether a tokenizer or image processor is needed.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``; ``"auto"`` is the stored one, but float32 on a CPU.
+        trust_remote_code: Whether code that comes with the model may run. Pass on only what the user said for this run,
+            never what a file says.
+        with_processor: Whether to load a tokenizer or image processor too.
 
     Raises:
         HeadPruneError: No such model, an unknown task, a missing tokenizer, weights that do not load or are not numbers,
             code that comes with the model and may not run.
     """
-    import transformers
-
     if task not in (None, *TASKS):
         raise HeadPruneError(f"There is no task {task!r}.", f"Use one of {', '.join(TASKS)}.")
     _check_source(source, revision)
     where = pick_device(device)
-    chosen = _dtype(dtype, where)
+    wanted = _dtype(dtype, where)
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
-    pruned = checkpoint.is_checkpoint(source)
-    try:
-        config = transformers.AutoConfig.from_pretrained(source, **common)
-    except Exception as error:
-        raise _not_trusted(source, error) or _not_found(source, error) from error
-    if not trust_remote_code:
-        checkpoint.check_attention(source, config)
+    config = _load_config(source, common)
     kind = _task(config, task, source)
-    half = _half(config) if dtype == "auto" and chosen == torch.float32 else None
-    if pruned:
+    half = _half(config) if dtype == "auto" and wanted == torch.float32 else None
+    if checkpoint.is_checkpoint(source):
         model = checkpoint.load(source, device=where)
         if half is not None:
             widen(model)
-        elif isinstance(chosen, torch.dtype) and dtype != "auto":
+        elif isinstance(wanted, torch.dtype) and dtype != "auto":
             for parameter in model.parameters():  # not the buffers: rotary frequencies must not be rounded
-                parameter.data = parameter.data.to(chosen)
+                parameter.data = parameter.data.to(wanted)
     else:
-        auto = getattr(transformers, kind.auto_class)
-        try:
-            model, info = auto.from_pretrained(
-                source, config=config, dtype=chosen, output_loading_info=True, **common
-            )  # fmt: skip
-        except HeadPruneError:
-            raise
-        except Exception as error:
-            raise (
-                _not_trusted(source, error)
-                or checkpoint.damaged(source, error)
-                or HeadPruneError(
-                    f"{source} does not load as {kind.auto_class}: {first_line(error)}.", "Check --task and the folder."
-                )
-            ) from error
-        _check_complete(source, kind, info)
-        model.to(where)
+        model = _load_dense(source, kind, config, wanted, common).to(where)
     model.eval()
     _check_numbers(model, source)
     processor = _processor(source, kind, common) if with_processor else None
@@ -160,14 +140,55 @@ def load_model(
             f"{source} comes with code of its own, which was not run (--trust-remote-code runs it): "
             f"transformers' {type(model).__name__} was used instead."
         )
-    stored = (
-        half if half is not None and holds(model, half) else None
-    )  # some configs name another type than their weights have
+    # Some configs name another type than their weights have.
+    stored = half if half is not None and holds(model, half) else None
     return LoadedModel(model, processor, kind, source, Path(source.rstrip("/")).name or source, tuple(notes), stored)
 
 
+def _load_config(source: str, common: dict[str, Any]) -> Any:
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, **common)
+    except Exception as error:
+        raise _not_trusted(source, error) or _not_found(source, error) from error
+    if not common["trust_remote_code"]:
+        checkpoint.check_attention(source, config)
+    return config
+
+
+def _load_dense(source: str, kind: Task, config: Any, dtype: torch.dtype | str, common: dict[str, Any]) -> nn.Module:
+    """A model that transformers loads.
+
+    Raises:
+        HeadPruneError: It does not load, or some of its weights are missing: a head with random weights would be
+            measured as if it were trained.
+    """
+    import transformers
+
+    auto = getattr(transformers, kind.auto_class)
+    try:
+        model, info = auto.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True, **common)
+    except Exception as error:
+        raise (
+            _not_trusted(source, error)
+            or checkpoint.damaged(source, error)
+            or HeadPruneError(
+                f"{source} does not load as {kind.auto_class}: {first_line(error)}.", "Check --task and the folder."
+            )
+        ) from error
+    if missing := sorted(info.get("missing_keys") or []):
+        raise HeadPruneError(
+            f"{source} has no weights for {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}: "
+            f"it was not trained for {kind.name}.",
+            "Pass a fine-tuned model, or the --task that it was trained for.",
+        )
+    loaded: nn.Module = model
+    return loaded
+
+
 def numbers_given(loaded: LoadedModel) -> str | None:
-    """``"3 numbers"``: how many a regression head gives where classes are expected; None for any other head."""
+    """What a regression head gives instead of classes, such as ``"3 numbers"``; None for any other head."""
     labels = getattr(loaded.config, "num_labels", 2)
     if loaded.task.metric != "accuracy" or loaded.task.name == "question-answering":
         return None
@@ -177,7 +198,12 @@ def numbers_given(loaded: LoadedModel) -> str | None:
 
 
 def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
-    """An input of the right form without data: for listing heads and for timing, not for measuring accuracy."""
+    """A made-up input of the right form: for listing heads and for timing, not for measuring accuracy.
+
+    Args:
+        batch: Examples.
+        length: Tokens per example, for texts.
+    """
     config = loaded.config
     generator = torch.Generator().manual_seed(0)
     first = next(p for p in loaded.model.parameters() if p.is_floating_point())
@@ -204,10 +230,10 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
 
 
 def check_length(loaded: LoadedModel, length: int) -> None:
-    """Refuse texts that are longer than a model takes.
+    """Refuse a length of texts (in tokens) that the model does not accept.
 
     Raises:
-        HeadPruneError: It does not run on so many tokens.
+        HeadPruneError: The model does not run on so many tokens.
     """
     tables = [
         m.num_embeddings - (m.padding_idx + 1 if m.padding_idx is not None and "position_embeddings" in name else 0)
@@ -233,24 +259,25 @@ _POSITION_TABLES = {"position_embeddings", "wpe", "embed_positions", "position_e
 
 
 def pick_device(device: str) -> torch.device:
-    """``"auto"`` or a device's name as a device that exists."""
+    """A device by its name; ``"auto"`` is CUDA, then MPS, then CPU.
+
+    Raises:
+        HeadPruneError: There is no such device.
+    """
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if device == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
+        return torch.device("cuda" if cuda else "mps" if mps else "cpu")
+    if device.startswith("cuda") and not cuda:
         raise HeadPruneError("There is no CUDA device here.", "Use --device cpu, or install a CUDA build of torch.")
-    if device == "mps" and not torch.backends.mps.is_available():
+    if device == "mps" and not mps:
         raise HeadPruneError("There is no MPS device here.", "Use --device cpu.")
-    wrong = HeadPruneError(f"There is no device {device!r}.", "Use auto, cpu, cuda or mps.")
     try:
         found = torch.device(device)
     except RuntimeError:
-        raise wrong from None
-    if found.type not in ("cpu", "cuda", "mps") or (
-        found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count()
-    ):
-        raise wrong
+        found = torch.device("meta")
+    missing = found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count()
+    if found.type not in ("cpu", "cuda", "mps") or missing:
+        raise HeadPruneError(f"There is no device {device!r}.", "Use auto, cpu, cuda or mps.")
     return found
 
 
@@ -275,7 +302,7 @@ def _task(config: Any, task: str | None, source: str) -> Task:
         return TASKS[task]
     architecture = str((getattr(config, "architectures", None) or [""])[0])
     for kind in TASKS.values():
-        if architecture.endswith(kind.suffixes):
+        if kind.fits(architecture):
             if kind.name == "seq2seq" and config.model_type in _SPEECH_TYPES:
                 return TASKS["speech-seq2seq"]
             if kind.name == "seq2seq" and not config.is_encoder_decoder:
@@ -288,9 +315,9 @@ def _task(config: Any, task: str | None, source: str) -> Task:
 
 
 def _set_padding(config: Any, token: int) -> None:
-    """Tell a config what pads, if it does not say: GPT-2 as a classifier refuses batches without it.
+    """Set a config's padding token, if it has none: GPT-2 as a classifier refuses batches without it.
 
-    The config of a model of several parts, such as Gemma 3's, may not have the field; its text's config then counts.
+    The config of a model of several parts, such as Gemma 3's, may not have the field; then the config of its text part counts.
     """
     parts = (config, config.get_text_config())
     if all(getattr(part, "pad_token_id", None) is None for part in parts):
@@ -298,19 +325,8 @@ def _set_padding(config: Any, token: int) -> None:
             part.pad_token_id = token
 
 
-def _check_complete(source: str, kind: Task, info: dict[str, Any]) -> None:
-    """A head with random weights would be measured as if it were trained: refuse it."""
-    missing = sorted(info.get("missing_keys") or [])
-    if missing:
-        raise HeadPruneError(
-            f"{source} has no weights for {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}: "
-            f"it was not trained for {kind.name}.",
-            "Pass a fine-tuned model, or the --task that it was trained for.",
-        )
-
-
 def _check_source(source: str, revision: str | None) -> None:
-    """Refuse what is surely no model, before anything is loaded."""
+    """Refuse what cannot be a model, before anything is loaded."""
     if not source.strip():
         raise HeadPruneError("No model was named.", "Pass a Hub id, a local folder, or a folder headprune saved.")
     try:
@@ -326,11 +342,11 @@ def _check_source(source: str, revision: str | None) -> None:
 
 
 def _check_numbers(model: nn.Module, source: str) -> None:
-    """Refuse weights that are not numbers: every loss would be NaN, and the data be blamed for it."""
+    """Refuse weights that are not numbers: every loss would be NaN, and the data would be blamed."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta or not parameter.is_floating_point() or parameter.element_size() < 2:
             continue
-        # A sum is quick and needs no memory; only where it is not finite is it looked at which values are to blame.
+        # A sum is quick and needs no memory; only if it is not finite are the values counted.
         if not parameter.detach().sum().isfinite() and (wrong := int(parameter.isnan().sum())):
             raise HeadPruneError(
                 f"{source} has weights that are not numbers: {wrong:,} of {parameter.numel():,} values of {name} are NaN.",
@@ -339,7 +355,7 @@ def _check_numbers(model: nn.Module, source: str) -> None:
 
 
 def _not_trusted(source: str, error: Exception) -> HeadPruneError | None:
-    """What to say if a model or its tokenizer needs code that comes with it, and that was not allowed."""
+    """The message if a model or its tokenizer needs code that comes with it, and that code may not run."""
     if "trust_remote_code" not in str(error):
         return None
     return HeadPruneError(
@@ -391,7 +407,7 @@ def _not_found(source: str, error: Exception) -> HeadPruneError:
             "Pass a folder made by save_pretrained or by headprune.",
         )
     return HeadPruneError(
-        f"There is no model {source!r}: no such folder, and it could not be had from the Hugging Face hub "
+        f"There is no model {source!r}: no such folder, and it could not be loaded from the Hugging Face hub "
         f"({type(error).__name__}).",
         "Check the spelling, the network (HF_HUB_OFFLINE), and your access to it.",
     )

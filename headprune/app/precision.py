@@ -1,7 +1,7 @@
-"""Models that are stored in half precision and computed with in full: what is kept of either.
+"""Models that are stored in half precision but run in float32.
 
-Rounding to half and back changes nothing in a weight that came from half, so a checkpoint that was stored in half can be saved so
-again; only what was fitted anew is rounded.
+A weight that came from half precision can be rounded to it again without a change, so a checkpoint that was stored in half
+precision can be saved in it again; only weights that were fitted since are rounded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def narrow(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round a model's weights to a half precision, but for those that transformers keeps in float32.
+    """Round a model's weights to a half precision, except those that transformers keeps in float32.
 
     Buffers stay as they are: rotary frequencies must not be rounded.
     """
@@ -25,7 +25,7 @@ def narrow(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def widen(model: nn.Module) -> None:
-    """Bring weights, and buffers that are saved, from half precision to float32."""
+    """Convert weights, and buffers that are saved, from half precision to float32."""
     saved = model.state_dict(keep_vars=True).values()
     for tensor in (*model.parameters(), *saved):
         if tensor.dtype in HALVES:
@@ -33,7 +33,7 @@ def widen(model: nn.Module) -> None:
 
 
 def holds(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a half precision holds a model's weights without rounding."""
+    """Whether a half precision can represent a model's weights exactly."""
     return all(bool((p.to(dtype).to(p.dtype) == p).all()) for p in _narrowed(model, dtype))
 
 

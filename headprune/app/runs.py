@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import platform
 import re
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from headprune import __version__
+from headprune.app.documents import Environment, Metrics, Run
 from headprune.app.folders import Folder
 from headprune.errors import HeadPruneError
-from headprune.jsonio import read_json, write_json
-from headprune.scoring.base import HeadScores, load_scores, save_scores
+from headprune.jsonio import read_json
+from headprune.scoring.base import HeadScores, load_scores
 
 REPORTS = Path("reports")
 # What a run is made of; a new one in its place replaces all of it.
@@ -33,6 +33,10 @@ class RunFolder(Folder):
     @property
     def scores_path(self) -> Path:
         return self.path / "scores.json"
+
+    @property
+    def run_path(self) -> Path:
+        return self.path / "run.json"
 
     @property
     def metrics_path(self) -> Path:
@@ -54,23 +58,16 @@ class RunFolder(Folder):
         self.settle()
         return self.metrics_path.exists()
 
-    def write_scores(self, scores: Sequence[HeadScores], run: dict[str, Any]) -> None:
-        save_scores(self.scores_path, scores)
-        self.write_run(run)
-
-    def write_run(self, run: dict[str, Any]) -> None:
-        write_json(self.path / "run.json", "run", run)
-
-    def read_run(self) -> dict[str, Any]:
+    def read_run(self) -> Run:
         self.settle()
-        return read_json(self.path / "run.json", "run")
+        return Run.read(self.run_path)
 
     def read_scores(self) -> list[HeadScores]:
         self.settle()
         return load_scores(self.scores_path)
 
-    def read_metrics(self) -> dict[str, Any] | None:
-        return read_json(self.metrics_path, "metrics") if self.pruned else None
+    def read_metrics(self) -> Metrics | None:
+        return Metrics.read(self.metrics_path) if self.pruned else None
 
 
 def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "") -> RunFolder:
@@ -125,16 +122,17 @@ def newest_scores(output: Path | None, model: str | None = None) -> RunFolder | 
 
 
 def _model_of(folder: RunFolder) -> str:
-    """What a run was made of.
+    """The model that a run scored; the rest of its document may be another version's.
 
     Raises:
         HeadPruneError: It does not say.
     """
-    options = folder.read_run().get("options")
+    folder.settle()
+    options = read_json(folder.run_path, "run").get("options")
     found = options.get("model") if isinstance(options, dict) else None
     if not isinstance(found, str):
         raise HeadPruneError(
-            f"{folder.path / 'run.json'} is damaged: it does not say which model was scored.",
+            f"{folder.run_path} is damaged: it does not say which model was scored.",
             "Score again, or move this folder away.",
         )
     return found
@@ -144,7 +142,7 @@ def _same_model(a: str, b: str) -> bool:
     return a == b or (Path(a).exists() and Path(b).exists() and Path(a).samefile(b))
 
 
-def environment(device: str) -> dict[str, Any]:
+def environment(device: str) -> Environment:
     """Versions and hardware, for the report."""
     import torch
     import transformers
@@ -155,16 +153,16 @@ def environment(device: str) -> dict[str, Any]:
     elif Path("/proc/cpuinfo").is_file():
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
         name = found.group(1).strip() if found else name
-    return {
-        "headprune": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "system": platform.system(),
-        "device": device,
-        "device_name": name,
-        "threads": torch.get_num_threads(),
-    }
+    return Environment(
+        headprune=__version__, python=platform.python_version(), torch=torch.__version__,
+        transformers=transformers.__version__, system=platform.system(), device=device, device_name=name,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def now() -> str:
+    """The time, UTC, as documents note it."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def command_line() -> str:

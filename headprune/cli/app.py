@@ -1,4 +1,4 @@
-"""The `headprune` command itself: what all commands have in common, and how a process ends."""
+"""The `headprune` command: what all commands have in common, and how signals end a process."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def main() -> None:
 
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup has it ignored
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # with nohup it is ignored
             signal.signal(number, stop)
     app()

@@ -97,8 +97,10 @@ def scores_first(goal: Goal, methods: list[str]) -> str:
 
 def planned(folder: RunFolder, methods: list[str], scene: Scene) -> dict[str, Any]:
     """What a dry run found, as a document."""
+    from headprune.app.documents import Cut
+
     return {
-        "folder": str(folder.path), "methods": methods, "parts": scene.parts.about(),
+        "folder": str(folder.path), "methods": methods, "parts": Cut.of(scene.parts).to_json(),
         "layers": [layer.to_json() for layer in scene.layers],
     }  # fmt: skip
 

@@ -9,7 +9,7 @@ import typer
 from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.asked import numbers_in
-from headprune.cli.options import Device, Dtype, Manner, Seed, Task, Trust, by_groups
+from headprune.cli.options import Device, Dtype, Loading, Manner, Seed, Task, Trust, by_groups, typed
 from headprune.cli.session import session
 from headprune.errors import HeadPruneError
 
@@ -34,13 +34,8 @@ def bench(
         from headprune.app.models import check_length, dummy_input, load_model
 
         sizes, tokens = numbers_in("--batch-sizes", batch_sizes), numbers_in("--lengths", lengths)
-        first, second = (
-            load_model(
-                m, task=task, device=device or "auto", dtype=dtype or "auto", trust_remote_code=trust_remote_code,
-                with_processor=False,
-            )
-            for m in (dense, pruned)
-        )  # fmt: skip
+        loading = typed(Loading(task, device, dtype, trust_remote_code))
+        first, second = (load_model(m, **loading, with_processor=False) for m in (dense, pruned))
         if first.task != second.task:
             raise HeadPruneError(
                 f"{dense} is for {first.task.name}, {pruned} for {second.task.name}.", "Compare alike."
@@ -53,9 +48,7 @@ def bench(
             rows = latency.bench(
                 {"dense": first.model, "pruned": second.model}, inputs, seed=seed or 0, progress=progress
             )
-        count = latency.parameters(second.model) / latency.parameters(first.model) - 1
-        tables.print_latency(console, [row.to_json() for row in rows])
-        console.result(
-            f"Parameters: {latency.parameters(first.model):,} and {latency.parameters(second.model):,} ({count:+.1%})"
-        )
+        before, after = (latency.parameters(loaded.model) for loaded in (first, second))
+        tables.print_latency(console, rows)
+        console.result(f"Parameters: {before:,} and {after:,} ({after / before - 1:+.1%})")
         console.document({"rows": [row.to_json() for row in rows]})

@@ -26,18 +26,18 @@ def demo(
         from headprune.app import runs, workflow
         from headprune.app.data import DataOptions
         from headprune.app.folders import Folder, claimed
-        from headprune.planning.budgets import Budget
+        from headprune.budgets import budget_of
         from headprune.scoring import DEFAULT_METHODS
 
         folder = runs.RunFolder(output or room.REPORT)
         if room.was_run(folder) and not overwrite:
             console.result(f"The demo has been run: {folder.report_path}\nAgain: headprune demo --overwrite")
-            console.document({"folder": str(folder.path), **(folder.read_metrics() or {})})
+            tables.print_document(console, folder)
             return
-        # reports/digits is the demo's own: a checkout brings one made on another machine. It stays until there is another.
+        # reports/digits belongs to the demo, so it may be replaced: the one in a checkout was made on another machine.
         choose = partial(runs.choose_folder, folder.path, "digits", overwrite or output is None, key)
         with claimed(choose, key, runs.command_line(), say=console.say) as folder:
-            if not folder.done_by(key):  # else it was killed just after
+            if not folder.done_by(key):  # if so, it was killed just after the end
                 with (
                     Folder(room.HOME).locked(runs.command_line()),
                     console.track("training a ViT on digits, once, for about 20 seconds") as progress,
@@ -45,8 +45,8 @@ def demo(
                     model, data, accuracy = room.prepare(room.HOME, progress)
                 console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
                 options = workflow.Options(str(model), DataOptions(str(data), limit=1000), device=device or "auto")
-                goal = workflow.Goal(tuple(Budget.parse("keep", keep) for keep in room.KEEP))
-                workflow.prune_run(options, goal, DEFAULT_METHODS, None, folder, console)
+                goal = workflow.Goal(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
+                workflow.prune_run(workflow.PruneRun(options, goal, DEFAULT_METHODS), folder, console)
             room.remember(folder)
             tables.print_scores(console, folder.read_scores())
             tables.print_pruned(console, folder)

@@ -39,7 +39,7 @@ def finetune(
     no_resume: Annotated[
         bool,
         typer.Option(
-            "--no-resume", help="Start anew, whatever an interrupted run has left.", rich_help_panel="Training"
+            "--no-resume", help="Do not continue an interrupted run: start again.", rich_help_panel="Training"
         ),
     ] = False,
     overwrite: Overwrite = False,
@@ -49,14 +49,14 @@ def finetune(
     with session(manner) as console:
         from headprune.app import finetune_run as room
         from headprune.app.distillation import Mixture
-        from headprune.app.finetune import FinetuneOptions
+        from headprune.app.options import FinetuneOptions
 
         given = typed(training)
 
         def of(kind: Any) -> dict[str, Any]:
             return {f.name: given[f.name] for f in fields(kind) if f.name in given}
 
-        folder, document = room.finetune_run(
+        folder, record = room.finetune_run(
             room.FinetuneRun(
                 pruned, teacher, data=typed(data), train_limit=train_limit,
                 training=FinetuneOptions(**of(FinetuneOptions), mixture=Mixture(**of(Mixture))),
@@ -65,6 +65,6 @@ def finetune(
             ),
             console,
         )  # fmt: skip
-        tables.print_finetuned(console, document)
+        tables.print_finetuned(console, record)
         console.result(f"\nReport: {folder / room.REPORT}\nModel:  {folder}  (headprune.load reads it)")
-        console.document({"folder": str(folder), **document})
+        console.document({"folder": str(folder), **record.to_json()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headprune.cli import tables
 from headprune.cli.app import app
-from headprune.cli.options import Loading, Manner, Model, by_groups
+from headprune.cli.options import Loading, Manner, Model, by_groups, typed
 from headprune.cli.session import session
 
 
@@ -20,10 +20,7 @@ def inspect(
         from headprune.app.models import dummy_input, load_model
         from headprune.trace import find_attention
 
-        loaded = load_model(
-            model, task=loading.task, device=loading.device or "auto", dtype=loading.dtype or "auto", revision=loading.revision,
-            trust_remote_code=loading.trust_remote_code, with_processor=False,
-        )  # fmt: skip
+        loaded = load_model(model, **typed(loading), with_processor=False)
         layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
         tables.print_layers(console, type(loaded.model).__name__, layers)
         console.document({"model": model, "layers": [layer.to_json() for layer in layers]})

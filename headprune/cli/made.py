@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headprune.budgets import BUDGETS, Budget
 from headprune.cli.asked import bytes_of
 from headprune.cli.options import Budgets, Data, Loading, Planning, Scoring, typed
 from headprune.errors import HeadPruneError
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from headprune.app.console import Console
     from headprune.app.runs import RunFolder
     from headprune.app.workflow import Goal, Options
-    from headprune.planning.budgets import Budget
 
 
 def key_of(command: str, *groups: Any, **others: Any) -> str:
@@ -59,7 +59,7 @@ def options_of(
     if "max_memory" in told:
         told["max_memory"] = bytes_of(told["max_memory"])
     if source is not None:
-        base = Options.of_run(source.read_run(), source.path / "run.json")
+        base = source.read_run().options
         found = replace(base, **own, data=replace(base.data, **examples), scoring=Settings(**told))
     elif data.dataset is None:
         raise HeadPruneError(
@@ -106,10 +106,7 @@ def goal_of(
 
 def _budgets(given: Budgets) -> tuple[Budget, ...]:
     """The budgets that were given, of one kind; none where a plan was."""
-    from headprune.planning.budgets import FLAGS, Budget
-
-    values = {kind: getattr(given, flag.strip("-").replace("-", "_")) for kind, flag in FLAGS.items()}
-    flags = [FLAGS[kind] for kind, value in values.items() if value] + (["--plan"] if given.plan else [])
+    flags = [BUDGETS[kind].flag for kind in given.asked] + (["--plan"] if given.plan else [])
     if not flags:
         raise HeadPruneError(
             "How many heads to keep?",
@@ -117,8 +114,7 @@ def _budgets(given: Budgets) -> tuple[Budget, ...]:
         )
     if len(flags) > 1:
         raise HeadPruneError(f"{' and '.join(flags)} are different kinds of budget.", "Give one of them.")
-    texts = {kind: [value] if isinstance(value, str) else value for kind, value in values.items() if value}
-    found = tuple(Budget.parse(kind, text) for kind, several in texts.items() for text in several)
+    found = tuple(BUDGETS[kind].parse(text) for kind, texts in given.asked.items() for text in texts)
     for budget in found:
         budget.check()
     return found

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from headprune.cli.app import app
 from headprune.cli.options import Manner, by_groups
 from headprune.cli.session import session
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @app.command(epilog="Example: `headprune score MODEL -d DATASET --method fisher --method random`")
@@ -12,27 +17,23 @@ from headprune.cli.session import session
 def methods(manner: Manner) -> None:
     """List the scoring methods, each with its unit, and the planning strategies."""
     with session(manner) as console:
-        from rich.table import Table
-
         from headprune.planning import STRATEGIES
         from headprune.scoring import METHODS
 
-        table = Table(box=None)
-        for column in ("method", "what it is", "unit"):
-            table.add_column(column, overflow="fold")
-        for m in METHODS.values():
-            table.add_row(m.name, m.about, m.unit)
-        console.table(table)
-        table = Table(box=None)
-        for column in ("strategy", "how heads are picked by their scores"):
-            table.add_column(column, overflow="fold")
-        for s in STRATEGIES.values():
-            table.add_row(s.name, s.about)
+        found = [{"name": m.name, "about": m.about, "unit": m.unit} for m in METHODS.values()]
+        strategies = [{"name": s.name, "about": s.about} for s in STRATEGIES.values()]
+        console.table(_table(found, "method", "what it is", "unit"))
         console.result("")
-        console.table(table)
-        console.document(
-            {
-                "methods": [{"name": m.name, "about": m.about, "unit": m.unit} for m in METHODS.values()],
-                "strategies": [{"name": s.name, "about": s.about} for s in STRATEGIES.values()],
-            }
-        )
+        console.table(_table(strategies, "strategy", "how heads are picked by their scores"))
+        console.document({"methods": found, "strategies": strategies})
+
+
+def _table(rows: list[dict[str, str]], *columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row.values())
+    return table

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from headprune.app import MAX_SEED
+from headprune.budgets import BUDGETS
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder, or a folder headprune saved.")]
 Task = Annotated[str | None, typer.Option(help="What the model is for [read from its config].")]
@@ -154,41 +155,42 @@ class Writing:
     )
 
 
-_BUDGET = "Budget (one kind)"
+_BUDGET = "Budget (one kind; repeatable, for nested plans)"
 
 
-@dataclass(frozen=True)
+def _option_of(flag: str) -> str:
+    """A flag as the name of an argument."""
+    return flag.strip("-").replace("-", "_")
+
+
+def _with_budgets(group: type) -> type:
+    """A group of options with one for every kind of budget in the register, before its own."""
+    options = {
+        _option_of(kind.flag): Annotated[
+            list[str] | None,
+            typer.Option(kind.flag, *([kind.short] if kind.short else []), help=kind.help, rich_help_panel=_BUDGET),
+        ]
+        for kind in BUDGETS.values()
+    }
+    for name in options:
+        setattr(group, name, None)
+    group.__annotations__ = {**options, **group.__annotations__}
+    return dataclass(frozen=True)(group)
+
+
+@_with_budgets
 class Budgets:
-    """How many heads stay: one of these; the flags of `headprune.planning.budgets.FLAGS`, and a plan."""
+    """How many heads stay: budgets of one kind, each with its option, or a plan."""
 
-    keep: Annotated[
-        list[str] | None,
-        typer.Option("--keep", "-k", help="Heads to keep: 36, 50% or 0.5; repeatable.", rich_help_panel=_BUDGET),
-    ] = None
-    target_latency: Annotated[
-        str | None,
-        typer.Option(help="Time of a forward pass, timed on this device: 12.5 (ms) or 80%.", rich_help_panel=_BUDGET),
-    ] = None
-    target_flops: Annotated[
-        str | None, typer.Option(help="Of a forward pass: 1.2G or 80%.", rich_help_panel=_BUDGET)
-    ] = None
-    target_params: Annotated[
-        str | None, typer.Option(help="Parameters of the model: 60M or 80%.", rich_help_panel=_BUDGET)
-    ] = None
-    target_kv_cache: Annotated[
-        str | None, typer.Option(help="A decoder's cache, bytes per token: 20K or 50%.", rich_help_panel=_BUDGET)
-    ] = None
-    max_drop: Annotated[
-        str | None,
-        typer.Option(
-            help="The fewest heads whose loss of accuracy is below this with 95 % confidence: 0.01; of perplexity: its "
-            "relative increase.",
-            rich_help_panel=_BUDGET,
-        ),
-    ] = None
     plan: Annotated[
         Path | None, typer.Option(help="A plan's file, such as a plan.json edited by hand.", rich_help_panel=_BUDGET)
     ] = None
+
+    @property
+    def asked(self) -> dict[str, list[str]]:
+        """What was typed, by kind of budget."""
+        typed = {name: getattr(self, _option_of(kind.flag)) for name, kind in BUDGETS.items()}
+        return {name: texts for name, texts in typed.items() if texts}
 
 
 _IN_PLANNING = "Planning"
@@ -227,7 +229,7 @@ _IN_TRAINING = "Training"
 
 @dataclass(frozen=True)
 class Training:
-    """How a pruned model is trained; the names of `headprune.app.finetune.FinetuneOptions` and `headprune.app.distillation.Mixture`."""
+    """How a pruned model is trained; the names of `headprune.app.options.FinetuneOptions` and `headprune.app.distillation.Mixture`."""
 
     epochs: Annotated[float, typer.Option(help="Passes over the training part.", rich_help_panel=_IN_TRAINING)] = 1.0
     learning_rate: Annotated[float | None, typer.Option(help="At its peak [3e-5].", rich_help_panel=_IN_TRAINING)] = (

@@ -18,7 +18,7 @@ from headprune.cli.session import session
 if TYPE_CHECKING:
     from headprune.app.console import Console
     from headprune.app.runs import RunFolder
-    from headprune.app.workflow import Goal, Options
+    from headprune.app.workflow import PruneRun
 
 
 @app.command(epilog="Example: `headprune prune --keep 36`, after `headprune score`")
@@ -73,36 +73,33 @@ def prune(
             None if budgets.plan and model and scores is None else source_of(model, scores, writing.output, console)
         )
         refuse_unused(source, goal, {**vars(scoring), "method": method})
-        keep = budgets.keep[0] if budgets.keep and not source else None
+        keep = None if source else next(iter(budgets.asked.get("keep", [])), None)
         options = options_of(source, model, data, scoring, loading, seed, keep)
         choose = partial(prune_folder, source, writing.output, options.model, writing.overwrite, key)
         methods = asked or (list(methods_for(goal.strategy)) if source is None and goal.uses_scores else [])
         if methods and not asked:
             console.say(scores_first(goal, methods))
+        wanted = workflow.PruneRun(options, goal, methods, source)
         if writing.dry_run:
-            _dry_run(options, goal, methods, asked, source, choose(), console)
+            _dry_run(wanted, choose(), console)
             return
         with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
             if not folder.done_by(key):  # else it was killed just after
-                workflow.prune_run(options, goal, methods, source, folder, console)
+                workflow.prune_run(wanted, folder, console)
             tables.print_pruned(console, folder)
 
 
-def _dry_run(
-    options: Options, goal: Goal, methods: list[str], asked: list[str], source: RunFolder | None, folder: RunFolder,
-    console: Console,
-) -> None:  # fmt: skip
+def _dry_run(wanted: PruneRun, folder: RunFolder, console: Console) -> None:
     """What would be done; nothing is written."""
     from headprune.app import workflow
 
-    if source is None and goal.needs_scores:
-        scene = workflow.open_scene(options, console)
-        workflow.check_goal(goal, scene)
+    if wanted.source is None and wanted.goal.needs_scores:
+        scene = wanted.open([], console)
         tables.print_layers(console, type(scene.model).__name__, scene.layers)
         console.result(f"Would score, then prune and write {folder.path}. Nothing was written.")
-        console.document(planned(folder, methods, scene))
+        console.document(planned(folder, list(wanted.methods), scene))
         return
-    found, fits = workflow.plan_run(options, goal, asked, source, console)
+    found, fits = workflow.plan_run(wanted, console)
     told: set[str] = set()
     for fitted in fits:
         tables.print_plan(console, fitted, found, told)

@@ -62,7 +62,7 @@ def score(
             console.document(planned(folder, methods, scene))
             return
         with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-            if not folder.done_by(key):  # else it was killed just after
+            if not folder.done_by(key):  # if so, it was killed just after the end
                 workflow.score_run(options, methods, folder, console)
             scores = folder.read_scores()
             tables.print_scores(console, scores)

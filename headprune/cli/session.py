@@ -1,4 +1,4 @@
-"""A command's surroundings: quiet libraries, and every error as one line with the right exit code."""
+"""What all commands run in: quiet libraries, and every error as one line with the right exit code."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def session(manner: Manner) -> Iterator[Console]:
     """What a command runs in.
 
     Raises:
-        typer.Exit: With the exit code, after anything that went wrong; the user has been told.
+        typer.Exit: With the exit code, after any error; its message has been printed.
     """
     from headprune.app.console import Console
 
     console = Console(manner.quiet, manner.json)
-    # What libraries (or a model's own code) print must not get into the document.
+    # What libraries (or a model's own code) print must not be part of the document.
     apart = redirect_stdout(sys.stderr) if manner.json else nullcontext()
     try:
         with apart:
@@ -43,7 +43,7 @@ def session(manner: Manner) -> Iterator[Console]:
         stopped = error if isinstance(error, Stopped) else Stopped()
         fail(console, "interrupted." if stopped.status == Stopped().status else "terminated.", stopped.hint)
         raise typer.Exit(stopped.status) from None
-    except (typer.Exit, SystemExit, BrokenPipeError):  # nobody reads on, as behind `| head`
+    except (typer.Exit, SystemExit, BrokenPipeError):  # the output was closed, as behind `| head`
         raise
     except Exception as error:
         name, known = type(error).__name__, explained(error)
@@ -71,5 +71,5 @@ def quieten(verbose: bool) -> None:
     warnings.filterwarnings("default", message="headprune: ")  # such as a checkpoint that was edited
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # an error is told once, by its exception
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # an error is shown once, as an exception
     datasets.disable_progress_bars()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headprune.app.console import Console
+    from headprune.app.documents import FinetuneRecord, Metrics
     from headprune.app.runs import RunFolder
-    from headprune.planning.budgets import Fit
+    from headprune.budgets import Fit
+    from headprune.latency import LatencyRow
     from headprune.scoring import HeadScores
 
 
@@ -87,69 +89,77 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
     assert metrics is not None
     _print_results(console, metrics)
     console.result(f"\nReport: {folder.report_path}")
-    for b in metrics["budgets"]:
-        console.result(f"Model:  {folder.path / b['checkpoint']}  (headprune.load reads it)")
-    console.document({"folder": str(folder.path), **metrics})
+    for b in metrics.budgets:
+        console.result(f"Model:  {folder.path / b.checkpoint}  (headprune.load reads it)")
+    print_document(console, folder)
 
 
-def _print_results(console: Console, metrics: dict[str, Any]) -> None:
+def print_document(console: Console, folder: RunFolder) -> None:
+    """A pruned run's metrics.json, if JSON was asked for."""
+    from headprune.jsonio import SCHEMA
+
+    if metrics := folder.read_metrics():
+        console.document({"folder": str(folder.path), "headprune": metrics.kind, "schema": SCHEMA, **metrics.to_json()})
+
+
+def _print_results(console: Console, metrics: Metrics) -> None:
     from rich.table import Table
 
-    metric = metrics["metric"]
+    metric, dense = metrics.metric, metrics.dense
     table = Table(box=None, title="Dense and pruned, on the reporting part", title_justify="left")
     for column in ("heads", metric, "change (95 %)", "random", "parameters", "by"):
         table.add_column(column)
     show: Callable[[float], str] = (lambda v: f"{100 * v:.1f} %") if metric == "accuracy" else (lambda v: f"{v:,.4g}")
     sign: Callable[[float], str] = (lambda v: f"{100 * v:+.2f}") if metric == "accuracy" else (lambda v: f"{v:+.1%}")
-    dense = metrics["dense"]
-    total = metrics["budgets"][0]["total"]
-    table.add_row(f"{total} (dense)", show(dense["metrics"][metric]), "", "", f"{dense['parameters']:,}", "")
-    for b in metrics["budgets"]:
-        c = b["change"]
+    total = metrics.budgets[0].total
+    table.add_row(f"{total} (dense)", show(dense.metrics[metric]), "", "", f"{dense.parameters:,}", "")
+    for b in metrics.budgets:
+        c = b.change
         table.add_row(
-            str(b["kept"]), show(b["pruned"]["metrics"][metric]), f"{sign(c['value'])} ({sign(c['low'])} to {sign(c['high'])})",
-            show(sum(b["random"]) / len(b["random"])),
-            f"{b['parameters']:,} ({b['parameters'] / dense['parameters'] - 1:+.1%})", b["method"] or b["strategy"],
+            str(b.kept), show(b.pruned.metrics[metric]), f"{sign(c.value)} ({sign(c.low)} to {sign(c.high)})",
+            show(sum(b.random) / len(b.random)),
+            f"{b.parameters:,} ({b.parameters / dense.parameters - 1:+.1%})", b.method or b.strategy,
         )  # fmt: skip
     console.result("")
     console.table(table)
-    for b in metrics["budgets"]:
-        console.result(f"{b['kept']} heads: {b['change']['verdict']}.")
-        if left_out := [t["step"] for t in (b.get("repair") or {}).get("trials", ()) if not t["kept"]]:
+    for b in metrics.budgets:
+        console.result(f"{b.kept} heads: {b.change.verdict}.")
+        if b.repair and (left_out := [t.step for t in b.repair.trials if not t.kept]):
             console.result(
-                f"{b['kept']} heads: repair of {', '.join(left_out)} did no better on held-out examples; left out."
+                f"{b.kept} heads: repair of {', '.join(left_out)} did no better on held-out examples; left out."
             )
-    print_latency(console, metrics["latency"]["rows"])
+    print_latency(console, metrics.latency.rows)
 
 
-def print_finetuned(console: Console, document: dict[str, Any]) -> None:
+def print_finetuned(console: Console, record: FinetuneRecord) -> None:
     from rich.table import Table
 
     from headprune.app.report.finetuned import rows
 
     table = Table(box=None, title="Dense, pruned and fine-tuned, on the reporting part", title_justify="left")
-    head, *body = rows(document)
+    head, *body = rows(record)
     for column in head:
         table.add_column(column)
     for row in body:
         table.add_row(*row)
     console.result("")
     console.table(table)
-    console.result(f"Training: {document['changes']['gain']['verdict']}.")
+    console.result(f"Training: {record.changes.gain.verdict}.")
 
 
-def print_latency(console: Console, rows: list[dict[str, Any]]) -> None:
+def print_latency(console: Console, rows: Sequence[LatencyRow]) -> None:
     from rich.table import Table
+
+    from headprune.app.report.numbers import ratio, shape
 
     table = Table(box=None, title="Latency of a forward pass, dense against pruned in turn", title_justify="left")
     for column in ("input", "model", "median, ms", "95th", "speed-up (95 %)"):
         table.add_column(column)
     for row in rows:
-        shape = f"batch {row['batch']}" + (f" x {row['length']} tokens" if row["length"] else "")
-        for name, timing in row["timings"].items():
-            s = row["speedups"].get(name)
-            ratio = f"{s['ratio']:.2f}x ({s['low']:.2f} to {s['high']:.2f})" if s else ""
-            table.add_row(shape, name, f"{timing['median']:.2f}", f"{timing['p95']:.2f}", ratio)
-            shape = ""
+        where = shape(row)
+        for name, timing in row.timings.items():
+            faster = ratio(row.speedups[name]) if name in row.speedups else ""
+            table.add_row(where, name, f"{timing.median:.2f}", f"{timing.p95:.2f}", faster)
+            where = ""
     console.result("")
     console.table(table)

@@ -67,18 +67,16 @@ def export(
                 'Pass model.to("cpu").float(), and dtype= for what the file stores.',
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = Lock(path.with_name(f".{path.name}.lock"))
-    lock.take(f"The file {path}", "headprune export")
     unfinished, was_training = path.with_name(f".{path.name}.new"), model.training
-    try:
-        model.eval()
-        done = chosen.write(Request(model, processor, unfinished, dtype, name or path.stem))
-        check_asked(path, to, dtype, overwrite)  # another process may have written it meanwhile
-        os.replace(unfinished, path)
-    finally:
-        model.train(was_training)
-        unfinished.unlink(missing_ok=True)  # what a failure, or a process that was killed, left
-        lock.free()
+    with Lock(path.with_name(f".{path.name}.lock")).holding(f"The file {path}", "headprune export"):
+        try:
+            model.eval()
+            done = chosen.write(Request(model, processor, unfinished, dtype, name or path.stem))
+            check_asked(path, to, dtype, overwrite)  # another process may have written it meanwhile
+            os.replace(unfinished, path)
+        finally:
+            model.train(was_training)
+            unfinished.unlink(missing_ok=True)  # what a failure, or a process that was killed, left
     return replace(done, path=path)
 
 

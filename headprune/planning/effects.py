@@ -16,11 +16,26 @@ from headprune.inputs import call
 from headprune.loss import inputs_of
 from headprune.planning.effort import spread
 from headprune.planning.units import Unit
-from headprune.repairing import OutputProjection, Refit, Weights
-from headprune.repairing.probe import probe_of
+from headprune.reference import OutputProjection
+from headprune.reference.token_weights import probe_of
+from headprune.repairing import Refit, Weights
+from headprune.scoring.base import Store
 from headprune.scoring.gradient import finite, frozen
 
 _FIRST_RIDGE = 0.3  # for layers that have lost nothing yet, so that cross-validation has said nothing; see RIDGES
+
+
+@dataclass(frozen=True)
+class Look:
+    """A look at the dense model.
+
+    Attributes:
+        effects: Of all units that may go, ``[examples, units]`` (`effects`).
+        passes: Forward passes over the calibration examples that it took.
+    """
+
+    effects: Tensor
+    passes: float
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,12 @@ class _Removal:
 
 
 def effects(
-    refit: Refit, layers: Sequence[AttentionLayer], drop: Heads, units: Sequence[Unit], examples: int | None = None
+    refit: Refit,
+    layers: Sequence[AttentionLayer],
+    drop: Heads,
+    units: Sequence[Unit],
+    examples: int | None = None,
+    store: Store | None = None,
 ) -> Tensor:
     """First-order change of the model's answers to every example if a unit goes too, ``[examples, units]``, float64.
 
@@ -58,43 +78,38 @@ def effects(
     the gate gradient.
 
     Args:
-        refit: The model, its calibration examples and statistics. With an infinite ridge nothing is made up for.
+        refit: The dense reference, and how the heads that stay are refitted to it. With an infinite ridge nothing is made up for.
         layers: What the units' layers are counted in.
         drop: What is gone, ``{layer_name: [head, ...]}``.
         units: What may go next.
         examples: How many to look at, about; all, by default.
+        store: Keeps what was measured, so that an interrupted search goes on where it was.
 
     Raises:
         HeadPruneError: Some are not finite.
     """
-    chosen = spread(len(refit.batches), refit.examples, examples)
+    chosen = spread(len(refit.reference.runner.batches), refit.reference.runner.examples, examples)
     key = (tuple(chosen), tuple((layers[unit.layer].name, unit.heads) for unit in units))
-    dense = not any(drop.values())
-    if dense and key in refit.dense_effects:
-        return refit.dense_effects[key].clone()
     name = hashlib.sha256(repr((sorted(drop.items()), key)).encode()).hexdigest()[:16]
-    each = refit.store.get(f"look-{name}", lambda: _looked(refit, layers, drop, units, chosen))
-    if dense:
-        refit.dense_effects[key] = each.clone()
-    return each
+    return (store or Store()).get(f"look-{name}", lambda: _looked(refit, layers, drop, units, chosen))
 
 
 def _looked(
     refit: Refit, layers: Sequence[AttentionLayer], drop: Heads, units: Sequence[Unit], chosen: Sequence[int]
 ) -> Tensor:
     """`effects` on some batches, measured."""
-    weights = refit.fitted(drop)
-    removals = {p.name: _removal(refit, p, layers, drop, weights, units) for p in refit.places}
-    fitted = {layer.name for place in refit.places for layer in place.layers}
+    weights, reference = refit.fitted(drop), refit.reference
+    removals = {p.name: _removal(refit, p, layers, drop, weights, units) for p in reference.projections}
+    fitted = {layer.name for projection in reference.projections for layer in projection.layers}
     others = [i for i, unit in enumerate(units) if layers[unit.layer].name not in fitted]
     found = []
     with torch.inference_mode(False), refit.applied(weights), mask(refit.model, drop, layers=layers):
         for index in chosen:
-            batch = refit.batches[index]
-            out = torch.zeros(refit.runner.rows.size(batch), len(units), dtype=torch.float64)
+            batch = reference.runner.batches[index]
+            out = torch.zeros(reference.runner.rows.size(batch), len(units), dtype=torch.float64)
             if others:
                 out[:, others] = _gated(refit, layers, index, [units[i] for i in others])
-            for name, calls in refit.slopes(index).items():
+            for name, calls in reference.slopes(index).items():
                 if (removal := removals[name]) is not None:
                     for x, slope in calls:
                         _add(out, removal, x, slope)
@@ -104,11 +119,11 @@ def _looked(
 
 def _gated(refit: Refit, layers: Sequence[AttentionLayer], index: int, units: Sequence[Unit]) -> Tensor:
     """Minus the gate gradients on a batch, ``[examples, units]``."""
-    runner = refit.runner
+    runner = refit.reference.runner
     names = {layers[unit.layer].name: layers[unit.layer] for unit in units}
     found = []
     # One by one: at these layers nobody has seen which rows are whose.
-    for row, one in enumerate(runner.rows.singles(refit.batches[index])):
+    for row, one in enumerate(runner.rows.singles(runner.batches[index])):
         gates = {
             name: torch.ones(layer.num_heads, dtype=torch.float64, requires_grad=True) for name, layer in names.items()
         }
@@ -123,28 +138,29 @@ def _gated(refit: Refit, layers: Sequence[AttentionLayer], index: int, units: Se
 
 def _removal(
     refit: Refit,
-    place: OutputProjection,
+    projection: OutputProjection,
     layers: Sequence[AttentionLayer],
     drop: Heads,
     weights: Weights,
     units: Sequence[Unit],
 ) -> _Removal | None:
     """What the removal of each of the units that end in one W_O does to it."""
-    features = {layer.name: layer.output_projection.features for layer in place.layers if layer.output_projection}
+    features = {layer.name: layer.output_projection.features for layer in projection.layers if layer.output_projection}
     columns = [i for i, unit in enumerate(units) if layers[unit.layer].name in features]
     if not columns:
         return None
-    current = weights.by_module[place.name][0] if place.name in weights.by_module else place.weight.cpu()
-    ridge = weights.ridges.get(place.name, _FIRST_RIDGE if refit.ridge is None else refit.ridge)
-    if not refit.matters(place):  # nothing was seen to fit to
+    current = weights.by_module[projection.name][0] if projection.name in weights.by_module else projection.weight.cpu()
+    reference = refit.reference
+    ridge = weights.ridges.get(projection.name, _FIRST_RIDGE if refit.ridge is None else refit.ridge)
+    if not reference.moments[projection.name].seen:  # nothing was seen to fit to
         ridge = math.inf
-    inverse, kept = None, place.kept(drop)
+    inverse, kept = None, projection.kept(drop)
     mean = torch.zeros(len(kept), dtype=torch.float64)
     if math.isfinite(ridge):
-        hessian, mean, kept = refit.hessian(place, drop, weights, ridge)
+        hessian, mean, kept = reference.hessian(projection, drop, weights.mixes.get(projection.name, {}), ridge)
         inverse = torch.linalg.inv(hessian)
     at = {int(feature): i for i, feature in enumerate(kept)}
-    values = refit.values.get(place.name) if inverse is not None else None
+    values = reference.values.get(projection.name) if inverse is not None else None
     heads = [[(layers[units[i].layer].name, h) for h in units[i].heads] for i in columns]
     own = [[f for name, h in unit for f in features[name][h]] for unit in heads]
     width = max(map(len, own))
@@ -158,7 +174,9 @@ def _removal(
             continue
         if values is not None:  # what its heads could have read goes with it
             block += [
-                at[len(place.weight) + h * values.head_dim + j] for _, h in heads[u] for j in range(values.head_dim)
+                at[len(projection.weight) + h * values.head_dim + j]
+                for _, h in heads[u]
+                for j in range(values.head_dim)
             ]
         left[:, u, : len(these)] = (inverse[:, block] @ torch.linalg.inv(inverse[block][:, block]))[:, : len(these)]
     return _Removal(kept, mean, left, right, columns)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,12 +13,14 @@ from headprune.attention import Heads
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
 from headprune.loss import ExampleLoss
-from headprune.planning.effects import effects
+from headprune.planning.effects import Look, effects
 from headprune.planning.effort import Work, flops_of_pass, spread
 from headprune.planning.order import Order
 from headprune.planning.state import State
 from headprune.planning.strategies import Search, strategy
 from headprune.planning.units import SLICES, Unit
+from headprune.reference import Calibration, calibrate, measure
+from headprune.reference.runner import Runner
 from headprune.repairing import Refit
 from headprune.rows import apparent_size
 
@@ -33,7 +37,7 @@ def rescored(search: Search, levels: Sequence[int]) -> Order:
     of the heads has gone.
     """
     refit, state = _refit_of(search), State(search)
-    before = refit.passes
+    before = refit.reference.runner.passes
     looks = stages(state.kept, levels)
     ranked = [] if looks else _ranked(refit, state)
     for i, level in enumerate(looks):
@@ -41,7 +45,7 @@ def rescored(search: Search, levels: Sequence[int]) -> Order:
         state.remove(ranked, level)
         search.progress(i + 1, len(looks))
     state.remove(ranked, 0)  # the rest in the last order, for budgets that no one has asked for yet
-    return search.order(state.steps, "re-scored", _cost(refit, refit.passes - before))
+    return search.order(state.steps, "re-scored", _cost(search, refit, before))
 
 
 @strategy("compensated", needs_scores=False, runs_model=True)
@@ -52,9 +56,9 @@ def compensated(search: Search, levels: Sequence[int]) -> Order:
     go that their effects on one another matter less than what `effects` does not see of a model far from the dense one.
     """
     refit, state = _refit_of(search), State(search)
-    before = refit.passes
+    before = refit.reference.runner.passes
     state.remove(_ranked(refit, state), 0)
-    return search.order(state.steps, "compensated", _cost(refit, refit.passes - before))
+    return search.order(state.steps, "compensated", _cost(search, refit, before))
 
 
 @strategy("auto", needs_scores=False, runs_model=True)
@@ -80,12 +84,12 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
     The loss is the model's own on some scoring examples, the head masked and W_O refitted.
     """
     refit, state = _refit_of(search), State(search)
-    before = refit.passes
+    runner, before = refit.reference.runner, refit.reference.runner.passes
     looks = stages(state.kept, levels)
     losses = ExampleLoss(refit.model, search.loss_fn)
-    with refit.runner.deterministic_eval():
-        batches = losses.prepare(refit.batches)
-    examples = [batches[i] for i in spread(len(batches), refit.examples, _TRIED_EXAMPLES)]
+    with runner.deterministic_eval():
+        batches = losses.prepare(runner.batches)
+    examples = [batches[i] for i in spread(len(batches), runner.examples, _TRIED_EXAMPLES)]
     tries = 0
 
     def loss(drop: Heads) -> float:
@@ -95,8 +99,8 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
         with (
             torch.no_grad(),
             refit.applied(weights),
-            refit.runner.deterministic_eval(),
-            mask(refit.model, drop, layers=refit.layers),
+            runner.deterministic_eval(),
+            mask(refit.model, drop, layers=refit.reference.layers),
         ):
             found = torch.cat([losses(batch) for batch in examples])
         return float(found.double().mean())
@@ -111,8 +115,8 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
             ranked = [u for u in ranked if u.heads != best.heads or u.layer != best.layer]
         search.progress(i + 1, len(looks))
     state.remove(ranked, 0)
-    passes = refit.passes - before + tries * sum(map(losses.rows.size, examples)) / refit.examples
-    return search.order(state.steps, "greedy", _cost(refit, passes))
+    runner.count(tries * sum(map(losses.rows.size, examples)))
+    return search.order(state.steps, "greedy", _cost(search, refit, before))
 
 
 @strategy("swap")
@@ -182,7 +186,10 @@ def _ranked(refit: Refit, state: State) -> list[Unit]:
     search, units = state.search, state.units()
     if not units:
         return []
-    found = effects(refit, search.layers, state.drop, units, search.effort.examples)
+    if (look := search.dense_looks.get(search.kind)) and not state.drop:
+        found = look.effects
+    else:
+        found = effects(refit, search.layers, state.drop, units, search.effort.examples, search.store)
     if search.kind == SLICES:
         units, found = _sliced(search, units, found)
     sizes = found.abs().mean(0).tolist()
@@ -224,30 +231,47 @@ def stages(total: int, levels: Sequence[int]) -> list[int]:
     return found
 
 
-def work_of(search: Search, strategy: str, levels: Sequence[int], times: int = 1) -> Work:
-    """What an order costs, with the statistics of repair that the first one needs; nothing, if it needs the scores alone.
+def dense_looks(search: Search, kinds: Sequence[str]) -> dict[str, Look]:
+    """The look at the dense model that every search begins with, made once for several: for every kind in which heads go."""
+    refit, found = _refit_of(search), {}
+    for kind in kinds:
+        before = refit.reference.runner.passes
+        units = State(replace(search, kind=kind)).units()
+        if units:
+            each = effects(refit, search.layers, {}, units, search.effort.examples, search.store)
+            found[kind] = Look(each, refit.reference.runner.passes - before)
+    return found
 
-    Counted before it is made; solving for weights is not counted.
+
+def work_of(
+    search: Search, calibrated: Callable[[], Calibration], strategy: str, levels: Sequence[int], times: int = 1
+) -> Work:
+    """What an order costs, with the measurement of the dense reference; nothing, if it needs the scores alone.
+
+    Counted before anything is measured; solving for weights is not counted.
 
     Args:
+        calibrated: Gives what will be measured, for a strategy that looks at the model.
         times: How often it is made: for every kind in which heads go.
     """
     if strategy not in _LOOKING:
         return Work(0.0, 0.0, sum(map(apparent_size, search.batches)))
-    refit = _refit_of(search)
+    calibration = calibrated()
+    runner = calibration.runner
     start = State(search).kept
     looks = 1 if strategy == "compensated" else max(1, len(stages(start, levels)))
-    passes = looks * refit.look * _share(refit, search.effort.examples)
+    # A look is a forward and a backward pass, which counts as two; and one more for what heads could read instead.
+    passes = looks * (3 + bool(calibration.values)) * _share(runner, search.effort.examples)
     if strategy == "greedy":
-        passes += _TRIED * (start - min(levels, default=start)) * _share(refit, _TRIED_EXAMPLES)
-    passes = refit.statistics.cost + times * passes
-    return Work(passes, passes * flops_of_pass(refit.model, refit.batches), refit.examples)
+        passes += _TRIED * (start - min(levels, default=start)) * _share(runner, _TRIED_EXAMPLES)
+    passes = calibration.cost + times * passes
+    return Work(passes, passes * flops_of_pass(runner.model, runner.batches), runner.examples)
 
 
-def _share(refit: Refit, examples: int | None) -> float:
+def _share(runner: Runner, examples: int | None) -> float:
     """Of the scoring examples that are looked at."""
-    chosen = spread(len(refit.batches), refit.examples, examples)
-    return sum(refit.runner.rows.size(refit.batches[i]) for i in chosen) / refit.examples
+    chosen = spread(len(runner.batches), runner.examples, examples)
+    return sum(runner.rows.size(runner.batches[i]) for i in chosen) / runner.examples
 
 
 def _refit_of(search: Search) -> Refit:
@@ -256,8 +280,12 @@ def _refit_of(search: Search) -> Refit:
         return search.refit
     if search.model is None or not search.batches:
         raise HeadPruneError("This strategy runs the model, but got none.", "Give Search a model and batches.")
-    return Refit(search.model, search.layers, search.batches, ridge=float("inf"), store=search.store)
+    calibration = calibrate(search.model, search.layers, search.batches, values=False, mixtures=False)
+    return Refit(measure(calibration, answers=False), ridge=math.inf)
 
 
-def _cost(refit: Refit, passes: float) -> str:
-    return f"The search took about {passes:.0f} forward passes over {refit.examples:,} examples."
+def _cost(search: Search, refit: Refit, before: float) -> str:
+    """A note on the passes of a search, of which there were ``before`` when it began."""
+    runner, look = refit.reference.runner, search.dense_looks.get(search.kind)
+    passes = refit.reference.passes + runner.passes - before + (look.passes if look else 0)
+    return f"The search took about {passes:.0f} forward passes over {runner.examples:,} examples."

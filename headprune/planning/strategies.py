@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.loss import LossFn
+from headprune.planning.effects import Look
 from headprune.planning.effort import NORMAL, Effort
 from headprune.planning.order import Order
 from headprune.planning.units import GROUPS, Constraints, Unit, units_of, why_stay
@@ -20,7 +21,7 @@ from headprune.scoring.base import HeadScores, Progress, Store
 
 
 def _unheard(done: int, total: int, note: str = "") -> None:
-    pass
+    """Progress that no one follows."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Search:
         model: For strategies that run it: in evaluation mode, on its device, never changed.
         batches: Labelled batches to score or to compare on (the scoring part of the data).
         refit: The repair that will follow, if any: strategies that run the model see it repaired.
+        dense_looks: What strategies that look at the model begin with, where it was measured already, by kind.
         store: Keeps what strategies measure, so that an interrupted search goes on where it was.
         effort: How much work it may be.
         loss_fn: As for `headprune.score`: for batches that are pairs ``(inputs, labels)``.
@@ -51,6 +53,7 @@ class Search:
     model: nn.Module | None = None
     batches: Sequence[Any] = ()
     refit: Refit | None = None
+    dense_looks: Mapping[str, Look] = field(default_factory=dict)
     store: Store | None = None
     effort: Effort = NORMAL
     loss_fn: LossFn | None = None

@@ -1,18 +1,18 @@
 """Repair without training: refit the heads that stay, by least squares.
 
 When heads go, W_O loses some of its inputs. What they carried is partly known to the heads that stay, or could be read by
-them from the same tokens. So W_O and the kept heads' values are fitted anew, layer by layer, to give what the dense model's
-W_O gives, with a pull towards the old weights and a bias that takes up the removed heads' mean. Only weights that were
-there change (and biases that were not), so a repaired model prunes like any other.
+them from the same tokens. So W_O and the kept heads' values are refitted, layer by layer, to give what the dense model's
+W_O gives, with a pull towards the old weights and a bias that takes up the removed heads' mean. Only weights that existed
+before change (and biases that did not are added), so a repaired model prunes like any other.
 
-The fit takes the dense model's own activations, on the calibration examples and, for texts with one answer each, on mixtures
-of them (`headprune.repairing.crossed`): one set of statistics serves any choice of heads (`Refit`). Then all W_O move together,
-once, towards the dense model's answers (`headprune.repairing.answers`). A step that does no better on examples that it was not
-fitted to is left out (`headprune.repairing.held_out`).
+A repair is a list of steps (`headprune.repairing.steps`): output projections, values, and last all output projections together,
+towards the dense model's answers. All take what they need from one `headprune.reference.DenseReference`, which serves any choice
+of heads (`Refit`). A step that does no better on examples that it was not fitted to is left out (`checked`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,23 +26,24 @@ from headprune.forms import remember
 from headprune.inputs import check_weights
 from headprune.loss import inputs_of
 from headprune.plans import PruningPlan, note_repaired
-from headprune.repairing.held_out import HeldOut
-from headprune.repairing.places import OutputProjection
+from headprune.reference import calibrate, measure
+from headprune.repairing.held_out import checked
 from headprune.repairing.refit import Refit
-from headprune.repairing.weights import AnswersRepair, LayerRepair, Repair, Trial, Weights, add_biases, added_biases
+from headprune.repairing.step import LeftOut, Split, Step
+from headprune.repairing.weights import AnswersRepair, LayerRepair, Repair, Trial, Weights
 from headprune.scoring.base import Progress
 
 __all__ = [
     "AnswersRepair",
-    "HeldOut",
     "LayerRepair",
-    "OutputProjection",
+    "LeftOut",
     "Refit",
     "Repair",
+    "Split",
+    "Step",
     "Trial",
     "Weights",
-    "add_biases",
-    "added_biases",
+    "checked",
     "repair",
 ]
 
@@ -53,7 +54,6 @@ def repair(
     batches: Iterable[Any],
     *,
     layers: Sequence[AttentionLayer] | None = None,
-    sweeps: int = 0,
     ridge: float | None = None,
     values: bool = True,
     mixtures: bool = True,
@@ -64,7 +64,7 @@ def repair(
 
     Every W_O that loses a head is fitted to give the dense model's outputs on the kept heads' outputs, by least squares over
     all tokens but padding; and these heads' values with it, where that does better on held-out examples
-    (`headprune.repairing.values`). The columns of removed heads become zero: the model answers as it will when they are pruned
+    (`headprune.repairing.steps.values`). The columns of removed heads become zero: the model answers as it will when they are pruned
     (`headprune.prune` is still to come).
 
     For W_O alone, minimised is ``mean_t |y_t - W x_t - b|^2 + ridge * v * |W - W_old|^2``, y being the dense W_O's output at token t, x the
@@ -83,15 +83,13 @@ def repair(
         batches: What the model is called with, labels or not; or pairs ``(inputs, labels)``, as where inputs are a tuple.
             Never those that results are reported on.
         layers: From `headprune.find_attention`, to save the trace.
-        sweeps: Further fits of every W_O from the first that loses a head on, to the inputs that it gets behind repaired
-            layers, so that errors do not add up on the way. Values stay as they were.
         ridge: Strength of the pull towards the old weights; by default what is best by cross-validation, for each layer.
-        values: Whether the value projections are refitted too (only without sweeps): it takes about four passes more.
+        values: Whether the value projections are refitted too: it takes about four passes more.
         mixtures: Whether to fit to mixtures of the examples too, where the model gives one answer a text
-            (`headprune.repairing.crossed`): then the passes are over up to three times as many. Not after sweeps.
+            (`headprune.reference.mixtures`): then the passes are over up to three times as many.
         answers: Whether all W_O that lose heads are then moved together towards the dense model's answers, where these are
-            one vector of logits an example, and where that does better on examples left out (`headprune.repairing.answers`).
-            Not after sweeps, and not where a ridge is given.
+            one vector of logits an example, and where that does better on examples left out (`headprune.repairing.steps.logits`).
+            Not where a ridge is given.
         progress: Called with (passes done, passes in all, note).
 
     Returns:
@@ -105,14 +103,17 @@ def repair(
         plan.check_model(model)
     batches = listed(batches)
     layers = layers_for(model, layers, batches=batches)
-    checked, dense = check_heads(heads_of(plan), layers), fingerprint(model)
+    drop, before = check_heads(heads_of(plan), layers), fingerprint(model)
+    fits = ridge != math.inf
     with torch.inference_mode(False):
-        refit = Refit(
-            model, layers, batches, ridge=ridge, values=values and not sweeps, mixtures=mixtures and not sweeps,
-            progress=progress,
-        )  # fmt: skip
-        weights = HeldOut(refit).checked(checked, sweeps=sweeps, answers=answers and not sweeps and ridge is None)
-        refit.apply(weights)
-    note_repaired(model, dense, checked)
-    remember(model, inputs_of(model, refit.batches[0]))
-    return refit.report(weights)
+        calibration = calibrate(model, layers, batches, values=values and fits, mixtures=mixtures and fits)
+        runner = calibration.runner
+        done = Repair({}, runner.examples, 0, 0, notes=calibration.notes)
+        if any(projection.loses(drop) for projection in calibration.projections):
+            refit = Refit(measure(calibration, answers=answers and ridge is None, progress=progress), ridge)
+            weights = checked(refit, drop)
+            calibration.weights.write(weights.by_module)
+            done = refit.report(weights, runner.passes - refit.reference.passes)
+    note_repaired(model, before, drop)
+    remember(model, inputs_of(model, runner.batches[0]))
+    return done

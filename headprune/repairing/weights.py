@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
+
+from headprune.reference.dense_weights import NewWeights
+from headprune.reference.moments import Moments
+from headprune.reference.projections import OutputProjection
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class LayerRepair:
 
 @dataclass(frozen=True)
 class AnswersRepair:
-    """The step towards the dense model's answers (`headprune.repairing.answers`).
+    """The step towards the dense model's answers (`headprune.repairing.steps.logits`).
 
     Attributes:
         before: Root mean squared difference of the answers (logits, along the differences between classes) from the dense
@@ -38,7 +42,7 @@ class AnswersRepair:
         held_out: What it should be on an example that is left out, to first order.
         strength: Of the ridge, that makes it so.
         examples: That were fitted to.
-        mixtures: How many of them are mixtures of two (`headprune.repairing.crossed`).
+        mixtures: How many of them are mixtures of two (`headprune.reference.mixtures`).
         after: What it is on the calibration examples.
         part: Of the step, that was taken.
     """
@@ -85,9 +89,9 @@ class Repair:
     """What `repair` did.
 
     Attributes:
-        layers: By layer; on the calibration examples, in the last sweep, before the step towards the answers.
+        layers: By layer; on the calibration examples, before the step towards the answers.
         examples: Calibration examples.
-        mixtures: Mixtures of them that were fitted to as well (`headprune.repairing.crossed`).
+        mixtures: Mixtures of them that were fitted to as well (`headprune.reference.mixtures`).
         passes: Forward passes over them.
         biases: Output projections that had no bias, and have one now.
         notes: What could not be refitted, and why.
@@ -112,58 +116,72 @@ class Repair:
         }  # fmt: skip
 
 
-BIASES = "_headprune_biases"
+@dataclass(frozen=True)
+class Fit:
+    """New weights of one W_O.
+
+    Attributes:
+        projection: W_O.
+        weight: ``[in, out]``, with rows of zeros for inputs that go.
+        bias: ``[out]``; None where there can be none.
+        facts: How well it fits.
+        held_out: Squared error on every fold of what was fitted to the others; None where the ridge was given.
+        again: The same fit, with the same strength, to other sums over tokens.
+        mixes: Of every kept head, its new values from its old ones and the further directions, ``[head_dim + rank, head_dim]``;
+            empty where values stay as they are.
+        values: Where values were refitted too, gives the new weights of their projection, by its name.
+    """
+
+    projection: OutputProjection
+    weight: Tensor
+    bias: Tensor | None
+    facts: LayerRepair
+    held_out: float | None
+    again: Callable[[Moments], Fit]
+    mixes: Mapping[int, Tensor] = field(default_factory=dict)
+    values: Callable[[], NewWeights] = dict
 
 
-def added_biases(model: nn.Module) -> list[str]:
-    """Modules of a repaired model that have got a bias."""
-    return list(model.__dict__.get(BIASES, []))
-
-
-def add_biases(model: nn.Module, names: Sequence[str]) -> None:
-    """Give modules a bias of zeros, as a repair had to: for a skeleton whose weights are loaded afterwards."""
-    own = model.__dict__.setdefault(BIASES, [])
-    modules = dict(model.named_modules())
-    for name in names:
-        if name not in own and name in modules:  # a stand-in's is there once it stays for good
-            module = modules[name]
-            weight: Any = module.weight
-            module.bias = nn.Parameter(weight.new_zeros(weight.shape[0]), requires_grad=weight.requires_grad)
-            own.append(name)
-
-
-def remove_biases(model: nn.Module, names: Sequence[str]) -> None:
-    """Take away what `add_biases` gave."""
-    own = model.__dict__.setdefault(BIASES, [])
-    for name in names:
-        if name in own:
-            module: Any = model.get_submodule(name)
-            module.bias = None
-            own.remove(name)
-
-
-@dataclass
+@dataclass(frozen=True)
 class Weights:
     """New weights by module.
 
     Attributes:
         by_module: ``{module: (W [in, out], b [out] or None)}``; modules that stay as they are, are not in it.
-        ridges: The strengths they were fitted with, by output projection.
-        mixes: Where values were refitted too, by output projection: of every kept head, its new output from its old
-            one and the further directions, ``[head_dim + rank, head_dim]``.
-        facts: What the fits were like, by layer.
+        fits: What they were made of, by output projection; none for old weights.
         answers: The step towards the dense model's answers, if they have it in them.
-        note: Why they have not, if it was tried.
+        note: What a reader should know of what was left out.
         trials: How every step did on examples that it was not fitted to (`headprune.repairing.held_out`).
     """
 
-    by_module: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-    ridges: dict[str, float] = field(default_factory=dict)
-    mixes: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    facts: dict[str, LayerRepair] = field(default_factory=dict)
+    by_module: NewWeights = field(default_factory=dict)
+    fits: Mapping[str, Fit] = field(default_factory=dict)
     answers: AnswersRepair | None = None
     note: str = ""
     trials: tuple[Trial, ...] = ()
+
+    @classmethod
+    def of(cls, fits: Mapping[str, Fit]) -> Weights:
+        """The weights that fits of several output projections give."""
+        found: dict[str, tuple[Tensor, Tensor | None]] = {}
+        for name, fit in fits.items():
+            found |= {name: (fit.weight, fit.bias), **fit.values()}
+        return cls(found, fits)
+
+    @property
+    def ridges(self) -> dict[str, float]:
+        """The strengths they were fitted with, by output projection."""
+        return {name: fit.facts.ridge for name, fit in self.fits.items()}
+
+    @property
+    def mixes(self) -> dict[str, Mapping[int, Tensor]]:
+        """What values are made of where they were refitted, by output projection (`Fit.mixes`)."""
+        return {name: fit.mixes for name, fit in self.fits.items() if fit.mixes}
+
+    @property
+    def facts(self) -> dict[str, LayerRepair]:
+        """What the fits were like, by layer."""
+        return {layer.name: fit.facts for fit in self.fits.values() for layer in fit.projection.layers}
 
     def __bool__(self) -> bool:
         return bool(self.by_module)

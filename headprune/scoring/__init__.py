@@ -1,4 +1,4 @@
-"""Head importance: one signature, one file a family of methods."""
+"""Head importance: one signature for all methods, one file for each family of methods."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def score(
         method: ``"gradient"``, ``"ablation"``, ``"random"``, or one registered with `headprune.scoring.method`.
         loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``. Not needed for dicts
             with labels: the loss is then the model's own, per example.
-        distil: Measure the divergence from the dense model's answers (KL, nats) instead of a loss. So it is anyway
-            where there are neither labels nor a ``loss_fn``.
+        distil: Measure the divergence from the dense model's answers (KL, nats) instead of a loss. This is also what
+            happens without labels and ``loss_fn``.
         layers: From `headprune.find_attention`, to save the trace.
         seed: For methods that draw.
-        settings: How long, how much memory, and what single methods may be told (`headprune.scoring.Settings`).
-        work: A folder for finished parts: the same call goes on there after an interruption, and gives what it
-            would have given without. Parts of any other model, data, seed or setting are never used.
+        settings: Time, memory, and options of single methods (`headprune.scoring.Settings`).
+        work: A folder for finished parts: after an interruption, the same call continues there, and returns exactly what
+            it would have returned without. Parts of any other model, data, seed or setting are never used.
         progress: Called with (steps done, steps in all, note).
 
     Returns:
@@ -91,57 +91,80 @@ def score(
     if seed < 0:
         raise HeadPruneError(f"The seed is {seed}.", "Give 0 or more.")
     check_weights(model)
-    device = model_device(model)
-    with torch.inference_mode(False):
-        kept = [usable(move(batch, device)) for batch in listed(batches)]
-    kept = [batch for batch in kept if not is_empty(batch)]
-    if not kept:
-        raise HeadPruneError("There are no examples to score on.", "Check the dataset, its split and --limit.")
     losses = ExampleLoss(model, loss_fn, distil=distil, seed=seed)
+    kept = _not_empty(model, batches)
     with _deterministic(model):
         kept = losses.prepare(kept)
-    layers = layers_for(model, layers, batches=kept)
-    maskable = [layer for layer in layers if layer.maskable]
-    if not maskable:
-        why = f": {layers[0].reason}" if layers else ""
-        raise HeadPruneError(f"No head of {type(model).__name__} can be masked{why}.")
-    own = fingerprint(model)  # as it is elsewhere too: parts of a model that is evaluated may have other names
+    maskable = _maskable(model, layers_for(model, layers, batches=kept))
+    own = fingerprint(model)  # before anything is swapped: parts of the model may have other names then
     with _deterministic(model):
-        problem = Problem(
-            model,
-            maskable,
-            [(batch, losses.rows.size(batch)) for batch in kept],
-            lambda batch: _checked(problem, batch, losses),
-            seed,
-            progress or _silent,
-            settings,
-            surrogate=losses.divergence.surrogate if losses.distils else None,
-            rows=losses.rows,
-        )
+        problem = _problem(model, maskable, kept, losses, seed, settings, progress)
         unfinished = Work(Path(work)) if isinstance(work, str | Path) else work
         store = unfinished.store(problem, method, own, loss_fn) if unfinished else Store()
-        try:
-            estimate = chosen.run(replace(problem, store=store))
-        except DisagreementError:
-            store.clear()
-            estimate = chosen.run(replace(problem, store=store, replays=False))
+        estimate = _estimate(chosen, replace(problem, store=store))
     details = {**estimate.details, "loss": losses.about}
     if isinstance(store, DiskStore) and store.found:
         details["resumed"] = f"{store.found} parts were finished by an earlier, interrupted run"
     return _scores(chosen, problem, replace(estimate, details=details), own)
 
 
+def _not_empty(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
+    """The batches that hold examples, on the model's device."""
+    with torch.inference_mode(False):
+        every = [usable(move(batch, model_device(model))) for batch in listed(batches)]
+    kept = [batch for batch in every if not is_empty(batch)]
+    if not kept:
+        raise HeadPruneError("There are no examples to score on.", "Check the dataset, its split and --limit.")
+    return kept
+
+
+def _maskable(model: nn.Module, layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
+    """The layers whose heads can be masked."""
+    found = [layer for layer in layers if layer.maskable]
+    if not found:
+        why = f": {layers[0].reason}" if layers else ""
+        raise HeadPruneError(f"No head of {type(model).__name__} can be masked{why}.")
+    return found
+
+
+def _problem(
+    model: nn.Module, layers: Sequence[AttentionLayer], batches: Sequence[Any], losses: ExampleLoss, seed: int,
+    settings: Settings, progress: Progress | None,
+) -> Problem:  # fmt: skip
+    problem = Problem(
+        model,
+        layers,
+        [(batch, losses.rows.size(batch)) for batch in batches],
+        lambda batch: _checked(problem, batch, losses),
+        seed,
+        progress or (lambda done, total, note="": None),
+        settings,
+        surrogate=losses.divergence.surrogate if losses.distils else None,
+        rows=losses.rows,
+    )
+    return problem
+
+
+def _estimate(chosen: Method, problem: Problem) -> Estimate:
+    """What a method finds; by plain forwards, if replaying them turns out to give other losses."""
+    try:
+        return chosen.run(problem)
+    except DisagreementError:
+        problem.store.clear()
+        return chosen.run(replace(problem, replays=False))
+
+
 def _scores(chosen: Method, problem: Problem, estimate: Estimate, own: str) -> HeadScores:
-    """An estimate by layer, divided by the layer's norm if that is wanted, for the model of the fingerprint ``own``."""
+    """An estimate by layer, for the model with the fingerprint ``own``."""
     layers, normalise = problem.layers, problem.settings.normalise
-    estimate = _normalised(estimate, layers, normalise)
+    if normalise:
+        estimate = _normalised(problem, estimate)
     stable = stability(estimate, problem.seed)
-    sizes, names = [layer.num_heads for layer in layers], [layer.name for layer in layers]
     return HeadScores(
         method=chosen.name,
         unit=chosen.unit + (", each layer divided by its L2 norm" if normalise else ""),
-        values=dict(zip(names, torch.split(estimate.values.cpu().double(), sizes), strict=True)),
-        stderr=dict(zip(names, torch.split(estimate.stderr.cpu().double(), sizes), strict=True)),
+        values=problem.split(estimate.values.cpu().double()),
+        stderr=problem.split(estimate.stderr.cpu().double()),
         examples=estimate.examples,
         layers=tuple(layers),
         model=own,
@@ -152,14 +175,14 @@ def _scores(chosen: Method, problem: Problem, estimate: Estimate, own: str) -> H
 
 @contextmanager
 def _deterministic(model: nn.Module) -> Iterator[None]:
-    """A model that answers alike every time: in evaluation mode, not compiled, heads apart, without a cache."""
+    """A model with the same answers each time: in evaluation mode, not compiled, with separate heads and no cache."""
     with torch.inference_mode(False), uncompiled(), evaluating(model), exact_attention(model), _uncached(model):
         yield
 
 
 @contextmanager
 def _uncached(model: nn.Module) -> Iterator[None]:
-    """No key/value cache: nothing is generated, and a block that runs again would find its own keys in it."""
+    """No key/value cache: no text is generated, and a block that runs twice would find its own keys in it."""
     # A decoder may have a config of its own.
     configs: dict[int, Any] = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
     caching = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
@@ -172,24 +195,21 @@ def _uncached(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def _normalised(estimate: Estimate, layers: Sequence[AttentionLayer], wanted: bool) -> Estimate:
-    """Each layer's scores divided by their L2 norm, if wanted (Michel et al. 2019, section 4.1)."""
-    if not wanted:
-        return estimate
-    norms = [
-        v.norm().clamp(min=1e-300).expand(len(v)) for v in torch.split(estimate.values, [a.num_heads for a in layers])
-    ]
-    norm = torch.cat(norms)
+def _normalised(problem: Problem, estimate: Estimate) -> Estimate:
+    """Each layer's scores divided by their L2 norm (Michel et al. 2019, section 4.1)."""
+    parts = problem.split(estimate.values).values()
+    norm = torch.cat([part.norm().clamp(min=1e-300).expand(len(part)) for part in parts])
     effects = None if estimate.effects is None else estimate.effects / norm
     return replace(estimate, values=estimate.values / norm, stderr=estimate.stderr / norm, effects=effects)
 
 
-def _silent(done: int, total: int, note: str = "") -> None:
-    pass
-
-
 def _checked(problem: Problem, batch: Any, losses: ExampleLoss) -> Tensor:
-    """A batch's losses, if the model runs on it and they are numbers."""
+    """A batch's losses.
+
+    Raises:
+        HeadPruneError: The model does not run on the batch.
+        NotFiniteError: A loss is not finite.
+    """
     try:
         found = losses(batch)
     except HeadPruneError:

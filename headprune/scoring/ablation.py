@@ -1,4 +1,4 @@
-"""Ablation scores: what the loss does when a head is taken away, or says something else."""
+"""Ablation scores: how the loss changes when a head is removed, or when its output is replaced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headprune.scoring.sampled import sampled
 from headprune.scoring.statistics import real_tokens
 
 FillsOf = Callable[[int, int, Any], Mapping[str, Fill]]
-"""(number of the first example, examples, batch) to what comes in the heads' places, by layer."""
+"""(number of the first example, examples, batch) to what replaces the heads' output, by layer."""
 
 
 @method("ablation", unit="loss (nats) added when the head is removed")
@@ -36,15 +36,15 @@ def ablation(problem: Problem) -> Estimate:
     limited = problem.settings.examples is not None and problem.settings.examples < problem.examples
     if limited or problem.settings.seconds is not None:
         return sampled(problem, replay)
-    return Estimate.mean_of(exact(problem, replay), replayed=replay.notes or "every layer")
+    return Estimate.mean_of(exact(problem, replay), replayed=replay.about)
 
 
 @method("mean-ablation", unit="loss (nats) added when the head gives its mean")
 def mean_ablation(problem: Problem) -> Estimate:
     """The head's output is replaced by its mean over the tokens of all examples, as Wang et al. (2022) do.
 
-    Section 2.1 of "Interpretability in the Wild" (arXiv:2211.00593). What a head adds alike everywhere, such as a bias,
-    does not count: after pruning, W_O's bias could hold it.
+    Section 2.1 of "Interpretability in the Wild" (arXiv:2211.00593). What a head adds to all tokens alike, such as a bias,
+    does not count: after pruning, W_O's bias could add it.
     """
     problem = replace(problem, batches=separate(problem))
     totals = _read(
@@ -56,16 +56,16 @@ def mean_ablation(problem: Problem) -> Estimate:
         return {name: partial(_constant, mean) for name, mean in means.items()}
 
     replay = Replay(problem)
-    return Estimate.mean_of(exact(problem, replay, fills), replayed=replay.notes or "every layer")
+    return Estimate.mean_of(exact(problem, replay, fills), replayed=replay.about)
 
 
 @method("resample-ablation", unit="loss (nats) added when the head says what it said elsewhere")
 def resample_ablation(problem: Problem) -> Estimate:
     """The head's output at each token is replaced by its output at a random token of a random example.
 
-    Resample ablation of Chan et al. (2022), "Causal Scrubbing", at the level of tokens: what is put in is as likely as
-    what was there, so the model stays among activations that it knows. One draw for each token, from the seed; the pool
-    has one token of every example.
+    Resample ablation of Chan et al. (2022), "Causal Scrubbing", at the level of tokens: the new output is as likely as the
+    old one, so the model only sees activations that it knows. One draw for each token, from the seed; the pool has one
+    token of every example.
     """
 
     def one(tokens: Tensor, example: int) -> Tensor:
@@ -84,27 +84,25 @@ def resample_ablation(problem: Problem) -> Estimate:
         }
 
     replay = Replay(problem)
-    return Estimate.mean_of(exact(problem, replay, fills), replayed=replay.notes or "every layer")
+    return Estimate.mean_of(exact(problem, replay, fills), replayed=replay.about)
 
 
 def exact(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> Samples:
     """Every head's effect on every example."""
     found: list[Tensor] = []
     steps = len(problem.batches) * problem.heads
-    start = 0
-    for i, (batch, size) in enumerate(problem.batches):
+
+    def compute(i: int, batch: Any, size: int, fill: Mapping[str, Fill] | None) -> Tensor:
+        with replay.of(batch, size, fill) as recording:
+            columns = [recording.dense]
+            for gates in one_by_one(problem):
+                columns += list(recording.losses(gates))
+                problem.progress(i * problem.heads + len(columns) - 1, steps, _widest(found))
+        return torch.stack(columns, dim=1)
+
+    for i, (start, batch, size) in enumerate(problem.numbered()):
         fill = fills(start, size, batch) if fills else None
-
-        def compute(i: int = i, batch: Any = batch, size: int = size, fill: Any = fill) -> Tensor:
-            with replay.of(batch, size, fill) as recording:
-                columns = [recording.dense]
-                for gates in one_by_one(problem):
-                    columns += list(recording.losses(gates))
-                    problem.progress(i * problem.heads + len(columns) - 1, steps, _widest(found, columns))
-            return torch.stack(columns, dim=1)
-
-        found.append(problem.store.get(f"{i}", compute))
-        start += size
+        found.append(problem.store.get(f"{i}", partial(compute, i, batch, size, fill)))
     losses = torch.cat(found)
     return Samples(losses[:, 1:] - losses[:, :1], losses[:, 0])
 
@@ -114,8 +112,8 @@ def one_by_one(problem: Problem) -> list[Tensor]:
     return list(torch.split(1 - torch.eye(problem.heads), [layer.num_heads for layer in problem.layers]))
 
 
-def _widest(found: list[Tensor], columns: list[Tensor]) -> str:
-    """How wide the widest interval is so far, where a batch is through."""
+def _widest(found: list[Tensor]) -> str:
+    """The width of the widest confidence interval so far; "" before the first batch is done."""
     if sum(map(len, found)) < 2:
         return ""
     effects = torch.cat(found)
@@ -128,7 +126,13 @@ def _constant(value: Tensor, hidden: Tensor, gates: int) -> Tensor:
 
 
 class _Elsewhere:
-    """For every token of ``size`` examples, what was said at some token of the pool."""
+    """For every token of ``size`` examples, the heads' output at a random token of the pool.
+
+    Args:
+        pool: ``[tokens, features]``.
+        start: Number of the first example.
+        real: From the number of tokens to which of them are no padding, ``[examples, 1, tokens]``; None if not known.
+    """
 
     def __init__(self, pool: Tensor, seed: int, start: int, size: int, real: Callable[[int], Tensor | None]) -> None:
         self.pool, self.seed, self.start, self.size, self.real = pool, seed, start, size, real
@@ -159,29 +163,27 @@ def _read(problem: Problem, key: str, take: Callable[[Tensor, int], Tensor]) -> 
         ``{layer_name: [examples, width]}``, with zeros behind what a narrower layer gives.
     """
     found: dict[str, list[Tensor]] = {layer.name: [] for layer in problem.layers}
-    start = 0
-    for i, (batch, size) in enumerate(problem.batches):
+    ones = {layer.name: torch.ones(layer.num_heads) for layer in problem.layers}
 
-        def compute(batch: Any = batch, size: int = size, start: int = start) -> Tensor:
-            rows: dict[str, Tensor] = {}
+    def compute(start: int, batch: Any, size: int) -> Tensor:
+        rows: dict[str, Tensor] = {}
 
-            def reading(layer: AttentionLayer, hidden: Tensor, gates: int) -> Tensor:
-                if layer.name not in rows:  # where a layer runs several times, its first says
-                    each = hidden.detach().reshape(size, -1, hidden.shape[-1]).cpu().double()
-                    real = real_tokens(problem, layer, batch, each.shape[1])
-                    seen = [None if real is None else real[r, 0].cpu() for r in range(size)]
-                    kept = [e if s is None or not s.any() else e[s] for e, s in zip(each, seen, strict=True)]
-                    rows[layer.name] = torch.stack([take(k, start + r) for r, k in enumerate(kept)])
-                return torch.zeros_like(hidden)
+        def reading(layer: AttentionLayer, hidden: Tensor, gates: int) -> Tensor:
+            if layer.name not in rows:  # of a layer that runs several times, the first call
+                each = hidden.detach().reshape(size, -1, hidden.shape[-1]).cpu().double()
+                real = real_tokens(problem, layer, batch, each.shape[1])
+                seen = [None if real is None else real[r, 0].cpu() for r in range(size)]
+                kept = [e if s is None or not s.any() else e[s] for e, s in zip(each, seen, strict=True)]
+                rows[layer.name] = torch.stack([take(k, start + r) for r, k in enumerate(kept)])
+            return torch.zeros_like(hidden)
 
-            ones = {layer.name: torch.ones(layer.num_heads) for layer in problem.layers}
-            reader: dict[str, Fill] = {layer.name: partial(reading, layer) for layer in problem.layers}
-            with torch.no_grad(), gated(problem.model, problem.layers, ones, reader):
-                problem.losses(batch)
-            width = max(r.shape[1] for r in rows.values())
-            return torch.stack([F.pad(rows[a.name], (0, width - rows[a.name].shape[1])) for a in problem.layers])
+        reader: dict[str, Fill] = {layer.name: partial(reading, layer) for layer in problem.layers}
+        with torch.no_grad(), gated(problem.model, problem.layers, ones, reader):
+            problem.losses(batch)
+        width = max(r.shape[1] for r in rows.values())
+        return torch.stack([F.pad(rows[a.name], (0, width - rows[a.name].shape[1])) for a in problem.layers])
 
-        for name, own in zip(found, problem.store.get(f"{key}-{i}", compute), strict=True):
+    for i, (start, batch, size) in enumerate(problem.numbered()):
+        for name, own in zip(found, problem.store.get(f"{key}-{i}", partial(compute, start, batch, size)), strict=True):
             found[name].append(own)
-        start += size
     return {name: torch.cat(parts) for name, parts in found.items()}

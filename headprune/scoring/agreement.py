@@ -1,4 +1,4 @@
-"""How far two methods agree on which heads matter."""
+"""How much two methods agree on which heads matter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Chance:
-    """What random orders of as many heads agree: 95 % of them, at most.
+    """How much random orders of as many heads agree: 95 % of the pairs agree less.
 
     Attributes:
         spearman: 95 % of the absolute values of rho are below.
@@ -63,7 +63,7 @@ def agreements(scores: Sequence[HeadScores]) -> list[Agreement]:
 
 @cache
 def chance(heads: int, seed: int = 0) -> Chance:
-    """The random control: how far orders agree that know nothing of each other."""
+    """The random control: how much two independent random orders agree."""
     rng = np.random.default_rng(seed)
     order = np.arange(heads, dtype=np.float64)
     drawn = np.abs([_agree(order, rng.permutation(order), None) for _ in range(CHANCE_DRAWS)])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,25 +23,25 @@ _NAMED = 4  # heads that a caution names
 
 
 class Progress(Protocol):
-    """Hears how far a long run is."""
+    """A callback that is told how far a long run is."""
 
     def __call__(self, done: int, total: int, note: str = "") -> None:
-        """``done`` of ``total`` steps; ``note`` is what else a waiting person wants to know."""
+        """``done`` of ``total`` steps; ``note`` is more for a person who waits, such as the widest interval so far."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What methods may be told; each reads what concerns it, and None leaves it to the method.
+    """Options of scoring methods. Each method reads those that concern it; None is the method's own default.
 
     Attributes:
-        keep: How many heads are going to stay: where adaptive methods look closest, and what learned gates aim at.
-        examples: How many examples to ablate exactly, at most; gradients on all of them carry the rest.
-        seconds: The time to spend, about.
-        max_memory: Bytes that a method may use beyond the model; None takes half of what is free.
+        keep: How many heads are going to stay: near this cut adaptive methods look closest, and learned gates aim at it.
+        examples: How many examples to ablate exactly, at most; gradients on all examples estimate the rest.
+        seconds: The time to spend, approximately.
+        max_memory: Bytes that a method may use beyond the model; by default half of the free memory.
         normalise: Divide each layer's scores by their L2 norm (Michel et al., section 4.1, after Molchanov et al. 2017).
         steps: Training steps of learned gates, or points of integration.
-        permutations: Most permutations that Shapley values are sampled from.
-        sparsity: Weight of the L0 penalty per head, where no count is aimed at.
+        permutations: The most permutations that Shapley values are sampled from.
+        sparsity: Weight of the L0 penalty per head, where ``keep`` is not given.
     """
 
     keep: int | None = None
@@ -53,10 +54,10 @@ class Settings:
     sparsity: float | None = None
 
     def check(self) -> None:
-        """Refuse what makes no sense.
+        """Refuse numbers out of range.
 
         Raises:
-            HeadPruneError: A number below what it may be.
+            HeadPruneError: A number is too small or not finite.
         """
         least = {"keep": 1, "examples": 2, "max_memory": 1, "steps": 1, "permutations": 1, "sparsity": 0}
         for name, low in least.items():
@@ -79,8 +80,8 @@ class HeadScores:
         examples: How many examples were used.
         layers: The layers that were scored.
         model: Fingerprint of the model's weights.
-        details: What else the method tells (such as the mean loss, why there is no standard error, or, as ``carried_by``, how
-            many examples every head's score rests on).
+        details: More results of the method, such as the mean loss, why there is no standard error, or (``carried_by``) how
+            many examples every head's score rests on.
         matrix: For methods that weigh pairs: ``[heads, heads]``, in the order of `flat`.
     """
 
@@ -109,12 +110,12 @@ class HeadScores:
 
     @property
     def basis(self) -> str:
-        """``"512 examples"``, or that none were looked at."""
+        """How many examples were used, such as ``"512 examples"``, or ``"no data"``."""
         return f"{self.examples:,} examples" if self.examples else "no data"
 
     @property
     def caution(self) -> str:
-        """Which scores rest on so few examples that their standard errors may be too small; "" if none does."""
+        """Which scores rest on so few examples that their standard errors may be too small; "" if there are none."""
         carried = self.details.get("carried_by")
         if carried is None or self.examples < FEW:
             return ""
@@ -138,7 +139,7 @@ class HeadScores:
         def numbers(tensors: Mapping[str, Tensor]) -> dict[str, list[float | None]]:
             return {k: [None if v != v else v for v in t.tolist()] for k, t in tensors.items()}
 
-        return {
+        found = {
             "method": self.method,
             "unit": self.unit,
             "examples": self.examples,
@@ -146,30 +147,27 @@ class HeadScores:
             "values": numbers(self.values),
             "stderr": numbers(self.stderr),
             "details": self.details,
-            **(
-                {}
-                if self.matrix is None
-                else {"matrix": [[float(f"{x:.7g}") for x in r] for r in self.matrix.tolist()]}
-            ),
         }
+        if self.matrix is not None:
+            found["matrix"] = [[float(f"{x:.7g}") for x in row] for row in self.matrix.tolist()]
+        return found
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], layers: Sequence[AttentionLayer]) -> HeadScores:
         def tensors(numbers: Mapping[str, Sequence[float | None]]) -> dict[str, Tensor]:
             return {
-                k: torch.tensor([float("nan") if x is None else x for x in v], dtype=torch.float64)
+                k: torch.tensor([math.nan if x is None else x for x in v], dtype=torch.float64)
                 for k, v in numbers.items()
             }
 
-        scores = cls(
-            data["method"], data["unit"], tensors(data["values"]), tensors(data["stderr"]), data["examples"],
-            tuple(layers), data["model"], dict(data["details"]),
-            torch.tensor(data["matrix"], dtype=torch.float64) if "matrix" in data else None,
-        )  # fmt: skip
-        for layer in scores.layers:
-            if len(scores.values[layer.name]) != layer.num_heads or len(scores.stderr[layer.name]) != layer.num_heads:
+        values, stderr = tensors(data["values"]), tensors(data["stderr"])
+        for layer in layers:
+            if not len(values[layer.name]) == len(stderr[layer.name]) == layer.num_heads:
                 raise ValueError(f"layer {layer.name} has {layer.num_heads} heads, but not as many scores")
-        return scores
+        return cls(
+            data["method"], data["unit"], values, stderr, data["examples"], tuple(layers), data["model"],
+            dict(data["details"]), torch.tensor(data["matrix"], dtype=torch.float64) if "matrix" in data else None,
+        )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
         """Write to a JSON file."""
@@ -186,7 +184,7 @@ class HeadScores:
 
 
 def _named(labels: Sequence[str]) -> str:
-    """Some heads, the first by name."""
+    """Names of the first few heads, and how many more there are."""
     named = ", ".join(labels[:_NAMED])
     return named if len(labels) <= _NAMED else f"{named} and {len(labels) - _NAMED} heads more"
 
@@ -218,9 +216,13 @@ def load_scores(path: str | Path) -> list[HeadScores]:
     return scores
 
 
+Batches = Sequence[tuple[Any, int]]
+"""Pairs (batch, examples in it)."""
+
+
 @dataclass(frozen=True)
 class Problem:
-    """What every method gets: a model, its layers, and where the loss comes from.
+    """What every method is given: a model, its layers, the examples and their loss.
 
     Attributes:
         model: In evaluation mode, on its device.
@@ -230,16 +232,16 @@ class Problem:
         seed: For methods that draw.
         progress: Called as work goes on.
         settings: What the user asked for.
-        store: Where finished parts of the work are kept, so that an interrupted run goes on where it was.
-        surrogate: Where the losses are divergences from the dense model, whose gradient is zero at the dense model: other
-            losses to differentiate, against labels drawn from the dense model. None where ``losses`` serve.
+        store: Where finished parts of the work are kept, so that an interrupted run can be resumed.
+        surrogate: Losses to differentiate in the place of ``losses``, where those are divergences from the dense model, which
+            have no gradient at the dense model: cross-entropies against labels drawn from it. None elsewhere.
         replays: Whether losses under gates may be replayed.
-        rows: How examples lie in the batches; by names alone, where nobody has looked.
+        rows: How examples lie in the batches; by default it goes by the names of tensors.
     """
 
     model: nn.Module
     layers: Sequence[AttentionLayer]
-    batches: Sequence[tuple[Any, int]]
+    batches: Batches
     losses: Callable[[Any], Tensor]
     seed: int
     progress: Progress
@@ -258,14 +260,27 @@ class Problem:
         """Heads of all layers; methods give them in the layers' order."""
         return sum(layer.num_heads for layer in self.layers)
 
-    def place(self, batch: Any, row: int | None = None) -> str:
-        """How to name a batch, or an example of it, to the user."""
+    def parts(self, batches: Batches, name: str, compute: Callable[[Any, int], Tensor]) -> Tensor:
+        """What ``compute(batch, size)`` gives for every batch, one below the other; kept in the store as it comes."""
+        found = []
+        for i, (batch, size) in enumerate(batches):
+            found.append(self.store.get(f"{name}-{i}", partial(compute, batch, size)))
+            self.progress(i + 1, len(batches))
+        return torch.cat(found)
+
+    def numbered(self) -> Iterator[tuple[int, Any, int]]:
+        """(Number of the first example, batch, examples in it) for every batch."""
         start = 0
-        for known, size in self.batches:
+        for batch, size in self.batches:
+            yield start, batch, size
+            start += size
+
+    def place(self, batch: Any, row: int | None = None) -> str:
+        """A batch, or an example of it, in words for the user."""
+        for start, known, size in self.numbered():
             if known is batch:
                 where = f"example {start + (row or 0)}"
                 return f"{where} (in the order given)" if row is not None else f"{where} to {start + size - 1}"
-            start += size
         return f"example {row} of some" if row is not None else "some examples"
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
@@ -285,14 +300,14 @@ class NotFiniteError(HeadPruneError):
 
 
 class Store:
-    """Keeps finished parts of a long computation. This one forgets; `headprune.scoring.resume` has one on disk."""
+    """Keeps finished parts of a long computation. This one keeps nothing; `headprune.scoring.resume.DiskStore` has files."""
 
     def get(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
-        """What ``compute`` gives, or gave for this key in an earlier run of the very same computation."""
+        """What ``compute`` gives, or gave for this key in an earlier run of the same computation."""
         return compute()
 
     def clear(self) -> None:
-        """Forget all parts."""
+        """Remove all parts."""
 
 
 @dataclass(frozen=True)
@@ -316,8 +331,8 @@ class Estimate:
         values: ``[heads]``.
         stderr: ``[heads]``; NaN where there is none, and then ``details["stderr"]`` says why.
         examples: How many were used.
-        details: What else is worth telling.
-        effects: ``[examples, heads]`` whose mean the values are, where there are such: ranks are bootstrapped from them.
+        details: More for `HeadScores.details`.
+        effects: ``[examples, heads]``, if the values are their mean: ranks are bootstrapped from them.
         matrix: ``[heads, heads]``, for methods that weigh pairs.
     """
 
@@ -340,19 +355,24 @@ class Estimate:
             details["carried_by"] = rounded(torch.from_numpy(carried_by(effects.numpy())))
         return cls(effects.mean(dim=0), standard_error(effects), n, details, effects)
 
+    @classmethod
+    def without_error(cls, values: Tensor, why: str, examples: int = 0, **details: Any) -> Estimate:
+        """Values that have no standard error."""
+        return cls(values, torch.full_like(values, math.nan), examples, {"stderr": why, **details})
+
 
 def standard_error(effects: Tensor) -> Tensor:
     """Of the mean over examples, of every head ``[heads]``; NaN for a single example.
 
-    A little more than the usual one: an example with the largest effect seen, and one with its opposite, are counted too
-    (`headprune.uncertainty.spread`), since few examples carry most of an effect. A head without any effect in all examples may
-    have one in others: for it the size is what is the largest of the middle one of the other heads.
+    A little larger than the usual one: two more examples are counted, one with the largest effect that was seen and one with
+    its opposite (`headprune.uncertainty.spread`), because few examples carry most of an effect. A head that has no effect on
+    these examples may have one on others: its largest effect is taken to be the median of the other heads' largest effects.
 
     Args:
         effects: ``[examples, heads]``, float64.
     """
     if len(effects) == 1:
-        return torch.full_like(effects[0], float("nan"))
+        return torch.full_like(effects[0], math.nan)
     residuals = (effects - effects.mean(dim=0)).numpy()
     largest = np.abs(residuals).max(axis=0)
     middle = np.median(largest[largest > 0]) if (largest > 0).any() else 0.0

@@ -1,9 +1,9 @@
-"""What one forward calls, in time: which calls are over when a layer's gate comes, and what of their output is by example."""
+"""The module calls of one forward, in time: which are over before a layer's gate, and which of their outputs hold examples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from headprune.attention import AttentionLayer
@@ -12,16 +12,16 @@ from headprune.modules import wrapped
 from headprune.scoring.base import Problem
 from headprune.scoring.kept import Output, tensors_in
 
-
-@dataclass(frozen=True)
-class Start:
-    """The calls that a replay answers from memory: (module, number of the call) -> its output."""
-
-    skipped: dict[tuple[str, int], Output] = field(default_factory=dict)
+Key = tuple[str, int]
+"""A module, and the number of its call."""
+Start = dict[Key, Output]
+"""The calls that a replay does not run, and what their outputs look like."""
 
 
 @dataclass
 class Call:
+    """One call of a module."""
+
     module: str
     number: int
     entered: int
@@ -29,7 +29,7 @@ class Call:
     output: Any
     versions: list[int]
     inside: list[Call]
-    writes: bool = False  # into its arguments: to skip it would be seen
+    writes: bool = False  # into its arguments: a replay that skips it would differ
 
 
 class Observed:
@@ -53,9 +53,8 @@ def observe(problem: Problem, batch: Any) -> Observed:
     seen = Observed()
     places: dict[str, list[AttentionLayer]] = {}
     for layer in problem.layers:
-        place = layer.gate or layer.output_projection
-        assert place is not None  # it is maskable
-        places.setdefault(place.module, []).append(layer)
+        if layer.mask_point is not None:
+            places.setdefault(layer.mask_point.module, []).append(layer)
 
     def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -92,24 +91,24 @@ def observe(problem: Problem, batch: Any) -> Observed:
 
 def starts_of(problem: Problem, two: Observed, three: Observed) -> dict[str, Start]:
     """For every layer, the outermost calls that had returned before its gate came."""
-    other = {(c.module, c.number): c for c in _all_calls(three.roots)}
-    outputs: dict[tuple[str, int], Output | None] = {}
-    for call in _all_calls(two.roots):
+    other = {(c.module, c.number): c for c in all_calls(three.roots)}
+    outputs: dict[Key, Output | None] = {}
+    for call in all_calls(two.roots):
         twin = other.get((call.module, call.number))
         outputs[call.module, call.number] = _compared(call, twin) if twin is not None else None
-    # A module of which one output cannot be kept always runs, so that the number of a call tells which it is.
+    # If one output of a module cannot be kept, the module always runs: then the numbers of its calls stay right.
     opaque = {name for (name, _), output in outputs.items() if output is None}
     opaque |= {name for name, count in two.counts.items() if three.counts.get(name) != count}
     return {
-        layer.name: Start(dict(_finished(two.roots, two.gates[layer.name], outputs, opaque)))
+        layer.name: dict(_finished(two.roots, two.gates[layer.name], outputs, opaque))
         for layer in problem.layers
         if layer.name in two.gates
     }
 
 
 def _finished(
-    calls: Sequence[Call], gate: int, outputs: Mapping[tuple[str, int], Output | None], opaque: set[str]
-) -> Iterator[tuple[tuple[str, int], Output]]:
+    calls: Sequence[Call], gate: int, outputs: Mapping[Key, Output | None], opaque: set[str]
+) -> Iterator[tuple[Key, Output]]:
     for call in calls:
         if call.entered > gate:
             return
@@ -122,7 +121,7 @@ def _finished(
 
 
 def _compared(call: Call, twin: Call) -> Output | None:
-    """How an output depends on the batch size, from calls with 2 and with 3 examples; None if it cannot be kept."""
+    """How an output depends on the batch size, by calls with 2 and with 3 examples; None if it cannot be kept."""
     a, b = tensors_in(call.output), tensors_in(twin.output)
     if a is None or b is None or len(a) != len(b) or call.writes:
         return None
@@ -139,7 +138,8 @@ def _compared(call: Call, twin: Call) -> Output | None:
     return Output(tuple(dims), changed, own // 2)
 
 
-def _all_calls(calls: Sequence[Call]) -> Iterator[Call]:
+def all_calls(calls: Sequence[Call]) -> Iterator[Call]:
+    """These calls and those inside them, in their order."""
     for call in calls:
         yield call
-        yield from _all_calls(call.inside)
+        yield from all_calls(call.inside)

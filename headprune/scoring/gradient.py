@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from headprune.gates import RowsError, gated
 from headprune.memory import halving
 from headprune.modules import wrapped
 from headprune.rows import Rows
-from headprune.scoring.base import Estimate, NotFiniteError, Problem, Samples, method
+from headprune.scoring.base import Batches, Estimate, NotFiniteError, Problem, Samples, method
 
 
 @method("gradient", unit="loss (nats) per unit of gate, mean absolute value")
@@ -62,42 +62,43 @@ def fisher(problem: Problem) -> Estimate:
 
 
 def gate_gradients(problem: Problem) -> Samples:
-    """Signed ``dL_i/dxi_h`` of every example ``i`` and head ``h``, with all gates at 1; of `Problem.surrogate`, if there is one."""
-    told = problem if problem.surrogate is None else replace(problem, losses=problem.surrogate)
-    parts = []
+    """Signed ``dL_i/dxi_h`` of every example ``i`` and head ``h``, with all gates at 1; L is `Problem.surrogate` if there is one."""
+    if problem.surrogate is not None:
+        problem = replace(problem, losses=problem.surrogate)
     with frozen(problem.model):
-        batches = separate(told)
-        told = replace(told, batches=batches)
-        for i, (batch, size) in enumerate(batches):
+        problem = replace(problem, batches=separate(problem))
 
-            def compute(batch: Any = batch, size: int = size) -> Tensor:
-                done = []
-                for part in halving(range(size), size):
-                    with part as rows:
-                        some = _slopes_of(told, batch if len(rows) == size else told.rows.take(batch, rows), len(rows))
-                        done.append(torch.cat([some.effects, some.losses[:, None]], dim=1))
-                return torch.cat(done)
+        def compute(batch: Any, size: int) -> Tensor:
+            done = []
+            for part in halving(range(size), size):
+                with part as rows:
+                    some = batch if len(rows) == size else problem.rows.take(batch, rows)
+                    done.append(together_or_singly(problem, partial(_table_of_slopes, problem), some, len(rows)))
+            return torch.cat(done)
 
-            parts.append(problem.store.get(f"gradient-{i}", compute))
-            problem.progress(i + 1, len(batches))
-    found = torch.cat(parts)
+        found = problem.parts(problem.batches, "gradient", compute)
     return Samples(finite(found[:, :-1]), found[:, -1])
 
 
-def _slopes_of(problem: Problem, batch: Any, size: int) -> Samples:
-    """The slopes of a batch; one by one, where W_O sees rows that are not this batch's."""
+def _table_of_slopes(problem: Problem, batch: Any, size: int) -> Tensor:
+    """``[examples, heads + 1]``: the slopes of a batch, and the losses in the last column."""
+    found = slopes(problem, batch, size)
+    return torch.cat([found.effects, found.losses[:, None]], dim=1)
+
+
+def together_or_singly(problem: Problem, measure: Callable[[Any, int], Tensor], batch: Any, size: int) -> Tensor:
+    """What ``measure(batch, size)`` finds in a batch; in each example alone, if W_O sees rows that are not the examples'."""
     try:
-        return slopes(problem, batch, size)
+        return measure(batch, size)
     except RowsError:
         if size == 1:
             raise
-        parts = [slopes(problem, row, 1) for row in problem.rows.singles(batch)]
-        return Samples(torch.cat([p.effects for p in parts]), torch.cat([p.losses for p in parts]))
+        return torch.cat([measure(row, 1) for row in problem.rows.singles(batch)])
 
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No gradients for the weights while the context lasts: for gates alone, this halves the backward pass."""
+    """No gradients for the weights while the context lasts: the backward pass to the gates then takes half the time."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     for p in trainable:
         p.requires_grad_(False)
@@ -110,10 +111,10 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def checkpointed(model: nn.Module) -> Iterator[None]:
-    """Gradient checkpointing, where it is enabled in the model: it would only happen in training mode, with its dropout."""
+    """Gradient checkpointing if the model has enabled it: by itself it only happens in training mode, with dropout."""
     layers: dict[str, nn.Module] = {}
     if getattr(model, "is_gradient_checkpointing", False):
-        for name, module in model.named_modules():  # transformers' blocks; what they hold comes after them
+        for name, module in model.named_modules():  # transformers' blocks, but no blocks inside blocks
             block = any(c.__name__ == "GradientCheckpointingLayer" for c in type(module).__mro__)
             if block and not any(name.startswith(f"{outer}.") for outer in layers):
                 layers[name] = module
@@ -125,8 +126,8 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def separate(problem: Problem) -> Sequence[tuple[Any, int]]:
-    """The problem's batches; one by one, where examples of a batch cannot have a gate each."""
+def separate(problem: Problem) -> Batches:
+    """The problem's batches; each example alone, where the examples of a batch cannot have gates of their own."""
     return problem.batches if _independent(problem) else in_singles(problem)
 
 
@@ -136,21 +137,21 @@ def in_singles(problem: Problem) -> list[tuple[Any, int]]:
 
 
 def slopes(problem: Problem, batch: Any, size: int, at: float = 1.0) -> Samples:
-    """``dL_i/dxi_h`` of one batch from `separate`, and its losses, with all gates ``at`` one value."""
+    """``dL_i/dxi_h`` of one batch from `separate`, and its losses, with the value ``at`` for all gates."""
     gates = _gates(problem, size, at)
     with torch.enable_grad(), gated(problem.model, problem.layers, gates), checkpointed(problem.model):
         try:
             loss = problem.losses(batch)
-        except NotFiniteError as error:  # by its number among these batches
+        except NotFiniteError as error:  # name the example by its number among these batches
             raise NotFiniteError(problem, batch, error.row, error.value) from None
         return Samples(_rows(loss.sum(), gates), loss.detach().cpu().double())
 
 
 def finite(effects: Tensor) -> Tensor:
-    """``effects`` ``[examples, heads]``, if they are numbers.
+    """``effects`` ``[examples, heads]``, checked.
 
     Raises:
-        HeadPruneError: Some are not.
+        HeadPruneError: Some are not finite.
     """
     if not effects.isfinite().all():
         row = int((~effects.isfinite()).any(dim=1).nonzero()[0])
@@ -177,9 +178,9 @@ def _rows(loss: Tensor, gates: dict[str, Tensor], *, again: bool = False) -> Ten
 def _independent(problem: Problem) -> bool:
     """Whether each example's loss depends on its own gates alone, tried on a few examples.
 
-    A module that puts tokens before the batch would mix them up.
+    Not so behind a module that puts tokens before the batch.
     """
-    # Where padding is cut out on the way, rows are only uneven among examples of different length.
+    # Where a model cuts padding out, rows are only uneven among examples of different length.
     batch, size = max(problem.batches, key=lambda pair: (_spread(problem.rows, pair[0]), pair[1]))
     if size == 1:
         batch, size = max(problem.batches, key=lambda pair: pair[1])
@@ -195,16 +196,16 @@ def _independent(problem: Problem) -> bool:
             losses = problem.losses(batch)
             each = torch.stack([_rows(loss, gates, again=i + 1 < size) for i, loss in enumerate(losses)])
     except NotFiniteError:
-        return True  # the pass itself will say which example
+        return True  # scoring itself names the example
     except RowsError:
         return False
     return not bool(each[~torch.eye(size, dtype=torch.bool)].any())
 
 
 def examples_first(problem: Problem, batch: Any, size: int) -> bool:
-    """Whether the rows that come to every gate are those of the examples, one after another.
+    """Whether the rows that reach every gate are those of the examples, one after another.
 
-    Read off how many rows two and three examples have; gates alone would not notice where the loss reads one token only.
+    Compares how many rows two and three examples have; gates alone would not show it where the loss reads only one token.
     """
     two, three = (_shapes(problem, problem.rows.take(batch, index)) for index in ([0, 1 % size], [0, 1 % size, 0]))
     return len(two) == len(three) and all(
@@ -213,7 +214,7 @@ def examples_first(problem: Problem, batch: Any, size: int) -> bool:
 
 
 def _shapes(problem: Problem, batch: Any) -> list[torch.Size]:
-    """The shapes of what comes to the gates of a dense pass, in turn."""
+    """The shapes of the tensors that reach the gates in a dense pass, in their order."""
     found: list[torch.Size] = []
 
     def note(hidden: Tensor, gates: int) -> Tensor:
@@ -227,7 +228,7 @@ def _shapes(problem: Problem, batch: Any) -> list[torch.Size]:
 
 
 def unlike(rows: Rows, batch: Any, size: int) -> list[int]:
-    """Up to three examples of a batch, of different length: padding may be cut out on the way."""
+    """Up to three examples of a batch, of different length: a model may cut padding out."""
     lengths = _lengths(rows, batch)
     if lengths is None:
         return list(range(min(size, 3)))
@@ -242,6 +243,6 @@ def _spread(rows: Rows, batch: Any) -> int:
 
 
 def _lengths(rows: Rows, batch: Any) -> Tensor | None:
-    """The tokens of every example, ``[examples]``; None where no mask says."""
+    """The tokens of every example, ``[examples]``; None without a mask."""
     masks = rows.masks(batch)
     return (masks[0] != 0).sum(1) if masks else None

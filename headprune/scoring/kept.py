@@ -1,4 +1,4 @@
-"""Outputs of module calls: kept from a dense forward, and handed out again instead of running the module."""
+"""Outputs of module calls: kept from a dense forward, and returned again instead of running the module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Output:
 def keeping(
     model: nn.Module, wanted: Mapping[tuple[str, int], Output], kept: dict[tuple[str, int], Any]
 ) -> Iterator[dict[str, int]]:
-    """Note what the wanted calls return; yields how often each of their modules is called."""
+    """Keep what the wanted calls return; yields how often each of their modules is called."""
     counts: dict[str, int] = {}
 
     def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ def keeping(
             counts[name] = key[1] + 1
             output = original(*args, **kwargs)
             if key in wanted:
-                kept[key] = mapped(output, lambda t, _: t.clone()) if wanted[key].changed else output
+                kept[key] = mapped(output, Tensor.clone) if wanted[key].changed else output
             return output
 
         return run
@@ -49,7 +49,7 @@ def keeping(
 def answering(
     model: nn.Module, skipped: Mapping[tuple[str, int], Output], kept: Mapping[tuple[str, int], Any], rows: int
 ) -> Iterator[None]:
-    """Let modules return what they returned before, once for every row of gates, instead of running."""
+    """Let modules return their kept output, repeated for every row of gates, instead of running."""
     queues: dict[str, list[tuple[str, int]]] = {}
     for key in sorted(skipped):
         queues.setdefault(key[0], []).append(key)
@@ -61,11 +61,11 @@ def answering(
             if not queue:
                 return original(*args, **kwargs)
             key = queue.pop(0)
-            dims = skipped[key].dims
+            dims = iter(skipped[key].dims)
 
-            def repeated(t: Tensor, i: int) -> Tensor:
-                dim = dims[i]
-                # A copy in any case: what comes next may write into it.
+            def repeated(t: Tensor) -> Tensor:
+                dim = next(dims)
+                # A copy in any case: the next module may write into it.
                 return t.clone() if dim is None else torch.cat([t] * rows, dim)
 
             return mapped(kept[key], repeated)
@@ -81,10 +81,10 @@ class OpaqueError(Exception):
 
 
 def tensors_in(value: Any) -> list[Tensor] | None:
-    """The tensors of an output in `mapped`'s order; None where it holds what cannot be kept, such as a cache."""
+    """The tensors of an output; None if it holds what cannot be kept, such as a cache."""
     found: list[Tensor] = []
 
-    def note(t: Tensor, _: int) -> Tensor:
+    def note(t: Tensor) -> Tensor:
         found.append(t)
         return t
 
@@ -95,24 +95,21 @@ def tensors_in(value: Any) -> list[Tensor] | None:
     return found
 
 
-def mapped(value: Any, change: Callable[[Tensor, int], Tensor]) -> Any:
-    """``value`` with ``change(tensor, number)`` in place of every tensor."""
-    number = -1
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with ``change(tensor)`` in place of every tensor, in the order of `tensors_in`; all types stay the same.
 
-    def walk(part: Any) -> Any:
-        nonlocal number
-        if isinstance(part, Tensor):
-            number += 1
-            return change(part, number)
-        if part is None or isinstance(part, bool | int | float | str):
-            return part
-        if isinstance(part, Mapping):
-            made = {k: walk(v) for k, v in part.items()}
-            return made if type(part) is dict else type(part)(**made)
-        if type(part) in (tuple, list):
-            return type(part)(walk(p) for p in part)
-        if isinstance(part, tuple) and hasattr(part, "_fields"):
-            return type(part)(*(walk(p) for p in part))
-        raise OpaqueError
-
-    return walk(value)
+    Raises:
+        OpaqueError: Something else than tensors, plain values, and mappings, lists and tuples of them.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        made = {k: mapped(v, change) for k, v in value.items()}
+        return made if type(value) is dict else type(value)(**made)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(v, change) for v in value))
+    if type(value) in (tuple, list):
+        return type(value)(mapped(v, change) for v in value)
+    raise OpaqueError

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from headprune.scoring.base import Estimate, Problem, method
 from headprune.scoring.gradient import frozen, separate
 
 _STEPS, _EPOCHS = 200, 2  # the larger of the two
+_NO_ERROR = "none from one training run of the gates"
 _PART = 25  # steps between states that are stored
 _RATE, _MEAN, _SQUARE = 0.1, 0.9, 0.98  # Adam's, with one second moment for all heads
 _FASTEST = 1.0  # change of a parameter in a step
@@ -59,7 +59,7 @@ def l0(problem: Problem) -> Estimate:
         return change * (excess - speed * change @ slope) / (speed * change @ change).clamp(min=1e-30)
 
     odds, steps = _train(problem, "l0", _OPEN, draw, penalty)
-    return _estimate(problem, odds, steps=steps, open=odds.sigmoid().sum().item())
+    return Estimate.without_error(odds, _NO_ERROR, problem.examples, steps=steps, open=odds.sigmoid().sum().item())
 
 
 @method("dsp", unit="log weight of the head in the draw of those that stay")
@@ -79,17 +79,17 @@ def dsp(problem: Problem) -> Estimate:
         return torch.zeros_like(keys).scatter(1, keys.topk(keep).indices, 1.0) + (soft - soft.detach())
 
     weights, steps = _train(problem, "dsp", 0.0, draw, lambda weights, slope, speed, done: torch.zeros_like(slope))
-    return _estimate(problem, weights, steps=steps, keep=keep)
+    return Estimate.without_error(weights, _NO_ERROR, problem.examples, steps=steps, keep=keep)
 
 
 def _keep(problem: Problem) -> int:
-    """How many heads to aim at: within 1 and all, half of them by default."""
+    """How many heads to aim at: at least 1 and at most all, half of them by default."""
     keep = problem.heads // 2 if problem.settings.keep is None else problem.settings.keep
     return min(max(keep, 1), problem.heads)
 
 
 def _relaxed(keys: Tensor, keep: int, temperature: float) -> Tensor:
-    """A softened 0/1 vector of the ``keep`` largest keys: ``keep`` softmaxes, each without what the last ones took."""
+    """A softened 0/1 vector of the ``keep`` largest keys: ``keep`` softmaxes, each without what the earlier ones chose."""
     total = torch.zeros_like(keys)
     for _ in range(keep):
         taken = (keys / temperature).softmax(dim=-1)
@@ -98,16 +98,16 @@ def _relaxed(keys: Tensor, keep: int, temperature: float) -> Tensor:
 
 
 def _train(problem: Problem, name: str, start: float, draw: Draw, penalty: Penalty) -> tuple[Tensor, int]:
-    """Momentum on one parameter per head, with one step size for all: a head moves as far as it matters.
+    """Adam on one parameter per head, with one step size for all heads: a head moves as far as it matters.
 
     Args:
-        problem: Whose losses are to fall.
-        name: Begins the keys of what is stored.
-        start: The parameters to begin with.
-        draw: Gates ``[size, heads]`` for parameters, size, generator, and the share of steps done. The generator
-            comes from the seed and the step alone, so that a resumed training is the same to the bit.
-        penalty: What to add to the loss's gradient, for parameters, gradient, the step size, and the share of steps
-            done: parameters are about to move by ``-speed * (slope + penalty)``.
+        problem: Its losses are minimised.
+        name: Prefix of the keys in the store.
+        start: The first value of all parameters.
+        draw: (parameters, size, generator, share of steps done) to gates ``[size, heads]``. The generator only depends on
+            the seed and the step, so a resumed training gives exactly the same result.
+        penalty: (parameters, gradient of the loss, step size, share of steps done) to what is added to that gradient: the
+            parameters then move by ``-speed * (slope + penalty)``.
 
     Returns:
         Parameters ``[heads]``, and the number of steps.
@@ -150,8 +150,3 @@ def _train(problem: Problem, name: str, start: float, draw: Draw, penalty: Penal
         for first in range(0, steps, _PART):
             state = problem.store.get(f"{name}-{first}", partial(part, state, first))
     return state[0], steps
-
-
-def _estimate(problem: Problem, values: Tensor, **details: Any) -> Estimate:
-    why = {"stderr": "none from one training run of the gates"}
-    return Estimate(values, torch.full_like(values, float("nan")), problem.examples, {**why, **details})

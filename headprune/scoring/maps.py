@@ -1,7 +1,7 @@
 """The attention weights of every head, whichever way a model computes them.
 
-Fused attention never forms its weights, and eager attention mostly forgets them. So they are watched where they arise:
-a softmax's result is taken as it is, those of `scaled_dot_product_attention` are computed beside it.
+Fused attention never computes its weights, and eager attention mostly does not return them. So they are read where they
+are computed: the result of a softmax as it is; those of `scaled_dot_product_attention` are computed a second time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
-from headprune.gates import RowsError
+from headprune.gates import RowsError, module_of
+from headprune.inputs import widened
 from headprune.modules import exact_attention, uncompiled
 
 Keep = Callable[[AttentionLayer, Tensor], Tensor]
@@ -37,17 +38,18 @@ def attention_maps(
     Args:
         model: The model that ``layers`` describe.
         layers: From `headprune.find_attention`.
-        examples: How many the model is going to see at once. It says which rows are whose, where a module cuts windows
-            out of its input or puts heads into the batch dimension; without it, the rows stay as they come, and
+        examples: How many the model is going to see at once. It tells which example a row belongs to, where a module cuts
+            windows out of its input or puts heads into the batch dimension; without it, rows are not reordered, and
             (batch * heads, queries, keys) is taken to have the batch first.
-        keep: What is wanted of a layer's weights ``[examples, heads, queries, keys]`` (float32, or float64), to hold less.
+        keep: From a layer and its weights ``[examples, heads, queries, keys]`` (float32, or float64) to what is kept of
+            them, to save memory.
 
     Yields:
         ``{layer_name: [what is kept, for each time the layer was called]}``, filled as the model runs. A query that may
         look nowhere has zeros.
 
     Raises:
-        RowsError: Several examples whose rows cannot be told apart. One at a time they can.
+        RowsError: Several examples whose rows cannot be told apart; run them one at a time.
         HeadPruneError: A layer whose weights were not seen.
     """
     watcher = _Watcher(layers, examples, keep)
@@ -55,13 +57,7 @@ def attention_maps(
         stack.enter_context(uncompiled())
         stack.enter_context(exact_attention(model))
         for name in watcher.sharing:
-            try:
-                module = model.get_submodule(name)
-            except AttributeError:
-                raise HeadPruneError(
-                    f"This model has no module {name}: the layers were traced on another model, or it was pruned since.",
-                    "Call find_attention again.",
-                ) from None
+            module = module_of(model, name)
             stack.callback(module.register_forward_pre_hook(watcher.entering(name)).remove)
             stack.callback(module.register_forward_hook(watcher.leave, always_call=True).remove)
         stack.enter_context(watcher)
@@ -75,7 +71,7 @@ def attention_maps(
 
 
 class _Watcher(TorchFunctionMode):
-    """Takes what is computed while a layer's module is the innermost that runs."""
+    """Reads attention weights that are computed while a layer's module is the innermost that runs."""
 
     def __init__(self, layers: Sequence[AttentionLayer], examples: int | None, keep: Keep) -> None:
         super().__init__()
@@ -120,7 +116,7 @@ class _Watcher(TorchFunctionMode):
             return  # a softmax over something else
         self.seen[-1] += 1
         if layer is not None:
-            self.kept[layer.name].append(self.keep(layer, _wide(weights_by_head).nan_to_num(0.0)))
+            self.kept[layer.name].append(self.keep(layer, widened(weights_by_head).nan_to_num(0.0)))
 
     def _by_head(self, layer: AttentionLayer, weights: Tensor) -> Tensor | None:
         """``[examples, heads, queries, keys]``; None where no dimension is that of the heads."""
@@ -132,7 +128,7 @@ class _Watcher(TorchFunctionMode):
             return None
         weights = weights.reshape(-1, heads, *shape[1:]) if folded else weights.movedim(dim, 1)
         rows = len(weights)
-        # Nobody says whether it is (batch * heads, …) or (heads * batch, …): with one row it is both.
+        # (batch * heads, …) or (heads * batch, …)? With one row it is both, with more it is not known.
         if examples is not None and (rows != examples or (folded and rows > 1 < heads)):
             if examples > 1 or folded:
                 raise RowsError(
@@ -147,7 +143,7 @@ def _fused(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """The weights ``[..., queries, keys]`` that `scaled_dot_product_attention` uses, as its documentation computes them."""
-    query, key = _wide(query), _wide(key)
+    query, key = widened(query), widened(key)
     if query.ndim > 3 and key.shape[-3] != query.shape[-3]:  # each key/value head serves several
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -157,7 +153,3 @@ def _fused(
         masked = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, float("-inf")) if masked else scores + attn_mask
     return scores.softmax(dim=-1)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -13,8 +13,7 @@ def random(problem: Problem) -> Estimate:
 
     Budhraja et al. (2020, ACL Anthology 2020.emnlp-main.260) found random pruning often nearly as good after fine-tuning.
     """
-    heads = sum(layer.num_heads for layer in problem.layers)
     generator = torch.Generator().manual_seed(problem.seed)
-    values = torch.rand(heads, generator=generator, dtype=torch.float64)
+    values = torch.rand(problem.heads, generator=generator, dtype=torch.float64)
     problem.progress(1, 1)
-    return Estimate(values, torch.full_like(values, float("nan")), 0, {"stderr": "a draw estimates nothing"})
+    return Estimate.without_error(values, "a draw estimates nothing")

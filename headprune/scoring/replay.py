@@ -1,15 +1,14 @@
-"""Losses under many gates at once, recomputed only from where the gates are.
+"""Losses under many gates at once, recomputed only from the first gate on.
 
-A gate of layer l changes nothing that was computed before it. So the dense pass keeps what every module returned, and
-a replay hands that out again: each module that had finished when the first gate came is not run, but answers as it did.
-As all of a layer's heads start from the same state, they run as one batch: row ``k * batch + i`` is example ``i`` under
-gates ``k``.
+A gate of layer l changes nothing that is computed before it. So the outputs of all modules are kept from a dense pass, and a
+replay uses them again: each module that had finished before the first gate is not run, but returns its kept output. All
+heads of a layer start from the same state, so they run as one batch: row ``k * batch + i`` is example ``i`` under gates ``k``.
 
-Nothing here knows an architecture: which modules had finished is read off one run, which dimension of an output is the
-batch off a second with another batch size. And nothing is trusted: a layer whose replay does not give the plain
-forward's losses on two examples is computed plainly, and `Replay.notes` says so. On the first batch one gate vector of
-each of several layers is computed both ways, on every other batch one of another layer each time. Should they ever differ,
-`DisagreementError` makes `headprune.score` begin again, by plain forwards alone.
+Nothing here depends on the architecture: one run shows which modules have finished, a second run with another batch size
+shows which dimension of an output is the batch. And everything is checked: a layer whose replay does not give the plain
+forward's losses on two examples is computed by plain forwards, and `Replay.notes` says so. On the first batch, one gate
+vector for each of several layers is computed both ways; on every other batch, one for another layer each time. If they ever
+differ, `DisagreementError` makes `headprune.score` start again with plain forwards only.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from headprune.gates import Fill, RowsError, gated
 from headprune.inputs import model_device
 from headprune.memory import free_memory, halving
 from headprune.scoring.base import NotFiniteError, Problem
-from headprune.scoring.calls import Call, Observed, Start, observe, starts_of
+from headprune.scoring.calls import Call, Key, Observed, Start, observe, starts_of
 from headprune.scoring.gradient import examples_first
-from headprune.scoring.kept import Output, answering, keeping
+from headprune.scoring.kept import answering, keeping
 from headprune.scoring.unread import read_tokens, reading
 
 _TRIED_ROWS = 2  # examples on which every layer's replay is compared with a plain forward
@@ -38,14 +37,14 @@ _CPU_TOKENS = 2048
 
 
 class DisagreementError(Exception):
-    """A replay that did not give a plain forward's losses, on a batch of the data."""
+    """A replay did not give a plain forward's losses on a batch of the data."""
 
 
 class Replay:
     """The losses of a problem's batches under gates.
 
     Attributes:
-        notes: Layers that are computed by plain forwards, and why; what a report should say.
+        notes: For a report: which layers are computed by plain forwards, and why.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -66,20 +65,25 @@ class Replay:
         with torch.no_grad():
             self._study()
 
+    @property
+    def about(self) -> list[str] | str:
+        """Which layers were replayed, for a report."""
+        return self.notes or "every layer"
+
     @contextmanager
     def of(self, batch: Any, size: int, fill: Mapping[str, Fill] | None = None) -> Iterator[Recording]:
-        """Run the dense model on ``batch``, and keep what later gates will not change.
+        """Run the dense model on ``batch``, and keep the outputs that gates will not change.
 
         Args:
             batch: From the problem, or some rows of one.
             size: Its examples.
-            fill: What comes in the place of heads, for `gated`; rows come as (gates * examples).
+            fill: What replaces the heads' output, for `gated`; its rows are (gates * examples).
         """
         with torch.no_grad():
             yield Recording(self, batch, size, fill=fill)
 
     def _study(self) -> None:
-        """Find out what can be replayed, and try it."""
+        """Find out which layers can be replayed, by trying."""
         batch, size = max(self.problem.batches, key=lambda pair: pair[1])
         count, take = min(size, _TRIED_ROWS), self.problem.rows.take
         few = take(batch, range(count))
@@ -94,28 +98,29 @@ class Replay:
             self.notes.append(f"every head by a plain forward ({type(error).__name__} while replaying was tried)")
             return
         self.stacks = True
-        tried: dict[str, Start] = {name: start for name, start in starts.items() if start.skipped}
+        tried = {name: start for name, start in starts.items() if start}
         dense = Recording(self, few, count, tried)
         for layer in sorted(self.problem.layers, key=lambda a: two.gates.get(a.name, 0)):
-            good = next((s for s in (tried.get(layer.name), Start()) if s and self._agrees(layer.name, s, dense)), None)
+            candidates = (tried[layer.name], {}) if layer.name in tried else ({},)
+            good = next((start for start in candidates if self._agrees(layer.name, start, dense)), None)
             if good is not None:
                 self.starts[layer.name] = good
-            if good is None or not good.skipped:
+            if not good:
                 how = "plain forwards" if good is None else "whole forwards of stacked heads"
                 self.notes.append(f"{layer.name} by {how}: a replay from there did not give the same losses")
         self.tokens = self._read(two, dense)
 
     def _read(self, two: Observed, few: Recording) -> dict[str, int]:
-        """What of the last two blocks is computed for one token alone."""
+        """The modules of the last two blocks that need to compute only one token."""
         if not self.starts:
             return {}
         first = list(self.starts)[-2:][0]
         few.starts = self.starts
         few._record(first)
-        skipped = self.starts[first].skipped
+        skipped = self.starts[first]
 
         def running(calls: Sequence[Call]) -> list[Call]:
-            """Without what a replay skips, nor what is called several times and so could be told apart by number alone."""
+            """The calls that a replay runs, of modules that are called once: others are only told apart by number."""
             return [
                 replace(call, inside=running(call.inside))
                 for call in calls
@@ -128,21 +133,21 @@ class Replay:
                 running(two.roots),
                 lambda: few._run({}, first, 1)[0],
                 lambda a, b: _close(a, b, b, self.problem.model),
-                [place.module for layer in self.problem.layers if (place := layer.gate or layer.output_projection)],
+                [layer.mask_point.module for layer in self.problem.layers if layer.mask_point],
             )
 
     def _agrees(self, name: str, start: Start, few: Recording) -> bool:
-        """Whether a replay from ``start`` gives a plain forward's losses, for one of the layer's heads among two."""
+        """Whether a replay from ``start`` gives a plain forward's losses, for two of the layer's heads."""
         heads = next(layer.num_heads for layer in self.problem.layers if layer.name == name)
         gates = torch.ones(2, heads)
         gates[0, -1] = gates[1, heads // 2] = 0.0
         try:
             few.starts = {**few.starts, name: start}
-            if start.skipped and name not in few._window:
+            if start and name not in few._window:
                 few._record(name)
             replayed = few._stacked({name: gates}, name)
             plain = torch.stack([few._plain({name: gate}) for gate in gates])
-        except Exception:  # what is wrong with the model itself, a plain forward will say
+        except Exception:  # if the model itself is at fault, a plain forward fails too, and names the error
             return False
         return _close(replayed, plain, few.dense, self.problem.model)
 
@@ -164,10 +169,10 @@ class Recording:
     ) -> None:
         self.replay, self.batch, self.size, self.fill = replay, batch, size, fill
         self.starts = replay.starts if starts is None else starts
-        self._kept: dict[tuple[str, int], Any] = {}
+        self._kept: dict[Key, Any] = {}
         self._window: set[str] = set()
         names = list(self.starts) if starts is None else []
-        # On the first batch many layers are compared with a plain forward, then one of them on each.
+        # On the first batch many layers are compared with a plain forward, on each of the others one layer.
         many = names[:: max(1, len(names) // _TRIED_LAYERS)]
         self._doubtful = set(names[replay.recordings % len(names) :][:1] if names and replay.recordings else many)
         self._stacks = replay.stacks
@@ -192,7 +197,7 @@ class Recording:
                 with part as index:
                     try:
                         done.append(self._stacked({k: g[list(index)] for k, g in by_layer.items()}, first))
-                    except RowsError:  # this batch's rows are not the examples', unlike those that were studied
+                    except RowsError:  # the rows of this batch are not the examples', unlike those that were tried
                         raise DisagreementError from None
             found = torch.cat(done)
             if first in self._doubtful:
@@ -204,8 +209,8 @@ class Recording:
             return found
 
     def _rows_at_once(self) -> int:
-        """How many gate vectors fit in memory, and are worth stacking."""
-        # The largest output, and what is made of it: logits are cast, and their logarithms taken.
+        """How many gate vectors fit in memory, and gain by being stacked."""
+        # Room for the largest output and for what is computed from it: logits are cast, and their logarithms taken.
         limit = self.replay.budget // max(1, 4 * self.replay.bytes_per_row * self.size)
         if model_device(self.replay.problem.model).type == "cpu":
             limit = min(limit, _CPU_TOKENS // max(1, self.size * _tokens(self.batch)))
@@ -225,7 +230,7 @@ class Recording:
                     found = self._run(gates, first, rows)
                 if bool(found.isfinite().all()):
                     return found
-            except NotFiniteError:  # the model's own, or of a token that is read after all
+            except NotFiniteError:  # the model's own loss, or a token is read after all
                 pass
             self.replay.tokens = {}
         return self._run(gates, first, rows)
@@ -237,26 +242,26 @@ class Recording:
         with ExitStack() as stack:
             stack.enter_context(self._naming_rows())
             stack.enter_context(gated(problem.model, problem.layers, each, self.fill))
-            stack.enter_context(answering(problem.model, self.starts[first].skipped, self._kept, rows))
+            stack.enter_context(answering(problem.model, self.starts[first], self._kept, rows))
             return problem.losses(batch).cpu().double().view(rows, self.size)
 
     @contextmanager
     def _naming_rows(self) -> Iterator[None]:
-        """A row of the stack is a row of the batch, for the user."""
+        """Errors name a row of the batch, not of the stack."""
         try:
             yield
         except NotFiniteError as error:
             raise NotFiniteError(self.replay.problem, self.batch, error.row % self.size, error.value) from None
 
     def _record(self, first: str) -> Tensor:
-        """Run the dense model, and keep what the layers from ``first`` on start from, as many as memory allows."""
+        """Run the dense model, and keep what replays from layer ``first`` and later ones need, as far as memory allows."""
         self._kept.clear()
         self._window.clear()
-        wanted: dict[tuple[str, int], Output] = {}
+        wanted: Start = {}
         names = list(self.starts)
         held = 0
         for name in names[names.index(first) :] if first in names else []:
-            new = {k: o for k, o in self.starts[name].skipped.items() if k not in wanted}
+            new = {k: o for k, o in self.starts[name].items() if k not in wanted}
             held += sum(o.bytes_per_row for o in new.values()) * self.size
             if self._window and held > self.replay.budget // 2:
                 break
@@ -264,13 +269,13 @@ class Recording:
             self._window.add(name)
         with torch.no_grad(), keeping(self.replay.problem.model, wanted, self._kept) as counts:
             dense = self.replay.problem.losses(self.batch).cpu().double()
-        # A batch that takes another way through the model than the one that was studied.
+        # Not stacked, if this batch takes another way through the model than the one that was tried.
         self._stacks &= all(count == self.replay.counts.get(name) for name, count in counts.items())
         return dense
 
 
 def _close(replayed: Tensor, plain: Tensor, dense: Tensor, model: nn.Module) -> bool:
-    """Whether losses are the same but for rounding, and but for little beside what the gates do."""
+    """Whether losses are the same up to rounding, and up to a small part of what the gates change."""
     kinds = {p.dtype for p in model.parameters()}
     scale = plain.abs().max().clamp(min=1e-6)
     rounding, most = (
@@ -281,6 +286,6 @@ def _close(replayed: Tensor, plain: Tensor, dense: Tensor, model: nn.Module) -> 
 
 
 def _tokens(batch: Any) -> int:
-    """Tokens of an example, about: what a text's ids say."""
+    """Tokens of an example: of a text exactly, of anything else a guess."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else 16

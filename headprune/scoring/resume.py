@@ -1,4 +1,4 @@
-"""Long scoring runs that go on where they stopped."""
+"""Finished parts of long scoring runs on disk, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from headprune.scoring.base import Problem, Store
 
 
 class DiskStore(Store):
-    """Every finished part is a file of its own, which appears complete or not at all.
+    """Every finished part is one file, which appears complete or not at all.
 
     Args:
-        folder: Where; made when the first part is finished.
+        folder: For the files; created when the first part is finished.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,31 +37,26 @@ class DiskStore(Store):
         path = self.folder / f"{key}.npy"
         try:
             known = torch.from_numpy(np.load(path, allow_pickle=False))
-        except (OSError, ValueError, EOFError):  # not there, or damaged: it is computed
-            known = None
-        if known is not None:
             self.found += 1
             return known
-        value = compute()
-        self._write(path, value)
-        return value
-
-    def _write(self, path: Path, value: Tensor) -> None:
-        content = io.BytesIO()
+        except (OSError, ValueError, EOFError):  # missing or damaged
+            pass
+        value, content = compute(), io.BytesIO()
         np.save(content, value.cpu().numpy(), allow_pickle=False)
         write_bytes(path, content.getvalue())
+        return value
 
     def clear(self) -> None:
-        """Remove what was kept."""
+        """Remove all parts."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def work_key(problem: Problem, method: str, model: str, loss: Any = None) -> str:
-    """A name for one very computation: of model, data, method, seed, settings and versions; anything else gets another name.
+    """A name for one computation. Another model, method, seed or version, other data or settings give another name.
 
     Args:
         model: The model's fingerprint.
-        loss: The user's own loss, if there is one: its code counts, and what it refers to.
+        loss: The user's own loss, if there is one. Its code counts, and the values that it refers to.
     """
     digest = _Digest()
     facts = {
@@ -80,7 +75,7 @@ def work_key(problem: Problem, method: str, model: str, loss: Any = None) -> str
 
 
 def digest(*values: Any) -> str:
-    """A short name for these very values; a model counts with its weights, its config and what neither says."""
+    """A short name for some values; of a model, its weights, its config, and its other buffers and attributes count."""
     made = _Digest()
     for value in values:
         model = isinstance(value, nn.Module)
@@ -93,15 +88,15 @@ class Work:
     """A folder for the unfinished work of scoring runs.
 
     Attributes:
-        folder: One folder in it for every computation.
-        say: Told what is there already.
+        folder: Holds one folder for each computation.
+        say: Called with a remark about unfinished work that is there already.
     """
 
     folder: Path
     say: Callable[[str], None] = lambda text: None
 
     def store(self, problem: Problem, method: str, model: str, loss: Any = None) -> DiskStore:
-        """The store of one computation, with what an earlier run of the very same has finished."""
+        """The store of one computation, with the parts that an earlier run of the same computation has finished."""
         own = self.folder / f"{method}-{work_key(problem, method, model, loss)}"
         if parts := len(list(own.glob("*.npy"))):
             self.say(f"{method}: going on with {parts} finished parts of an interrupted run (--no-resume starts anew).")
@@ -113,11 +108,11 @@ class Work:
 
 
 class _Digest:
-    """A hash of values and of what they hold, in order. What cannot be told from others of its kind gets a hash of its own."""
+    """A hash of values and their parts, in order. A value that cannot be compared with others gets a random hash."""
 
     def __init__(self) -> None:
         self.hash = hashlib.sha256()
-        self.seen: dict[int, Any] = {}  # kept, so that no other value gets the same id
+        self.seen: dict[int, Any] = {}  # kept alive, so that no other value gets the same id
 
     def add(self, value: Any) -> None:
         """Hash a value: its type, and its parts."""
@@ -170,7 +165,7 @@ class _Digest:
 
 
 def _state(model: nn.Module) -> list[Any]:
-    """What of a model its weights do not say: its config, buffers that are not saved, plain attributes."""
+    """What a model computes with besides its weights: its config, buffers that are not saved, plain attributes."""
     saved = set(model.state_dict())
     config: Any = getattr(model, "config", None)
     return [

@@ -14,8 +14,10 @@ proportional to the size of the example's gradient (with a floor). Poisson sampl
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +40,8 @@ class State:
 
     Attributes:
         expected: g, ``[examples, heads]``.
-        effects: a, ``[examples, heads]``; NaN where not yet looked.
-        size: ``[examples]``, what inclusion is proportional to.
+        effects: a, ``[examples, heads]``; NaN where it has not been computed.
+        size: ``[examples]``; the probabilities of inclusion are proportional to it.
         uniforms: ``[examples]``, each example's permanent random number.
         wanted: ``[heads]``, expected number of examples in each head's sample.
     """
@@ -52,17 +54,17 @@ class State:
 
     @classmethod
     def empty(cls, expected: Tensor, seed: int) -> State:
-        """Nothing ablated yet; every example has its number from the seed."""
+        """Nothing is ablated yet; every example has its random number from the seed."""
         n, heads = expected.shape
         length = expected.norm(dim=1)
         size = length / length.mean() + _FLOOR if length.any() else torch.ones(n, dtype=torch.float64)
         uniforms = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return cls(
-            expected, torch.full_like(expected, float("nan")), size, uniforms, torch.zeros(heads, dtype=torch.float64)
+            expected, torch.full_like(expected, math.nan), size, uniforms, torch.zeros(heads, dtype=torch.float64)
         )
 
     def grown(self, wanted: Tensor) -> State:
-        """The same with larger samples, of which nothing more is known yet."""
+        """A copy with larger samples, whose effects are still to be computed."""
         return replace(self, wanted=wanted, effects=self.effects.clone())
 
     def inclusion(self) -> Tensor:
@@ -72,7 +74,7 @@ class State:
 
 
 def sampled(problem: Problem, replay: Replay) -> Estimate:
-    """Zero ablation within ``settings.examples`` ablated examples per head (on average), or ``settings.seconds``."""
+    """Zero ablation of ``settings.examples`` examples per head (on average), or for ``settings.seconds``."""
     began = time.monotonic()
     gradients = gate_gradients(replace(problem, progress=lambda done, total, note="": None))
     # A divergence from the dense model grows with the square.
@@ -104,7 +106,7 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
         "sampling_stderr": rounded(variance.sqrt()),
         "carried_by": rounded((effects.abs() / pi).sum(0) ** 2 / squares.clamp(min=1e-300)),
         "estimated": f"gradients on all {n} examples, ablation on {looked.mean():.0f} of them per head",
-        "replayed": replay.notes or "every layer",
+        "replayed": replay.about,
     }
     # The examples' own share, two more of them counted: see `headprune.uncertainty`.
     own = (squares - n * values**2).clamp(min=0) + 2 * largest**2
@@ -114,14 +116,14 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
     if (seconds := problem.settings.seconds) is not None:
         why = f"as many as fitted into {seconds:g} s here: on another machine, or a busier one, others"
         details["estimated"] = f"{details['estimated']}, {why}"
-    return Estimate(values, stderr if n > 1 else torch.full_like(stderr, float("nan")), n, details)
+    return Estimate(values, stderr if n > 1 else torch.full_like(stderr, math.nan), n, details)
 
 
 def estimate(state: State) -> tuple[Tensor, Tensor]:
     """Every head's score, and the variance of its difference from what all examples would give, ``[heads]`` each.
 
-    The unbiased estimate of the variance misses what was not seen: a head of whose rare large effects none was in the
-    sample looks certain. So none is taken to be surer, for the size of its gradients, than its neighbours on average.
+    The unbiased estimate of the variance is too small for a head whose rare large effects are not in the sample. So its
+    variance is at least what the heads have on average, for the size of its gradients.
     """
     n = len(state.size)
     pi = state.inclusion()
@@ -129,14 +131,14 @@ def estimate(state: State) -> tuple[Tensor, Tensor]:
     residual = (state.effects - state.expected).where(seen, torch.zeros((), dtype=torch.float64))
     values = state.expected.mean(0) + (residual / pi).sum(0) / n
     own = ((1 - pi) * (residual / pi) ** 2).sum(0) / n**2
-    # What a sample of this size leaves open, were the residual as large as the gradient.
+    # The variance that a sample of this size would have if the residuals were as large as the gradients.
     scale = ((1 - pi) / pi * state.expected**2).sum(0) / n**2
     pooled = scale * own.sum() / scale.sum().clamp(min=1e-300)
     return values, torch.maximum(own, pooled)
 
 
 def inclusion(size: Tensor, wanted: float) -> Tensor:
-    """Probabilities proportional to ``size`` that sum to ``wanted``; those that would pass 1 are 1."""
+    """Probabilities proportional to ``size`` that sum to ``wanted``; those that would exceed 1 are 1."""
     n = len(size)
     if wanted >= n:
         return torch.ones_like(size)
@@ -150,7 +152,7 @@ def inclusion(size: Tensor, wanted: float) -> Tensor:
 
 
 def _budget(problem: Problem, replay: Replay, state: State, began: float) -> float:
-    """Examples to ablate per head: what was asked for, or what the time allows."""
+    """Examples to ablate per head: as many as were asked for, or as the time allows."""
     n = len(state.size)
     asked = problem.settings.examples
     wanted = float(min(asked, n)) if asked is not None else float(n)
@@ -170,7 +172,7 @@ def _budget(problem: Problem, replay: Replay, state: State, began: float) -> flo
 
 
 def _straddling(problem: Problem, state: State, keep: int | None) -> Tensor:
-    """``[heads]``: whose interval holds the score at the cut, so that more examples may change the plan."""
+    """``[heads]``: those whose interval contains the score at the cut, so that more examples may change the plan."""
     values, variance = estimate(state)
     if keep is None or not 0 < keep < len(values):
         return torch.zeros(len(values), dtype=torch.bool)
@@ -181,31 +183,23 @@ def _straddling(problem: Problem, state: State, keep: int | None) -> Tensor:
 
 
 def _look(problem: Problem, replay: Replay, state: State, wanted: Tensor, number: int) -> State:
-    """Ablate what larger samples hold more than the ones so far."""
+    """Ablate the examples that larger samples add to the ones so far."""
     grown = state.grown(wanted)
     before, after = state.inclusion() if state.wanted.any() else torch.zeros_like(state.expected), grown.inclusion()
     uniforms = state.uniforms[:, None]
     new = (uniforms < after) & ~(uniforms < before)
-    start, done, steps = 0, 0, int(new.sum())
-    for i, (batch, size) in enumerate(problem.batches):
+    done, steps = 0, int(new.sum())
+    for i, (start, batch, size) in enumerate(problem.numbered()):
         part = new[start : start + size]
         rows = part.any(1).nonzero().flatten().tolist()
         if rows:
-
-            def compute(batch: object = batch, rows: list[int] = rows, part: Tensor = part) -> Tensor:
-                return _effects(problem, replay, batch, rows, part[rows].any(0))
-
-            found = problem.store.get(f"round{number}-{i}", compute)
-            where = torch.zeros_like(part)
-            where[rows] = True
+            compute = partial(_effects, problem, replay, batch, rows, part[rows].any(0))
             full = torch.zeros_like(part, dtype=torch.float64)
-            full[rows] = found
-            grown.effects[start : start + size][part & where] = full[part & where]
-        start += size
+            full[rows] = problem.store.get(f"round{number}-{i}", compute)
+            grown.effects[start : start + size][part] = full[part]
         done += int(part.sum())
-        problem.progress(
-            done, max(steps, 1), f"widest interval ±{_widest(grown):.2g}" if i + 1 == len(problem.batches) else ""
-        )
+        last = i + 1 == len(problem.batches)
+        problem.progress(done, max(steps, 1), f"widest interval ±{_widest(grown):.2g}" if last else "")
     return grown
 
 

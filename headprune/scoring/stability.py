@@ -1,4 +1,4 @@
-"""Would other examples order the heads alike?"""
+"""Whether other examples would order the heads in the same way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RESAMPLES = 200
 
 
 def stability(estimate: Estimate, seed: int = 0) -> dict[str, Any] | None:
-    """Rank stability over resampled examples; None where the scores do not come from examples.
+    """Rank stability over resampled examples; None if the scores are not made from examples.
 
     Returns:
         ``spearman``: mean rank correlation of a resample's scores with the scores; ``top_half``: mean share of the better

@@ -1,6 +1,6 @@
-"""Heuristics that need no gradient: how a head attends, how much it says, how large its weights are.
+"""Heuristics without gradients: how a head attends, how large its output is, how large its weights are.
 
-They cost one forward pass or none. They are baselines: nothing in them knows the loss.
+They cost one forward pass or none. They are baselines: none of them uses the loss.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
-from headprune.gates import RowsError
+from headprune.gates import RowsError, hook_heads
+from headprune.inputs import is_encoder_decoder, widened
 from headprune.loss import inputs_of
-from headprune.scoring.base import Estimate, Problem, Samples, method
-from headprune.scoring.gradient import in_singles, separate
+from headprune.scoring.base import Batches, Estimate, Problem, Samples, method
+from headprune.scoring.gradient import in_singles, separate, together_or_singly
 from headprune.scoring.maps import attention_maps
 from headprune.trace.graphs import is_matrix
 
@@ -56,20 +57,21 @@ def output_norm(problem: Problem) -> Estimate:
     "Attention is Not Only a Weight" (EMNLP 2020, arXiv:2004.10102) measures ``||alpha_ij f(x_j)||``, section 3; this is
     the norm of the sum over j. Where W_O has no columns of single heads, it is that of the head's own features.
     """
-    readers = {layer.name: _Reader(problem.model, layer) for layer in problem.layers}
-    own = [name for name, reader in readers.items() if not reader.projects]
+    readers = [_Reader(problem.model, layer) for layer in problem.layers]
+    own = [reader.layer.name for reader in readers if not reader.projects]
     details = {"norm_before_output_projection": own} if own else {}
 
     def measure(batch: Any, size: int) -> Tensor:
-        found: dict[str, list[Tensor]] = {name: [] for name in readers}
+        found: dict[str, list[Tensor]] = {layer.name: [] for layer in problem.layers}
+
+        def take(reader: _Reader, hidden: Tensor) -> None:
+            norms = reader.norms(hidden, size)
+            real = real_tokens(problem, reader.layer, batch, norms.shape[-1])
+            found[reader.layer.name].append(_mean(norms, real))
+
         with ExitStack() as stack:
-            for layer in problem.layers:
-
-                def take(hidden: Tensor, layer: AttentionLayer = layer) -> None:
-                    norms = readers[layer.name].norms(hidden, size)
-                    found[layer.name].append(_mean(norms, real_tokens(problem, layer, batch, norms.shape[-1])))
-
-                stack.callback(readers[layer.name].hook(problem.model, take))
+            for reader in readers:
+                stack.callback(hook_heads(problem.model, reader.layer, reader.module, partial(take, reader)))
             losses = problem.losses(batch)
         return _row(problem, found, losses)
 
@@ -85,36 +87,26 @@ def weight_norm(problem: Problem) -> Estimate:
     norms = [part.norm() for layer in problem.layers for part in _columns(problem.model, layer)]
     values = torch.stack([norm.cpu().double() for norm in norms])
     problem.progress(1, 1)
-    stderr = torch.full_like(values, float("nan"))
-    return Estimate(values, stderr, examples=0, details={"stderr": "it does not look at data"})
+    return Estimate.without_error(values, "it does not look at data")
 
 
-def _separable(problem: Problem) -> Sequence[tuple[Any, int]]:
+def _separable(problem: Problem) -> Batches:
     """Batches whose examples can be told apart at W_O: where tokens come before the batch, only one by one."""
     try:
         return separate(problem)
-    except (RuntimeError, HeadPruneError):  # the loss has no gradient, by which it would be seen
+    except (RuntimeError, HeadPruneError):  # `separate` needs a gradient of the loss, and there is none
         return in_singles(problem)
 
 
-def _samples(problem: Problem, name: str, batches: Sequence[tuple[Any, int]], measure: Measure) -> Samples:
-    """What ``measure`` finds in every batch, kept in the store as it comes."""
-    parts = []
-    for i, (batch, size) in enumerate(batches):
-        parts.append(problem.store.get(f"{name}-{i}", partial(_measured, problem, measure, batch, size)))
-        problem.progress(i + 1, len(batches))
-    table = torch.cat(parts)
+def _samples(problem: Problem, name: str, batches: Batches, measure: Measure) -> Samples:
+    """The heads' values and the loss of every example."""
+
+    def compute(batch: Any, size: int) -> Tensor:
+        with torch.no_grad():
+            return together_or_singly(problem, measure, batch, size)
+
+    table = problem.parts(batches, name, compute)
     return Samples(table[:, :-1], table[:, -1])
-
-
-def _measured(problem: Problem, measure: Measure, batch: Any, size: int) -> Tensor:
-    with torch.no_grad():
-        try:
-            return measure(batch, size)
-        except RowsError:
-            if size == 1:
-                raise
-            return torch.cat([measure(row, 1) for row in problem.rows.singles(batch)])
 
 
 def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor]) -> Samples:
@@ -122,9 +114,9 @@ def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor])
 
     def measure(batch: Any, size: int) -> Tensor:
         def keep(layer: AttentionLayer, weights: Tensor) -> Tensor:
-            looks = weights.sum(dim=-1) > 0  # a query that sees nothing is neither focused nor not
+            counted = weights.sum(dim=-1) > 0  # a query that may look nowhere says nothing about the head
             real = real_tokens(problem, layer, batch, weights.shape[2])
-            return _mean(statistic(weights), looks & real if real is not None else looks)
+            return _mean(statistic(weights), counted if real is None else counted & real)
 
         with attention_maps(problem.model, problem.layers, size, keep) as found:
             losses = problem.losses(batch)
@@ -134,7 +126,7 @@ def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor])
 
 
 def _row(problem: Problem, found: Mapping[str, Sequence[Tensor]], losses: Tensor) -> Tensor:
-    """Values ``[examples, heads]`` of every layer's calls, averaged over the calls, and the losses behind them."""
+    """Values ``[examples, heads]`` of every layer, averaged over its calls, with the losses in the last column."""
     columns = [torch.stack([call.cpu().double() for call in found[layer.name]]).mean(dim=0) for layer in problem.layers]
     return torch.cat([*columns, losses.cpu().double()[:, None]], dim=1)
 
@@ -147,12 +139,12 @@ def _mean(values: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def real_tokens(problem: Problem, layer: AttentionLayer, batch: Any, tokens: int) -> Tensor | None:
-    """Which of a layer's queries are no padding, ``[examples, 1, tokens]``; None where the batch does not say."""
+    """Which of a layer's queries are no padding, ``[examples, 1, tokens]``; None if the batch has no mask for them."""
     inputs = inputs_of(problem.model, batch)
     if not isinstance(inputs, Mapping):
         return None
     masks = [problem.rows.table(inputs, "attention_mask")]
-    if layer.kind != "encoder" and getattr(getattr(problem.model, "config", None), "is_encoder_decoder", False):
+    if layer.kind != "encoder" and is_encoder_decoder(problem.model):
         labels = inputs.get("labels")
         masks = [
             problem.rows.table(inputs, "decoder_attention_mask"),
@@ -165,40 +157,24 @@ def real_tokens(problem: Problem, layer: AttentionLayer, batch: Any, tokens: int
 
 
 class _Reader:
-    """Reads what the heads of a layer give, at W_O's input; without columns of W_O, where a gate would be."""
+    """Reads what the heads of a layer give: at W_O's input, or where a gate would be if W_O has no columns of single heads."""
 
     def __init__(self, model: nn.Module, layer: AttentionLayer) -> None:
-        self.name, output, gate = layer.name, layer.output_projection, layer.gate
-        self.projects = output is not None and not layer.concatenates
-        self.returned = layer.concatenates
-        place = output if self.projects else gate or output
+        self.layer = layer
+        self.projects = layer.output_projection is not None and not layer.concatenates
+        place = layer.output_projection if self.projects else layer.mask_point
         assert place is not None
         self.module, self.features = place.module, place.features
-        self.dim = gate.dim if gate is not None and gate.module == self.module else -1
+        self.dim = layer.gate.dim if layer.gate is not None and layer.gate.module == self.module else -1
         # ||W x|| = ||R x|| where W = QR, and R is only as wide as a head.
         parts = _columns(model, layer) if self.projects else []
         self.factors = [torch.linalg.qr(part, mode="r")[1] for part in parts]
 
-    def hook(self, model: nn.Module, take: Callable[[Tensor], None]) -> Callable[[], None]:
-        """Give ``take`` every hidden state from now on; returns what ends this."""
-        module = model.get_submodule(self.module)
-        if self.returned:
-
-            def after(module: nn.Module, args: Any, output: Any) -> None:
-                take(output[0] if isinstance(output, tuple) else output)
-
-            return module.register_forward_hook(after).remove
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            take(args[0] if args else next(iter(kwargs.values())))
-
-        return module.register_forward_pre_hook(before, with_kwargs=True).remove
-
     def norms(self, hidden: Tensor, size: int) -> Tensor:
         """``[examples, heads, tokens]``."""
-        rows = _wide(hidden).movedim(self.dim, -1).flatten(0, -2)
+        rows = widened(hidden).movedim(self.dim, -1).flatten(0, -2)
         if len(rows) % size:
-            raise RowsError(f"Layer {self.name}: {len(rows)} rows cannot be told apart as {size} examples.")
+            raise RowsError(f"Layer {self.layer.name}: {len(rows)} rows cannot be told apart as {size} examples.")
         heads = [rows[:, list(own)] for own in self.features]
         if self.factors:
             heads = [x @ r.to(x.device, x.dtype).T for x, r in zip(heads, self.factors, strict=True)]
@@ -219,7 +195,7 @@ def _columns(model: nn.Module, layer: AttentionLayer) -> list[Tensor]:
             "Load the model without quantisation, or choose another method.",
         )
     # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out].
-    matrix = _wide(weight.detach()).flatten(1)
+    matrix = widened(weight.detach()).flatten(1)
     matrix = matrix if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) else matrix.T
     if max(map(max, place.features)) >= matrix.shape[1]:
         raise HeadPruneError(
@@ -227,7 +203,3 @@ def _columns(model: nn.Module, layer: AttentionLayer) -> list[Tensor]:
             "The model was pruned since; call find_attention again.",
         )
     return [matrix[:, list(own)] for own in place.features]
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -1,4 +1,4 @@
-"""Which features, heads and integers are left of a layer."""
+"""Which features, heads and integers stay of a pruned layer."""
 
 from __future__ import annotations
 
@@ -10,29 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headprune.attention import AttentionLayer, HeadFeatures
+from headprune.attention import AttentionLayer
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of a projection that stay: all but those that belong to removed heads alone."""
+    """The features of a tensor's dimension that stay: all but those that belong to removed heads alone."""
 
     kept: frozenset[int]
     owned: frozenset[int]  # features that belong to some head; the others always stay
 
     def index(self, size: int, device: torch.device) -> Tensor:
+        """The indices that stay, of ``size``."""
         stay = [i for i in range(size) if i in self.kept or i not in self.owned]
         return torch.tensor(stay, dtype=torch.long, device=device)
 
 
-def surviving(part: HeadFeatures, kept: Sequence[int]) -> Features:
-    """What stays of a projection with some heads."""
-    return Features(frozenset(i for h in kept for i in part.features[h]), all_features(part))
-
-
-def all_features(part: HeadFeatures) -> frozenset[int]:
-    """Features that belong to any head."""
-    return frozenset(i for features in part.features for i in features)
+def surviving(features: Sequence[Sequence[int]], kept: Sequence[int]) -> Features:
+    """What stays of ``features[head]`` with some heads."""
+    owned = frozenset(i for own in features for i in own)
+    return Features(frozenset(i for h in kept for i in features[h]), owned)
 
 
 def groups_left(layer: AttentionLayer, kept: Sequence[int]) -> int:
@@ -44,13 +41,13 @@ def groups_left(layer: AttentionLayer, kept: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Counts:
-    """How many heads and key/value groups a layer has left, for the integers by which modules count them."""
+    """How many heads and key/value groups a layer keeps, to correct the integers by which modules count them."""
 
     layer: AttentionLayer
     heads: int
     groups: int
     is_width: Callable[[str], bool]
-    beside: bool  # not the attention module itself: one that works on keys or values calls those its heads
+    beside: bool  # not the attention module itself: a module that works on keys or values calls the key/value heads its heads
 
     def changed(self, fields: Mapping[str, Any]) -> dict[str, int]:
         """The integers among ``fields`` that count heads or their features, with their new values."""

@@ -1,11 +1,11 @@
-"""What a pruned module carries along: hooks that take the kept heads' part of what is made for all of them."""
+"""Hooks that stay on a pruned module: they take the kept heads' part of what is still computed for all heads."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,31 @@ from headprune.attention import HeadArgument, HeadFeatures
 from headprune.surgery.features import Features, surviving
 
 
+class Carried:
+    """Something that the hooks of a pruned module read: an attribute of the module, called ``name``."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Any:
+        """What a module carries of this kind; None if it carries nothing."""
+        return module.__dict__.get(cls.name)
+
+
 @dataclass(frozen=True)
-class HeadArguments:
+class HeadArguments(Carried):
     """Which entries of its arguments a pruned attention module takes."""
 
+    name = "_headprune_arguments"
     arguments: tuple[HeadArgument, ...]
     num_heads: int
     kept: list[int]
 
     def take(self, value: Any, argument: HeadArgument) -> Any:
+        """The kept heads' part of an argument; an argument that has no part for each head stays whole."""
         if argument.features and isinstance(value, Tensor):
-            features = surviving(HeadFeatures("", argument.features), self.kept)
-            return value.index_select(argument.dim, features.index(value.shape[argument.dim], value.device))
+            stay = surviving(argument.features, self.kept)
+            return value.index_select(argument.dim, stay.index(value.shape[argument.dim], value.device))
         if not isinstance(value, Tensor) or value.ndim <= argument.dim or value.shape[argument.dim] % self.num_heads:
             return value
         if argument.folded:  # (batch * heads, …)
@@ -35,45 +48,44 @@ class HeadArguments:
 
 def take_own_arguments(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook: the kept heads' part of arguments that hold something for every head."""
-    own: HeadArguments = attention.__dict__["_headprune_arguments"]
-    positional = list(args)
-    for argument in own.arguments:
-        if isinstance(argument.key, int):
-            if argument.key < len(positional):
-                positional[argument.key] = own.take(positional[argument.key], argument)
-        elif argument.key in kwargs:
-            kwargs = {**kwargs, argument.key: own.take(kwargs[argument.key], argument)}
-    return tuple(positional), kwargs
+    own = HeadArguments.of(attention)
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    taken = {a.key: own.take(given[a.key], a) for a in own.arguments if a.key in given}
+    return tuple(taken.get(i, v) for i, v in enumerate(args)), {k: taken.get(k, v) for k, v in kwargs.items()}
 
 
-class Selection:
-    """Which features of a module's output pass on."""
+@dataclass(frozen=True)
+class Selection(Carried):
+    """Which features of a module's output are passed on."""
 
-    def __init__(self, features: Features, earlier: Selection | None) -> None:
-        self.features, self.earlier = features, earlier
+    name = "_headprune_selection"
+    features: Features
+    earlier: Selection | None  # of an earlier prune: indices count within what that one kept
 
     def take(self, output: Tensor) -> Tensor:
-        if self.earlier is not None:  # indices of a second prune count within what the first one kept
+        """The features that are passed on."""
+        if self.earlier is not None:
             output = self.earlier.take(output)
         return output.index_select(-1, self.features.index(output.shape[-1], output.device))
 
 
 def selected(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     """Forward hook: the kept heads' features of what a module computes for all."""
-    selection: Selection = module.__dict__["_headprune_selection"]
-    return selection.take(output)
+    taken: Tensor = Selection.of(module).take(output)
+    return taken
 
 
-class Placement:
-    """Where the heads that are left belong among the features that a module without W_O returned."""
+class Placement(Carried):
+    """Where the heads that stay belong among the features that a module without W_O returned."""
 
-    def __init__(self, part: HeadFeatures, stay: list[int], kept: list[int], earlier: Placement | None) -> None:
-        features = [f for h in stay for f in part.features[h]]
+    name = "_headprune_placement"
+
+    def __init__(self, part: HeadFeatures, stay: Sequence[int], kept: Sequence[int], earlier: Placement | None) -> None:
         computed = sorted(f for h in kept for f in part.features[h])
-        # What a second prune traced was placed already, at the same features.
+        # The trace before a second prune saw what the first one placed, at the same features.
         self.width: int = sum(map(len, part.features)) if earlier is None else earlier.width
-        self.source = [computed.index(f) for f in sorted(features)]
-        self.target = sorted(features)
+        self.target = sorted(f for h in stay for f in part.features[h])
+        self.source = [computed.index(f) for f in self.target]
 
     def place(self, output: Tensor) -> Tensor:
         """``output``, which has the kept heads, with a place for every head."""
@@ -84,61 +96,61 @@ class Placement:
 
 def placed(module: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook of a module without W_O: the kept heads' output where it was among all."""
-    placement: Placement = module.__dict__["_headprune_placement"]
-    if isinstance(output, tuple):
-        return (placement.place(output[0]), *output[1:])
-    return placement.place(output)
+    place = Placement.of(module).place
+    return (place(output[0]), *output[1:]) if isinstance(output, tuple) else place(output)
 
 
 def placed_before(module: nn.Module, args: Any) -> Any:
-    """Forward pre-hook of a norm over all heads: the same, to its input."""
-    placement: Placement = module.__dict__["_headprune_placement"]
-    return (placement.place(args[0]), *args[1:])
+    """Forward pre-hook of a norm over all heads: the same, for its input."""
+    return (Placement.of(module).place(args[0]), *args[1:])
 
 
 class _NarrowTensor(Tensor):
-    """A tensor that says that it is narrower than it is, to code that sizes its heads by its input's last dimension.
+    """A tensor whose shape claims a smaller width, for code that sizes its heads by its input's last dimension.
 
-    What is computed from it is a plain tensor; only swapping other dimensions keeps the pretence.
+    What is computed from it is a plain tensor; only the transpose of other dimensions keeps the claim.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    said: int
+    claimed: int
 
     @classmethod
-    def of(cls, tensor: Tensor, said: int) -> _NarrowTensor:
+    def of(cls, tensor: Tensor, claimed: int) -> _NarrowTensor:
         narrow = tensor.as_subclass(cls)
-        narrow.said = said
+        narrow.claimed = claimed
         return narrow
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        return torch.Size((*Tensor.size(self)[:-1], self.said))
+        return torch.Size((*Tensor.size(self)[:-1], self.claimed))
 
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
         return self.shape if dim is None else self.shape[dim]
 
     def transpose(self, dim0: int, dim1: int) -> Tensor:  # type: ignore[override]
         swapped = Tensor.transpose(self, dim0, dim1)
-        return (
-            swapped if self.ndim - 1 in (dim0 % self.ndim, dim1 % self.ndim) else _NarrowTensor.of(swapped, self.said)
-        )
+        last = self.ndim - 1 in (dim0 % self.ndim, dim1 % self.ndim)
+        return swapped if last else _NarrowTensor.of(swapped, self.claimed)
 
 
-def told_narrow(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Forward pre-hook: inputs that say that they are as narrow as the heads are now."""
-    width, said = module.__dict__["_headprune_narrow"]
+@dataclass(frozen=True)
+class Narrowing(Carried):
+    """What a module's inputs claim about their last dimension: ``claimed`` where it is ``width``."""
 
-    def tell(value: Any) -> Any:
-        wide = (
-            isinstance(value, Tensor)
-            and value.is_floating_point()
-            and value.ndim in (2, 3)
-            and value.shape[-1] == width
-        )
-        return _NarrowTensor.of(value, said) if wide else value
+    name = "_headprune_narrow"
+    width: int
+    claimed: int
 
-    return tuple(map(tell, args)), {k: tell(v) for k, v in kwargs.items()}
+
+def narrowed(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Forward pre-hook: inputs that claim to be as narrow as the heads are now."""
+    own = Narrowing.of(module)
+
+    def claim(value: Any) -> Any:
+        features = isinstance(value, Tensor) and value.is_floating_point() and value.ndim in (2, 3)
+        return _NarrowTensor.of(value, own.claimed) if features and value.shape[-1] == own.width else value
+
+    return tuple(map(claim, args)), {k: claim(v) for k, v in kwargs.items()}
 
 
 # -- T5's position bias: the one thing a trace cannot see --------------------------------------
@@ -151,8 +163,10 @@ def shares_position_bias(attention: nn.Module) -> bool:
     return hasattr(attention, "compute_bias") and "position_bias" in inspect.signature(attention.forward).parameters
 
 
-class SharedPositionBias:
-    """Hands a pruned T5-style layer its heads of the shared bias, and restores the whole for the next layer."""
+class SharedPositionBias(Carried):
+    """Gives a pruned T5-style layer its heads of the shared bias, and the whole bias to the next layer."""
+
+    name = "_headprune_bias"
 
     def __init__(self, original: Callable[..., Tensor], num_heads: int, kept: list[int]) -> None:
         self.original = original  # the module's own compute_bias
@@ -167,7 +181,7 @@ class SharedPositionBias:
 
     def take(self, whole: Tensor) -> Tensor:
         self.whole = whole
-        # LongT5's local attention has its blocks before the heads.
+        # In LongT5's local attention, blocks come before the heads.
         self.dim = 1 if whole.shape[1] == self.num_heads or whole.ndim < 4 else 2
         self.taken = whole.index_select(self.dim, torch.tensor(self.kept, device=whole.device))
         return self.taken
@@ -175,7 +189,7 @@ class SharedPositionBias:
 
 def take_own_bias(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook: the kept heads' part of a shared bias."""
-    bias: SharedPositionBias = attention.__dict__["_headprune_bias"]
+    bias: SharedPositionBias = SharedPositionBias.of(attention)
     if (whole := kwargs.get("position_bias")) is not None:
         kwargs = {**kwargs, "position_bias": bias.take(whole)}
     return args, kwargs
@@ -183,11 +197,11 @@ def take_own_bias(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tu
 
 def restore_whole_bias(attention: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """Forward hook: the whole bias, for the next layer."""
-    bias: SharedPositionBias = attention.__dict__["_headprune_bias"]
+    bias: SharedPositionBias = SharedPositionBias.of(attention)
     hidden, own, *rest = output
     whole, taken, bias.whole, bias.taken = bias.whole, bias.taken, None, None
     if whole is not None and taken is not None and own.ndim == taken.ndim:
-        # What the layer added for every head alike, such as a mask, the next layers need too.
+        # The next layers also need what this layer added for all heads alike, such as a mask.
         added = own.narrow(bias.dim, 0, 1) - taken.narrow(bias.dim, 0, 1)
         whole = torch.where(added == 0, whole, whole + added)
     if whole is None:  # cross-attention's first layer: zeros, alike for every head

@@ -1,24 +1,26 @@
-"""The cut: every change to a model goes through a journal that can take it back.
-
-The journal keeps the replaced tensors, so no whole-model copy is made.
-"""
+"""The cut. Every change to a model goes through an undo log, which keeps the replaced tensors: the model is not copied."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures
+from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures, is_inside
 from headprune.modules import ConfigView, EmptyAttention, MultiheadAttention, convert
-from headprune.surgery.features import Counts, Features, all_features, groups_left, surviving
+from headprune.surgery.features import Counts, Features, groups_left, surviving
 from headprune.surgery.hooks import (
+    Carried,
     HeadArguments,
+    Narrowing,
     Placement,
     Selection,
     SharedPositionBias,
+    narrowed,
     placed,
     placed_before,
     restore_whole_bias,
@@ -26,13 +28,12 @@ from headprune.surgery.hooks import (
     shares_position_bias,
     take_own_arguments,
     take_own_bias,
-    told_narrow,
 )
 from headprune.surgery.removal import WIDTHS, Removal
 
 
 class Journal:
-    """Changes to a model, each with its way back."""
+    """An undo log: changes to a model, and how to take each back."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -57,9 +58,7 @@ class Journal:
             self._replace_module(model, layer.module, stand_in)
             attention = stand_in
             for name, outer in model.named_modules():
-                if isinstance(outer, nn.TransformerEncoder) and f"{layer.module}.".startswith(
-                    f"{name}." if name else ""
-                ):
+                if isinstance(outer, nn.TransformerEncoder) and is_inside(layer.module, name):
                     self._set(outer, "use_nested_tensor", False)  # it needs the fused kernel that is gone
         kept = [h for h in range(layer.num_heads) if h not in set(dropped)]
         ghost = not kept and layer.bypass == "ghost"
@@ -70,22 +69,21 @@ class Journal:
             kept = list(layer.units[0])
         assert layer.output_projection is not None
         for part in layer.projections:
-            self._slice(model.get_submodule(part.module), surviving(part, kept), output=True)
+            self._slice(model.get_submodule(part.module), surviving(part.features, kept), output=True)
         for part in layer.selections:
-            self._select(model.get_submodule(part.module), surviving(part, kept))
+            self._select(model.get_submodule(part.module), surviving(part.features, kept))
         shares_bias = shares_position_bias(attention)
         for table in () if shares_bias else layer.tables:
             owner, _, name = table.name.rpartition(".")
-            stay = surviving(HeadFeatures(owner, table.indices), kept)
-            self._slice_table(model.get_submodule(owner), name, stay, table.dim)
+            self._slice_table(model.get_submodule(owner), name, surviving(table.indices, kept), table.dim)
         self._cut_output(model, layer, kept, ghost)
         if isinstance(attention, MultiheadAttention):
             known = attention.kept_heads or list(range(layer.num_heads))
             self._set(attention, "kept_heads", [known[h] for h in kept])
             key = next(p for p in layer.projections if p.module.endswith("k_proj"))
             for name in ("bias_k", "bias_v"):
-                self._slice_parameter(attention, name, surviving(key, kept), dim=2)
-        self._count_anew(model, layer, removal, kept)
+                self._slice_parameter(attention, name, surviving(key.features, kept), dim=2)
+        self._correct_counts(model, layer, removal, kept)
         if removal.narrow:
             self._narrow(attention, layer.num_heads * layer.head_dim, len(kept) * layer.head_dim)
         if shares_bias:
@@ -101,15 +99,15 @@ class Journal:
             self._place(output, layer.output_projection, [] if ghost else kept, kept)
         else:
             if layer.mixer and layer.gate:
-                mixer, heads = model.get_submodule(layer.mixer), HeadFeatures(layer.mixer, layer.gate.features)
-                self._place(mixer, heads, kept, kept, before=True)
-                self._select(mixer, surviving(layer.output_projection, kept))
-            self._slice(output, surviving(layer.output_projection, kept), output=False)
+                mixer = model.get_submodule(layer.mixer)
+                self._place(mixer, layer.gate, kept, kept, before=True)
+                self._select(mixer, surviving(layer.output_projection.features, kept))
+            self._slice(output, surviving(layer.output_projection.features, kept), output=False)
             if ghost:
                 self._zero(output)
 
-    def _count_anew(self, model: nn.Module, layer: AttentionLayer, removal: Removal, kept: Sequence[int]) -> None:
-        """Tell modules that hold numbers of heads, in attributes or a config, how many there are now."""
+    def _correct_counts(self, model: nn.Module, layer: AttentionLayer, removal: Removal, kept: Sequence[int]) -> None:
+        """Correct the numbers of heads that modules hold as attributes or in a config."""
         is_width = WIDTHS[removal.widths]
         for name in (*layer.inner_modules, *(layer.side_modules if removal.side_modules else ())):
             module = model.get_submodule(name)
@@ -124,10 +122,8 @@ class Journal:
 
     def _slice(self, module: nn.Module, features: Features, *, output: bool) -> None:
         """Keep some input or output features of a linear module."""
-        linear = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
-        dim = (
-            0 if output == linear else 1
-        )  # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out]
+        # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out].
+        dim = 0 if output == isinstance(module, nn.Linear | nn.modules.conv._ConvNd) else 1
         size = self._slice_parameter(module, "weight", features, dim)
         if output:
             self._slice_parameter(module, "bias", features, 0)
@@ -135,12 +131,16 @@ class Journal:
             if hasattr(module, name):
                 self._set(module, name, size)
 
+    def _carry(self, module: nn.Module, value: Carried, *hooks: Callable[[], RemovableHandle]) -> None:
+        """Give a module something that its hooks read, and the hooks too if it has carried nothing of this kind so far."""
+        if value.name not in module.__dict__:
+            self._undo.extend(register().remove for register in hooks)
+        self._set(module, value.name, value)
+
     def _select(self, module: nn.Module, features: Features) -> None:
-        """Let only some features of a module's output through."""
-        earlier: Selection | None = module.__dict__.get("_headprune_selection")
-        if earlier is None:
-            self._undo.append(module.register_forward_hook(selected).remove)
-        self._set(module, "_headprune_selection", Selection(features, earlier))
+        """Pass on only some features of a module's output."""
+        selection = Selection(features, Selection.of(module))
+        self._carry(module, selection, lambda: module.register_forward_hook(selected))
 
     def _zero(self, output: nn.Module) -> None:
         """Let a W_O that has just been sliced give nothing."""
@@ -154,23 +154,22 @@ class Journal:
     ) -> None:
         """Put the kept heads' output where it was among all heads, with zeros elsewhere.
 
-        What returns its heads side by side does so to its output, a norm over all of them to its input (``before``).
+        In the output of a module that returns its heads side by side; in the input (``before``) of a norm over all heads.
         """
-        earlier: Placement | None = module.__dict__.get("_headprune_placement")
-        if earlier is None:
-            hook = module.register_forward_pre_hook(placed_before) if before else module.register_forward_hook(placed)
-            self._undo.append(hook.remove)
-        self._set(module, "_headprune_placement", Placement(part, list(stay), list(kept), earlier))
+        self._carry(
+            module,
+            Placement(part, stay, kept, Placement.of(module)),
+            lambda: module.register_forward_pre_hook(placed_before) if before else module.register_forward_hook(placed),
+        )
 
     def _narrow(self, module: nn.Module, width: int, new: int) -> None:
-        """Tell a module that reads the width of its heads from its input's shape how wide they are now."""
-        earlier: tuple[int, int] | None = module.__dict__.get("_headprune_narrow")
-        if earlier is None:
-            self._undo.append(module.register_forward_pre_hook(told_narrow, with_kwargs=True).remove)
-        self._set(module, "_headprune_narrow", (earlier[0] if earlier else width, new))
+        """Let the inputs of a module that reads the width of its heads from their shape claim the new width."""
+        earlier = Narrowing.of(module)
+        narrowing = Narrowing(earlier.width if earlier else width, new)
+        self._carry(module, narrowing, lambda: module.register_forward_pre_hook(narrowed, with_kwargs=True))
 
     def _slice_table(self, module: nn.Module, name: str, features: Features, dim: int) -> None:
-        """Keep some entries of a parameter or buffer, and what its module notes of their number."""
+        """Keep some entries of a parameter or buffer, and correct what its module knows about their number."""
         size = self._slice_parameter(module, name, features, dim)
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and name == "weight":
             for statistic in ("running_mean", "running_var"):  # not differentiable, so never traced
@@ -221,7 +220,7 @@ class Journal:
         self._undo.append(lambda: parent._modules.__setitem__(child, old))
 
     def _stub(self, model: nn.Module, layer: AttentionLayer) -> None:
-        """Take the whole attention module out; what stays is W_O's bias."""
+        """Replace the whole attention module by W_O's bias."""
         assert layer.output_projection is not None
         output = model.get_submodule(layer.output_projection.module)
         if layer.output_inside:
@@ -233,30 +232,27 @@ class Journal:
             stub = EmptyAttention(width, bias, layer.output_arity)
         else:
             stub = EmptyAttention(0, None, layer.output_arity)
-            self._slice(output, Features(frozenset(), all_features(layer.output_projection)), output=False)
+            self._slice(output, surviving(layer.output_projection.features, ()), output=False)
         self._replace_module(model, layer.module, stub)
 
     def _index_position_bias(self, attention: nn.Module, num_heads: int, kept: Sequence[int]) -> None:
-        earlier: SharedPositionBias | None = attention.__dict__.get("_headprune_bias")
+        earlier: SharedPositionBias | None = SharedPositionBias.of(attention)
         if earlier is None:
             bias = SharedPositionBias(cast(Callable[..., Tensor], attention.compute_bias), num_heads, list(kept))
-            handles = [
-                attention.register_forward_pre_hook(take_own_bias, with_kwargs=True),
-                attention.register_forward_hook(restore_whole_bias, with_kwargs=True),
-            ]
-            self._undo.extend(handle.remove for handle in handles)
         else:  # heads of a second prune count within what the first one kept
             bias = SharedPositionBias(earlier.original, earlier.num_heads, [earlier.kept[h] for h in kept])
-        self._set(attention, "_headprune_bias", bias)
+        self._carry(
+            attention,
+            bias,
+            lambda: attention.register_forward_pre_hook(take_own_bias, with_kwargs=True),
+            lambda: attention.register_forward_hook(restore_whole_bias, with_kwargs=True),
+        )
         self._set(attention, "compute_bias", bias.compute)
 
     def _index_arguments(
         self, attention: nn.Module, arguments: tuple[HeadArgument, ...], num_heads: int, kept: Sequence[int]
     ) -> None:
-        earlier: HeadArguments | None = attention.__dict__.get("_headprune_arguments")
-        if earlier is None:
-            own = HeadArguments(arguments, num_heads, list(kept))
-            self._undo.append(attention.register_forward_pre_hook(take_own_arguments, with_kwargs=True).remove)
-        else:  # heads of a second prune count within what the first one kept
-            own = HeadArguments(earlier.arguments, earlier.num_heads, [earlier.kept[h] for h in kept])
-        self._set(attention, "_headprune_arguments", own)
+        own, earlier = HeadArguments(arguments, num_heads, list(kept)), HeadArguments.of(attention)
+        if earlier:  # heads of a second prune count within what the first one kept
+            own = replace(earlier, kept=[earlier.kept[h] for h in kept])
+        self._carry(attention, own, lambda: attention.register_forward_pre_hook(take_own_arguments, with_kwargs=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,21 +14,26 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError, first_line
 from headprune.gates import mask
-from headprune.inputs import Example, call, model_device, scrambled, tensors, variants
+from headprune.inputs import Example, call, scrambled, seeded, tensors, variants, widened
 from headprune.longer import longer, position_limit, within_bounds
 from headprune.modules import exact_attention
 from headprune.surgery.journal import Journal
 from headprune.surgery.removal import Removal, ways
-from headprune.surgery.watch import Seen, differing, watching
+from headprune.surgery.watch import Seen, differing, gap, largest, watching
 from headprune.trace import attributes_kept
 
-TRIED = "tried before"  # another way that comes to the same changes
-
+_TRIED = "tried before"  # the failure of another removal that makes the same changes
 
 # Relative tolerances of the proof: what summing the same products in another order may change.
-# What the layers themselves answer may differ by more: nothing evens it out there, while a wrong cut is off by its own size.
-LAYERS, COARSEST = 10, 0.2
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# Outputs of the layers themselves may differ by this many tolerances, at most by the second number: differences do not
+# average out there, while a wrong cut is off by as much as the outputs are large.
+LAYERS, COARSEST = 10, 0.2
+
+
+def tolerance_of(model: nn.Module) -> float:
+    """The relative tolerance for a model: that of its coarsest type of numbers."""
+    return max((TOLERANCE.get(p.dtype, 0.0) for p in model.parameters()), default=TOLERANCE[torch.float32])
 
 
 @dataclass(frozen=True)
@@ -50,13 +56,13 @@ class Proof:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a pruned model has to answer.
+    """What a pruned model has to return for one input.
 
     Attributes:
         batch: The input.
         masked: The masked model's outputs.
-        effect: How much the mask changed each output, at most; infinite where that is not known.
-        seen: What the layers that lose heads answered themselves.
+        effect: How much the mask changed each output, at most; infinity where that is not known.
+        seen: The outputs of the layers that lose heads.
     """
 
     batch: Example
@@ -68,7 +74,15 @@ class Reference:
 def references(
     model: nn.Module, inputs: Sequence[Sequence[Example]], drop: Heads, layers: Sequence[AttentionLayer]
 ) -> list[Reference]:
-    """The masked model's answers to the inputs that it takes: of each of ``inputs`` the first; it must take the example."""
+    """The masked model's answers to its inputs.
+
+    Args:
+        inputs: The choices for each input, of which the first that the model takes is used. It must take the first input, the
+            example.
+
+    Raises:
+        HeadPruneError: The model does not run on the example, or its outputs are not finite.
+    """
     found = []
     with exact_attention(model):  # dense and masked by the same arithmetic
         for number, choices in enumerate(inputs):
@@ -93,29 +107,24 @@ def references(
 
 
 def _reference(model: nn.Module, batch: Example, drop: Heads, layers: Sequence[AttentionLayer]) -> Reference:
-    """What the pruned model has to answer to one input."""
+    """What the pruned model has to return for one input."""
     with mask(model, drop, layers=layers):
         if isinstance(batch, _Prompt):
             sure = _sure(_answer(model, batch))
-            return Reference(batch, sure, [float("inf")] * len(sure), {})
+            return Reference(batch, sure, [math.inf] * len(sure), {})
         with watching(model, layers, drop, cut=False) as seen:
             masked = _answer(model, batch)
-    effect = [_change(m, d) for m, d in zip(masked, _answer(model, batch), strict=True)]
+    # A model may decide on the length of its output, so a mask may change that too.
+    pairs = zip(masked, _answer(model, batch), strict=True)
+    effect = [largest(m - d) if m.shape == d.shape else math.inf for m, d in pairs]
     return Reference(batch, masked, effect, seen)
 
 
-def _change(masked: Tensor, dense: Tensor) -> float:
-    """How much a mask changed an output; infinitely, if it has another shape now (a length that the model decides)."""
-    if masked.shape != dense.shape:
-        return float("inf")
-    return (masked - dense).nan_to_num(0, 0, 0).abs().max().item() if masked.numel() else 0.0
-
-
 def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
-    """The example, one of another shape and padding, one of random content, a longer one, and a prompt to go on from.
+    """Inputs for the proof: the example, versions with other shapes and padding, random content, more tokens, and a prompt.
 
-    An example whose tokens are all alike makes attention uniform, and so hides a wrong one; a short one hides what only
-    acts on later tokens. Each comes as choices: a model may refuse some, and the first that it takes will do.
+    If all tokens of the example are alike, attention is uniform, which hides errors; if it is short, errors that only affect
+    later tokens are hidden. Each input is a list of choices: a model may refuse some, and the first that it takes is used.
     """
     prompt = _prompt(model, example)
     alone = [example, *variants(example)[:2], *scrambled(example, _vocabulary(model)), *([prompt] if prompt else [])]
@@ -123,7 +132,7 @@ def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
 
 
 def _vocabulary(model: nn.Module) -> int:
-    """How many tokens the model knows; 0 where it knows none, or does not say."""
+    """The size of the model's vocabulary; 0 if it has none, or if that is not known."""
     try:
         table = cast(Any, model).get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -131,7 +140,42 @@ def _vocabulary(model: nn.Module) -> int:
     return table.num_embeddings if isinstance(table, nn.Embedding) else 0
 
 
-def attempt(
+@dataclass(frozen=True)
+class Cut:
+    """A removal that was tried on a model.
+
+    Attributes:
+        removal: What was removed, and how.
+        difference: The largest relative difference from the masked model's outputs.
+        failure: Why it is not exact, and then the model is unchanged; "" if it is, and then the heads are gone.
+        journal: Takes the removal back.
+    """
+
+    removal: Removal
+    difference: float
+    failure: str
+    journal: Journal
+
+
+def first_exact(model: nn.Module, removals: Sequence[Removal], reference: Sequence[Reference], tolerance: float) -> Cut:
+    """Remove heads in the first of several ways that passes the proof; the last that failed, if none does."""
+    tried: set[tuple[str, ...]] = set()
+    failed = []
+    for removal in removals:
+        journal = Journal()
+        try:
+            cut = Cut(removal, *_attempt(model, journal, removal, reference, tolerance, tried), journal)
+        except BaseException:  # an interrupt must not leave half a prune either
+            journal.undo()
+            raise
+        if not cut.failure:
+            return cut
+        journal.undo()
+        failed += [cut] if cut.failure != _TRIED else []
+    return failed[-1]
+
+
+def _attempt(
     model: nn.Module,
     journal: Journal,
     removal: Removal,
@@ -139,12 +183,19 @@ def attempt(
     tolerance: float,
     tried: set[tuple[str, ...]],
 ) -> tuple[float, str]:
-    """Remove and compare. Returns the largest relative difference, and why it failed ("" if it did not)."""
+    """Remove and compare.
+
+    Args:
+        tried: The changes of all removals that were tried before; those of this one are added.
+
+    Returns:
+        The largest relative difference, and why it failed ("" if it did not).
+    """
     worst = 0.0
     try:
         journal.remove(model, removal)
         if (changes := tuple(journal.changes)) in tried:
-            return worst, TRIED
+            return worst, _TRIED
         tried.add(changes)
         for each in reference:
             with watching(model, removal.layers if each.seen else (), removal.drop, cut=True) as seen:
@@ -157,13 +208,9 @@ def attempt(
                     continue
                 if g.shape != e.shape:
                     return worst, "the pruned model's outputs have another shape"
-                finite = torch.isfinite(e)
-                if not torch.equal(finite, torch.isfinite(g)):
+                if (difference := gap(g, e)) == math.inf:
                     return worst, "the pruned model's outputs are not finite where the masked one's are"
-                if not finite.any():
-                    continue
-                scale = e[finite].abs().max().clamp(min=1e-30).item()
-                difference = (g[finite] - e[finite]).abs().max().item()
+                scale = max(largest(e), 1e-30)
                 worst = max(worst, difference / scale)
                 # A model in which these heads hardly count would pass whatever is done to them.
                 if difference > max(0.05 * effect, 0.2 * tolerance * scale):
@@ -189,31 +236,24 @@ def failing_alone(
     culprits = []
     for layer in touched:
         alone = {layer.name: drop[layer.name]}
-        reference = references(model, inputs, alone, layers)
-        tried = set[tuple[str, ...]]()
-        for removal in ways([layer], alone):
-            journal = Journal()
-            why = attempt(model, journal, removal, reference, tolerance, tried)[-1]
-            journal.undo()
-            if not why:
-                break
-        else:
-            culprits.append(layer)
+        cut = first_exact(model, ways([layer], alone), references(model, inputs, alone, layers), tolerance)
+        cut.journal.undo()
+        culprits += [layer] if cut.failure else []
     return culprits
 
 
 def _per_head(got: torch.Size, expected: torch.Size) -> bool:
-    """Whether a tensor merely has fewer heads now, as attention maps and caches have."""
+    """Whether a tensor only has fewer heads than before, such as attention weights and caches."""
     fewer = [g < e for g, e in zip(got, expected, strict=False) if g != e]
     return len(got) == len(expected) > 2 and fewer == [True]
 
 
 class _Prompt(dict[str, Any]):
-    """An example to go on from, token by token, with a cache."""
+    """An example from which the model generates token by token, with a cache."""
 
 
 def _prompt(model: nn.Module, example: Example) -> _Prompt | None:
-    """The part of an example that a text generator goes on from; None if the model is none."""
+    """The part of an example from which the model generates text; None if it cannot."""
     able = getattr(model, "can_generate", None)
     if not isinstance(example, Mapping) or "input_ids" not in example or not callable(able) or not able():
         return None
@@ -231,7 +271,7 @@ def _continued(model: nn.Module, prompt: _Prompt) -> list[Tensor]:
 
 
 def _sure(scores: list[Tensor]) -> list[Tensor]:
-    """Scores up to the first token that is chosen by a hair: rounding may choose another, and all after it differ."""
+    """Scores up to the first step at which the two best tokens nearly tie: rounding may decide there, and all later scores differ."""
     for step, each in enumerate(scores, 1):
         first, second = each.topk(2, dim=-1).values.unbind(-1)
         if ((first - second) <= 1e-2 * each.abs().amax(-1)).any():
@@ -240,11 +280,9 @@ def _sure(scores: list[Tensor]) -> list[Tensor]:
 
 
 def _answer(model: nn.Module, batch: Example) -> list[Tensor]:
-    """What the model answers, with the same random numbers each time: some draw masks or noise even in evaluation."""
-    device = model_device(model)
-    # Some modules keep what a long input made them make, such as other frequencies or a wider mask.
-    with attributes_kept(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
+    """What the model answers, with the same random numbers each time: some models draw noise even in evaluation mode."""
+    # Some modules keep what a long input made them compute, such as other frequencies or a wider mask.
+    with attributes_kept(model), seeded(model, 0):
         if isinstance(batch, _Prompt):
             return _continued(model, batch)
         return answers(call(model, batch))
@@ -263,11 +301,11 @@ def answers(output: Any) -> list[Tensor]:
     found = found[:1] + [t for t in found[1:] if not _is_distribution(t)]
     if not found:
         raise HeadPruneError("The model returns no floating-point tensor that a prune could be proved on.")
-    return [t if t.dtype == torch.float64 else t.float() for t in found]
+    return [widened(t) for t in found]
 
 
 def _is_distribution(t: Tensor) -> bool:
-    """Whether a tensor looks like attention weights: numbers from 0 to 1 that sum to 1 (or 0, if masked) over the keys."""
+    """Whether a tensor looks like attention weights: not negative, with a sum of 1 (or of 0, if masked) over the keys."""
     if t.ndim < 3:
         return False
     sums = t.sum(-1)

@@ -1,4 +1,4 @@
-"""What a prune takes away, and the ways in which it may have to be done."""
+"""What a prune removes, and the ways in which the modules may have to be changed for it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from headprune.errors import HeadPruneError
 
 @dataclass(frozen=True)
 class Removal:
-    """One successful prune, enough to repeat it on a fresh copy of the model (`headprune.load` does)."""
+    """Heads to remove, and how: enough to repeat a prune on a fresh copy of the model (`headprune.load` does).
+
+    Attributes:
+        layers: The layers that lose heads.
+        drop: ``{layer_name: [head, …]}``.
+        widths: Which integers that equal heads * head_dim shrink with the heads, a key of `WIDTHS`.
+        cut_arguments: Whether arguments are cut whose shape suggests that they hold something for each head.
+        own_config: Whether the modules' counts in their config change too.
+        side_modules: Whether the counts of `AttentionLayer.side_modules` change too.
+        narrow: Whether the modules' inputs claim to be as narrow as the heads are now.
+    """
 
     layers: tuple[AttentionLayer, ...]
     drop: Heads
     widths: str
     cut_arguments: bool
-    own_config: bool = False  # whether the modules' counts in their config change too
-    side_modules: bool = False  # whether modules beside the attention computation count its heads as well
-    narrow: bool = False  # whether the modules are told that their input is as narrow as their heads are now
+    own_config: bool = False
+    side_modules: bool = False
+    narrow: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "layers": [layer.to_json() for layer in self.layers],
-            "drop": self.drop,
-            "widths": self.widths,
-            "cut_arguments": self.cut_arguments,
-            "own_config": self.own_config,
-            "side_modules": self.side_modules,
-            "narrow": self.narrow,
-        }
+        return {**vars(self), "layers": [layer.to_json() for layer in self.layers]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Removal:
@@ -43,8 +45,8 @@ class Removal:
         return cls(layers, drop, data["widths"], **flags)
 
 
-# Which integers that equal heads * head_dim are to shrink with the heads: some models reshape by them. As few as
-# possible, since one that only scales (a softmax by the square root of the width) must stay; the proof picks.
+# Which integers that equal heads * head_dim shrink with the heads: some models reshape by them. As few as possible, because
+# one that only scales (a softmax by the square root of the width) must stay. The proof decides.
 WIDTHS: dict[str, Callable[[str], bool]] = {
     "none": lambda name: False,
     "inner": lambda name: name not in {"embed_dim", "d_model", "hidden_size", "dim", "hidden_dim", "n_embd", "width"},
@@ -53,7 +55,7 @@ WIDTHS: dict[str, Callable[[str], bool]] = {
 
 
 def ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
-    """What a trace cannot decide, tried in this order; the proof picks."""
+    """All ways to remove the heads, in the order in which they are tried: a trace cannot decide between them, the proof does."""
     # An argument with as many entries as heads may be something for each head; where it is, leaving it fails.
     arguments = (False, True) if any(not a.features for layer in layers for a in layer.arguments) else (False,)
     sides = (False, True) if any(layer.side_modules for layer in layers) else (False,)
@@ -68,7 +70,11 @@ def ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
 
 
 def check_present(model: nn.Module, layer: AttentionLayer) -> None:
-    """Refuse weights that are not in memory: they cannot be cut, nor the result proved."""
+    """Refuse weights that are not in memory: they cannot be cut, nor the result proved.
+
+    Raises:
+        HeadPruneError: Some of the layer's parameters are on the meta device.
+    """
     for name, parameter in model.get_submodule(layer.module).named_parameters():
         if parameter.is_meta:
             raise HeadPruneError(

@@ -1,12 +1,12 @@
-"""What pruned layers themselves answer: where a model barely heeds its heads, its outputs prove nothing.
+"""The outputs of the pruned layers themselves: where heads hardly change a model's outputs, those prove nothing.
 
 A gate of 1e-4 behind a layer (ReZero, LayerScale), or a W_O that still is zero, hides a wrong cut from the model's outputs.
-So the proof also compares what reaches W_O from each head that stays, what W_O gives, and what the layer gives, each as a
-share of its own size.
+So the proof also compares the output of each head that stays, of W_O, and of the layer, each as a share of its own size.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,23 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, Heads
-from headprune.inputs import tensors
+from headprune.inputs import tensors, widened
 from headprune.surgery.features import surviving
 
-ROWS = 64  # positions that are kept of each answer: a large model has many layers
-FAINT = 1e-2  # a head far smaller than its layer's largest is compared as if it were this share of it
+ROWS = 64  # positions that are kept of each output: a large model has many layers
+FAINT = 1e-2  # a head far smaller than its layer's largest is compared as if it were this share of that one
 
 Seen = dict[str, list[list[Tensor]]]
-"""For each place in a layer, what came by at each of its calls: one tensor ``[positions, features]`` a head, or one in all."""
+"""For each place in a layer, what was seen there in each of its calls: a tensor ``[positions, features]`` for each head, or one."""
 
 
 @contextmanager
 def watching(model: nn.Module, layers: Sequence[AttentionLayer], drop: Heads, *, cut: bool) -> Iterator[Seen]:
-    """Note what the layers that lose heads answer while the context lasts.
+    """Note the outputs of the layers that lose heads while the context lasts.
 
     Args:
         drop: ``{layer_name: [head, …]}`` that are masked now, or were cut.
-        cut: Whether they were cut: then W_O's input holds the heads that stay alone.
+        cut: Whether they were cut: then W_O's input holds only the heads that stay.
     """
     seen: Seen = {}
     with ExitStack() as stack:
@@ -43,20 +43,18 @@ def watching(model: nn.Module, layers: Sequence[AttentionLayer], drop: Heads, *,
 
 
 def differing(got: Seen, expected: Seen, tolerance: float) -> str:
-    """Why a pruned model's layers do not answer as the masked model's; "" if they do."""
+    """Where the outputs of a pruned model's layers differ from those of the masked model; "" if they do not."""
     for place, calls in expected.items():
         if len(got.get(place, [])) != len(calls):
             return f"{place} runs {len(got.get(place, []))} times instead of {len(calls)}"
         for mine, theirs in zip(got[place], calls, strict=True):
             if [t.shape for t in mine] != [t.shape for t in theirs]:
                 return f"what reaches {place} has another shape"
-            largest = max((_size(t) for t in theirs), default=0.0)
+            most = max((largest(t) for t in theirs), default=0.0)
             for head, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-                finite = torch.isfinite(b)
-                if not torch.equal(finite, torch.isfinite(a)):
+                if (off := gap(a, b)) == math.inf:
                     return f"{place} is not finite where the masked model's is"
-                off = (a - b)[finite].abs().max().item() if finite.any() else 0.0
-                scale = max(_size(b), FAINT * largest)
+                scale = max(largest(b), FAINT * most)
                 if off > tolerance * scale:
                     which = f" (head {head} of those left)" if len(theirs) > 1 else ""
                     return f"{place}{which} differs from the masked model's by {off / max(scale, 1e-30):.2g} of its largest value"
@@ -85,11 +83,8 @@ def _hooks(model: nn.Module, layer: AttentionLayer, dropped: Sequence[int], cut:
         hidden = tensors([args, kwargs])[0]
         if hidden.is_nested:
             return
-        channels = isinstance(module, nn.modules.conv._ConvNd)
-        note(
-            f"what heads of {layer.name} give",
-            _by_head(hidden.movedim(1, -1) if channels else hidden, layer, kept, cut),
-        )
+        hidden = hidden.movedim(1, -1) if isinstance(module, nn.modules.conv._ConvNd) else hidden
+        note(f"what heads of {layer.name} give", _by_head(hidden, place.features, kept, cut))
 
     handles = []
     if layer.output_inside:  # otherwise the layer's heads go on to W_O, and are masked there
@@ -101,16 +96,14 @@ def _hooks(model: nn.Module, layer: AttentionLayer, dropped: Sequence[int], cut:
     return handles
 
 
-def _by_head(hidden: Tensor, layer: AttentionLayer, kept: Sequence[int], cut: bool) -> list[Tensor]:
+def _by_head(hidden: Tensor, features: Sequence[Sequence[int]], kept: Sequence[int], cut: bool) -> list[Tensor]:
     """The features of each head that stays, from W_O's input before or after the cut."""
-    place = layer.output_projection
-    assert place is not None
-    if cut:  # where the features that stay have gone
-        stay = surviving(place, kept)
-        size = hidden.shape[-1] + len(stay.owned - stay.kept)
-        where = {i: n for n, i in enumerate(stay.index(size, torch.device("cpu")).tolist())}
-        return [hidden[..., [where[i] for i in place.features[h]]] for h in kept]
-    return [hidden[..., list(place.features[h])] for h in kept]
+    if not cut:
+        return [hidden[..., list(features[h])] for h in kept]
+    stay = surviving(features, kept)
+    size = hidden.shape[-1] + len(stay.owned - stay.kept)
+    where = {i: n for n, i in enumerate(stay.index(size, torch.device("cpu")).tolist())}
+    return [hidden[..., [where[i] for i in features[h]]] for h in kept]
 
 
 def _sampled(t: Tensor) -> Tensor:
@@ -118,9 +111,17 @@ def _sampled(t: Tensor) -> Tensor:
     flat = t.detach().reshape(-1, t.shape[-1]) if t.ndim > 1 else t.detach().reshape(1, -1)
     if len(flat) > ROWS:
         flat = flat[torch.linspace(0, len(flat) - 1, ROWS, device="cpu").long().to(flat.device)]
-    return flat.double() if t.dtype == torch.float64 else flat.float().clone()
+    return widened(flat).clone()
 
 
-def _size(t: Tensor) -> float:
-    """The largest finite magnitude."""
+def largest(t: Tensor) -> float:
+    """The largest finite magnitude; 0 where there is none."""
     return t.nan_to_num(0, 0, 0).abs().max().item() if t.numel() else 0.0
+
+
+def gap(got: Tensor, expected: Tensor) -> float:
+    """The largest difference between finite numbers; infinity where the two are not finite in the same places."""
+    finite = expected.isfinite()
+    if not torch.equal(finite, got.isfinite()):
+        return math.inf
+    return (got - expected)[finite].abs().max().item() if bool(finite.any()) else 0.0

@@ -12,7 +12,7 @@ linear layers is small, and derivatives in it say which features belong to which
 * the first linear whose input depends on the attention's result is W_O, and the forward derivative
   (by differentiating twice) of its input with respect to head ``h`` gives that head's columns.
 
-Nothing here is trusted blindly: `headprune.prune` proves every removal.
+The result need not be trusted: `headprune.prune` proves every removal.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
     """Every attention layer that runs when ``model`` sees ``example``, in order of execution.
 
     Args:
-        model: Any module, in any mode; it is left as it was. Its weights may be on the meta device (structure is
-            all that is read), spread over devices, or brought in as they are needed by accelerate's hooks.
-        example: A dict of tensors (keyword arguments), a tensor, or a tuple (positional arguments);
-            two rows and at least two tokens tell the most. It is moved to the model's device. By default an input is made
+        model: Any module, in any mode; it is left as it was. Its weights may be on the meta device (only the
+            structure is read), spread over devices, or loaded by accelerate's hooks as they are needed.
+        example: A dict of tensors (keyword arguments), a tensor, or a tuple (positional arguments), best with
+            two rows and at least two tokens. It is moved to the model's device. By default an input is made
             up (`example_for`).
 
     Returns:
@@ -50,8 +50,8 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
         is one layer). Layers whose heads cannot be separated have ``prunable=False`` and a ``reason``.
 
     Raises:
-        HeadPruneError: The model refuses the example, it has no softmax attention, or its weights were made in
-            inference mode; there is no example, and none can be made up.
+        HeadPruneError: The model does not run on the example, it has no softmax attention, or its weights were made in
+            inference mode; or there is no example, and none can be made up.
     """
     check_weights(model)
     if example is None:
@@ -70,7 +70,7 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
         try:
             layers = _traced(model, given, buffers=True)
         except Exception:
-            # Some buffers may not be differentiated, such as a batch norm's, or are written to.
+            # Some buffers cannot be differentiated, such as a batch norm's, or the model writes to them.
             try:
                 layers = _traced(model, given, buffers=False)
             except Exception as error:
@@ -87,7 +87,7 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
 
 
 def example_for(model: nn.Module) -> Example:
-    """A made-up input that a model takes: of the form that `headprune.prune` or `headprune.repair` has seen, or, for a
+    """A made-up input for a model, of the form that `headprune.prune` or `headprune.repair` was given, or, for a
     transformers model, of the form that its config names.
 
     Raises:
@@ -98,7 +98,7 @@ def example_for(model: nn.Module) -> Example:
         try:
             with torch.no_grad(), uncompiled(), evaluating(model), exact_attention(model):
                 call(model, move(example, model_device(model)))
-        except Exception:  # a model refuses what it does not take in any way
+        except Exception:  # a model may refuse an input with any error
             continue
         return example
     raise HeadPruneError(
@@ -121,7 +121,7 @@ def _traced(model: nn.Module, example: Example, *, buffers: bool) -> list[Attent
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for every module, then each module's own mode again."""
+    """Evaluation mode for every module while the context lasts; afterwards each module has its own mode again."""
     modes = [(m, m.training) for m in model.modules()]
     model.eval()
     try:
@@ -133,7 +133,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
-    """Let every parameter (and floating-point buffer) start a graph, frozen or not."""
+    """Gradients for every parameter (and floating-point buffer) while the context lasts, frozen or not."""
     tensors_ = [*model.parameters(), *(model.buffers() if buffers else ())]
     every = {id(t): t for t in tensors_ if t.is_floating_point() and t.is_leaf}
     before = [(t, t.requires_grad) for t in every.values()]
@@ -148,22 +148,22 @@ def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Take back what modules note about themselves, such as D2L's ``attention_weights``: it holds the traced graph."""
+    """Restore the attributes of all modules afterwards: one such as D2L's ``attention_weights`` would hold the traced graph."""
     before = [(m, dict(m.__dict__)) for m in model.modules()]
     caches = [
         (v, dict(v)) for _, attributes in before for k, v in attributes.items() if type(v) is dict and k[0] != "_"
     ]
     lists = [(v, list(v)) for _, attributes in before for v in attributes.values() if type(v) is list]
     buffers = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
-    # A model may put up hooks of its own on its first run (transformers' `capture_outputs`), and note that. Both go, or a later
-    # run puts them up once more.
+    # A model may register hooks on its first run (transformers' `capture_outputs`), and note that in an attribute. Both are
+    # restored, or a later run would register the hooks once more.
     hooks = [
         (v, dict(v)) for _, attributes in before for k, v in attributes.items() if "_hooks" in k and isinstance(v, dict)
     ]
     copies: dict[int, Tensor] = {}
-    for held, content in buffers:  # a forward may write into them: into copies, then
+    for held, content in buffers:  # a forward may write into them, so it gets copies
         held.update({k: copies.setdefault(id(b), b.detach().clone()) for k, b in content.items() if b is not None})
-    for cache, content in caches:  # what was kept of earlier calls hides where it came from
+    for cache, content in caches:  # tensors kept from earlier calls have no graph
         if any(isinstance(v, Tensor) for v in content.values()):
             cache.clear()
     try:

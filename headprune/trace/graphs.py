@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Key = TypeVar("Key", str, tuple[str, int])
 
 
 @dataclass(frozen=True)
@@ -22,14 +25,16 @@ class Heads:
 
     @classmethod
     def along(cls, dim: int, count: int) -> Heads:
+        """One head for each index of a dimension."""
         return cls(dim, tuple((h,) for h in range(count)))
 
     def repeated(self, size: int) -> Heads:
-        """The same heads in a tensor with fewer of them, each serving several (grouped keys and values)."""
+        """The same heads in a tensor that has ``size`` of them, each shared by several (grouped keys and values)."""
         repeat = max(1, len(self) // size) if self.dim == 1 else 1
         return Heads(self.dim, tuple(tuple(i // repeat for i in index) for index in self.indices))
 
     def take(self, tensor: Tensor, head: int) -> Tensor:
+        """The part of a tensor that belongs to one head."""
         return tensor.index_select(self.dim, torch.tensor(self.indices[head], device=tensor.device))
 
     def __len__(self) -> int:
@@ -39,25 +44,26 @@ class Heads:
 class Uses:
     """Which entries of parameters and buffers each head reads, along every dimension."""
 
-    def __init__(self, names: dict[int, str], heads: int) -> None:
-        self.names, self.heads = names, heads
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
         self.used: dict[tuple[str, int], list[set[int]]] = {}
 
-    def add(self, head: int, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        for leaf, gradient in zip(leaves, gradients, strict=True):
-            if gradient is None or id(leaf) not in self.names:
-                continue
-            for dim in range(leaf.ndim):
-                empty = [set[int]() for _ in range(self.heads)]
-                self.used.setdefault((self.names[id(leaf)], dim), empty)[head] |= used(gradient.movedim(dim, -1))
+    def add(self, head: int, name: str, gradient: Tensor) -> None:
+        """Note what a head reads of a tensor: where its gradient is not zero."""
+        for dim in range(gradient.ndim):
+            self.used.setdefault((name, dim), none_of(self.heads))[head] |= used(gradient.movedim(dim, -1))
 
     def merge_into(self, tables: dict[tuple[str, int], list[set[int]]]) -> None:
-        """Keep those with entries that not all heads read."""
+        """Add the dimensions along which every head reads entries that not all heads read."""
         for key, heads in self.used.items():
             shared = set.intersection(*heads)
             if self.heads > 1 and all(h - shared for h in heads):
-                known = tables.setdefault(key, [set() for _ in heads])
-                tables[key] = [k | (h - shared) for k, h in zip(known, heads, strict=True)]
+                merge(tables, {key: [h - shared for h in heads]})
+
+
+def none_of(heads: int) -> list[set[int]]:
+    """No features for any head, to begin with."""
+    return [set() for _ in range(heads)]
 
 
 def is_matrix(weight: Tensor) -> bool:
@@ -65,15 +71,21 @@ def is_matrix(weight: Tensor) -> bool:
     return weight.ndim >= 2 and set(weight.shape[2:]) <= {1}
 
 
-def overlap(columns: list[set[int]]) -> bool:
+def overlap(columns: Sequence[set[int]]) -> bool:
+    """Whether some heads share features."""
     return sum(map(len, columns)) != len(set().union(*columns))
 
 
-def merge(into: dict[str, list[set[int]]], rows: dict[str, list[set[int]]]) -> None:
-    for module, heads in rows.items():
-        mine = into.setdefault(module, [set() for _ in heads])
-        for h, features in enumerate(heads):
-            mine[h] = mine[h] | features
+def apart(columns: Sequence[set[int]]) -> bool:
+    """Whether every head has features, and no two heads share one."""
+    return bool(columns) and all(columns) and not overlap(columns)
+
+
+def merge(into: dict[Key, list[set[int]]], rows: Mapping[Key, list[set[int]]]) -> None:
+    """Add each head's features to those that are known."""
+    for key, heads in rows.items():
+        known = into.get(key, none_of(len(heads)))
+        into[key] = [mine | new for mine, new in zip(known, heads, strict=True)]
 
 
 def used(gradient: Tensor) -> set[int]:

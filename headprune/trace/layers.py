@@ -8,44 +8,29 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures, HeadGate, HeadTable, ghosts
+from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures, HeadTable, ghosts, is_inside
 from headprune.modules import MultiheadAttention
-from headprune.trace.graphs import is_matrix, leaves_of, nodes_of, overlap
+from headprune.trace.graphs import apart, is_matrix, leaves_of, nodes_of, overlap
 from headprune.trace.record import Attention
 from headprune.trace.tracer import Tracer
 
 
 def read_layers(trace: Tracer) -> list[AttentionLayer]:
-    """One per attention module; several, where one module computes attention from several projections."""
+    """One layer for each attention module; several, where one module computes attention from several projections."""
     unique: dict[str, list[Attention]] = {}
     for attention in trace.found:
-        if attention.returned and (
-            not attention.columns or overlap(attention.columns) or attention.bypass or trace.reader.adds_more(attention)
-        ):
-            attention.output, attention.columns = attention.module, attention.returned
-            attention.concatenated, attention.output_dim, attention.reason = True, -1, ""
-        elif around := _around(attention):
-            attention.around, attention.columns = around, []
-            attention.reason = f"its output projection {around} is made of several layers: merge them (LoRA) first"
-        elif attention.output and not attention.reason and _elsewhere(trace, attention):
-            attention.reason = f"its output projection {attention.output} is also called on other data"
-            attention.columns, attention.passed = [], []
-        elif attention.bypass and not attention.reason and not overlap(attention.columns):
-            attention.reason = f"its heads reach {attention.bypass} past the output projection {attention.output}"
-            attention.columns, attention.passed = [], []
+        _settle_output(trace, attention)
         if not attention.fused and not attention.output and not attention.rows:
             continue  # a softmax that is no attention, such as a router's
-        apart = attention.columns and all(attention.columns) and not overlap(attention.columns)
         others = any(a.pairwise and a.module == attention.module for a in trace.found)
-        if not attention.pairwise and (others or not apart):
+        if not attention.pairwise and (others or not apart(attention.columns)):
             continue  # over channels, streams or a convolution's taps
         known = unique.setdefault(attention.module, [])
         same = next((a for a in known if a.rows == attention.rows), None)
         if same is None:
             known.append(attention)
         elif (same.output, same.columns) != (attention.output, attention.columns):
-            same.reason = f"its result goes through two output projections, {same.output} and {attention.output}"
-            same.columns, same.passed = [], []
+            same.refuse(f"its result goes through two output projections, {same.output} and {attention.output}")
     made: list[AttentionLayer] = []
     for calls in unique.values():
         for number, attention in enumerate(calls, 1):
@@ -53,13 +38,27 @@ def read_layers(trace: Tracer) -> list[AttentionLayer]:
     return made
 
 
+def _settle_output(trace: Tracer, attention: Attention) -> None:
+    """Decide what the output projection of an attention is, or why it has none whose inputs can be cut."""
+    if attention.returned and (not apart(attention.columns) or attention.bypass or trace.reader.adds_more(attention)):
+        attention.output, attention.columns = attention.module, attention.returned
+        attention.concatenated, attention.output_dim, attention.reason = True, -1, ""
+    elif around := _around(attention):
+        attention.around, attention.columns = around, []
+        attention.reason = f"its output projection {around} is made of several layers: merge them (LoRA) first"
+    elif attention.output and not attention.reason and _elsewhere(trace, attention):
+        attention.refuse(f"its output projection {attention.output} is also called on other data")
+    elif attention.bypass and not attention.reason and not overlap(attention.columns):
+        attention.refuse(f"its heads reach {attention.bypass} past the output projection {attention.output}")
+
+
 def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> AttentionLayer:
     heads = len(attention.heads)
     kind = "cross" if attention.cross else "decoder" if attention.causal else "encoder"
     reason = attention.reason or _separable(attention)
-    attention.columns = _filled(attention.columns, trace.sizes.get((attention.output, "in"), 0))
+    attention.columns = _filled(attention.columns, trace.seen[attention.output].size_in)
     output = None
-    if attention.output and attention.columns and all(attention.columns) and not overlap(attention.columns):
+    if attention.output and apart(attention.columns):
         output = HeadFeatures(attention.output, _sorted(attention.columns))
     projections, tables, groups = _projections(trace, attention), _tables(trace, attention), _groups(attention)
     owners = tuple(t.name.rpartition(".")[0] for t in tables)
@@ -72,26 +71,22 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
         output = HeadFeatures(attention.output, tuple(tuple(place.index(f) for f in own) for own in gate.features))
         reason = attention.reason
     if output is not None and attention.output_dim != -1:
-        gate = HeadGate(output.module, attention.output_dim, output.features)
+        gate = HeadFeatures(output.module, output.features, attention.output_dim)
     if suffix and not reason:
         reason = f"{attention.module} computes several attentions, and their head counts cannot be told apart"
     if gate and output is None and not _is_plain(trace.modules[gate.module]):
-        reason = f"{gate.module} ({type(trace.modules[gate.module]).__name__}) has no plain weight matrix to slice (quantised?)"
+        reason = _unsliceable(gate.module, trace.modules[gate.module])
     if attention.module in ghosts(trace.model):
         reason, output = "all of its heads were pruned; one stays with zero output, for the cache", None
-    matrices = [t for t in tables if len(trace.shape[t.name]) > 1]
-    if not reason and not (projections or matrices or attention.selections):
-        reason = f"no weights of {attention.module} were found that belong to single heads (quantised?)"
-    if not reason:
-        reason = _unsliceable(trace, attention, output, projections) or _asleep(trace, attention, output, projections)
+    cut = [part for part in (output, *projections) if part and not (part is output and attention.concatenated)]
+    reason = reason or _uncuttable(trace, attention, cut, output, tables)
     return AttentionLayer(
         name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=_kv_heads(attention, groups), groups=groups,
         head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
         output_projection=output, gate=gate, mixer=mixer, projections=projections, values=_values(trace, attention), tables=tables,
         selections=tuple(HeadFeatures(n, _sorted(rows)) for n, rows in attention.selections.items()),
         arguments=_head_arguments(trace, attention), inner_modules=tuple(inner), side_modules=tuple(n for n in counting if n not in inner),
-        bypass=_bypass(trace, attention, kind), output_arity=trace.results.get(attention.module) or 0,
-        output_inside=_output_inside(attention), concatenates=attention.concatenated,
+        bypass=_bypass(trace, attention, kind), output_arity=trace.seen[attention.module].arity or 0,
     )  # fmt: skip
 
 
@@ -99,10 +94,11 @@ def _projections(trace: Tracer, attention: Attention) -> tuple[HeadFeatures, ...
     """Every projection but W_O that holds features of single heads."""
     heads, found = len(attention.heads), []
     for module, rows in attention.rows.items():
-        rows = _filled(rows, trace.sizes.get((module, "out"), 0))
-        outside = not f"{module}.".startswith(f"{attention.module}." if attention.module else "")
-        if outside and any(module in a.rows and a.module != attention.module for a in trace.found):
-            continue  # something that several layers take their heads of, such as a position bias: it stays whole
+        rows = _filled(rows, trace.seen[module].size_out)
+        if not is_inside(module, attention.module) and any(
+            module in a.rows and a.module != attention.module for a in trace.found
+        ):
+            continue  # something that several layers read, such as a position bias: it stays whole
         shared = set.intersection(*rows) if heads > 1 else set()
         own = [r - shared for r in rows]  # features that all heads use stay (MQA, latent attention)
         if any(own):
@@ -115,7 +111,7 @@ def _values(trace: Tracer, attention: Attention) -> HeadFeatures | None:
     if len(attention.value_rows) != 1:
         return None
     ((module, rows),) = attention.value_rows.items()
-    rows = _filled(rows, trace.sizes.get((module, "out"), 0))
+    rows = _filled(rows, trace.seen[module].size_out)
     return HeadFeatures(module, _sorted(rows)) if all(rows) else None
 
 
@@ -142,33 +138,28 @@ def _bypass(trace: Tracer, attention: Attention, kind: str) -> str:
     """How the layer is taken out when all of its heads go (`AttentionLayer.bypass`)."""
     if isinstance(trace.modules[attention.module], MultiheadAttention):
         return "slice"
+    seen = trace.seen[attention.module]
     if (
         kind == "encoder"
         and attention.output_dim == -1
         and not attention.concatenated
-        and (not _output_inside(attention) or trace.returned.get(attention.module) == attention.output)
+        and (not is_inside(attention.output, attention.module) or seen.returned == attention.output != "")
         and attention.tokens > 1
-        and trace.results.get(attention.module) is not None
-        and attention.module not in trace.cached
+        and seen.arity is not None
+        and not seen.cached
         and not _has_other_weights(trace.modules, attention)
     ):
         return "stub"
     return "ghost"
 
 
-def _output_inside(attention: Attention) -> bool:
-    """Whether W_O is called inside the attention module."""
-    return f"{attention.output}.".startswith(f"{attention.module}.") if attention.module else True
-
-
-def _sorted(rows: list[set[int]]) -> tuple[tuple[int, ...], ...]:
+def _sorted(rows: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(own)) for own in rows)
 
 
 def _counting(trace: Tracer, attention: Attention) -> list[str]:
     """Modules that may count the heads: the attention module and those inside, but no layers with weights of their own."""
-    inside = f"{attention.module}." if attention.module else ""
-    below = [n for n in trace.modules if n == attention.module or n.startswith(inside)]
+    below = [n for n in trace.modules if is_inside(n, attention.module)]
     if not attention.module or any(a.module != attention.module and a.module in below for a in trace.found):
         below = [n for n in attention.running if n in below]
     return [
@@ -177,45 +168,52 @@ def _counting(trace: Tracer, attention: Attention) -> list[str]:
     ]  # fmt: skip
 
 
-def _unsliceable(
-    trace: Tracer, attention: Attention, output: HeadFeatures | None, projections: Sequence[HeadFeatures]
+def _uncuttable(
+    trace: Tracer,
+    attention: Attention,
+    cut: Sequence[HeadFeatures],
+    output: HeadFeatures | None,
+    tables: Sequence[HeadTable],
 ) -> str:
-    for part in (output, *projections):
-        if part is None:
-            continue
-        if part is output and attention.concatenated:
-            continue
-        module = trace.modules[part.module]
-        weight = getattr(module, "weight", None)
+    """Why the weights of this layer cannot be cut, or "".
+
+    Args:
+        cut: The parts whose weights would be: projections, and ``output`` unless the heads are returned side by side.
+    """
+    matrices = any(len(trace.shape[t.name]) > 1 for t in tables)
+    if not (any(part is not output for part in cut) or matrices or attention.selections):
+        return f"no weights of {attention.module} were found that belong to single heads (quantised?)"
+    for part in cut:
+        weight = getattr(trace.modules[part.module], "weight", None)
         if not isinstance(weight, nn.Parameter) or not weight.is_floating_point() or not is_matrix(weight):
-            return f"{part.module} ({type(module).__name__}) has no plain weight matrix to slice (quantised?)"
+            return _unsliceable(part.module, trace.modules[part.module])
         if hasattr(weight, "placements"):
             return f"the weight of {part.module} is spread over devices (tensor parallel): prune before distributing it"
+    for part in cut:
+        if idle := _idle(trace, attention, part, "in" if part is output else "out"):
+            return f"{idle} does not run, but would no longer fit (an adapter that is not active: merge or delete it first)"
     return ""
 
 
-def _asleep(
-    trace: Tracer, attention: Attention, output: HeadFeatures | None, projections: Sequence[HeadFeatures]
-) -> str:
-    """What did not run, but stands beside a projection and is as wide: it would no longer fit once it does run."""
-    for part in (output, *projections):
-        if part is None or (part is output and attention.concatenated):
-            continue
-        side = "in" if part is output else "out"
-        beside, _, _ = part.module.rpartition(".")
-        wrapper = beside and not f"{attention.module}.".startswith(
-            f"{beside}."
-        )  # LoRA's, not the attention module itself
-        for name, module in trace.modules.items():
-            own = name.startswith((f"{part.module}.", *((f"{beside}.",) if wrapper else ())))
-            idle = own and name not in trace.entered and not any(t.startswith(f"{name}.") for t, _ in attention.tables)
-            if idle and _as_wide(module, trace.sizes.get((part.module, side), 0), side):
-                return f"{name} does not run, but would no longer fit (an adapter that is not active: merge or delete it first)"
+def _unsliceable(name: str, module: nn.Module) -> str:
+    return f"{name} ({type(module).__name__}) has no plain weight matrix to slice (quantised?)"
+
+
+def _idle(trace: Tracer, attention: Attention, part: HeadFeatures, side: str) -> str:
+    """A module that did not run, but stands beside a projection and is as wide; "" if there is none."""
+    seen = trace.seen[part.module]
+    beside, _, _ = part.module.rpartition(".")
+    wrapper = beside and not f"{attention.module}.".startswith(f"{beside}.")  # LoRA's, not the attention module itself
+    for name, module in trace.modules.items():
+        own = name.startswith((f"{part.module}.", *((f"{beside}.",) if wrapper else ())))
+        idle = own and not trace.seen[name].calls and not any(t.startswith(f"{name}.") for t, _ in attention.tables)
+        if idle and _as_wide(module, seen.size_in if side == "in" else seen.size_out, side):
+            return name
     return ""
 
 
 def _as_wide(module: nn.Module, width: int, side: str) -> bool:
-    """Whether a module has weights for as many inputs or outputs, as far as it can be told."""
+    """Whether a module seems to have weights for as many inputs or outputs."""
     linear = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
     for parameter in module.parameters(recurse=False):
         shape = parameter.shape[:2]
@@ -229,7 +227,7 @@ def _as_wide(module: nn.Module, width: int, side: str) -> bool:
 def _elsewhere(trace: Tracer, attention: Attention) -> bool:
     """Whether W_O is called more often than this attention module computes attention."""
     own = [a for a in trace.found if a.module == attention.module and a.output == attention.output]
-    return trace.entered.get(attention.output, 0) > len(own)
+    return trace.seen[attention.output].calls > len(own)
 
 
 def _around(attention: Attention) -> str:
@@ -240,29 +238,31 @@ def _around(attention: Attention) -> str:
     return next((name for name, _ in attention.passed if name and all(p.startswith(f"{name}.") for p in parts)), "")
 
 
-def _gate(trace: Tracer, attention: Attention) -> HeadGate | None:
+def _gate(trace: Tracer, attention: Attention) -> HeadFeatures | None:
     """The first module between the attention and W_O that still has the heads apart."""
     if len(attention.heads) < 2:
         return None
     calls = sum(a.module == attention.module for a in trace.found)
     way = nodes_of(attention.source)
     for name, tensor in attention.passed:
-        # One that is called on other data too, such as a dropout, would gate that as well; one beside the way, nothing.
-        off = attention.around != name and (name not in trace.outputs or trace.outputs[name].grad_fn not in way)
-        if off or trace.entered[name] > calls or not any(leaf is attention.result for leaf in leaves_of(tensor)):
+        # A module that is called on other data too, such as a dropout, would gate that as well; one that W_O does not
+        # depend on would gate nothing.
+        seen = trace.seen[name]
+        off = attention.around != name and (seen.output is None or seen.output.grad_fn not in way)
+        if off or seen.calls > calls or not any(leaf is attention.result for leaf in leaves_of(tensor)):
             continue
         for dim in (-1, *((1,) if tensor.ndim > 3 else ())):
             columns = trace.reader.columns_of(attention, tensor, dim)
-            if all(columns) and not overlap(columns):
-                return HeadGate(name, dim, tuple(tuple(sorted(c)) for c in columns))
+            if apart(columns):
+                return HeadFeatures(name, _sorted(columns), dim)
     return None
 
 
-def _keeps_zeros(trace: Tracer, attention: Attention, gate: HeadGate) -> bool:
-    """Whether the module of a gate, a norm over all heads before W_O, makes nothing of heads that give nothing."""
+def _keeps_zeros(trace: Tracer, attention: Attention, gate: HeadFeatures) -> bool:
+    """Whether the module of a gate, a norm over all heads before W_O, maps the zeros of masked heads to zeros."""
     module, width = trace.modules[gate.module], dict(attention.passed)[gate.module].shape[-1]
     entries = sum(map(len, gate.features))
-    if gate.dim != -1 or entries != trace.sizes.get((attention.output, "in")) or gate.module == attention.output:
+    if gate.dim != -1 or entries != trace.seen[attention.output].size_in or gate.module == attention.output:
         return False
     held = next(module.parameters(), None)
     if held is not None and held.is_meta:
@@ -283,10 +283,10 @@ def _head_arguments(trace: Tracer, attention: Attention) -> tuple[HeadArgument, 
     heads = len(attention.heads)
     hidden = {id(call.source) for call in trace.calls.values()}  # what is projected is no bias
     found = []
-    for key, tensor in trace.given.get(attention.module, {}).items():
+    for key, tensor in trace.seen[attention.module].biases.items():
         read = attention.arguments.get(key, [set[int]()])
         if all(read) and any(own != read[0] for own in read) and set().union(*read) == set(range(tensor.shape[-1])):
-            found.append(HeadArgument(key, -1, False, tuple(tuple(sorted(own)) for own in read)))
+            found.append(HeadArgument(key, -1, False, _sorted(read)))
             continue
         dim = 1 if tensor.ndim == 4 else 0
         if heads < 2 or tensor.ndim > 4 or id(tensor) in hidden:
@@ -325,10 +325,10 @@ def _separable(attention: Attention) -> str:
 
 
 def _filled(rows: list[set[int]], size: int) -> list[set[int]]:
-    """Rows with the gaps closed that an activation left: features that were zero for every token of the example.
+    """Rows with their gaps filled: features that an activation made zero for every token of the example.
 
-    A feature of no head belongs to the heads on both sides of it, if those are the same; and where every head has its own
-    block of ``size / heads`` features, to the head of that block. If that is not so, the proof will say.
+    A feature that no head seems to use belongs to the heads on both sides of it, if those are the same; and where every head
+    has its own block of ``size / heads`` features, to the head of that block. If this guess is wrong, the proof fails.
     """
     if len(set().union(*rows)) in (0, size):
         return rows
@@ -369,8 +369,5 @@ def _groups(attention: Attention) -> tuple[tuple[int, ...], ...]:
 def _has_other_weights(modules: dict[str, nn.Module], attention: Attention) -> bool:
     """Whether a stub would remove more than attention: parameters besides the projections."""
     below = set(attention.rows) | {attention.output}
-    root = modules[attention.module]
-    for name, module in root.named_modules(prefix=attention.module):
-        if name not in below and any(True for _ in module.parameters(recurse=False)):
-            return True
-    return False
+    inside = modules[attention.module].named_modules(prefix=attention.module)
+    return any(n not in below and any(True for _ in module.parameters(recurse=False)) for n, module in inside)

@@ -18,10 +18,10 @@ _SHIFTS = 4096
 
 
 class Materialised(TorchFunctionMode):
-    """While this mode is on, meta tensors count as random tensors on the CPU.
+    """While this mode is on, random tensors on the CPU take the place of meta tensors.
 
     Args:
-        names: ``{id of a tensor: name}``; what is put in a named tensor's place is added under the same name.
+        names: ``{id of a tensor: name}``; the tensor that takes the place of a named one is added under its name.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -53,7 +53,7 @@ class Materialised(TorchFunctionMode):
         if id(meta) in self.made:
             return self.made[id(meta)]
         if not meta.is_floating_point():
-            # Positions and indices: zero is always one. Masks: everything is seen.
+            # Positions and indices: zero always exists. Masks: every token is visible.
             real = torch.full(meta.shape, meta.dtype in (torch.bool, torch.uint8), dtype=meta.dtype)
         elif meta.ndim < 2:
             real = torch.rand(meta.shape, generator=self.generator).to(meta.dtype) + 0.5

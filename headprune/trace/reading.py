@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from headprune.trace.graphs import Heads, Uses, leaves_of, nodes_of, overlap, used
-from headprune.trace.record import Attention, LinearCall
+from headprune.trace.graphs import Heads, Uses, apart, leaves_of, nodes_of, none_of, used
+from headprune.trace.record import Attention, LinearCall, Rows
 
+Source = TypeVar("Source")
 _MOST_SLICES = 2048  # of (batch * heads, …), each of which is differentiated
 
 
@@ -24,19 +26,19 @@ class Reader:
     def __init__(self, calls: Mapping[int, LinearCall], names: dict[int, str]) -> None:
         self.calls, self.names = calls, names
         self.generator = torch.Generator().manual_seed(0)
-        self.read: list[tuple[Tensor, Heads, dict[str, list[set[int]]]]] = []  # what `rows` found in this attention
+        self.read: list[tuple[Tensor, Heads, Rows]] = []  # what `rows` found in this attention
 
     def forget(self) -> None:
-        """What was read of the attention before: the next one begins."""
+        """Drop what `rows` found in the last attention: the next one begins."""
         self.read = []
 
     def heads_in(self, tensor: Tensor) -> Heads | None:
-        """Where the heads of queries or scores are; None where there are none to be told apart."""
+        """Where the heads of queries or scores are; None if they cannot be told apart."""
         if tensor.ndim >= 4:
             if not tensor.shape[1]:
                 return None
             heads = Heads.along(1, tensor.shape[1])
-            # (batch, tokens, heads, …), as sliding windows and deformable attention have it: tokens all read alike.
+            # (batch, tokens, heads, …), as in sliding windows and deformable attention: all tokens read the same features.
             if len(heads) == 1 or self._alike(tensor, heads):
                 for dim in range(2, tensor.ndim - 1):
                     others = Heads.along(dim, tensor.shape[dim])
@@ -60,7 +62,7 @@ class Reader:
         """Whether a query's scores ``[keys]`` depend on several tokens, as a softmax of queries with keys does."""
         leaves = [leaf for leaf in leaves_of(row) if id(leaf) in self.calls and leaf.ndim > 1]
         if not leaves or len(row) < 2:
-            return True  # nothing says that they do not
+            return True  # nothing shows that they do not
         gradients = torch.autograd.grad(row, leaves, self._noise(row), retain_graph=True, allow_unused=True)
         along = [self.calls[id(leaf)].dim for leaf in leaves]
         moved = [g.movedim(dim, -1) for g, dim in zip(gradients, along, strict=True) if g is not None]
@@ -72,10 +74,10 @@ class Reader:
         rows = self.rows(tensor, heads)
         return bool(rows) and all(r == features[0] for features in rows.values() for r in features)
 
-    def rows(self, tensor: Tensor, heads: Heads) -> dict[str, list[set[int]]]:
+    def rows(self, tensor: Tensor, heads: Heads) -> Rows:
         """Which features of which projection each head of ``tensor`` depends on.
 
-        Several ask the same of one attention's queries and keys: a backward pass for every head is made once.
+        The same question comes several times for one attention's queries and keys; it is answered once.
         """
         rows = next((r for known, those, r in self.read if known is tensor and those == heads), None)
         if rows is None:
@@ -83,127 +85,128 @@ class Reader:
             self.read.append((tensor, heads, rows))
         return {module: [set(own) for own in features] for module, features in rows.items()}
 
-    def _read_rows(self, tensor: Tensor, heads: Heads) -> dict[str, list[set[int]]]:
-        leaves = [leaf for leaf in leaves_of(tensor) if id(leaf) in self.calls]
-        rows: dict[str, list[set[int]]] = {}
-        if not leaves:
-            return rows
-        for h in range(len(heads)):
-            part = heads.take(tensor, h)
-            gradients = torch.autograd.grad(part, leaves, self._noise(part), retain_graph=True, allow_unused=True)
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                if gradient is not None:
-                    call_ = self.calls[id(leaf)]
-                    rows.setdefault(call_.module, [set() for _ in heads.indices])[h] |= call_.used(gradient)
+    def _read_rows(self, tensor: Tensor, heads: Heads) -> Rows:
+        calls = [(self.calls[id(leaf)], leaf) for leaf in leaves_of(tensor) if id(leaf) in self.calls]
+        rows: Rows = {}
+        for h, call, gradient in self._gradients(tensor, heads, calls):
+            rows.setdefault(call.module, none_of(len(heads)))[h] |= call.used(gradient)
         return rows
 
-    def note_selections(self, attention: Attention, tensor: Tensor, heads: Heads, mixers: Mapping[str, Tensor]) -> None:
-        """Modules inside the attention whose output has the heads apart, though what they read has not: norms over all heads."""
-        if len(heads) < 2 or not tensor.requires_grad:
-            return
-        inside = f"{attention.module}." if attention.module else ""
-        projections = {call.module for call in self.calls.values()}
-        mixers = {n: t for n, t in mixers.items() if n.startswith(inside) and n not in projections}
-        if not mixers or not any(all(r == rows[0] for r in rows) for rows in self.rows(tensor, heads).values()):
-            return
-        features: dict[str, list[set[int]]] = {}
-        for h in range(len(heads)):
+    def _gradients(
+        self, tensor: Tensor, heads: Heads, sources: Sequence[tuple[Source, Tensor]]
+    ) -> Iterator[tuple[int, Source, Tensor]]:
+        """Differentiate each head's part of ``tensor``: (head, source, gradient) for every source that it depends on."""
+        for h in range(len(heads) if sources else 0):
             part = heads.take(tensor, h)
             gradients = torch.autograd.grad(
-                part, list(mixers.values()), self._noise(part), retain_graph=True, allow_unused=True
+                part, [t for _, t in sources], self._noise(part), retain_graph=True, allow_unused=True
             )
-            for name, gradient in zip(mixers, gradients, strict=True):
+            for (source, _), gradient in zip(sources, gradients, strict=True):
                 if gradient is not None:
-                    features.setdefault(name, [set() for _ in range(len(heads))])[h] |= used(gradient)
+                    yield h, source, gradient
+
+    def note_selections(self, attention: Attention, tensor: Tensor, heads: Heads, mixers: Mapping[str, Tensor]) -> None:
+        """Note norms over all heads: modules in the attention whose output has the heads apart, though their input has not.
+
+        Args:
+            mixers: Outputs of modules that may be such norms.
+        """
+        if len(heads) < 2 or not tensor.requires_grad:
+            return
+        projections = {call.module for call in self.calls.values()}
+        inside = [(n, t) for n, t in mixers.items() if n.startswith(attention.prefix) and n not in projections]
+        if not inside or not any(all(r == rows[0] for r in rows) for rows in self.rows(tensor, heads).values()):
+            return
+        features: Rows = {}
+        for h, name, gradient in self._gradients(tensor, heads, inside):
+            features.setdefault(name, none_of(len(heads)))[h] |= used(gradient)
         for name, rows in features.items():
             if all(rows) and any(r != rows[0] for r in rows):
                 attention.selections[name] = rows
 
     def note_tables(self, attention: Attention, tensor: Tensor, heads: Heads) -> None:
-        """Parameters and buffers in which each head of ``tensor`` has entries of its own."""
-        leaves = [leaf for leaf in leaves_of(tensor) if id(leaf) in self.names and leaf.ndim]
-        if not leaves or len(heads) < 2:
+        """Note parameters and buffers in which each head of ``tensor`` has entries of its own."""
+        if len(heads) < 2:
             return
-        used = Uses(self.names, len(heads))
-        for h in range(len(heads)):
-            part = heads.take(tensor, h)
-            used.add(
-                h, leaves, torch.autograd.grad(part, leaves, self._noise(part), retain_graph=True, allow_unused=True)
-            )
-        used.merge_into(attention.tables)
+        uses = Uses(len(heads))
+        for h, name, gradient in self._gradients(tensor, heads, self._named(leaves_of(tensor))):
+            uses.add(h, name, gradient)
+        uses.merge_into(attention.tables)
+
+    def _named(self, leaves: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+        """The parameters and buffers among some tensors, with their names."""
+        return [(self.names[id(leaf)], leaf) for leaf in leaves if id(leaf) in self.names and leaf.ndim]
 
     def note_arguments(
         self, attention: Attention, tensor: Tensor, heads: Heads, given: Mapping[str | int, Tensor]
     ) -> None:
-        """Arguments of the attention module that each head of ``tensor`` reads in features of its own, by no projection."""
-        given = {k: t for k, t in given.items() if t.grad_fn is not None}
-        if len(heads) < 2 or not given or not tensor.requires_grad:
+        """Note arguments of the attention module of which each head of ``tensor`` reads features, not through a projection."""
+        computed = {k: t for k, t in given.items() if t.grad_fn is not None}
+        if len(heads) < 2 or not computed or not tensor.requires_grad:
             return
         way = nodes_of(tensor)
-        # What a projection made is cut there.
-        given = {
-            k: t
-            for k, t in given.items()
+        sources = [
+            (k, t)
+            for k, t in computed.items()  # the output of a projection is cut at that projection
             if t.grad_fn in way and not any(id(leaf) in self.calls for leaf in leaves_of(t))
-        }
-        for h in range(len(heads) if given else 0):
-            part = heads.take(tensor, h)
-            gradients = torch.autograd.grad(
-                part, list(given.values()), self._noise(part), retain_graph=True, allow_unused=True
-            )
-            for key, gradient in zip(given, gradients, strict=True):
-                if gradient is not None:
-                    attention.arguments.setdefault(key, [set() for _ in heads.indices])[h] |= used(gradient)
+        ]
+        for h, key, gradient in self._gradients(tensor, heads, sources):
+            attention.arguments.setdefault(key, none_of(len(heads)))[h] |= used(gradient)
 
     def columns_of(self, attention: Attention, source: Tensor, dim: int = -1) -> list[set[int]]:
         """The features of ``source`` along ``dim`` that each head's result reaches."""
-        cotangent = torch.zeros_like(source, requires_grad=True)
-        (back,) = torch.autograd.grad(source, attention.result, cotangent, create_graph=True)
+        forward = _derivative(source, attention.result)
         heads, columns = attention.heads, []
         for h, indices in enumerate(heads.indices):
             tangent = torch.zeros_like(attention.result)
             where = torch.tensor(indices, device=tangent.device)
             tangent.index_copy_(heads.dim, where, self._noise(heads.take(tangent, h)))
-            (forward,) = torch.autograd.grad(back, cotangent, tangent, retain_graph=True)
-            columns.append(used(forward.movedim(dim, -1)))
+            columns.append(used(forward(tangent).movedim(dim, -1)))
         return columns
 
     def adds_more(self, attention: Attention) -> bool:
-        """Whether something is added to the heads before what was taken for their W_O reads them, such as a residual.
+        """Whether something, such as a residual, is added to the heads before what was taken for their W_O reads them.
 
         Only asked where the module returns its heads side by side: nothing but weights and gates should come in between.
         """
         source = attention.source
         if source is None or not source.requires_grad:
             return False
-        cotangent = torch.zeros_like(source, requires_grad=True)
-        (back,) = torch.autograd.grad(source, attention.result, cotangent, create_graph=True)
-        (made,) = torch.autograd.grad(back, cotangent, attention.result.detach(), retain_graph=True)
+        made = _derivative(source, attention.result)(attention.result.detach())
         rest = (source.detach() - made).movedim(attention.output_dim, -1)
         index = sorted(set().union(*attention.columns))
         size = source.detach().abs().max().clamp(min=1e-30)
         return bool(rest[..., index].abs().max() > 1e-3 * size) if index else False
 
     def note_values(self, attention: Attention, columns: list[set[int]], source: Tensor, leaves: list[Tensor]) -> None:
-        """What else enters the heads' features of ``source``: values of eager attention, gates and scales on the output."""
+        """Note what else the heads' features of ``source`` depend on: values of eager attention, gates and scales."""
         leaves = [leaf for leaf in leaves if leaf is not attention.result and leaf.ndim]
-        if not leaves or not all(columns) or overlap(columns):
+        if not leaves or not apart(columns):
             return
-        used = Uses(self.names, len(attention.heads))
+        uses = Uses(len(columns))
         for h, own in enumerate(columns):
             seed = torch.zeros_like(source)
             index = sorted(own)
             seed[..., index] = self._noise(seed[..., index])
             gradients = torch.autograd.grad(source, leaves, seed, retain_graph=True, allow_unused=True)
-            used.add(h, leaves, gradients)
             for leaf, gradient in zip(leaves, gradients, strict=True):
-                if gradient is not None and id(leaf) in self.calls:
-                    call_ = self.calls[id(leaf)]
+                if gradient is None:
+                    continue
+                if name := self.names.get(id(leaf)):
+                    uses.add(h, name, gradient)
+                if call := self.calls.get(id(leaf)):
                     for rows in (attention.rows, *(() if attention.fused else (attention.value_rows,))):
-                        rows.setdefault(call_.module, [set() for _ in columns])[h] |= call_.used(gradient)
-        used.merge_into(attention.tables)
+                        rows.setdefault(call.module, none_of(len(columns)))[h] |= call.used(gradient)
+        uses.merge_into(attention.tables)
 
     def _noise(self, like: Tensor) -> Tensor:
         # Random, since a constant would vanish in a layer norm; away from zero, since zero means "unused".
         noise = torch.rand(like.shape, generator=self.generator) + 0.5
         return noise.to(like.device, like.dtype)
+
+
+def _derivative(of: Tensor, by: Tensor) -> Callable[[Tensor], Tensor]:
+    """The forward derivative (Jacobian times tangent), by differentiating twice."""
+    cotangent = torch.zeros_like(of, requires_grad=True)
+    (back,) = torch.autograd.grad(of, by, cotangent, create_graph=True)
+    return lambda tangent: torch.autograd.grad(back, cotangent, tangent, retain_graph=True)[0]

@@ -1,4 +1,4 @@
-"""What a traced forward leaves behind: calls of linear layers, and computations of attention."""
+"""What a traced forward shows: modules, calls of linear layers, and computations of attention."""
 
 from __future__ import annotations
 
@@ -7,6 +7,26 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from headprune.trace.graphs import Heads, used
+
+
+@dataclass
+class ModuleSeen:
+    """What a traced forward shows of one module; of its last call, where nothing else is said."""
+
+    calls: int = 0
+    inputs: list[Tensor] = field(default_factory=list)  # every tensor in its arguments
+    biases: dict[str | int, Tensor] = field(
+        default_factory=dict
+    )  # arguments that may be a bias or mask, by key or position
+    cached: bool = False  # whether it was given a cache, in any call
+    arity: int | None = (
+        None  # length of the tuple that it returns, 0 for a tensor; None if a stub cannot return the same
+    )
+    returned: str = ""  # the linear layer whose output it returned, unchanged but for its shape
+    output: Tensor | None = None  # what it returned on the way from an attention to W_O
+    mixed: Tensor | None = None  # what it returned, if it has one-dimensional parameters: a norm may mix the heads
+    size_in: int = 0  # of a linear layer: its input's features
+    size_out: int = 0
 
 
 @dataclass
@@ -20,8 +40,12 @@ class LinearCall:
     dim: int = -1  # the dimension of its features: 1 for a convolution
 
     def used(self, gradient: Tensor) -> set[int]:
-        """The features that a gradient with respect to ``leaf`` says are used."""
+        """The features for which a gradient with respect to ``leaf`` is not zero."""
         return used(gradient.movedim(self.dim, -1))
+
+
+Rows = dict[str, list[set[int]]]
+"""Module -> head -> features of its output."""
 
 
 @dataclass
@@ -35,23 +59,30 @@ class Attention:
     causal: bool
     fused: bool  # scaled_dot_product_attention, not softmax
     tokens: int  # queries; with one alone no direction can be seen
-    rows: dict[str, list[set[int]]] = field(default_factory=dict)  # projection -> head -> features
-    query_rows: dict[str, list[set[int]]] = field(default_factory=dict)
-    value_rows: dict[str, list[set[int]]] = field(default_factory=dict)
+    rows: Rows = field(default_factory=dict)  # of all projections
+    query_rows: Rows = field(default_factory=dict)
+    value_rows: Rows = field(default_factory=dict)
+    selections: Rows = field(default_factory=dict)  # of modules over all heads
     tables: dict[tuple[str, int], list[set[int]]] = field(default_factory=dict)  # (tensor, dim) -> head -> indices
+    arguments: dict[str | int, list[set[int]]] = field(default_factory=dict)  # of the module -> head -> features
     cross: bool = False
     output: str = ""
     concatenated: bool = False  # no W_O: ``output`` is the attention module itself
     columns: list[set[int]] = field(default_factory=list)
     output_dim: int = -1  # the dimension of W_O's input that its columns lie along
     source: Tensor | None = None  # the input of W_O, or of what was taken for it
-    around: str = ""  # a module that W_O and what else its result reaches are parts of, such as LoRA's
+    around: str = ""  # a module that holds W_O and what else its result reaches, such as LoRA's
     bypass: str = ""  # what else its result reaches, past W_O
     passed: list[tuple[str, Tensor]] = field(default_factory=list)  # modules called on the way to W_O, with their input
     pairwise: bool = True  # scores of one token with another; not so: a softmax over channels, streams, points
     returned: list[set[int]] = field(default_factory=list)  # head -> features of the module's output, if apart
-    selections: dict[str, list[set[int]]] = field(default_factory=dict)  # module over all heads -> head -> features
-    arguments: dict[str | int, list[set[int]]] = field(
-        default_factory=dict
-    )  # argument of the module -> head -> features
     reason: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """How the names of the modules inside the attention module begin."""
+        return f"{self.module}." if self.module else ""
+
+    def refuse(self, reason: str) -> None:
+        """Note why the heads cannot be removed, nor masked at W_O's input."""
+        self.reason, self.columns, self.passed = reason, [], []

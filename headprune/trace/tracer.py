@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,109 +13,92 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headprune.inputs import tensors
-from headprune.trace.graphs import Heads, is_matrix, leaves_of, memory, merge, overlap
+from headprune.trace.graphs import Heads, apart, is_matrix, leaves_of, memory, merge
 from headprune.trace.reading import Reader
-from headprune.trace.record import Attention, LinearCall
+from headprune.trace.record import Attention, LinearCall, ModuleSeen, Rows
 
-# Autograd's names of what changes no number.
+# Autograd's names of operations that change no number.
 _SHAPES = {
-    f"{n}Backward"
-    for n in (
-        "Clone",
-        "View",
-        "UnsafeView",
-        "Alias",
-        "Transpose",
-        "Permute",
-        "Squeeze",
-        "Unsqueeze",
-        "ReshapeAlias",
-        "T",
+    f"{name}Backward"
+    for name in (
+        "Clone", "View", "UnsafeView", "Alias", "Transpose", "Permute", "Squeeze", "Unsqueeze", "ReshapeAlias", "T",
     )
-}
+}  # fmt: skip
 _SDPA = F.scaled_dot_product_attention
 _SOFTMAX: set[Callable[..., Any]] = {F.softmax, torch.softmax, Tensor.softmax}
 _CONV: set[Callable[..., Any]] = {F.conv1d, F.conv2d}  # linear layers over channels, where the kernel is 1 wide
 _LINEAR: set[Callable[..., Any]] = {F.linear, torch.addmm, torch.matmul, Tensor.matmul, Tensor.__matmul__}
+_PASSED = 12  # modules between an attention and W_O that are remembered, at most
 
 
 class Tracer(TorchFunctionMode):
-    """Watches one forward."""
+    """Watches one forward.
+
+    Attributes:
+        found: Every computation of attention, in the order of execution.
+        seen: What was seen of every module.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.modules: dict[str, nn.Module] = {}
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self.running: list[str] = []
-        self.arguments: dict[str, list[Tensor]] = {}
-        self.results: dict[str, Any] = {}
-        self.mixers: dict[str, Tensor] = {}  # outputs of small modules that may mix the heads, such as norms
-        self.returned: dict[str, str] = {}  # module -> the linear layer whose output, unchanged, it returned
-        self.outputs: dict[str, Tensor] = {}  # of modules between an attention and W_O
-        self.entered: dict[str, int] = {}  # how often each module was called
-        self.owner: dict[int, list[str]] = {}  # module by its weight's memory, so that weight.T is known too
-        self.tensors: dict[int, str] = {}  # names of parameters and buffers
-        self.shape: dict[str, torch.Size] = {}
-        self.sizes: dict[tuple[str, str], int] = {}  # (linear, "in" or "out") -> features
-        self.given: dict[str, dict[str | int, Tensor]] = {}  # module -> argument -> tensor that may be a bias or mask
-        self.cached: set[str] = set()  # modules that were given a cache
+        self.seen = {name: ModuleSeen() for name in self.modules}
         self.calls: dict[int, LinearCall] = {}  # by id of the leaf
         self.found: list[Attention] = []
-        self.reader = Reader(self.calls, self.tensors)
-        self._index_parameters()
-
-    def _index_parameters(self) -> None:
-        """Remember which module owns which weight matrix, and what every tensor is called."""
-        self.modules = dict(self.model.named_modules())
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+        self.tensors: dict[int, str] = {}  # names of parameters and buffers
+        self.shape: dict[str, torch.Size] = {}
+        self.owner: dict[int, list[str]] = {}  # module by its weight's memory, so that weight.T is known too
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.tensors[id(tensor)] = name
             self.shape[name] = tensor.shape
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
                 if is_matrix(parameter):
                     self.owner.setdefault(memory(parameter), []).append(name)
+        self.reader = Reader(self.calls, self.tensors)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Keep the stack of running modules up to date."""
+        """Note the calls of all modules."""
         with ExitStack() as stack:
             for name, module in self.modules.items():
-
-                def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                    self.running.append(name)
-                    self.entered[name] = self.entered.get(name, 0) + 1
-                    self.arguments[name] = [t for t in tensors((args, kwargs)) if t.ndim]
-                    every = {**dict(enumerate(args)), **kwargs}
-                    self.given[name] = {
-                        k: v
-                        for k, v in every.items()
-                        if isinstance(v, Tensor) and (v.is_floating_point() or v.dtype == torch.bool) and v.ndim > 2
-                    }
-                    if args and isinstance(args[0], Tensor) and args[0].requires_grad:
-                        for attention in self.found:
-                            if not attention.output and not attention.reason and len(attention.passed) < 12:
-                                attention.passed.append((name, args[0]))
-                    if any(v is not None and "past" in k for k, v in kwargs.items()):
-                        self.cached.add(name)
-
-                def leave(_: nn.Module, __: Any, output: Any, name: str = name) -> Any:
-                    if self.running and self.running[-1] == name:
-                        self.running.pop()
-                    self.results[name] = _shape_of(output)
-                    self._note_returned(name, output)
-                    scales = any(p.ndim == 1 for p in self.modules[name].parameters(recurse=False))
-                    if scales and isinstance(output, Tensor) and output.grad_fn is not None:
-                        self.mixers[name] = output
-                    self._match_concatenation(name, output)
-                    if isinstance(output, Tensor) and any(name in dict(a.passed) for a in self.found if not a.output):
-                        # A node of its own in the graph, to see whether W_O depends on it.
-                        self.outputs[name] = output.view_as(output)
-                        return self.outputs[name]
-                    return None
-
+                enter, leave = partial(self._enter, name), partial(self._leave, name)
                 stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
             yield
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.running.append(name)
+        seen = self.seen[name]
+        seen.calls += 1
+        seen.inputs = [t for t in tensors((args, kwargs)) if t.ndim]
+        seen.biases = {
+            k: v
+            for k, v in {**dict(enumerate(args)), **kwargs}.items()
+            if isinstance(v, Tensor) and (v.is_floating_point() or v.dtype == torch.bool) and v.ndim > 2
+        }
+        seen.cached |= any(v is not None and "past" in k for k, v in kwargs.items())
+        if args and isinstance(args[0], Tensor) and args[0].requires_grad:
+            for attention in self.found:
+                if not attention.output and not attention.reason and len(attention.passed) < _PASSED:
+                    attention.passed.append((name, args[0]))
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.running and self.running[-1] == name:
+            self.running.pop()
+        seen = self.seen[name]
+        seen.arity, seen.returned = _arity(output), self._returned(output)
+        scales = any(p.ndim == 1 for p in module.parameters(recurse=False))
+        if scales and isinstance(output, Tensor) and output.grad_fn is not None:
+            seen.mixed = output
+        self._match_concatenation(name, output)
+        if isinstance(output, Tensor) and any(name in dict(a.passed) for a in self.found if not a.output):
+            # A node of its own in the graph, to see whether W_O depends on it.
+            seen.output = output.view_as(output)
+            return seen.output
+        return None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -156,7 +140,7 @@ class Tracer(TorchFunctionMode):
         if source is None or not out.is_floating_point():
             return out
         as_module = bool(self.running) and self.running[-1] == owner
-        self.sizes[owner, "in"], self.sizes[owner, "out"] = source.shape[dim], out.shape[dim]
+        self.seen[owner].size_in, self.seen[owner].size_out = source.shape[dim], out.shape[dim]
         matched = self._match_output(owner, as_module, source, dim)
         if not matched and source.ndim > 3 and self._inside_heads(owner, source):
             return out
@@ -185,26 +169,28 @@ class Tracer(TorchFunctionMode):
             return result.clone()
         first = (0,) * (query.ndim - 2)
         attention.pairwise = self.reader.compares_tokens(key[first] @ query[first][-1])
-        attention.query_rows = self.reader.rows(query, heads)
-        merge(attention.rows, attention.query_rows)
-        for tensor in (query, key):
-            self.reader.note_selections(attention, tensor, heads.repeated(tensor.shape[1]), self.mixers)
-        attention.value_rows = self.reader.rows(value, heads.repeated(value.shape[1]))
-        merge(attention.rows, self.reader.rows(key, heads.repeated(key.shape[1])))
-        merge(attention.rows, attention.value_rows)
-        for tensor in (query, key, value):
-            self.reader.note_tables(attention, tensor, heads.repeated(tensor.shape[1]))
-            self.reader.note_arguments(
-                attention, tensor, heads.repeated(tensor.shape[1]), self.given.get(attention.module, {})
-            )
+        attention.query_rows = self._read(attention, query, heads)
+        self._read(attention, key, heads.repeated(key.shape[1]))
+        attention.value_rows = self._read(attention, value, heads.repeated(value.shape[1]), are_values=True)
         if mask is not None and mask.requires_grad and mask.ndim == query.ndim and mask.shape[1] == query.shape[1]:
             merge(attention.rows, self.reader.rows(mask, heads))
             self.reader.note_tables(attention, mask, heads)
         self._note_sources(attention, query, key)
         return result.clone()
 
+    def _read(self, attention: Attention, tensor: Tensor, heads: Heads, *, are_values: bool = False) -> Rows:
+        """Note what each head of the queries, keys, values or scores depends on; returns the features of projections."""
+        rows = self.reader.rows(tensor, heads)
+        merge(attention.rows, rows)
+        if not are_values:
+            mixed = {name: seen.mixed for name, seen in self.seen.items() if seen.mixed is not None}
+            self.reader.note_selections(attention, tensor, heads, mixed)
+        self.reader.note_tables(attention, tensor, heads)
+        self.reader.note_arguments(attention, tensor, heads, self.seen[attention.module].biases)
+        return rows
+
     def _on_hidden(self, args: Any, kwargs: Any) -> None:
-        """Attention inside torch's own function, where nothing can be seen; at least it is told."""
+        """Attention inside torch's own function, where nothing can be seen: note at least that it is there."""
         heads = kwargs.get("num_heads", args[4] if len(args) > 4 else 1)
         attention = Attention(
             self._attention_module(), tuple(self.running), torch.zeros(0), Heads.along(1, heads),
@@ -228,25 +214,21 @@ class Tracer(TorchFunctionMode):
         result: Tensor = out.detach().requires_grad_()
         attention = Attention(
             self._attention_module(), tuple(self.running), result, heads,
-            causal=_is_upper_zero(out), fused=False, tokens=out.shape[-2],
+            causal=_are_causal(out), fused=False, tokens=out.shape[-2],
         )  # fmt: skip
         self.found.append(attention)
         # A softmax over another dimension is mostly no attention: it counts where its heads reach a W_O separately.
         last = dim in (-1, out.ndim - 1)
         attention.pairwise = last and self.reader.compares_tokens(scores[(0,) * (scores.ndim - 2) + (-1,)])
-        attention.query_rows = self.reader.rows(scores, heads)
-        self.reader.note_selections(attention, scores, heads, self.mixers)
-        self.reader.note_tables(attention, scores, heads)
-        self.reader.note_arguments(attention, scores, heads, self.given.get(attention.module, {}))
-        merge(attention.rows, attention.query_rows)
+        attention.query_rows = self._read(attention, scores, heads)
         self._note_sources(attention, scores, scores)
         return result.clone().movedim(-1, dim)
 
     def _match_output(self, owner: str, as_module: bool, source: Tensor, dim: int) -> bool:
-        """If ``source``, a linear's input, depends on an attention's result, that linear is its W_O. Whether it is one's."""
-        matched = False
+        """Note a linear layer as W_O of every attention that its input ``source`` depends on; returns whether there is one."""
         if not self.found or not source.requires_grad:
-            return matched
+            return False
+        matched = False
         reached = {id(leaf): leaf for leaf in leaves_of(source)}
         for attention in self.found:
             if id(attention.result) not in reached or attention.reason:
@@ -263,7 +245,7 @@ class Tracer(TorchFunctionMode):
         return matched
 
     def note_bypass(self, output: Any) -> None:
-        """Look whether heads reach the model's output past their W_O."""
+        """Note whether heads reach the model's output past their W_O."""
         if isinstance(output, Mapping):
             output = {k: v for k, v in output.items() if "attentions" not in k}
         elif isinstance(output, tuple | list):
@@ -274,7 +256,7 @@ class Tracer(TorchFunctionMode):
                 attention.bypass = attention.bypass or "the model's output"
 
     def _match_concatenation(self, name: str, output: Any) -> None:
-        """Note where the heads are in what attention module ``name`` returns: without a W_O, that is the place to gate."""
+        """Note where the heads are in the output of attention module ``name``: without a W_O, they are gated there."""
         returned = output[0] if isinstance(output, tuple) and output else output
         pending = [a for a in self.found if a.module == name and not a.output and not a.reason]
         if not pending or not isinstance(returned, Tensor) or not returned.requires_grad:
@@ -283,25 +265,22 @@ class Tracer(TorchFunctionMode):
         for attention in pending:
             if id(attention.result) in reached and len(attention.heads) > 1:
                 columns = self.reader.columns_of(attention, returned)
-                if all(columns) and not overlap(columns):
+                if apart(columns):
                     attention.returned = columns
                     self.reader.note_values(attention, columns, returned, list(reached.values()))
 
-    def _note_returned(self, name: str, output: Any) -> None:
-        """Remember which linear layer's output a module returns as it is, in another shape at most."""
+    def _returned(self, output: Any) -> str:
+        """The linear layer whose output a module returns, in another shape at most; "" if it returns something else."""
         returned = output[0] if isinstance(output, tuple) and output else output
         node = returned.grad_fn if isinstance(returned, Tensor) else None
         while node is not None and len(node.next_functions) == 1 and node.name().removesuffix("0") in _SHAPES:
             node = node.next_functions[0][0]
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) in self.calls:
-            self.returned[name] = self.calls[id(leaf)].module
-        else:
-            self.returned.pop(name, None)
+        call = self.calls.get(id(getattr(node, "variable", None)))
+        return call.module if call else ""
 
     def _note_sources(self, attention: Attention, *parts: Tensor) -> None:
-        """Cross-attention: some projections read an argument of the module that no other projection reads."""
-        given = {id(t): t for t in self.arguments.get(attention.module, [])}
+        """Note cross-attention: some projections read an argument of the module that no other projection reads."""
+        given = {id(t): t for t in self.seen[attention.module].inputs}
         read: set[frozenset[int]] = set()
         batch: set[int] = set()
         for part in parts:
@@ -316,7 +295,7 @@ class Tracer(TorchFunctionMode):
         attention.cross = len(hidden) > 1 and not set.intersection(*map(set, hidden))
 
     def _origins(self, source: Tensor, given: dict[int, Tensor]) -> set[int]:
-        """The arguments, of those ``given``, that a projection's input was computed from, also by way of other projections."""
+        """Which of the arguments ``given`` a projection's input was computed from, perhaps through other projections."""
         if id(source) in given:
             return {id(source)}
         computed = [t for t in given.values() if t.requires_grad and source.requires_grad]
@@ -347,25 +326,29 @@ def _sdpa_arguments(
     return query, key, value, attn_mask, dropout_p, is_causal
 
 
+def _is_causal(blocked: Tensor) -> bool:
+    """Whether every key behind its query is blocked, and not every key before it: of ``[..., queries, keys]``."""
+    tokens = blocked.shape[-2]
+    blocked = blocked[..., :tokens]
+    behind = torch.ones(tokens, tokens, dtype=torch.bool, device=blocked.device).triu(1)
+    return tokens > 1 and bool(blocked[..., behind].all()) and not bool(blocked[..., behind.T].all())
+
+
 def _is_causal_mask(mask: Tensor | None) -> bool:
-    if mask is None or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] < 2:
+    if mask is None or mask.shape[-1] != mask.shape[-2]:
         return False
-    blocked = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
-    ones = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
-    return bool(blocked[..., ones].all()) and not bool(blocked[..., ones.T].all())
+    return _is_causal(~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2)
 
 
-def _is_upper_zero(probabilities: Tensor) -> bool:
-    t, s = probabilities.shape[-2:]
-    if s not in (t, t + 1) or t < 2:  # one more where there is an attention sink
-        return False
-    probabilities = probabilities[..., :t]
-    ones = torch.ones(t, t, dtype=torch.bool, device=probabilities.device).triu(1)
-    return not bool(probabilities[..., ones].any()) and bool(probabilities[..., ones.T].any())
+def _are_causal(probabilities: Tensor) -> bool:
+    queries, keys = probabilities.shape[-2:]
+    return keys in (queries, queries + 1) and _is_causal(
+        probabilities == 0
+    )  # one more where there is an attention sink
 
 
-def _shape_of(output: Any) -> int | None:
-    """Arity of a module's output if a stub can return the same: a tensor, or one tensor and Nones."""
+def _arity(output: Any) -> int | None:
+    """Length of the tuple that a module returns, 0 for a tensor; None for more than one tensor, which no stub can return."""
     if isinstance(output, Tensor):
         return 0
     if type(output) is tuple and output and isinstance(output[0], Tensor) and all(o is None for o in output[1:]):

@@ -1,6 +1,6 @@
-"""Finds the file and the line at which a dataset cannot be read: the libraries name neither.
+"""Finds the file and the line that make a dataset unreadable: the libraries name neither.
 
-It is asked only after reading has failed, so that it may take its time, and files that are read well are never refused.
+This runs only after reading has failed: so it may be slow, and it never refuses a file that can be read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from headprune.errors import HeadPruneError, first_line
 
@@ -59,13 +60,11 @@ def _json_lines(file: Path) -> _Wrong | None:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                why = (
-                    f"{error.msg} at column {error.colno:,}" if isinstance(error, json.JSONDecodeError) else str(error)
-                )
-                return f"line {number:,} is not valid JSON ({why})", f"Each line must be one JSON object. {_REPAIR}"
+            value = _parsed(line)
+            if isinstance(value, Exception):
+                at = f" at column {value.colno:,}" if isinstance(value, json.JSONDecodeError) else ""
+                why = getattr(value, "msg", value)
+                return f"line {number:,} is not valid JSON ({why}{at})", f"Each line must be one JSON object. {_REPAIR}"
             if not isinstance(value, dict):
                 return (
                     f"line {number:,} holds {_KINDS.get(type(value), 'a number')} instead of a JSON object",
@@ -78,66 +77,46 @@ _KINDS = {list: "a list", str: "a text", bool: "true or false", type(None): "nul
 
 
 def _json(file: Path) -> _Wrong | None:
-    """One value for the whole file, or a line for each example: what its beginning looks like."""
+    """One value for the whole file, or one line for each example: the beginning tells which."""
     text = file.read_text(encoding="utf-8-sig")
+    value = _parsed(text)
+    if not isinstance(value, Exception):
+        return None
+    start = text.lstrip()
+    if not start.startswith("[") and not isinstance(_parsed(start.partition("\n")[0]), Exception):
+        return _json_lines(file)
+    at = f"line {value.lineno:,}, column {value.colno:,}: " if isinstance(value, json.JSONDecodeError) else ""
+    return f"it is not valid JSON ({at}{getattr(value, 'msg', value)})", _REPAIR
+
+
+def _parsed(text: str) -> Any:
+    """A JSON text's value, or the error where it has none."""
     try:
-        json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        if not text.lstrip().startswith("[") and _is_json(text.lstrip().partition("\n")[0]):
-            return _json_lines(file)
-        where = (
-            f"line {error.lineno:,}, column {error.colno:,}: {error.msg}"
-            if isinstance(error, json.JSONDecodeError)
-            else str(error)
-        )
-        return f"it is not valid JSON ({where})", _REPAIR
-    return None
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+        return error
 
 
 def _table(file: Path, delimiter: str) -> _Wrong | None:
     """No row may have more fields than the header, and quotes must match."""
-    try:
-        if wrong := _too_wide(file, delimiter):
-            return wrong
-        for _ in _records(file, delimiter, strict=True):
-            pass
-    except _QuoteError as error:
-        return f'the quotes (") of the row that begins in line {error.line:,} do not match', f"Close them. {_REPAIR}"
-    return None
-
-
-def _too_wide(file: Path, delimiter: str) -> _Wrong | None:
-    widths: list[int] = []  # of the header, and of the first row: it may begin with a nameless row number
+    widths: list[int] = []  # of the header, and of the first row: it may begin with a row number without a name
     for first, fields in _records(file, delimiter, strict=False):
-        if len(widths) == 2 and len(fields) > max(widths):
+        if fields and len(widths) < 2:
+            widths.append(len(fields))
+        elif fields and len(fields) > max(widths):
             sign = "commas" if delimiter == "," else "tabs"
             return (
                 f"line {first:,} has {len(fields):,} fields where {max(widths):,} are expected",
                 f'Put texts that hold {sign} into quotes ("…"). {_REPAIR}',
             )
-        if len(widths) < 2 and fields:
-            widths.append(len(fields))
+    for first, fields in _records(file, delimiter, strict=True):
+        if fields is None:
+            return f'the quotes (") of the row that begins in line {first:,} do not match', f"Close them. {_REPAIR}"
     return None
 
 
-class _QuoteError(Exception):
-    """A row that cannot be read, by the line that it begins in."""
-
-    def __init__(self, line: int) -> None:
-        super().__init__()
-        self.line = line
-
-
-def _records(file: Path, delimiter: str, strict: bool) -> Iterator[tuple[int, list[str]]]:
-    """Every row with the number of the line that it begins in: texts in quotes may go over several."""
+def _records(file: Path, delimiter: str, strict: bool) -> Iterator[tuple[int, list[str] | None]]:
+    """Every row and the line that it begins in (a text in quotes may have several lines); None is a row that cannot be read."""
     limit = csv.field_size_limit(2**31 - 1)
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
@@ -145,12 +124,12 @@ def _records(file: Path, delimiter: str, strict: bool) -> Iterator[tuple[int, li
             while True:
                 first = reader.line_num + 1
                 try:
-                    fields = next(reader)
+                    yield first, next(reader)
                 except StopIteration:
                     return
                 except csv.Error:
-                    raise _QuoteError(first) from None
-                yield first, fields
+                    yield first, None
+                    return
     finally:
         csv.field_size_limit(limit)
 

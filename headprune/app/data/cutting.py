@@ -16,10 +16,10 @@ _REPORT_SPLITS = ("test", *_CHOOSE_SPLITS)
 
 
 def cut_rows(splits: Mapping[str, Any], options: DataOptions) -> tuple[dict[str, tuple[str, list[int]]], list[str]]:
-    """Rows for each part: from the splits there are, else cut by seed.
+    """Rows for each part: from the dataset's own splits, or cut by seed where there are too few.
 
     Returns:
-        The split and its row numbers for ``"score"``, ``"choose"`` and ``"report"``, and notes on what was not obvious.
+        The split and its row numbers for ``"score"``, ``"choose"`` and ``"report"``, and notes on unexpected choices.
 
     Raises:
         HeadPruneError: No labelled rows, or no such split.
@@ -36,31 +36,25 @@ def cut_rows(splits: Mapping[str, Any], options: DataOptions) -> tuple[dict[str,
         rows, free[split] = free[split][:count], free[split][count:]
         return split, rows
 
-    size = len(usable[scoring])
-    cuts = {}
     # A split that serves several parts is cut: at most half of it scores, a fifth chooses, the rest reports.
-    shared = sum(s in (None, scoring) for s in (reporting, choosing))
-    cuts["score"] = take(
-        scoring, min(options.limit, size if not shared else size // 2 if reporting is None else size * 4 // 5)
-    )
-    if reporting is None or reporting == scoring:
-        cuts["choose"] = take(choosing or scoring, min(options.limit, size // 5 if not choosing else options.limit))
-        cuts["report"] = take(scoring, options.report_limit)
+    size = len(usable[scoring])
+    alone = None not in (choosing, reporting) and scoring not in (choosing, reporting)
+    most = size if alone else size // 2 if reporting is None else size * 4 // 5
+    cuts = {"score": take(scoring, min(options.limit, most))}
+    most = options.limit
+    if reporting in (None, scoring):
         cut = place(options.dataset, scoring)
         notes.append(f"There is no other split to report on: {cut} was cut by seed {options.seed}.")
-    elif choosing is None or choosing == reporting:
-        source = choosing or scoring
-        available = len(free[source])
-        cuts["choose"] = take(source, min(options.limit, available // 2 if source == reporting else available))
-        cuts["report"] = take(reporting, options.report_limit)
-    else:
-        cuts["choose"] = take(choosing, options.limit)
-        cuts["report"] = take(reporting, options.report_limit)
+        most = most if choosing else size // 5
+    elif choosing == reporting:
+        most = len(free[choosing]) // 2
+    cuts["choose"] = take(choosing or scoring, min(options.limit, most))
+    cuts["report"] = take(reporting or scoring, options.report_limit)
     return cuts, notes
 
 
 def _serving(usable: Mapping[str, Any], options: DataOptions) -> tuple[str, str | None, str | None]:
-    """The splits that score, choose and report; None for what is cut from another."""
+    """The splits that score, choose and report; None for a part that is cut from another part's split."""
     for flag, wanted in (
         ("--split", options.split), ("--choose-split", options.choose_split), ("--report-split", options.report_split),
     ):  # fmt: skip
@@ -75,7 +69,7 @@ def _serving(usable: Mapping[str, Any], options: DataOptions) -> tuple[str, str 
 
 
 def shuffled(count: int, seed: int) -> list[int]:
-    """The rows of a split in the order in which they are taken; of every split of one size the same."""
+    """The order in which a split's rows are taken: the same for all splits of one size."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(count, generator=generator).tolist()
 

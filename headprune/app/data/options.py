@@ -28,10 +28,10 @@ class DataOptions:
     seed: int = 0
 
     def check(self) -> None:
-        """Refuse what is surely wrong, before anything is loaded.
+        """Refuse what cannot be right, before anything is loaded.
 
         Raises:
-            HeadPruneError: A number out of its range, or no such file or folder, or one without anything in it.
+            HeadPruneError: A number out of its range; no such file or folder, or an empty one.
         """
         least = {"limit": 2, "report_limit": 2, "max_length": 2, "batch_size": 1, "seed": 0}
         for name, low in least.items():

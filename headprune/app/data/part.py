@@ -20,7 +20,7 @@ class Part:
         name: ``"score"``, ``"choose"``, ``"report"`` or ``"train"``.
         split: The split they are from.
         rows: Their row numbers in that split.
-        features: One dict of plain lists or tensors per example; of images and sounds to train on, made when asked for.
+        features: One dict of plain lists or tensors per example; images and sounds to train on are encoded when they are read.
         batch_size: Examples per batch.
         inputs: A hash of every example's input, where parts were cut by it.
     """
@@ -59,13 +59,6 @@ class Part:
         middle = max(0, min(len(order) // 2 - count // 2, len(order) - count))
         return self.collate([self.features[i] for i in order[middle : middle + count]])
 
-    def about(self) -> dict[str, Any]:
-        """Which examples these are: enough to see later whether they are the same."""
-        about = {"split": self.split, "examples": len(self), "rows_hash": content_hash(self.rows)}
-        # Token ids are the same everywhere; pixels and sounds may differ in their last digit between machines.
-        texts = not isinstance(self.features, OnDemand) and "input_ids" in self.features[0]
-        return about | {"content_hash": self.content_hash()} if texts else about
-
     @cached_property
     def _content(self) -> str:
         made = isinstance(self.features, OnDemand)
@@ -78,7 +71,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """The three disjoint parts, and what was guessed or left out on the way."""
+    """The three disjoint parts, the columns that were guessed, and notes on what was left out."""
 
     score: Part
     choose: Part
@@ -86,12 +79,9 @@ class Parts:
     columns: dict[str, str]
     notes: list[str] = field(default_factory=list)
 
-    def about(self) -> dict[str, Any]:
-        return {p.name: p.about() for p in (self.score, self.choose, self.report)}
-
 
 class OnDemand(Sequence[dict[str, Any]]):
-    """Features that are encoded whenever they are asked for: images and sounds of a whole split may not fit in memory."""
+    """Features that are encoded each time they are read: images and sounds of a whole split may not fit in memory."""
 
     def __init__(self, encode: Callable[[int], Any], rows: list[int], hashes: list[str]) -> None:
         self.encode, self.rows, self.hashes = encode, rows, hashes
@@ -100,11 +90,7 @@ class OnDemand(Sequence[dict[str, Any]]):
         return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
-        return (
-            [self.encode(row) for row in self.rows[index]]
-            if isinstance(index, slice)
-            else self.encode(self.rows[index])
-        )
+        return self.encode(self.rows[index])
 
 
 def content_hash(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Puts it together: reads a dataset, cuts it into parts, encodes their rows, and keeps inputs that repeat apart."""
+"""Reads a dataset, cuts it into parts and encodes their rows; no input is in two parts."""
 
 from __future__ import annotations
 
@@ -83,23 +83,20 @@ def load_train(
         )
     if found.shortened:
         notes.append(f"{encoder.cut_note}: {found.shortened} of {count} to train on.")
-    made = (
-        found.features
-        if texts
-        else OnDemand(lambda row: encoder.encode(data[row], row), found.rows, found.feature_hashes)
-    )
-    return Part("train", split, found.rows, made, encoder.collate, options.batch_size), notes
+    later = OnDemand(lambda row: encoder.encode(data[row], row), found.rows, found.feature_hashes)
+    features = found.features if texts else later
+    return Part("train", split, found.rows, features, encoder.collate, options.batch_size), notes
 
 
 @dataclass
 class _Encoded:
-    """Rows of one split that can be used.
+    """The usable rows of one split.
 
     Attributes:
-        features: Of each row, or none where they are not kept; then `feature_hashes` has a hash of each.
+        features: Of each row; empty where they are not kept: then `feature_hashes` has a hash of each.
         inputs: A hash of each row's input.
-        repeated: Rows left out because their input had been seen.
-        shortened: Rows of which something was cut off.
+        repeated: How many rows were left out because their input had been seen.
+        shortened: How many rows were cut to the length that the model accepts.
     """
 
     rows: list[int] = field(default_factory=list)
@@ -120,7 +117,7 @@ class _Reader:
         self.encoder = ENCODERS[loaded.task.name](options, loaded, columns)
 
     def place(self, split: str) -> str:
-        """How a split is called in a message."""
+        """A split's name in messages."""
         return place(self.dataset, split)
 
     def encode(
@@ -129,7 +126,7 @@ class _Reader:
         """The rows that can be used and whose input is not in ``seen``.
 
         Args:
-            limit: Rows, at most; the others are not read.
+            limit: Rows, at most; no more are read.
             keep: Whether to keep the features, and not only a hash of them.
         """
         found = _Encoded()
@@ -153,7 +150,7 @@ class _Reader:
         return found
 
     def _row(self, split: str, row: int) -> tuple[dict[str, Any] | None, bool]:
-        """A row's features, and whether something was cut off at the end of it."""
+        """A row's features, and whether its end was cut off."""
         self.encoder.cut = False
         try:
             return self.encoder.encode(self.splits[split][row], row), self.encoder.cut

@@ -16,10 +16,10 @@ WHOLE = "all"  # the name of the only split where the data has none: one file, o
 
 
 def check_local(dataset: str) -> None:
-    """Refuse files that are surely no data: reading takes longer, and the libraries' errors say less.
+    """Refuse what cannot be data, before it is read: that takes longer, and the libraries' errors say less.
 
     Raises:
-        HeadPruneError: No such file or folder, nothing in it, or a kind of file that is not read.
+        HeadPruneError: No such file or folder, an empty one, or a kind of file that headprune does not read.
     """
     path = Path(dataset)
     try:
@@ -50,7 +50,7 @@ def read_splits(dataset: str, subset: str | None = None) -> dict[str, Any]:
         subset: The dataset's configuration, where it has several.
 
     Raises:
-        HeadPruneError: No such dataset, or one that cannot be read: where it can be found out, with its file and line.
+        HeadPruneError: No such dataset, or one that cannot be read; the message names the file and the line, if they can be found.
     """
     check_local(dataset)
     try:
@@ -60,7 +60,7 @@ def read_splits(dataset: str, subset: str | None = None) -> dict[str, Any]:
 
 
 def place(dataset: str, split: str) -> str:
-    """How a split is called in a message: ``split 'test'``, or the file if the data has no splits."""
+    """A split's name in messages: ``split 'test'``, or the file's name if the data has no splits."""
     return (Path(dataset).name or dataset) if split == WHOLE else f"split {split!r}"
 
 
@@ -80,7 +80,7 @@ def _load(dataset: str, subset: str | None) -> dict[str, Any]:
 
 
 def _unreadable(dataset: str, error: Exception) -> HeadPruneError:
-    """What is wrong with a dataset that the library could not read."""
+    """The error for a dataset that the library could not read."""
     import datasets
 
     path, cause = Path(dataset), error

@@ -37,5 +37,5 @@ def _write(folder: RunFolder) -> None:
         figures.agreement(folder.path / "agreement.png", scores)
     if metrics is not None:
         figures.trade_off(folder.path / "tradeoff.png", metrics)
-        figures.latency(folder.path / "latency.png", metrics)
+        figures.latency(folder.path / "latency.png", metrics.latency)
     write_text(folder.report_path, markdown.render(run, scores, metrics))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headprune.app.documents import Latency, Metrics
 from headprune.scoring.agreement import agreements, chance
 from headprune.scoring.base import HeadScores
 
@@ -21,7 +22,7 @@ _GREY = "#7f7f7f"
 _COLUMNS = 3  # heat maps side by side
 
 
-def importance(path: Path, scores: Sequence[HeadScores], metrics: dict[str, Any] | None) -> None:
+def importance(path: Path, scores: Sequence[HeadScores], metrics: Metrics | None) -> None:
     """A heat map per method, layers by heads; crosses mark the heads that the first budget removed."""
     shown = [s for s in scores if s.method != "random"] or list(scores)
     layers = shown[0].layers
@@ -32,7 +33,7 @@ def importance(path: Path, scores: Sequence[HeadScores], metrics: dict[str, Any]
     figure, axes = _figure(size[0] * columns, size[1] * rows, columns, rows)
     for axis in axes[len(shown) :]:
         axis.set_visible(False)
-    drop = metrics["budgets"][0]["drop"] if metrics else {}
+    drop = metrics.budgets[0].drop if metrics else {}
     for axis, s in zip(axes, shown, strict=False):
         grid = np.full((len(layers), widest), np.nan)
         for i, layer in enumerate(layers):
@@ -79,37 +80,37 @@ def agreement(path: Path, scores: Sequence[HeadScores]) -> None:
     _save(figure, path)
 
 
-def trade_off(path: Path, metrics: dict[str, Any]) -> None:
+def trade_off(path: Path, metrics: Metrics) -> None:
     """The metric on the choosing part against heads kept, with random as control, and the measured budgets."""
-    metric, curve = metrics["metric"], metrics["curve"]
+    metric, curve = metrics.metric, metrics.curve
     figure, (axis,) = _figure(7.2, 4.4, 1)
-    dense = next(p for p in curve if p["method"] == "dense")
-    methods = [m for m in dict.fromkeys(p["method"] for p in curve) if m not in ("dense", "random")]
+    dense = next(p for p in curve if p.method == "dense")
+    methods = [m for m in dict.fromkeys(p.method for p in curve) if m not in ("dense", "random")]
     for colour, method in zip(_COLOURS, methods, strict=False):
-        points = sorted((p for p in (*curve, dense) if p["method"] in (method, "dense")), key=lambda p: p["kept"])
-        x = [p["kept"] for p in points]
-        axis.plot(x, [p["value"] for p in points], marker="o", markersize=4, color=colour, label=f"{method} (choose)")
-        axis.fill_between(x, [p["low"] for p in points], [p["high"] for p in points], color=colour, alpha=0.12, lw=0)
+        points = sorted((p for p in (*curve, dense) if p.method in (method, "dense")), key=lambda p: p.kept)
+        x = [p.kept for p in points]
+        axis.plot(x, [p.value for p in points], marker="o", markersize=4, color=colour, label=f"{method} (choose)")
+        axis.fill_between(x, [p.low for p in points], [p.high for p in points], color=colour, alpha=0.12, lw=0)
     draws: dict[int, list[float]] = {}
     for p in curve:
-        if p["method"] == "random":
-            draws.setdefault(p["kept"], []).append(p["value"])
-    x = [*sorted(draws), dense["kept"]]
-    middle = [float(np.mean(draws[k])) for k in x[:-1]] + [dense["value"]]
-    low = [min(draws[k]) for k in x[:-1]] + [dense["value"]]
-    high = [max(draws[k]) for k in x[:-1]] + [dense["value"]]
+        if p.method == "random":
+            draws.setdefault(p.kept, []).append(p.value)
+    x = [*sorted(draws), dense.kept]
+    middle = [float(np.mean(draws[k])) for k in x[:-1]] + [dense.value]
+    low = [min(draws[k]) for k in x[:-1]] + [dense.value]
+    high = [max(draws[k]) for k in x[:-1]] + [dense.value]
     number = max(map(len, draws.values()), default=0)
     axis.plot(x, middle, "--", color=_GREY, label=f"random, mean and range of {number} (choose)")
     axis.fill_between(x, low, high, color=_GREY, alpha=0.2, lw=0)
-    for i, budget in enumerate(metrics["budgets"]):
-        measured = budget["pruned"]
-        value = measured["metrics"][metric]
+    for i, budget in enumerate(metrics.budgets):
+        measured = budget.pruned
+        value = measured.metrics[metric]
         axis.errorbar(
-            budget["kept"], value, [[value - measured["low"]], [measured["high"] - value]], fmt="D", color="black",
+            budget.kept, value, [[value - measured.low], [measured.high - value]], fmt="D", color="black",
             markersize=6, capsize=3, zorder=5, label="pruned, measured (report)" if i == 0 else None,
         )  # fmt: skip
-    axis.axhline(metrics["dense"]["metrics"][metric], color="black", lw=0.8, ls=":", label="dense (report)")
-    axis.set_xlabel(f"heads kept, of {dense['kept']}")
+    axis.axhline(metrics.dense.metrics[metric], color="black", lw=0.8, ls=":", label="dense (report)")
+    axis.set_xlabel(f"heads kept, of {dense.kept}")
     axis.set_ylabel(metric)
     if metric == "perplexity":
         axis.set_yscale("log")
@@ -118,26 +119,21 @@ def trade_off(path: Path, metrics: dict[str, Any]) -> None:
     _save(figure, path)
 
 
-def latency(path: Path, metrics: dict[str, Any]) -> None:
+def latency(path: Path, times: Latency) -> None:
     """Median forward time of every model on every shape, with the 95th percentile as a whisker."""
-    rows = metrics["latency"]["rows"]
+    rows = times.rows
     figure, axes = _figure(2.6 * len(rows) + 0.6, 3.6, len(rows))
     for axis, row in zip(axes, rows, strict=True):
-        names = list(row["timings"])
-        for i, name in enumerate(names):
-            t = row["timings"][name]
-            colour = "black" if name == "dense" else _GREY if name == metrics["latency"]["bound"] else _COLOURS[0]
-            axis.bar(i, t["median"], color=colour, alpha=0.85)
-            axis.plot([i, i], [t["median"], t["p95"]], color="#444444", lw=1.2)
-        axis.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
-        axis.set_title(_shape(row), fontsize=9)
+        for i, (name, t) in enumerate(row.timings.items()):
+            colour = "black" if name == "dense" else _GREY if name == times.bound else _COLOURS[0]
+            axis.bar(i, t.median, color=colour, alpha=0.85)
+            axis.plot([i, i], [t.median, t.p95], color="#444444", lw=1.2)
+        axis.set_xticks(range(len(row.timings)), list(row.timings), rotation=35, ha="right", fontsize=8)
+        tokens = f", {row.length} tokens" if row.length else ""
+        axis.set_title(f"batch {row.batch}{tokens}", fontsize=9)
         axis.set_ylim(bottom=0)
     axes[0].set_ylabel("ms per forward pass\n(bar: median, line: to the 95th percentile)", fontsize=8)
     _save(figure, path)
-
-
-def _shape(row: dict[str, Any]) -> str:
-    return f"batch {row['batch']}" + (f", {row['length']} tokens" if row["length"] else "")
 
 
 def _figure(width: float, height: float, columns: int, rows: int = 1) -> tuple[Figure, list[Any]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from headprune.app.documents import BudgetResult, Latency, Metrics, Point, Repaired
+from headprune.latency import LatencyRow, Speedup
 from headprune.scoring.agreement import Agreement
 from headprune.scoring.base import HeadScores
 from headprune.uncertainty import FEW
@@ -13,37 +14,34 @@ from headprune.uncertainty import FEW
 _SHOWN = 8  # heads at each end of a method's list
 
 
-def largest_first(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+def largest_first(metrics: Metrics) -> list[BudgetResult]:
     """The budgets, those that keep most heads first."""
-    return sorted(metrics["budgets"], key=lambda b: -b["kept"])
+    return sorted(metrics.budgets, key=lambda b: -b.kept)
 
 
-def chosen_by(budget: Mapping[str, Any]) -> list[str]:
-    """The method and the strategy that chose a budget's heads; none for a plan of the user's."""
-    by = [budget["method"]] if budget["method"] else []
-    return by + ([budget["strategy"]] if budget.get("strategy") not in ("", None, *by) else [])
+def chosen_by(budget: BudgetResult) -> list[str]:
+    """The method and the strategy that chose a budget's heads, each name once; none for a plan of the user's."""
+    return list(dict.fromkeys(filter(None, [budget.method, budget.strategy])))
 
 
-def trained_on_choosing(metrics: Mapping[str, Any]) -> float | None:
+def trained_on_choosing(metrics: Metrics) -> float | None:
     """The dense model's value where plans were chosen, if it is far better there than where they are reported."""
-    dense = metrics["dense"]
-    chosen = next(p for p in metrics["curve"] if p["method"] == "dense")
-    lower = metrics["metric"] == "perplexity"
-    apart = chosen["high"] < dense["low"] if lower else chosen["low"] > dense["high"]
-    return float(chosen["value"]) if apart else None
+    dense = metrics.dense
+    chosen = next(p for p in metrics.curve if p.method == "dense")
+    apart = chosen.high < dense.low if metrics.metric == "perplexity" else chosen.low > dense.high
+    return chosen.value if apart else None
 
 
-def rests_on_few(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+def rests_on_few(metrics: Metrics) -> list[BudgetResult]:
     """Budgets whose change of perplexity hangs on so few examples that its interval may be too narrow."""
-    if metrics["metric"] == "accuracy":
+    if metrics.metric == "accuracy":
         return []
-    changes = ((b, b["change"]) for b in largest_first(metrics))
-    return [b for b, c in changes if 0 < c.get("carried_by", 0.0) < FEW <= c["examples"]]
+    return [b for b in largest_first(metrics) if 0 < b.change.carried_by < FEW <= b.change.examples]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The first budget's speed.
+    """A pruned model's speed.
 
     Attributes:
         rows: Each input that was timed, with the speedup there.
@@ -52,20 +50,19 @@ class Speed:
             it was not timed.
     """
 
-    rows: list[tuple[dict[str, Any], dict[str, Any]]]
+    rows: list[tuple[LatencyRow, Speedup]]
     slow: int
-    most: tuple[dict[str, Any], float] | None
+    most: tuple[LatencyRow, float] | None
 
 
-def speed(metrics: Mapping[str, Any]) -> Speed:
-    """What was gained, and the most there was to gain."""
-    latency, name = metrics["latency"], metrics["budgets"][0]["name"]
-    rows = [(row, row["speedups"][name]) for row in latency["rows"]]
-    most, bound = None, latency["bound"]
+def speed(latency: Latency, name: str) -> Speed:
+    """What the model of this name gained, and the most there was to gain."""
+    rows = [(row, row.speedups[name]) for row in latency.rows]
+    most, bound = None, latency.bound
     if bound:
-        row = max(latency["rows"], key=lambda row: row["speedups"][bound]["ratio"])
-        most = row, row["speedups"][bound]["ratio"]
-    return Speed(rows, sum(s["verdict"] != "faster" for _, s in rows), most)
+        limits = [(row, row.speedups[bound].ratio) for row in latency.rows]
+        most = max(limits, key=lambda limit: limit[1])
+    return Speed(rows, sum(s.verdict != "faster" for _, s in rows), most)
 
 
 @dataclass(frozen=True)
@@ -111,13 +108,13 @@ class TradeOff:
     rows: list[tuple[int, list[float | None]]]
 
 
-def trade_off(curve: Sequence[Mapping[str, Any]]) -> TradeOff:
+def trade_off(curve: Sequence[Point]) -> TradeOff:
     """The curve's points by heads kept and method."""
-    points = [p for p in curve if p["method"] != "dense"]
-    methods = list(dict.fromkeys(p["method"] for p in points))
+    points = [p for p in curve if p.method != "dense"]
+    methods = list(dict.fromkeys(p.method for p in points))
     rows = []
-    for keep in sorted({p["asked"] for p in points}, reverse=True):
-        found = ([p["value"] for p in points if p["method"] == m and p["asked"] == keep] for m in methods)
+    for keep in sorted({p.asked for p in points}, reverse=True):
+        found = ([p.value for p in points if p.method == m and p.asked == keep] for m in methods)
         rows.append((keep, [sum(values) / len(values) if values else None for values in found]))
     return TradeOff(methods, rows)
 
@@ -134,44 +131,44 @@ class Refit:
     layers: int
 
 
-def refit(repair: Mapping[str, Any] | None) -> Refit | None:
+def refit(repair: Repaired | None) -> Refit | None:
     """W_O's mean error without and with the repair, and the range of its ridges; None if no layer was refitted."""
-    fits = list(repair["layers"].values()) if repair else []
+    fits = list(repair.layers.values()) if repair else []
     if not fits:
         return None
-    before, after = (sum(f[key] for f in fits) / len(fits) for key in ("before", "after"))
-    ridges = sorted(f["ridge"] for f in fits)
-    return Refit(before, after, ridges[0], ridges[-1], sum(f["values"] for f in fits), len(fits))
+    before, after = (sum(errors) / len(fits) for errors in zip(*((f.before, f.after) for f in fits), strict=True))
+    ridges = sorted(f.ridge for f in fits)
+    return Refit(before, after, ridges[0], ridges[-1], sum(f.values for f in fits), len(fits))
 
 
-def shared_notes(budgets: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int] | None]]:
+def shared_notes(budgets: Sequence[BudgetResult]) -> list[tuple[str, list[int] | None]]:
     """The repairs' notes, each once, with the heads kept by the budgets that it is of; None if it is of all."""
-    repaired = [b for b in budgets if b.get("repair")]
+    repairs = [(b.kept, b.repair) for b in budgets if b.repair]
     kept: dict[str, list[int]] = {}
-    for b in repaired:
-        for note in b["repair"]["notes"]:
-            kept.setdefault(note, []).append(b["kept"])
-    return [(note, None if len(of) == len(repaired) else of) for note, of in kept.items()]
+    for heads, repair in repairs:
+        for note in repair.notes:
+            kept.setdefault(note, []).append(heads)
+    return [(note, None if len(of) == len(repairs) else of) for note, of in kept.items()]
 
 
-def notes_in_common(budgets: Sequence[Mapping[str, Any]]) -> list[str]:
+def notes_in_common(budgets: Sequence[BudgetResult]) -> list[str]:
     """Notes on how plans were made that are of several budgets, and of all."""
-    return [n for n in budgets[0]["notes"] if len(budgets) > 1 and all(n in b["notes"] for b in budgets)]
+    return [n for n in budgets[0].notes if len(budgets) > 1 and all(n in b.notes for b in budgets)]
 
 
-def asks_for_drop(budgets: Sequence[Mapping[str, Any]]) -> bool:
+def limits_metric(budgets: Sequence[BudgetResult]) -> bool:
     """Whether what was asked for is a bound on what is lost, so that fewer heads are better."""
-    return any(b.get("budget", {}).get("kind") == "drop" for b in budgets)
+    return any(b.budget and b.budget.parsed and b.budget.parsed.by_metric for b in budgets)
 
 
-def changed_weights(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+def changed_weights(metrics: Metrics) -> list[BudgetResult]:
     """The budgets whose models were repaired or fine-tuned, those that keep most heads first."""
-    return [b for b in largest_first(metrics) if b.get("repair") or b.get("finetune")]
+    return [b for b in largest_first(metrics) if b.repair or b.finetune]
 
 
-def fewest_rounds(latency: Mapping[str, Any]) -> int:
+def fewest_rounds(latency: Latency) -> int:
     """The rounds that every model was timed in, at least."""
-    return min(int(timing["runs"]) for row in latency["rows"] for timing in row["timings"].values())
+    return min(timing.runs for row in latency.rows for timing in row.timings.values())
 
 
 def closest_first(pairs: Sequence[Agreement]) -> list[Agreement]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 
+from headprune.app.documents import Metrics, Run
 from headprune.app.report import findings, numbers
 from headprune.latency import WARM_UP
 from headprune.scoring import METHODS
@@ -15,16 +16,13 @@ from headprune.scoring.agreement import agreements, chance
 from headprune.scoring.base import HeadScores
 
 
-def render(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[str, Any] | None) -> str:
+def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None) -> str:
     """The whole report.
 
     Args:
         run: The run's ``run.json``.
         scores: Of every method, or none for a plan of the user's.
         metrics: The run's ``metrics.json``; None where nothing was pruned.
-
-    Raises:
-        jinja2.UndefinedError: A document lacks what the report needs.
     """
     values: dict[str, Any] = {"run": run, "scores": scores, "metrics": metrics, "pairs": agreements(scores)}
     values["rankings"] = [findings.ranking(s) for s in scores if s.method != "random"]
@@ -33,13 +31,14 @@ def render(run: dict[str, Any], scores: Sequence[HeadScores], metrics: dict[str,
     return _environment().get_template("report.md.j2").render(values)
 
 
-def _of_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+def _of_metrics(metrics: Metrics) -> dict[str, Any]:
     """What several sections need."""
     budgets = findings.largest_first(metrics)
-    repairs, tunings = ([b[key] for b in metrics["budgets"] if b.get(key)] for key in ("repair", "finetune"))
+    repairs = [b.repair for b in metrics.budgets if b.repair]
     return {
-        "metric": metrics["metric"], "dense": metrics["dense"], "budgets": budgets, "repairs": repairs, "tunings": tunings,
-        "stepped": any(r.get("answers") for r in repairs), "alone": any(r.get("layers_alone") for r in repairs),
+        "metric": metrics.metric, "dense": metrics.dense, "budgets": budgets, "repairs": repairs,
+        "tunings": [b.finetune for b in metrics.budgets if b.finetune],
+        "stepped": any(r.answers for r in repairs), "alone": any(r.layers_alone for r in repairs),
     }  # fmt: skip
 
 
@@ -52,17 +51,17 @@ def _environment() -> jinja2.Environment:
     )  # fmt: skip
     made.filters |= {
         f.__name__: f for f in (
-            numbers.value, numbers.change, numbers.ratio, numbers.shape, numbers.flops, numbers.cost, numbers.ridge,
+            numbers.value, numbers.change, numbers.ratio, numbers.shape, numbers.flops, numbers.measured, numbers.ridge,
             numbers.rank, numbers.known, numbers.with_error, numbers.device,
         )
     } | {"fmt": format, "thousands": lambda number: f"{number:,}"}  # fmt: skip
     made.globals |= {
         f.__name__: f for f in (
             findings.chosen_by, findings.speed, findings.trained_on_choosing, findings.rests_on_few, findings.trade_off,
-            findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.asks_for_drop, findings.fewest_rounds,
+            findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.limits_metric, findings.fewest_rounds,
             findings.closest_first, chance,
         )
-    } | {"about": _about, "COSTS": numbers.COSTS, "WARM_UP": WARM_UP}  # fmt: skip
+    } | {"about": _about, "WARM_UP": WARM_UP}  # fmt: skip
     return made
 
 

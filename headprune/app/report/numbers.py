@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-COSTS = {"latency": "latency", "flops": "FLOPs", "params": "parameters", "kv-cache": "key/value cache"}
+from headprune.app.documents import Asked, BudgetResult, Environment
+from headprune.evaluation import Change
+from headprune.latency import LatencyRow, Speedup
 
 
 def value(number: float, metric: str) -> str:
@@ -13,21 +12,21 @@ def value(number: float, metric: str) -> str:
     return f"{100 * number:.1f} %" if metric in ("accuracy", "f1") else f"{number:,.4g}"
 
 
-def change(found: Mapping[str, Any], metric: str) -> str:
+def change(found: Change, metric: str) -> str:
     """A change with its interval: perplexity's relative, others' in points."""
     if metric == "perplexity":
-        return f"{found['value']:+.1%} ({found['low']:+.1%} to {found['high']:+.1%})"
-    return f"{100 * found['value']:+.2f} points ({100 * found['low']:+.2f} to {100 * found['high']:+.2f})"
+        return f"{found.value:+.1%} ({found.low:+.1%} to {found.high:+.1%})"
+    return f"{100 * found.value:+.2f} points ({100 * found.low:+.2f} to {100 * found.high:+.2f})"
 
 
-def ratio(speedup: Mapping[str, Any]) -> str:
+def ratio(speedup: Speedup) -> str:
     """How many times as fast, with its interval."""
-    return f"{speedup['ratio']:.2f}x ({speedup['low']:.2f} to {speedup['high']:.2f})"
+    return f"{speedup.ratio:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
 
 
-def shape(row: Mapping[str, Any]) -> str:
+def shape(row: LatencyRow | Asked) -> str:
     """The input that was timed."""
-    return f"batch {row['batch']}" + (f" x {row['length']} tokens" if row["length"] else "")
+    return f"batch {row.batch}" + (f" x {row.length} tokens" if row.length else "")
 
 
 def flops(count: int) -> str:
@@ -38,11 +37,13 @@ def flops(count: int) -> str:
     return f"{count:,}"
 
 
-def cost(number: float, budget: Mapping[str, Any]) -> str:
-    """An amount of what a budget limits, in its unit."""
-    if budget["relative"]:
-        return f"{100 * number:.3g} %"
-    return f"{number:.4g} ms" if budget["kind"] == "latency" else f"{number:,.0f} {budget['unit']}"
+def measured(result: BudgetResult) -> str:
+    """What a budget asked for, and what its model was measured to cost; "" where heads were just counted."""
+    asked = result.budget
+    if asked is None or asked.parsed is None or asked.reading is None:
+        return ""
+    where = f" at {shape(asked)}, on a fresh measurement" if asked.batch is not None else ""
+    return asked.parsed.result(result.kept, asked.reading, where)
 
 
 def ridge(strength: float) -> str:
@@ -65,11 +66,8 @@ def with_error(number: float, error: float, form: str, sign: str, error_form: st
     return f"{number:{form}}" if error != error else f"{number:{form}}{sign}{error:{error_form or form}}"
 
 
-def device(environment: Mapping[str, Any], dtype: str) -> str:
+def device(environment: Environment, dtype: str) -> str:
     """The device that the model ran on."""
-    threads = (
-        f", {environment['threads']} thread{'s' * (environment['threads'] != 1)}"
-        if environment["device"] == "cpu"
-        else ""
-    )
-    return f"{environment['device_name']} ({environment['device']}{threads}, {dtype})"
+    count = environment.threads
+    threads = f", {count} thread{'s' * (count != 1)}" if environment.device == "cpu" else ""
+    return f"{environment.device_name} ({environment.device}{threads}, {dtype})"

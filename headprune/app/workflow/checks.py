@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
 
 from headprune.app.data import DataOptions, Parts
+from headprune.app.documents import Examples, Run
 from headprune.app.workflow.scene import Scene
-from headprune.app.workflow.targets import Goal
-from headprune.app.workflow.timing import budget_input
+from headprune.app.workflow.targets import Goal, subject_for
 from headprune.errors import HeadPruneError
 from headprune.evaluation import measurable
-from headprune.planning.budgets import FLAGS, Budget
-from headprune.planning.costs import Subject, cost_of
-from headprune.plans import PruningPlan
 
 
 def check_goal(goal: Goal, scene: Scene) -> None:
@@ -29,7 +24,6 @@ def check_goal(goal: Goal, scene: Scene) -> None:
 
 def _check_heads(goal: Goal, scene: Scene) -> None:
     """Refuse a goal that leaves the model as it is, or names what it has not."""
-    total = sum(layer.num_heads for layer in scene.maskable)
     if goal.plan is not None:
         goal.plan.on(scene.layers)
         if not any(goal.plan.drop.values()):
@@ -39,20 +33,7 @@ def _check_heads(goal: Goal, scene: Scene) -> None:
         return
     goal.constraints(scene)
     for budget in goal.budgets:
-        if budget.kind == "keep":
-            if budget.heads(total) == total:
-                raise HeadPruneError(
-                    f"--keep {budget.text} keeps all {total} heads, so there is nothing to prune.",
-                    f"Keep fewer, for instance --keep {max(total // 2, 1)}.",
-                )
-        elif budget.kind == "drop":
-            if scene.metric == "accuracy" and budget.amount >= 1:
-                raise HeadPruneError(
-                    f"--max-drop {budget.text} allows to lose all accuracy, so it asks for nothing.",
-                    "Write a share of 1: 0.01 is one point.",
-                )
-        else:
-            _check_cost(budget, scene, total)
+        budget.check_dense(subject_for(budget, scene))
 
 
 def _check_metric(scene: Scene) -> None:
@@ -68,20 +49,7 @@ def _check_metric(scene: Scene) -> None:
     raise HeadPruneError(f"{what} cannot be read off its logits.", f"Check --task (it is {name}).")
 
 
-def _check_cost(budget: Budget, scene: Scene, total: int) -> None:
-    """Refuse a budget that the dense model holds."""
-    inputs = budget_input(scene) if budget.kind == "latency" else scene.typical_input()
-    cost = cost_of(budget, Subject(scene.model, scene.layers, scene.example, inputs), scene.options.seed)
-    dense = cost.estimate(PruningPlan({}, total, total, total))
-    if dense.high <= budget.amount:
-        raise HeadPruneError(
-            f"{FLAGS[budget.kind]} {budget.text} is met by the dense model ({budget.show(dense.high)}), "
-            "so there is nothing to prune.",
-            f"Ask for less, for instance {budget.at_least(dense.value / 2)}.",
-        )
-
-
-def check_scored(scene: Scene, run: Mapping[str, Any], before: DataOptions, where: str) -> None:
+def check_scored(scene: Scene, run: Run, where: object) -> None:
     """Refuse scores that were made on another scoring part than this run has.
 
     A run has one scoring part, for scores, repair and the report. The other two parts share no example with it,
@@ -89,14 +57,13 @@ def check_scored(scene: Scene, run: Mapping[str, Any], before: DataOptions, wher
 
     Args:
         run: The document of the run that scored.
-        before: The data options that it was made with.
         where: Its folder, for people.
 
     Raises:
         HeadPruneError: It is another one; the message names the options that make it so.
     """
-    then, now = run["parts"]["score"], scene.parts.score.about()
-    if _same(then, now):
+    before, then, now = run.options.data, run.parts.score, Examples.of(scene.parts.score)
+    if then.same(now):
         return
     changed = [flag for flag in changed_options(before, scene.options.data) if flag != "--report-limit"]
     if not changed:
@@ -106,8 +73,8 @@ def check_scored(scene: Scene, run: Mapping[str, Any], before: DataOptions, wher
         )
     flags = " and ".join(changed)
     raise HeadPruneError(
-        f"The scores in {where} are of {then['examples']:,} examples of {then['split']!r}; with {flags} the scoring part "
-        f"is another one ({now['examples']:,} of {now['split']!r}), and a run has one, for scores and repair.",
+        f"The scores in {where} are of {then.examples:,} examples of {then.split!r}; with {flags} the scoring part "
+        f"is another one ({now.examples:,} of {now.split!r}), and a run has one, for scores and repair.",
         f"Leave out {flags}, or score again with {'it' if len(changed) == 1 else 'them'}.",
     )
 
@@ -127,17 +94,7 @@ def seen_before(parts: Parts, before: Parts, same_data: bool) -> int:
     )
 
 
-def same_parts(run: Mapping[str, Any], parts: Parts) -> bool:
-    """Whether the three parts are those of an earlier run."""
-    return all(_same(run["parts"].get(name, {}), about) for name, about in parts.about().items())
-
-
 def changed_options(before: DataOptions, now: DataOptions) -> list[str]:
     """The flags by which examples are cut otherwise than before."""
     names = [f.name for f in fields(DataOptions) if f.name != "batch_size"]
     return [f"--{n.replace('_', '-')}" for n in names if getattr(before, n) != getattr(now, n)]
-
-
-def _same(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a part is what it was; documents from before contents were noted say less."""
-    return bool(then) and all(then[key] == value for key, value in now.items() if key in then)

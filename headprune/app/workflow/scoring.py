@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import datetime
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from headprune import latency
 from headprune.app import runs
+from headprune.app.documents import Cut, LayerFacts, ModelFacts, Run
+from headprune.app.options import Options
 from headprune.app.runs import RunFolder
-from headprune.app.workflow.scene import Console, Options, Scene, open_scene
+from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.stages import publish, stages_of
 from headprune.fingerprint import fingerprint
-from headprune.jsonio import dumps
 from headprune.plans import heads_to_keep
-from headprune.scoring import HeadScores, method_named, score
+from headprune.scoring import HeadScores, method_named, save_scores, score
 from headprune.scoring.resume import Work
 
 
@@ -34,7 +34,8 @@ def score_run(
     scores, before = score_all(scene, methods, folder, console)
     content = RunFolder(folder.unfinished / "content")
     shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
-    content.write_scores(scores, {**run, "seconds": [round(before + time.monotonic() - started, 1)]})
+    save_scores(content.scores_path, scores)
+    run.changed(seconds=(round(before + time.monotonic() - started, 1),)).write(content.run_path)
     publish(folder, content)
     return scene, scores
 
@@ -69,51 +70,39 @@ def score_all(
     return found, stages.before
 
 
-def run_document(scene: Scene, methods: Sequence[str]) -> dict[str, Any]:
-    """What run.json says, but for the time that it took.
-
-    Raises:
-        HeadPruneError: There is something in it that cannot be written, which is better known before the long work.
-    """
-    device = str(next(scene.model.parameters()).device)
-    document = {
-        "commands": [runs.command_line()],
-        "when": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "seconds": [],
-        "options": scene.options.to_json(),
-        "methods": list(methods),
-        "environment": runs.environment(device),
-        "parts": scene.parts.about(),
-        "columns": scene.parts.columns,
-        "notes": scene.parts.notes,
-        "model": {
-            "class": type(scene.model).__name__,
-            "task": scene.loaded.task.name,
-            "metric": scene.metric,
-            "dtype": str(next(scene.model.parameters()).dtype).removeprefix("torch."),
-            "attention": getattr(scene.model.config, "_attn_implementation", None),
-            "parameters": latency.parameters(scene.model),
-            "fingerprint": fingerprint(scene.model),
-            "heads": sum(layer.num_heads for layer in scene.layers),
-            "layers": [
-                {k: v for k, v in layer.to_json().items() if k in _LAYER_FACTS} for layer in scene.layers
-            ],
-        },
-    }  # fmt: skip
-    dumps(document)
-    return document
+def run_document(scene: Scene, methods: Sequence[str]) -> Run:
+    """What run.json says, but for the time that it took; made before the long work, so that it is known to be writable."""
+    attention = getattr(scene.model.config, "_attn_implementation", None)
+    parameter = next(scene.model.parameters())
+    return Run(
+        commands=(runs.command_line(),),
+        when=runs.now(),
+        seconds=(),
+        options=scene.options,
+        methods=tuple(methods),
+        environment=runs.environment(str(parameter.device)),
+        **_cut_of(scene),
+        model=ModelFacts(
+            class_name=type(scene.model).__name__,
+            task=scene.loaded.task.name,
+            metric=scene.metric,
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            attention=attention if isinstance(attention, str) else None,
+            parameters=latency.parameters(scene.model),
+            fingerprint=fingerprint(scene.model),
+            heads=sum(layer.num_heads for layer in scene.layers),
+            layers=tuple(LayerFacts.model_validate(layer) for layer in scene.layers),
+        ),
+    )
 
 
-def cut_anew(scene: Scene, run: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a scoring run's document is otherwise where another run prunes by its scores: the data beside the scored part."""
-    scored = {k: run["options"][k] for k in ("scoring", "distil", "keep") if k in run["options"]}
-    options = {**scene.options.to_json(), **scored}
-    return {
-        "options": options,
-        "parts": scene.parts.about(),
-        "columns": scene.parts.columns,
-        "notes": scene.parts.notes,
-    }
+def run_after(run: Run, scene: Scene) -> Run:
+    """A scoring run's document where another run prunes by its scores: the data beside the scored part may be other data."""
+    scored = run.options
+    options = replace(scene.options, scoring=scored.scoring, distil=scored.distil, keep=scored.keep)
+    return run.changed(options=options, **_cut_of(scene), commands=(run.commands[0], runs.command_line()))
 
 
-_LAYER_FACTS = ("name", "index", "kind", "num_heads", "num_kv_heads", "head_dim", "prunable", "reason")
+def _cut_of(scene: Scene) -> dict[str, Any]:
+    """What a run's document says of the data."""
+    return {"parts": Cut.of(scene.parts), "columns": scene.parts.columns, "notes": tuple(scene.parts.notes)}

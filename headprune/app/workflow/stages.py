@@ -6,20 +6,21 @@ import hashlib
 import re
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from headprune.app import report
+from headprune.app.documents import File
 from headprune.app.folders import Folder
 from headprune.app.runs import PARTS, RunFolder
 from headprune.app.workflow.scene import Scene
 from headprune.errors import HeadPruneError, first_line
 from headprune.evaluation import Measurement
 from headprune.fingerprint import versions
-from headprune.jsonio import dumps, loads, read_json, write_json
+from headprune.jsonio import dumps, loads
 from headprune.planning import Order
 from headprune.scoring.resume import DiskStore, digest
 from headprune.trials import Results
@@ -44,7 +45,7 @@ class Stages(Results):
         self.folder = folder
         self._started = time.monotonic()
         known = [_read(path) for path in folder.glob("*.json")] if folder else []
-        self.before = max((found["seconds"] for found in known if found), default=0.0)
+        self.before = max((found.seconds for found in known if found), default=0.0)
 
     @property
     def path(self) -> Path:
@@ -67,12 +68,12 @@ class Stages(Results):
         """
         path = self.folder / f"{_short(name)}.json" if self.folder else None
         known = _read(path) if path else None
-        if known is not None and known["stage"] == name:
-            return read(known["result"])
+        if known is not None and known.stage == name:
+            return read(known.result)
         result = loads(dumps(make()))
         if path:
             seconds = round(self.before + time.monotonic() - self._started, 1)
-            write_json(path, "stage", {"stage": name, "seconds": seconds, "result": result})
+            _Result(stage=name, seconds=seconds, result=result).write(path)
         return read(result)
 
     def forget(self, name: str) -> None:
@@ -96,7 +97,7 @@ def stages_of(folder: Folder, name: str, scene: Scene, *facts: Any, say: Callabl
         name: What it does.
         facts: What else it depends on.
     """
-    options = scene.options.to_json()
+    options = asdict(scene.options)
     del options["trust_remote_code"], options["scoring"]["max_memory"]  # change no number
     parts = [digest(*part.batches(), part.rows) for part in (scene.parts.score, scene.parts.choose, scene.parts.report)]
     device = next((p.device.type for p in scene.model.parameters()), "cpu")
@@ -130,13 +131,26 @@ def publish(folder: RunFolder, content: RunFolder) -> None:
         ) from trouble
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """A stage's document; None if there is none, or a damaged one."""
+class _Result(File):
+    """What a stage gave, as JSON can hold it.
+
+    Attributes:
+        seconds: From the beginning of the computation to the end of this stage.
+    """
+
+    kind = "stage"
+
+    stage: str
+    seconds: float
+    result: Any
+
+
+def _read(path: Path) -> _Result | None:
+    """A stage's file; None if there is none, or a damaged one."""
     try:
-        found = read_json(path, "stage")
+        return _Result.read(path)
     except HeadPruneError:
         return None
-    return found if {"stage", "seconds", "result"} <= found.keys() else None
 
 
 def _short(name: str) -> str:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from headprune import searching
+from headprune.app.documents import PlannedWork, Planning, Point
 from headprune.app.workflow.scene import Console, Scene
 from headprune.app.workflow.stages import Stages
 from headprune.app.workflow.timing import budget_input
+from headprune.budgets import Budget, Fit
+from headprune.budgets.subject import Subject
 from headprune.planning import Constraints, Order, Search, arrange, strategy_named
-from headprune.planning.budgets import Budget, Cost, Fit
-from headprune.planning.costs import Subject, cost_of
 from headprune.planning.effort import effort_named
 from headprune.plans import PruningPlan
 from headprune.scoring import score
-from headprune.searching import AUTO, Request, levels_of
+from headprune.searching import AUTO, Request, levels_of, subject_of
 from headprune.trials import Trials
 
 RANDOM_DRAWS = 3
@@ -24,7 +24,7 @@ RANDOM_DRAWS = 3
 
 @dataclass(frozen=True)
 class Goal:
-    """What `headprune prune` is asked for: budgets of one kind, or a plan.
+    """What `headprune prune` is asked for: budgets, or a plan.
 
     Attributes:
         strategy: A name of `headprune.planning.STRATEGIES`.
@@ -63,16 +63,18 @@ class Goal:
         """What is searched for in a scene."""
         return Request(self.budgets, self.strategy, self.constraints(scene), self.effort, scene.options.seed)
 
-    def about(self) -> dict[str, Any]:
-        """For the report."""
+    def planning(self, orders: dict[str, Order], trials: Trials) -> Planning:
+        """How the plans were made, for the report."""
         if self.plan is not None:
-            return {"plan": self.file}
-        effort = effort_named(self.effort)
-        return {
-            "strategy": self.strategy, "about": strategy_named(self.strategy).about, "protect": self.protect,
-            "min_heads_per_layer": self.min_heads_per_layer,
-            "effort": {"name": effort.name, "flops": effort.flops, "examples": effort.examples},
-        }  # fmt: skip
+            return Planning(plan=self.file, work={})
+        found = Planning(
+            strategy=self.strategy, about=strategy_named(self.strategy).about, protect=self.protect,
+            min_heads_per_layer=self.min_heads_per_layer, effort=effort_named(self.effort),
+            work={name: PlannedWork.model_validate(work) for name, work in trials.work.items()},
+        )  # fmt: skip
+        if len(orders) > 1:
+            found = found.changed(judged_by=trials.judged_by)
+        return found.changed(compared=trials.compared) if trials.compared else found
 
 
 def trials_of(scene: Scene, repair: bool, stages: Stages | None = None) -> Trials:
@@ -94,12 +96,17 @@ def fits_of(scene: Scene, goal: Goal, orders: dict[str, Order], trials: Trials, 
         goal.plan.on(scene.layers)  # a layer that cannot be masked is refused by name
         return [Fit(replace(goal.plan.on(scene.maskable), budget=f"plan {goal.file}"))]
 
-    def cost(budget: Budget) -> Cost:
-        inputs = budget_input(scene) if budget.kind == "latency" else scene.typical_input()
-        biases = trials.refit.added if trials.refit else ()
-        return cost_of(budget, Subject(scene.model, scene.layers, scene.example, inputs, biases), scene.options.seed)
+    return searching.fits_of(
+        goal.request(scene), orders, trials, console, lambda budget: subject_for(budget, scene, trials)
+    )
 
-    return searching.fits_of(goal.request(scene), orders, trials, console, cost)
+
+def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> Subject:
+    """What a budget is measured on; before the search (without trials) only the dense model can be."""
+    inputs = budget_input(scene) if budget.timed else scene.typical_input()
+    if trials is not None:
+        return subject_of(trials, scene.example, inputs, scene.options.seed)
+    return Subject(scene.model, scene.layers, scene.example, inputs, seed=scene.options.seed, metric=scene.metric)
 
 
 def random_orders(scene: Scene, goal: Goal, fits: Sequence[Fit]) -> list[Order]:
@@ -142,7 +149,7 @@ def _best(orders: dict[str, Order], levels: Sequence[int], trials: Trials) -> st
 
 def trade_off(
     orders: dict[str, Order], randoms: Sequence[Order], fits: Sequence[Fit], trials: Trials, console: Console
-) -> list[dict[str, Any]]:
+) -> list[Point]:
     """The metric on the choosing part against heads kept, by every order and by random."""
     total = fits[0].plan.total
     levels = sorted(levels_of(total, [f.plan.asked for f in fits]), reverse=True)
@@ -160,6 +167,6 @@ def trade_off(
     curve = []
     with console.track("trade-off on the choosing part") as progress:
         for i, (name, plan) in enumerate(jobs):
-            curve.append(trials.point(name, plan))
+            curve.append(Point.model_validate(trials.point(name, plan)))
             progress(i + 1, len(jobs))
     return curve

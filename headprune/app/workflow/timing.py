@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from headprune import latency
+from headprune.app.documents import Latency
 from headprune.app.workflow.scene import Console, Scene
 from headprune.errors import HeadPruneError
 from headprune.surgery import prune
@@ -15,7 +16,7 @@ from headprune.surgery import prune
 _BOUND_LIMIT = 2_000_000_000  # parameters; above this a third copy of the model is too much to ask
 
 
-def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) -> dict[str, Any]:
+def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) -> Latency:
     """Latency of the dense and every pruned model, with the bound: the model without (nearly) all heads."""
     bound, ghosts = None, 0
     everything = {layer.name: list(range(layer.num_heads)) for layer in scene.layers if layer.prunable}
@@ -34,7 +35,7 @@ def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) ->
     with console.track("timing") as progress:
         rows = latency.bench(models, inputs, seed=scene.options.seed, progress=progress)
     typical = latency.example_shape(scene.typical_input())[1]
-    return {"rows": [row.to_json() for row in rows], "bound": bound, "bound_ghosts": ghosts, "typical_length": typical}
+    return Latency(rows=tuple(rows), bound=bound, bound_ghosts=ghosts, typical_length=typical)
 
 
 def budget_input(scene: Scene) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headprune.app.data.encoders.base import CLASS_COLUMNS, Encoder, class_of, padded_labels
+from headprune.app.data.encoders.base import Encoder, class_of, padded_labels
 from headprune.errors import HeadPruneError
 
 _AUDIO_COLUMNS = ("audio", "speech", "sound")
@@ -46,7 +46,7 @@ class AudioEncoder(Encoder):
 class AudioClassification(AudioEncoder):
     def setup(self) -> None:
         super().setup()
-        self.label = self.column("label", "--label-column", self.options.label_column, CLASS_COLUMNS)
+        self.label = self.class_column()
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
         rate = self.processor.sampling_rate

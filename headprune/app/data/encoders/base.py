@@ -1,4 +1,4 @@
-"""What every task's encoder shares: columns, labels, and where texts are cut."""
+"""What the encoders of all tasks share: columns, labels, and the length of texts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from headprune.app.data.options import DataOptions
 from headprune.app.models import LoadedModel
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
+from headprune.inputs import LABELS
 
-LABEL_KEYS = ("labels", "start_positions", "end_positions")
-
-# Usual names of the column of classes, the most telling first.
+# Usual names of the column of classes, the clearest first.
 CLASS_COLUMNS = (
     "label", "labels", "class", "target", "sentiment", "category", "intent", "ner_tags", "pos_tags", "tags", "fine_label",
 )  # fmt: skip
@@ -46,63 +45,62 @@ class Encoder:
 
     def identity(self, feature: dict[str, Any]) -> Any:
         """What makes two examples the same input."""
-        return {k: v for k, v in feature.items() if k not in LABEL_KEYS}
+        return {k: v for k, v in feature.items() if k not in LABELS}
 
     def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """A padded batch."""
-        return dict(self.collator(features))
-
-    @cached_property
-    def collator(self) -> Callable[[list[dict[str, Any]]], Mapping[str, Tensor]]:
-        """What makes a batch: here inputs are padded to the longest, and there is a label (or a row of them) an example."""
+        """A batch: inputs are padded to the longest; each example has one label, or one row of labels."""
         from transformers import DataCollatorWithPadding
 
-        return DataCollatorWithPadding(self.processor)  # type: ignore[no-any-return]
+        return dict(DataCollatorWithPadding(self.processor)(features))
 
     def column(self, what: str, flag: str, given: str | None, usual: Sequence[str]) -> str:
-        """A column that was named, or the first with a usual name."""
-        if given is not None:
-            if given not in self.available:
-                raise HeadPruneError(
-                    f"There is no column {given!r} ({flag}).", f"The columns are {', '.join(self.available)}."
-                )
-            self.columns[what] = given
-            return given
-        for name in usual:
-            if name in self.available:
-                self.columns[what] = name
-                return name
-        raise HeadPruneError(
-            f"No column looks like the {what}: the columns are {', '.join(self.available)}.", f"Name it with {flag}."
-        )
+        """The column that the user named, or the first with a usual name.
+
+        Args:
+            what: What it holds, for messages and reports.
+            flag: The option that names it.
+            given: That option's value, if there is one.
+            usual: Usual names.
+
+        Raises:
+            HeadPruneError: There is no such column.
+        """
+        there = ", ".join(self.available)
+        if given is not None and given not in self.available:
+            raise HeadPruneError(f"There is no column {given!r} ({flag}).", f"The columns are {there}.")
+        found = given or next((name for name in usual if name in self.available), None)
+        if found is None:
+            raise HeadPruneError(f"No column looks like the {what}: the columns are {there}.", f"Name it with {flag}.")
+        self.columns[what] = found
+        return found
+
+    def class_column(self, usual: Sequence[str] = CLASS_COLUMNS) -> str:
+        """The column of the classes."""
+        return self.column("label", "--label-column", self.options.label_column, usual)
 
     @cached_property
     def max_length(self) -> int:
-        """Tokens per example: what was asked for, or 512, as far as the model allows."""
+        """Tokens per example, at most: as asked for, or 512; never more than the model accepts."""
         return min(self.options.max_length or 512, self.most_tokens)
 
     @cached_property
     def most_tokens(self) -> int:
-        """Tokens that the model and its tokenizer take."""
-        limits = [sys.maxsize]
-        tokenizer, table = (
-            getattr(self.processor, "model_max_length", None),
-            getattr(self.config.get_text_config(), "max_position_embeddings", None),
-        )
-        if isinstance(tokenizer, int):
-            limits.append(tokenizer)
-        if isinstance(table, int) and table > 0:
-            limits.append(table - _first_position(self.model))
+        """Tokens per example that the model and its tokenizer accept."""
+        tokenizer = getattr(self.processor, "model_max_length", None)
+        limits = [tokenizer if isinstance(tokenizer, int) else sys.maxsize]
+        positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(positions, int) and positions > 0:
+            limits.append(positions - _first_position(self.model))
         return min(limits)
 
     @property
     def cut_note(self) -> str:
-        """Where texts are cut, and why there."""
+        """For notes: at which length texts were cut, and why."""
         why = "the most that the model takes" if self.max_length >= self.most_tokens else "--max-length says where"
         return f"Texts of more than {self.max_length} tokens were cut there ({why})"
 
     def shortened(self, encode: Callable[..., Any], limit: int | None = None, how: str | bool = True) -> Any:
-        """What a tokenizer gives for an example, cut at ``limit`` (`max_length`); notes whether that took anything off.
+        """A tokenizer's encoding of an example, cut at ``limit`` tokens (default `max_length`); sets `cut` if it was longer.
 
         Args:
             encode: The tokenizer with its texts, ready to be called with ``truncation`` and ``max_length``.
@@ -110,7 +108,7 @@ class Encoder:
         """
         most = limit or self.max_length
         coded = encode(truncation=how, max_length=most)
-        # Whole it is made only where that may matter: a long text takes as long again.
+        # The whole text is encoded only where that may matter: it takes the same time again.
         if len(coded["input_ids"]) >= most and len(encode(truncation=False)["input_ids"]) > len(coded["input_ids"]):
             self.cut = True
         return coded
@@ -150,9 +148,9 @@ def class_of(value: Any, config: Any) -> int | float:
 
 
 def padded_labels(labels: Sequence[Sequence[int]]) -> Tensor:
-    """Labels of different lengths as one tensor [examples, longest], what is missing ignored.
+    """Labels of different lengths as one tensor [examples, longest], padded with `IGNORED`.
 
-    It is always on the right, as decoders read from the left: transformers' collator goes by the inputs' side.
+    Always padded on the right, as decoders read from the left: transformers' collator pads on the inputs' side.
     """
     rows = [torch.tensor(row, dtype=torch.long) for row in labels]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=IGNORED)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from headprune.app.data.encoders.base import CLASS_COLUMNS, Encoder, class_of
+from headprune.app.data.encoders.base import Encoder, class_of
 
 _IMAGE_COLUMNS = ("image", "img", "pixel_values", "picture")
 
@@ -16,7 +15,7 @@ _IMAGE_COLUMNS = ("image", "img", "pixel_values", "picture")
 class ImageClassification(Encoder):
     def setup(self) -> None:
         self.image = self.column("image", "--text-column", self.options.text_column, _IMAGE_COLUMNS)
-        self.label = self.column("label", "--label-column", self.options.label_column, CLASS_COLUMNS)
+        self.label = self.class_column()
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
         image = example[self.image]
@@ -25,8 +24,7 @@ class ImageClassification(Encoder):
         pixels = self.processor(images=image, return_tensors="pt")["pixel_values"][0]
         return {"pixel_values": pixels, "labels": class_of(example[self.label], self.config)}
 
-    @cached_property
-    def collator(self) -> Callable[[list[dict[str, Any]]], Mapping[str, Tensor]]:
+    def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
         from transformers import default_data_collator
 
-        return default_data_collator  # type: ignore[no-any-return]
+        return dict(default_data_collator(features))

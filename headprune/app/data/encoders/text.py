@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from headprune.app.data.encoders.base import CLASS_COLUMNS, Encoder, class_of, p
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
 
-# Usual names, most telling first; a tuple is a pair of texts.
+# Usual names, the clearest first; a tuple is a pair of texts.
 _TEXT_COLUMNS: tuple[str | tuple[str, str], ...] = (
     ("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("text_a", "text_b"),
     ("question", "sentence"), ("question", "passage"), "text", "sentence", "content", "review", "tweet", "document",
@@ -52,17 +52,16 @@ class TextEncoder(Encoder):
 class PerTokenEncoder(TextEncoder):
     """A label for every token."""
 
-    @cached_property
-    def collator(self) -> Callable[[list[dict[str, Any]]], Mapping[str, Tensor]]:
+    def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
         from transformers import DataCollatorForTokenClassification
 
-        return DataCollatorForTokenClassification(self.processor, label_pad_token_id=IGNORED)  # type: ignore[no-any-return]
+        return dict(DataCollatorForTokenClassification(self.processor, label_pad_token_id=IGNORED)(features))
 
 
 class SequenceClassification(TextEncoder):
     def setup(self) -> None:
         super().setup()
-        self.label = self.column("label", "--label-column", self.options.label_column, CLASS_COLUMNS)
+        self.label = self.class_column()
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
         label = example[self.label]
@@ -74,7 +73,7 @@ class SequenceClassification(TextEncoder):
 class TokenClassification(PerTokenEncoder):
     def setup(self) -> None:
         super().setup()
-        self.label = self.column("label", "--label-column", self.options.label_column, CLASS_COLUMNS[::-1])
+        self.label = self.class_column(CLASS_COLUMNS[::-1])
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
         words, tags = example[self.text[0]], example[self.label]

@@ -1,0 +1,44 @@
+"""What a run folder's JSON files hold: one definition each, by which they are written, read and reported.
+
+`Run` is run.json, `Metrics` is metrics.json and `FinetuneRecord` is finetune.json. The files of scores and plans hold values of the
+library, which writes and reads them itself (`headprune.scoring.HeadScores`, `headprune.plans.PruningPlan`).
+
+An unknown key is an error: what this version does not understand could make its report wrong. A field that has a default was added
+later, or is only there where it applies: files without it are readable, and only what was set is written. A key that changes its name
+or meaning needs a new `headprune.jsonio.SCHEMA`.
+"""
+
+from headprune.app.documents.base import Document, File
+from headprune.app.documents.common import Cut, Environment, Epoch, Examples, Measured, Training
+from headprune.app.documents.finetune import (
+    FinetunedChanges,
+    FinetunedModels,
+    FinetuneFacts,
+    FinetuneRecord,
+    TrainingOptions,
+)
+from headprune.app.documents.metrics import (
+    Asked,
+    BudgetResult,
+    ComparedOrder,
+    ComparedPlan,
+    Dense,
+    Latency,
+    Metrics,
+    PlannedWork,
+    Planning,
+    Point,
+    Proved,
+    Refitted,
+    Repaired,
+    StepTrial,
+    Trained,
+)
+from headprune.app.documents.run import LayerFacts, ModelFacts, Run
+
+__all__ = [
+    "Asked", "BudgetResult", "ComparedOrder", "ComparedPlan", "Cut", "Dense", "Document", "Environment", "Epoch",
+    "Examples", "File", "FinetuneFacts", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Latency",
+    "LayerFacts", "Measured", "Metrics", "ModelFacts", "PlannedWork", "Planning", "Point", "Proved", "Refitted",
+    "Repaired", "Run", "StepTrial", "Trained", "Training", "TrainingOptions",
+]  # fmt: skip

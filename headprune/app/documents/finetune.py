@@ -1,0 +1,66 @@
+"""finetune.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headprune.app.data.options import DataOptions
+from headprune.app.documents.base import Document, File
+from headprune.app.documents.common import Cut, Environment, Measured, Training
+from headprune.app.options import FinetuneOptions
+from headprune.evaluation import Change
+
+
+@dataclass(frozen=True)
+class TrainingOptions(FinetuneOptions):
+    """How `headprune finetune` trained; ``train_limit`` is the most examples it was allowed."""
+
+    dtype: str = "float32"
+    train_limit: int | None = None
+
+
+class FinetuneFacts(File):
+    """What is known of a fine-tuning before it begins.
+
+    Attributes:
+        pruned, teacher: The models' folders or names.
+    """
+
+    kind = "finetune"
+
+    command: str
+    when: str
+    environment: Environment
+    pruned: str
+    teacher: str
+    task: str
+    metric: str
+    options: TrainingOptions
+    data: DataOptions
+    parts: Cut
+    notes: tuple[str, ...]
+
+
+class FinetunedModels(Document):
+    """The three models on the reporting part."""
+
+    dense: Measured
+    pruned: Measured
+    finetuned: Measured
+
+
+class FinetunedChanges(Document):
+    """Paired changes: from the dense model to the pruned and to the fine-tuned one, and from the pruned to the fine-tuned one."""
+
+    pruned: Change
+    finetuned: Change
+    gain: Change
+
+
+class FinetuneRecord(FinetuneFacts):
+    """How a pruned model was fine-tuned, and what that gave; ``seconds`` is the time it took in all."""
+
+    seconds: float
+    training: Training
+    models: FinetunedModels
+    changes: FinetunedChanges

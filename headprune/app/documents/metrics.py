@@ -1,0 +1,267 @@
+"""metrics.json."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from headprune.app.documents.base import Document, File
+from headprune.app.documents.common import Environment, Measured, Training
+from headprune.app.options import FinetuneOptions
+from headprune.budgets import Budget, Reading, kind_named
+from headprune.evaluation import Change
+from headprune.latency import LatencyRow
+from headprune.planning.effort import Effort
+from headprune.repairing import AnswersRepair, LayerRepair
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Dense(Measured):
+    """The dense model on the reporting part; ``flops`` are of one forward pass on an example of median length."""
+
+    parameters: int
+    flops: int
+
+
+class PlannedWork(Document):
+    """What making an order was counted to cost; see `headprune.planning.effort.Work`.
+
+    Attributes:
+        left_out: Why it was not made.
+    """
+
+    passes: float
+    flops: float
+    examples: int
+    left_out: str | None = None
+
+
+class ComparedPlan(Document):
+    """How a plan did on the choosing part: divergence from the dense model's answers, or where that is not known the loss, in nats."""
+
+    budget: str
+    kept: int
+    divergence: float | None = None
+    loss: float | None = None
+
+
+class ComparedOrder(Document):
+    """An order of heads, and how its plans did, one a budget; one of the orders is used."""
+
+    order: str
+    used: bool
+    plans: tuple[ComparedPlan, ...]
+
+
+class Planning(Document):
+    """How plans were made.
+
+    Attributes:
+        plan: The file of the user's plan; the other fields are then not there.
+        about: What the strategy does.
+        protect: Heads that had to stay, as the user wrote them.
+        work: By order.
+        judged_by: What orders were compared by.
+    """
+
+    plan: str | None = None
+    strategy: str = ""
+    about: str = ""
+    protect: str = ""
+    min_heads_per_layer: int = 0
+    effort: Effort | None = None
+    work: dict[str, PlannedWork] = Field(default_factory=dict)
+    judged_by: str = ""
+    compared: tuple[ComparedOrder, ...] = ()
+
+
+class Asked(Document):
+    """A budget.
+
+    Attributes:
+        asked: As the user wrote it.
+        kind: Its name in the register (`headprune.budgets`); this and what follows are not there for a number of heads.
+        limit: The most that is allowed: a share of the dense model's, if ``relative``, else in ``unit``.
+        measured: On the pruned model, with its 95 % interval (``low`` to ``high``).
+        batch, length: The input that was timed, for a latency; ``length`` in tokens, 0 where there are none.
+    """
+
+    asked: str
+    kind: str | None = None
+    limit: float | None = None
+    relative: bool | None = None
+    unit: str | None = None
+    measured: float | None = None
+    low: float | None = None
+    high: float | None = None
+    batch: int | None = None
+    length: int | None = None
+
+    @classmethod
+    def of(cls, budget: Budget, reading: Reading) -> Self:
+        return cls(
+            asked=str(budget), kind=budget.kind, limit=budget.amount, relative=budget.relative, unit=budget.amount_unit,
+            measured=reading.value, low=reading.low, high=reading.high,
+        )  # fmt: skip
+
+    @property
+    def parsed(self) -> Budget | None:
+        """The budget itself; None where only heads were counted."""
+        if self.kind is None or self.limit is None:
+            return None
+        return kind_named(self.kind)(self.asked.partition(" ")[2], self.limit, bool(self.relative))
+
+    @property
+    def reading(self) -> Reading | None:
+        """What was measured; None where only heads were counted."""
+        if self.measured is None or self.low is None or self.high is None:
+            return None
+        return Reading(self.measured, self.low, self.high)
+
+
+class StepTrial(Document):
+    """As `headprune.repairing.Trial`; None for what is not finite."""
+
+    step: str
+    before: float | None
+    after: float | None
+    examples: int
+    kept: bool
+
+
+class Refitted(Document):
+    """As `headprune.repairing.Repair`."""
+
+    layers: dict[str, LayerRepair]
+    examples: int
+    mixtures: int = 0
+    passes: int
+    biases: tuple[str, ...]
+    notes: tuple[str, ...]
+    answers: AnswersRepair | None = None
+    trials: tuple[StepTrial, ...] = ()
+
+
+class Repaired(Refitted):
+    """A repair, and what it was worth on the reporting part.
+
+    Attributes:
+        without: The pruned model without the repair.
+        layers_alone: The same heads repaired layer by layer alone, as the random control is; None where that is the repair.
+    """
+
+    without: Measured
+    layers_alone: Measured | None = None
+
+
+class Trained(Training):
+    """A fine-tuning, and what was measured on the reporting part before it."""
+
+    options: FinetuneOptions
+    before: Measured
+
+
+class Proved(Document):
+    """As `headprune.surgery.Proof`.
+
+    Attributes:
+        reload_difference: Largest difference between the saved folder's outputs and those of the model in memory, as a share of
+            their largest value.
+    """
+
+    difference: float
+    tolerance: float
+    inputs: int
+    ghosts: tuple[str, ...]
+    reload_difference: float
+
+
+class BudgetResult(Document):
+    """A pruned model.
+
+    Attributes:
+        name: In the table of latencies.
+        asked, kept, total: Heads: of the budget, of the model, of the dense model.
+        method, strategy: That chose the heads; "" for a plan of the user's.
+        drop: The heads that went, by layer.
+        pruned: On the reporting part, as it was saved and loaded again.
+        change: From the dense model, paired by example.
+        random: The metric with as many heads drawn at random, of each draw.
+        flops: As of `Dense`.
+        checkpoint: The folder beside metrics.json that it was saved to.
+        dtype: That its weights are saved in.
+    """
+
+    name: str
+    asked: int
+    kept: int
+    total: int
+    method: str
+    strategy: str = ""
+    budget: Asked | None = None
+    notes: tuple[str, ...]
+    drop: dict[str, tuple[int, ...]]
+    pruned: Measured
+    change: Change
+    random: tuple[float, ...]
+    repair: Repaired | None = None
+    finetune: Trained | None = None
+    proof: Proved
+    parameters: int
+    flops: int
+    checkpoint: str
+    dtype: str | None = None
+
+
+class Point(Document):
+    """A point of the trade-off curve: a plan's metric on the choosing part, with its 95 % interval.
+
+    Attributes:
+        method: The order's name; ``"dense"``, ``"random"`` or ``"plan"`` (the user's) beside.
+        loss: Nats.
+    """
+
+    method: str
+    kept: int
+    asked: int
+    value: float
+    low: float
+    high: float
+    loss: float
+
+
+class Latency(Document):
+    """Times of forward passes, in milliseconds.
+
+    Attributes:
+        bound: The name of the model without prunable heads; None if it was not timed.
+        bound_ghosts: Layers of it that keep one head with zero output.
+        typical_length: The median length, in tokens.
+    """
+
+    rows: tuple[LatencyRow, ...]
+    bound: str | None
+    bound_ghosts: int = 0
+    typical_length: int
+
+
+class Metrics(File):
+    """What was measured of the dense model and of the pruned ones.
+
+    Attributes:
+        environment: Where they were measured; scores may have been made elsewhere.
+        curve: The trade-off between heads and the metric.
+    """
+
+    kind = "metrics"
+
+    metric: str
+    environment: Environment | None = None
+    planning: Planning = Planning()
+    dense: Dense
+    budgets: tuple[BudgetResult, ...]
+    curve: tuple[Point, ...]
+    latency: Latency

@@ -1,0 +1,227 @@
+"""One budget's plan carried out: repaired, pruned, trained, saved, loaded again and measured."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from headprune import latency
+from headprune.app.data import load_train
+from headprune.app.documents import (
+    Asked,
+    BudgetResult,
+    Document,
+    Measured,
+    Proved,
+    Refitted,
+    Repaired,
+    Trained,
+    Training,
+)
+from headprune.app.finetune import finetune
+from headprune.app.options import FinetuneOptions
+from headprune.app.runs import RunFolder
+from headprune.app.workflow import saving
+from headprune.app.workflow.scene import Console, Scene
+from headprune.app.workflow.stages import Stages
+from headprune.app.workflow.targets import Goal
+from headprune.app.workflow.timing import budget_input
+from headprune.attention import Heads
+from headprune.budgets import Fit
+from headprune.errors import HeadPruneError
+from headprune.evaluation import Measurement, compare, evaluate
+from headprune.planning import Order
+from headprune.plans import PruningPlan
+from headprune.surgery import prune
+from headprune.trials import Trials
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every budget of a run works with.
+
+    Attributes:
+        content: Where the run's new files go.
+    """
+
+    scene: Scene
+    goal: Goal
+    trials: Trials
+    stages: Stages
+    content: RunFolder
+    console: Console
+
+    def measured(self, name: str, model: nn.Module, label: str) -> Measurement:
+        """A model on the reporting part, as the stage ``name``; ``label`` is what a waiting person is told."""
+        batches = self.scene.parts.report.batches()
+        with self.console.track(label) as progress:
+            return self.stages.measurement(name, lambda: evaluate(model, batches, progress=progress))
+
+
+@dataclass(frozen=True)
+class Control:
+    """What pruned models are compared with.
+
+    Attributes:
+        dense: The dense model on the reporting part.
+        random: Orders of heads drawn at random.
+    """
+
+    dense: Measurement
+    random: Sequence[Order]
+
+
+class _Made(Document):
+    """A pruned model that was saved; ``dtype`` and ``note`` as in `saving.Saved`."""
+
+    repair: Refitted | None
+    finetune: Trained | None
+    proof: Proved
+    dtype: str
+    note: str
+
+
+def prune_to(fitted: Fit, control: Control, job: Job) -> tuple[BudgetResult, nn.Module]:
+    """What is reported of a plan, and the pruned model as it is loaded from where it was saved."""
+    scene, plan = job.scene, fitted.plan
+    path = job.content.checkpoint_path(plan.asked)
+    made, model = _made(job, plan, path)
+    if made.note:
+        job.console.say(made.note)
+    pruned = job.measured(f"pruned {plan.asked}", model, f"measuring with {plan.kept} heads")
+    masked = _Masked(job, plan, list(scene.parts.report.batches()))
+    result = BudgetResult(
+        name=f"{plan.kept} heads",
+        asked=plan.asked,
+        kept=plan.kept,
+        total=plan.total,
+        method=plan.method,
+        strategy=plan.strategy,
+        budget=_asked(scene, fitted),
+        notes=(*plan.notes, *filter(None, [made.note])),
+        drop={name: tuple(heads) for name, heads in plan.drop.items()},
+        pruned=Measured.of(pruned, scene.metric),
+        change=compare(control.dense, pruned, scene.metric),
+        random=masked.random(control.random),
+        repair=None if made.repair is None else masked.repaired(made.repair),
+        finetune=made.finetune,
+        proof=made.proof,
+        parameters=latency.parameters(model),
+        flops=latency.flops(model, scene.typical_input()),
+        checkpoint=path.name,
+        dtype=made.dtype,
+    )
+    return result, model
+
+
+@dataclass(frozen=True)
+class _Masked:
+    """What a plan's pruned model is set beside: the dense model with heads masked, on the batches of the reporting part."""
+
+    job: Job
+    plan: PruningPlan
+    batches: list[Any]
+
+    def random(self, orders: Sequence[Order]) -> tuple[float, ...]:
+        """The metric with as many heads drawn at random, by each order."""
+        found = []
+        with self.job.console.track(f"random control with {self.plan.kept} heads") as progress:
+            for i, order in enumerate(orders):
+                make = partial(self._metric_without, order.plan(self.plan.kept).drop)
+                found.append(self.job.stages.get(f"control {self.plan.asked} {i}", make, float))
+                progress(i + 1, len(orders))
+        return tuple(found)
+
+    def repaired(self, repair: Refitted) -> Repaired:
+        """A repair, and what it was worth."""
+        metric, asked, drop = self.job.scene.metric, self.plan.asked, self.plan.drop
+        stages, trials = self.job.stages, self.job.trials
+        without = stages.measurement(f"unrepaired {asked}", lambda: trials.masked(drop, self.batches))
+        alone = None
+        if repair.answers is not None or any(not trial.kept for trial in repair.trials):
+            found = stages.measurement(f"like control {asked}", lambda: self._layers_alone(drop))
+            alone = Measured.of(found, metric)
+        return Repaired(**repair.given(), without=Measured.of(without, metric), layers_alone=alone)
+
+    def _metric_without(self, drop: Heads) -> float:
+        return self._layers_alone(drop).metrics[self.job.scene.metric]
+
+    def _layers_alone(self, drop: Heads) -> Measurement:
+        """As the control is measured: fitted layer by layer, all fits kept. A whole repair of each would take long."""
+        with self.job.trials.repaired(drop):
+            return self.job.trials.masked(drop, self.batches)
+
+
+def _made(job: Job, plan: PruningPlan, path: Path) -> tuple[_Made, nn.Module]:
+    """The facts of a pruned model that is saved to ``path``, and the model as it is loaded from there.
+
+    What is reported is what a user will load, not what is in memory.
+    """
+    name = f"made {plan.asked}"
+    for damaged in (False, True):
+        if damaged:
+            job.stages.forget(name)
+        made = job.stages.get(name, lambda: _make(job, plan, path).to_json(), _Made.model_validate)
+        try:
+            return made, saving.load(job.scene, path)
+        except HeadPruneError:
+            if damaged:
+                raise
+    raise AssertionError
+
+
+def _make(job: Job, plan: PruningPlan, path: Path) -> _Made:
+    """Repair, prune, train and save."""
+    scene, trials, console = job.scene, job.trials, job.console
+    doing = console.track(f"repairing {plan.kept} heads") if trials.repair else nullcontext()
+    with doing, trials.repaired(plan.drop, whole=True) as repair:
+        model = copy.deepcopy(scene.model)
+    # The plan was made for the dense model's weights; some of them are repaired now.
+    proof = prune(model, plan.drop, scene.example, layers=scene.layers)
+    trained = None
+    if job.goal.finetune:
+        model, trained = _trained(job, model, plan.asked)
+    saved = saving.save(scene, model, path, proof.tolerance)
+    return _Made(
+        repair=None if repair is None else Refitted.model_validate(repair.to_json()),
+        finetune=trained,
+        proof=Proved(**asdict(proof), reload_difference=saved.difference),
+        dtype=saved.dtype,
+        note=saved.note,
+    )
+
+
+def _trained(job: Job, pruned: nn.Module, asked: int) -> tuple[nn.Module, Trained]:
+    """The fine-tuned model, and what a report says of it."""
+    scene, console = job.scene, job.console
+    before = evaluate(pruned, scene.parts.report.batches())
+    train, notes = load_train(scene.options.data, scene.loaded, scene.parts)
+    for note in notes:
+        console.say(note)
+    options = FinetuneOptions(epochs=job.goal.finetune, seed=scene.options.seed)
+    with console.track("fine-tuning") as progress:
+        done = finetune(
+            pruned, scene.model, train, scene.parts.choose, options, metric=scene.metric,
+            work=job.stages.path / f"finetune-{asked}", progress=progress, say=console.say,
+        )  # fmt: skip
+    training = Training.model_validate(done).given()
+    return done.model, Trained(**training, options=options, before=Measured.of(before, scene.metric))
+
+
+def _asked(scene: Scene, fitted: Fit) -> Asked:
+    """What was asked for, and what that was measured to be."""
+    budget, reading = fitted.budget, fitted.reading
+    if budget is None or reading is None:
+        return Asked(asked=fitted.plan.budget)
+    told = Asked.of(budget, reading)
+    if not budget.timed:
+        return told
+    batch, length = latency.example_shape(budget_input(scene))
+    return told.changed(batch=batch, length=length)

@@ -1,0 +1,219 @@
+"""What every budget can do, and the register of kinds."""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from headprune.errors import HeadPruneError
+
+if TYPE_CHECKING:
+    from headprune.budgets.subject import Subject
+    from headprune.planning import Order
+    from headprune.plans import PruningPlan
+
+_SHARE = "of the dense model's"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a plan costs, in a budget's terms: a share of the dense model's, or in its unit.
+
+    Attributes:
+        low, high: 95 % interval; both are ``value`` for what is counted. A budget holds if ``high`` does not exceed it.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def exact(cls, value: float) -> Reading:
+        """Of what is counted, not timed."""
+        return cls(value, value, value)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A plan that holds a budget (None for a plan of the user's), and what it was measured to cost (None where heads are
+    just counted)."""
+
+    plan: PruningPlan
+    budget: Budget | None = None
+    reading: Reading | None = None
+
+
+@dataclass(frozen=True)
+class Budget(ABC):
+    """What must not be exceeded. Each kind is a subclass, registered by `kind`.
+
+    Attributes:
+        text: As it was asked for, such as ``"80%"``.
+        amount: The number in it: a share of the dense model's, if ``relative``, else in `unit`; NaN for a number of heads.
+        relative: Whether ``amount`` is a share of what the dense model needs.
+        kind: The name of its class in the register.
+
+    Every kind says:
+        flag: Its option, and with ``short`` a letter for it.
+        help: The option's, for ``headprune prune --help``.
+        example: How to write it.
+        limits: What it limits, for "80 % of the dense model's …".
+        unit: What `amount` counts.
+        suffixes: What may follow a number, and the factor that it stands for.
+
+    And where it is otherwise than for most:
+        timed: Whether it is measured on an input of the size that latency is about, not on a single example.
+        by_groups: Whether only whole key/value groups bring it down, so that heads are not taken from every group.
+        by_metric: Whether it limits what the metric may lose: then the fewest heads that hold it are looked for, and examples
+            to choose by are needed.
+    """
+
+    text: str
+    amount: float = math.nan
+    relative: bool = False
+    kind: str = field(init=False)  # a field, so that budgets of two kinds are told apart wherever fields are listed
+
+    flag: ClassVar[str]
+    short: ClassVar[str] = ""
+    help: ClassVar[str]
+    example: ClassVar[str]
+    limits: ClassVar[str]
+    unit: ClassVar[str]
+    suffixes: ClassVar[Mapping[str, float]] = {"": 1}
+    timed: ClassVar[bool] = False
+    by_groups: ClassVar[bool] = False
+    by_metric: ClassVar[bool] = False
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """A budget from what follows its flag.
+
+        Raises:
+            HeadPruneError: No number that makes sense.
+        """
+        amount, percent = cls._number(text)
+        if amount <= 0:
+            raise cls._no_budget(text)
+        return cls(text.strip(), amount, percent)
+
+    @classmethod
+    def _number(cls, text: str) -> tuple[float, bool]:
+        """The number in a text, and whether it is a percentage."""
+        match = re.fullmatch(r"\s*([\d.]+(?:e[+-]?\d+)?)\s*([a-z]*|%)\s*", text.lower())
+        try:
+            amount = float(match[1]) * {**cls.suffixes, "%": 0.01}[match[2]] if match else math.nan
+        except (ValueError, KeyError):
+            amount = math.nan
+        if match is None or not math.isfinite(amount):
+            raise cls._no_budget(text)
+        return amount, match[2] == "%"
+
+    @classmethod
+    def _no_budget(cls, text: str) -> HeadPruneError:
+        return HeadPruneError(f"{cls.flag} {text} is no budget.", f"Write it as {cls.example}.")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.text}"
+
+    def heads(self, total: int) -> int | None:
+        """How many of all heads it lets stay; None where that has to be found out."""
+        return None
+
+    def check(self) -> None:
+        """Refuse, before anything is loaded, what every dense model holds.
+
+        Raises:
+            HeadPruneError: There would be nothing to prune.
+        """
+        if self.relative and self.amount >= 1:
+            raise HeadPruneError(
+                f"{self.flag} {self.text} is met by the dense model, so there is nothing to prune.",
+                f"Ask for less, for instance {self.flag} 80%.",
+            )
+
+    @abstractmethod
+    def check_dense(self, subject: Subject) -> None:
+        """Refuse, before the long work, what this dense model holds.
+
+        Raises:
+            HeadPruneError: There would be nothing to prune, or the model has nothing that this budget limits.
+        """
+
+    @abstractmethod
+    def fit(self, order: Order, subject: Subject) -> Fit:
+        """The plan of an order that holds this budget.
+
+        Raises:
+            HeadPruneError: No plan does; the hint says the nearest budget that can be met.
+        """
+
+    def show(self, amount: float) -> str:
+        """An amount in this budget's terms, such as ``78 %`` (of the dense model's) or ``12.5 ms``."""
+        return f"{100 * amount:.3g} %" if self.relative else f"{amount:,.0f} {self.unit}"
+
+    def at_least(self, amount: float) -> str:
+        """What to type for a budget of this kind that is met by ``amount``: rounded up, to three digits."""
+        from decimal import ROUND_CEILING, Context, Decimal  # slow to import, and --help need not wait for it
+
+        up = Context(prec=3, rounding=ROUND_CEILING)
+        number = Decimal(amount) * 100 if self.relative else Decimal(amount)
+        return f"{self.flag} {up.create_decimal(number):f}{'%' if self.relative else ''}"
+
+    def result(self, kept: int, reading: Reading, where: str) -> str:
+        """A sentence for the report: what was asked, and what was measured.
+
+        Args:
+            kept: Heads that stay.
+            where: What it was measured on, where that is more than a copy of the model.
+        """
+        of = f" {_SHARE} {self.limits}" if self.relative else ""
+        interval = (
+            f" (95 %: {self.show(reading.low)} to {self.show(reading.high)})" if reading.low < reading.high else ""
+        )
+        return f"at most {self.show(self.amount)}{of}; with {kept} heads it is {self.show(reading.value)}{interval}{where}."
+
+    @property
+    def amount_unit(self) -> str:
+        """What `amount` counts: a share of the dense model's, or `unit`."""
+        return _SHARE if self.relative else self.unit
+
+
+BUDGETS: dict[str, type[Budget]] = {}
+_Kind = TypeVar("_Kind", bound=type[Budget])
+
+
+def budget(name: str) -> Callable[[_Kind], _Kind]:
+    """Register a kind of budget under a name."""
+
+    def register(made: _Kind) -> _Kind:
+        made.kind = name
+        BUDGETS[name] = made
+        return made
+
+    return register
+
+
+def kind_named(name: str) -> type[Budget]:
+    """A kind of the register, by its name or its flag: ``flops``, ``target-flops`` or ``--target-flops``.
+
+    Raises:
+        HeadPruneError: There is none of that name.
+    """
+    for known, made in BUDGETS.items():
+        if name.lstrip("-") in (known, made.flag.lstrip("-")):
+            return made
+    raise HeadPruneError(f"There is no budget {name!r}.", f"Choose from {', '.join(BUDGETS)}.")
+
+
+def budget_of(text: str) -> Budget:
+    """A budget from its kind and amount in one text, such as ``"flops 80%"`` or ``"--target-flops 80%"``.
+
+    Raises:
+        HeadPruneError: No such kind, or no number that makes sense.
+    """
+    name, _, amount = str(text).strip().partition(" ")
+    return kind_named(name).parse(amount)

@@ -1,0 +1,108 @@
+"""A budget of lost accuracy, or of added perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from headprune.budgets.base import Budget, Fit, Reading, budget
+from headprune.errors import HeadPruneError
+
+if TYPE_CHECKING:
+    from headprune.budgets.subject import Subject
+    from headprune.evaluation import Change
+    from headprune.planning import Order
+    from headprune.plans import PruningPlan
+
+PARTS = 8  # into how many parts a search for a drop cuts its range each time
+
+
+@budget("drop")
+class Drop(Budget):
+    """What the metric may lose: accuracy in parts of 1, perplexity as its relative increase. Never a share of the dense model's."""
+
+    flag = "--max-drop"
+    help = (
+        "The fewest heads whose loss of accuracy is below this with 95 % confidence: 0.01; of perplexity: its relative "
+        "increase."
+    )
+    example = "0.01 or 1%"
+    limits = "accuracy"
+    unit = ""
+    by_metric = True
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        return cls(text.strip(), cls._number(text)[0])
+
+    def check_dense(self, subject: Subject) -> None:
+        if subject.metric == "accuracy" and self.amount >= 1:
+            raise HeadPruneError(
+                f"--max-drop {self.text} allows to lose all accuracy, so it asks for nothing.",
+                "Write a share of 1: 0.01 is one point.",
+            )
+
+    def fit(self, order: Order, subject: Subject) -> Fit:
+        return self.fewest_heads(order, subject.change)
+
+    def fewest_heads(self, order: Order, change: Callable[[PruningPlan], Change]) -> Fit:
+        """The fewest heads such that the loss is no more than this budget, with 95 % confidence.
+
+        The budget must hold for the upper end of the 95 % interval of the loss (of accuracy, in parts of 1; or the relative
+        increase of perplexity), here and at every larger number of heads that was looked at. Those are a coarse grid down
+        to the first that fails, then a finer one between that and the last that held, and so on. Each grid depends on
+        nothing but the range, so a larger budget never keeps more heads, however noisy the measurements are.
+
+        Args:
+            change: The change from the dense model to a plan, the same for the same plan.
+
+        Raises:
+            HeadPruneError: Nothing can go; the hint says the nearest budget that can be met.
+        """
+        losses: dict[int, Reading] = {}
+
+        def loss(steps: int) -> Reading:
+            if steps not in losses:
+                losses[steps] = _loss(change(order.after(steps)))
+            return losses[steps]
+
+        held, failed = 0, len(order.steps) + 1
+        while failed - held > 1:
+            # The first range ends at the last plan, which may hold; later ones end at one that failed.
+            end = min(failed, len(order.steps))
+            for steps in sorted({held + max(1, round((end - held) * part / PARTS)) for part in range(1, PARTS + 1)}):
+                if loss(steps).high > self.amount:
+                    failed = steps
+                    break
+                held = steps
+        if held == 0:
+            raise self._out_of_reach(order, losses)
+        return Fit(replace(order.after(held), budget=str(self)), self, losses[held])
+
+    def _out_of_reach(self, order: Order, losses: dict[int, Reading]) -> HeadPruneError:
+        smallest = min(losses, key=lambda n: losses[n].high, default=0)
+        if smallest == 0:
+            return HeadPruneError("No head can go.", "; ".join(order.stays))
+        plan = order.after(smallest)
+        return HeadPruneError(
+            f"{self.flag} {self.text} is out of reach: with {plan.kept} of {plan.total} heads the loss is "
+            f"{losses[smallest].value:.4f}, and with 95 % confidence no more than {losses[smallest].high:.4f}.",
+            f"The nearest that can be met is {self.at_least(losses[smallest].high)}; more examples narrow the interval.",
+        )
+
+    def show(self, amount: float) -> str:
+        return f"{amount:.4f}"
+
+    def result(self, kept: int, reading: Reading, where: str) -> str:
+        return (
+            f"a loss of no more than {self.amount:g}. The fewest heads that hold it, by the upper end of the 95 % interval on the "
+            f"choosing part, are {kept}: {self.show(reading.value)} ({self.show(reading.low)} to {self.show(reading.high)}) there."
+        )
+
+
+def _loss(change: Change) -> Reading:
+    """A change as something that should be small."""
+    if change.metric == "accuracy":
+        return Reading(-change.value, -change.high, -change.low)
+    return Reading(change.value, change.low, change.high)

@@ -1,0 +1,54 @@
+"""What budgets measure plans on: the dense model, and copies of it that were really pruned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from headprune.attention import AttentionLayer
+from headprune.errors import HeadPruneError
+from headprune.evaluation import Change
+from headprune.inputs import Example
+from headprune.plans import PruningPlan
+from headprune.reference import add_biases
+from headprune.surgery import prune
+
+
+def _unmeasured(plan: PruningPlan) -> Change:
+    raise HeadPruneError("It is not known here how much accuracy a plan loses.", "Give a budget of another kind.")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The dense model that plans are for, which is never changed.
+
+    Attributes:
+        layers: From `headprune.find_attention`.
+        example: For the proof of every prune.
+        inputs: What is timed, and what operations are counted on.
+        biases: Modules that the repair may give a bias, which costs something too.
+        seed: For the intervals of what is timed.
+        metric: What `change` tells of: ``"accuracy"`` or ``"perplexity"``.
+        change: The change of the metric from the dense model to a plan, repaired, on the examples that choose; the same for the
+            same plan.
+    """
+
+    model: nn.Module
+    layers: Sequence[AttentionLayer]
+    example: Example
+    inputs: Example
+    biases: Sequence[str] = ()
+    seed: int = 0
+    metric: str = "accuracy"
+    change: Callable[[PruningPlan], Change] = _unmeasured
+
+    def pruned(self, plan: PruningPlan) -> nn.Module:
+        """A copy without the plan's heads."""
+        model = copy.deepcopy(self.model)
+        if plan.drop:
+            add_biases(model, self.biases)
+        prune(model, plan.drop, self.example, layers=self.layers)  # the fingerprint was checked: this is a copy
+        return model

@@ -1,0 +1,286 @@
+"""The dense model's facts: what is known before anything is measured, and what is measured once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.attention import AttentionLayer, Heads
+from headprune.errors import HeadPruneError
+from headprune.inputs import model_device
+from headprune.reference.answers import DenseAnswers, answers_apart
+from headprune.reference.dense_weights import DenseWeights
+from headprune.reference.directions import Directions, find_directions, inputs_of_heads, room
+from headprune.reference.linearity import linear
+from headprune.reference.mixtures import crossed
+from headprune.reference.moments import FOLDS, Moments, centred
+from headprune.reference.projections import OutputProjection, Values, output_projections
+from headprune.reference.runner import Runner
+from headprune.scoring.base import Progress
+
+_MIXTURES, _MOST_EXAMPLES = 2, 4096  # of every example, where there are not many anyway
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A dense model, and the examples to measure it on.
+
+    Attributes:
+        layers: The model's attention layers.
+        runner: The model, its output projections and the examples.
+        values: The value projections that can be refitted, by output projection.
+        times: How many mixtures of every example are to be made.
+        weights: The dense weights of all these projections.
+        notes: What cannot be refitted, and why.
+    """
+
+    layers: Sequence[AttentionLayer]
+    runner: Runner
+    values: Mapping[str, Values]
+    times: int
+    weights: DenseWeights
+    notes: tuple[str, ...]
+
+    @property
+    def projections(self) -> Sequence[OutputProjection]:
+        """The output projections that can be refitted."""
+        return self.runner.projections
+
+    @property
+    def cost(self) -> float:
+        """Forward passes over the examples that `measure` will take, about, without answers; a backward pass counts as two."""
+        share = room(self.projections, self.values) if self.values else 0
+        rows = self.runner.rows
+        mixed = [crossed(batch, shift, rows) for batch in self.runner.batches for shift in range(1, self.times + 1)]
+        times = sum(len(each[1]) for each in mixed if each) / self.runner.examples
+        return bool(share) + times + (3 + share) * (1 + times)
+
+
+@dataclass(frozen=True)
+class DenseReference:
+    """What a dense model is like on its calibration examples. It does not change when the model does.
+
+    Memory does not grow with the examples, but for the answers, which are one vector an example.
+
+    Attributes:
+        layers: The model's attention layers.
+        runner: The model, its output projections, the examples and mixtures of them.
+        weights: The dense weights.
+        directions: What values may be made of, and which can be refitted.
+        moments: Of W_O's inputs, widened by what heads attend to along `directions`, and of its outputs: sums over tokens,
+            weighted by how much the answers depend on each; by output projection.
+        answers: The answers to come nearer to, or why there are none; None if they were not asked for.
+        notes: What cannot be refitted, and why.
+        passes: Forward passes over the examples that it took; a backward pass counts as two.
+    """
+
+    layers: Sequence[AttentionLayer]
+    runner: Runner
+    weights: DenseWeights
+    directions: Directions
+    moments: Mapping[str, Moments]
+    answers: DenseAnswers | str | None
+    notes: tuple[str, ...]
+    passes: float
+
+    @property
+    def model(self) -> nn.Module:
+        """The model: dense but while other weights are written into it."""
+        return self.runner.model
+
+    @property
+    def projections(self) -> Sequence[OutputProjection]:
+        """The output projections that can be refitted."""
+        return self.runner.projections
+
+    @property
+    def values(self) -> Mapping[str, Values]:
+        """The value projections that can be refitted, by output projection."""
+        return self.directions.values
+
+    def with_answers(self) -> DenseReference:
+        """This, and the dense model's answers."""
+        before = self.runner.passes
+        with self.weights.dense():
+            answers = answers_apart(self.runner)
+        return replace(self, answers=answers, passes=self.passes + self.runner.passes - before)
+
+    def losing(self, drop: Heads) -> list[OutputProjection]:
+        """The output projections that lose heads, and on which the model's answers depend."""
+        return [p for p in self.projections if p.loses(drop) and self.moments[p.name].seen]
+
+    def hessian(
+        self, projection: OutputProjection, drop: Heads, mixes: Mapping[int, Tensor], ridge: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the ridge regression on the dense inputs that stay, widened by a head's width of directions.
+
+        Args:
+            drop: The heads that go.
+            mixes: What heads' values are made of (`headprune.repairing.Weights.mixes`).
+
+        Returns:
+            The matrix ``[inputs, inputs]``, the mean that it was taken around ``[inputs]``, and which inputs they are.
+        """
+        moments, index = self.moments[projection.name], projection.kept(drop)
+        if (values := self.values.get(projection.name)) is None:
+            xx, xy = moments.rows_of(index)
+        else:
+            heads, rank = projection.heads(drop), self.directions.rank(projection.name)
+            xx, xy = moments.rows_of(inputs_of_heads(projection, values, heads, rank).flatten())
+            index = inputs_of_heads(projection, values, heads, values.head_dim).flatten()
+            turn = _turn(values, heads, rank, mixes)
+            xx, xy = turn.T @ xx.cpu() @ turn, turn.T @ xy.cpu()
+        a, _, mean, _ = centred(xx.sum(0).cpu(), xy.sum(0).cpu(), projection.has_bias)
+        strength = ridge * float(a.diagonal().mean()) if len(a) else 0.0
+        # Inputs that never change have nothing to be fitted to.
+        matrix = a + max(strength, 1e-12) * torch.eye(len(a), dtype=a.dtype)
+        return matrix, mean if projection.has_bias else mean * 0, index
+
+    def slopes(self, index: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """W_O's inputs and the slopes at its outputs, by module, for every call, on a batch of the model as it is now.
+
+        Behind the inputs is what every head attends to along the first directions, a head's width of them.
+        """
+        found = self.runner.slopes(index)
+        xs = {name: [x for x, _, _ in calls] for name, calls in found.items()}
+        if self.values:
+            batch = self.runner.batches[index]
+            ys = {name: [y for _, y, _ in calls] for name, calls in found.items()}
+            with torch.no_grad(), self.runner.deterministic_eval():
+                xs = self.directions.widened(batch, xs, ys, list(xs), shares=1)
+            self.runner.count(self.runner.rows.size(batch))
+        return {
+            name: [(x, slope) for x, (_, _, slope) in zip(xs[name], calls, strict=True)]
+            for name, calls in found.items()
+        }
+
+
+def calibrate(
+    model: nn.Module,
+    layers: Sequence[AttentionLayer],
+    batches: Sequence[Any],
+    *,
+    values: bool = True,
+    mixtures: bool = True,
+) -> Calibration:
+    """A model as it is now, which from here on is the dense one, and its examples.
+
+    Runs the model on a few examples, to see what can be refitted.
+
+    Args:
+        values: Whether values are to be refitted too, where they can be.
+        mixtures: Whether mixtures of the examples are to be fitted to as well, where they can be
+            (`headprune.reference.mixtures`).
+    """
+    notes: list[str] = []
+    with torch.inference_mode(False):
+        projections = list(output_projections(model, layers, notes))
+    runner = Runner(model, projections, batches)
+    found = _refittable(runner, notes) if values else {}
+    times = min(_MIXTURES, _MOST_EXAMPLES // runner.examples - 1) if mixtures else 0
+    return Calibration(layers, runner, found, times, DenseWeights(model, projections, found), tuple(notes))
+
+
+def measure(calibration: Calibration, *, answers: bool = True, progress: Progress | None = None) -> DenseReference:
+    """Measure the dense model; when this is called makes no difference.
+
+    Args:
+        answers: Whether the answers are kept, for the last step of a repair.
+        progress: Called after every batch of the longest pass.
+    """
+    runner, before = calibration.runner, calibration.runner.passes
+    with torch.inference_mode(False), torch.no_grad(), calibration.weights.dense(), runner.deterministic_eval():
+        moments: dict[str, Moments] = {}
+        directions = Directions(runner, {}, {})
+        if calibration.projections:
+            if calibration.times:
+                runner = runner.with_mixtures(calibration.times)
+            directions = find_directions(runner, calibration.values)
+            moments = _measured(runner, directions, progress)
+    found = DenseReference(
+        calibration.layers, runner, calibration.weights, directions, moments, None, calibration.notes,
+        runner.passes - before,
+    )  # fmt: skip
+    return found.with_answers() if answers else found
+
+
+def _refittable(runner: Runner, notes: list[str]) -> dict[str, Values]:
+    """The value projections that can be refitted, by output projection; why others cannot is added to ``notes``."""
+    possible = {p.name: p.values for p in runner.projections if p.values}
+    if not possible:
+        return {}
+    with torch.inference_mode(False), torch.no_grad():
+        found = linear(runner, possible)
+    for name in possible:
+        if name not in found:
+            notes.append(f"{runner.layer(name).name} keeps its old values: its heads are not linear in them alone.")
+    if found and not room(runner.projections, found):
+        notes.append("Value projections keep their old weights: their statistics would not fit into memory.")
+        return {}
+    return found
+
+
+def _measured(runner: Runner, directions: Directions, progress: Progress | None) -> dict[str, Moments]:
+    """The sums over the tokens of all examples and mixtures."""
+    device, batches = model_device(runner.model), runner.everything
+    found = {p.name: Moments(len(p.weight) + directions.more(p), p.weight.shape[1], device) for p in runner.projections}
+    for i, batch in enumerate(batches):
+        xs, ys, token_weights = runner.recorded_with_weights(i)
+        for names in directions.in_parts(xs):
+            wide = directions.widened(batch, xs, ys, names)
+            for name in names:
+                for call in zip(wide[name], ys[name], token_weights[name], strict=True):
+                    _add(found[name], *call, runner, i, runner.layer(name))
+        if progress:
+            progress(i + 1, len(batches), "")
+    runner.count(directions.shares * sum(map(runner.rows.size, batches)))
+    for projection in runner.projections:
+        moments = found[projection.name]
+        if not all(bool(m.isfinite().all()) for m in (moments.xx, moments.xy, moments.yy)):
+            raise _not_finite(projection.layers[0], "the slopes of the model's answers there are")
+    return found
+
+
+def _add(
+    moments: Moments, x: Tensor, y: Tensor, token_weights: Tensor, runner: Runner, index: int, layer: AttentionLayer
+) -> None:
+    """A batch's tokens without padding, by how much they matter; every other example to the other fold."""
+    batch = runner.everything[index]
+    real = runner.real(x, batch, layer.kind)
+    rows, tokens, size = x.shape[0], x.shape[:-1], runner.rows.size(batch)
+    if runner.examples == 1:  # its tokens take turns
+        fold = torch.arange(tokens.numel(), device=x.device) % FOLDS
+    else:
+        # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
+        example = runner.fold(index)[torch.arange(rows) * size // rows].to(x.device)
+        fold = example.view(-1, *[1] * (len(tokens) - 1)).expand(tokens).flatten()
+    x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    for i in range(FOLDS):
+        chosen = (fold == i) if real is None else (fold == i) & real
+        if not bool(x[chosen].isfinite().all() & y[chosen].isfinite().all()):
+            raise _not_finite(layer, "what goes through its output projection is")
+        moments.add(i, x[chosen], y[chosen], token_weights.flatten()[chosen])
+
+
+def _turn(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, Tensor]) -> Tensor:
+    """From old values and all directions to the values that there are now and the first directions, with the 1 behind."""
+    width = values.head_dim
+    blocks = []
+    for h in heads:
+        block = torch.eye(width + rank, 2 * width, dtype=torch.float64)
+        if h in mixes:
+            block[:, :width] = mixes[h]
+        blocks.append(block)
+    found: Tensor = torch.block_diag(*blocks, torch.ones(1, 1, dtype=torch.float64))  # type: ignore[no-untyped-call]
+    return found
+
+
+def _not_finite(layer: AttentionLayer, what: str) -> HeadPruneError:
+    return HeadPruneError(
+        f"Layer {layer.name} cannot be repaired: {what} not finite.",
+        "Leave out the example that does it, use --dtype float32, or do without repair.",
+    )

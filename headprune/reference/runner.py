@@ -1,0 +1,337 @@
+"""The model run on calibration examples, with hooks that see and replace what its output and value projections give."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.attention import AttentionLayer
+from headprune.errors import HeadPruneError
+from headprune.inputs import call, model_device, move, tensors, usable
+from headprune.loss import inputs_of
+from headprune.memory import is_out_of_memory
+from headprune.modules import exact_attention, uncompiled
+from headprune.reference.mixtures import crossed
+from headprune.reference.moments import FOLDS
+from headprune.reference.projections import OutputProjection, Values
+from headprune.reference.token_weights import probe_of, real_tokens, tokens_of, widened
+from headprune.rows import find_rows, is_empty
+from headprune.scoring.gradient import frozen, unlike
+from headprune.trace import evaluating
+
+OnCall = Callable[[str, Tensor, Tensor], Tensor | None]
+"""``(name, input, output)``: called with each call of a projection; may give another output."""
+Calls = dict[str, list[Tensor]]
+"""A tensor for every call of an output projection, by its name."""
+Seen = dict[str, list[tuple[Tensor, Tensor, list[Tensor]]]]
+"""By output projection, of every call: the input, the output, and the slopes of some sums of the answers there."""
+Examples = dict[int, list[int]]
+"""Examples: their rows, by the number of their batch."""
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Mixtures of a batch's examples.
+
+    Attributes:
+        batch: The number of that batch.
+        shift: How far apart they were in it (`crossed`).
+        inputs: Of the mixtures.
+        rows: The examples that they begin with.
+    """
+
+    batch: int
+    shift: int
+    inputs: dict[str, Tensor]
+    rows: Tensor
+
+
+@dataclass
+class _Meter:
+    """Counts the examples that a model was run on; runners of parts of the examples share one."""
+
+    examples: float = 0.0
+
+
+class Runner:
+    """A model and its calibration examples.
+
+    Args:
+        projections: The output projections to watch.
+        batches: Calibration examples.
+
+    Attributes:
+        batches: Those that are not empty, on the model's device; of one example each, where a projection mixes examples up.
+        examples: How many there are.
+        rows: How examples lie in the batches.
+        mixtures: Of the examples (`headprune.reference.mixtures`).
+    """
+
+    def __init__(self, model: nn.Module, projections: Sequence[OutputProjection], batches: Sequence[Any]) -> None:
+        self.model, self.projections = model, projections
+        self._meter = _Meter()
+        device = model_device(model)
+        with torch.inference_mode(False):
+            self.batches = [usable(move(batch, device)) for batch in batches if not is_empty(batch)]
+        if not self.batches:
+            raise HeadPruneError("There are no examples to repair on.", "Check the dataset, its split and --limit.")
+        with torch.inference_mode(False), self.deterministic_eval():
+            self.rows = find_rows(model, self.batches, lambda batch: tensors(call(model, inputs_of(model, batch))))
+        self.examples = sum(map(self.rows.size, self.batches))
+        self.mixtures: tuple[Mixed, ...] = ()
+        if not self._independent():
+            self.batches = [row for batch in self.batches for row in self.rows.singles(batch)]
+
+    @property
+    def passes(self) -> float:
+        """Forward passes over all examples so far, a backward pass counting as two."""
+        return self._meter.examples / self.examples
+
+    def count(self, examples: float) -> None:
+        """Note that the model was run on so many examples; a backward pass counts as two."""
+        self._meter.examples += examples
+
+    @contextmanager
+    def deterministic_eval(self) -> Iterator[None]:
+        """The model as it answers alike every time, with its heads apart."""
+        with uncompiled(), evaluating(self.model), exact_attention(self.model):
+            yield
+
+    def first(self, index: int) -> int:
+        """The number of a batch's first example."""
+        return sum(map(self.rows.size, self.everything[:index]))
+
+    @property
+    def everything(self) -> list[Any]:
+        """Batches of examples, and of mixtures behind them."""
+        return [*self.batches, *(mixed.inputs for mixed in self.mixtures)]
+
+    def fold(self, index: int) -> Tensor:
+        """On which side of a cross-validation every example of `everything` is, ``[examples]``."""
+        if index < len(self.batches):
+            return (self.first(index) + torch.arange(self.rows.size(self.batches[index]))) % FOLDS
+        mixed = self.mixtures[index - len(self.batches)]
+        return self.fold(mixed.batch)[mixed.rows]
+
+    def with_mixtures(self, times: int) -> Runner:
+        """With up to ``times`` mixtures of every example; none if the model does not take them, or gives not one answer a text."""
+        found = copy.copy(self)
+        made = [
+            Mixed(index, shift, *mixed)
+            for index, batch in enumerate(self.batches)
+            for shift in range(1, times + 1)
+            if (mixed := crossed(batch, shift, self.rows)) is not None
+        ]
+        with torch.no_grad(), self.deterministic_eval():
+            if all(self._answers_once(mixed) for mixed in made):
+                self.count(sum(len(mixed.rows) for mixed in made))
+                found.mixtures = tuple(made)
+        return found
+
+    def without(self, rows: Examples) -> Runner:
+        """The same model on the other examples, and on those mixtures that begin with them."""
+        rest = copy.copy(self)
+        rest.batches, mixtures, numbers = [], [], {}
+        for index, batch in enumerate(self.batches):
+            stay = [row for row in range(self.rows.size(batch)) if row not in rows.get(index, ())]
+            if stay:
+                numbers[index] = len(rest.batches), {row: i for i, row in enumerate(stay)}
+                rest.batches.append(self.rows.take(batch, stay))
+        rest.examples = sum(map(self.rows.size, rest.batches))
+        for mixed in self.mixtures:
+            if mixed.batch not in numbers:
+                continue
+            number, places = numbers[mixed.batch]
+            own = [i for i, row in enumerate(mixed.rows.tolist()) if row in places]
+            if own:
+                starts = torch.tensor([places[int(mixed.rows[i])] for i in own])
+                mixtures.append(Mixed(number, mixed.shift, self.rows.take(mixed.inputs, own), starts))
+        rest.mixtures = tuple(mixtures)
+        return rest
+
+    def _answers_once(self, mixed: Mixed) -> bool:
+        """Whether the model gives one vector of logits for every mixture."""
+        try:
+            output = self.run(mixed.inputs, unwatched)
+        except Exception as error:  # a model may want labels, or a text to end as it knows it, and say so in any way
+            if is_out_of_memory(error):
+                raise
+            return False
+        logits = getattr(output, "logits", None)
+        return (
+            isinstance(logits, Tensor)
+            and logits.ndim == 2
+            and len(logits) == len(mixed.rows)
+            and bool(logits.isfinite().all())
+        )
+
+    def layer(self, name: str) -> AttentionLayer:
+        """That ends in an output projection; the first, if several do."""
+        return next(p.layers[0] for p in self.projections if p.name == name)
+
+    def real(self, x: Tensor, batch: Any, kind: str) -> Tensor | None:
+        """Which of ``x``'s tokens ``[rows * tokens]`` are no padding, in layers of a kind; None where that is not known."""
+        return real_tokens(x, tokens_of(self.model, batch, kind, self.rows))
+
+    def run(
+        self, batch: Any, on_output: OnCall, on_value: OnCall | None = None, values: Mapping[str, Values] | None = None
+    ) -> Any:
+        """The model's output.
+
+        Args:
+            on_output: Called with W_O's input and output.
+            on_value: Called with those of the value projections ``values``, under the name of their output projection.
+        """
+        callbacks = [(p.name, p.name, on_output) for p in self.projections]
+        if on_value is not None:
+            callbacks += [(own.name, name, on_value) for name, own in (values or {}).items()]
+        handles = [
+            self.model.get_submodule(module).register_forward_hook(
+                lambda module, args, kwargs, out, name=name, then=then: then(
+                    name, args[0] if args else next(iter(kwargs.values())), out
+                ),
+                with_kwargs=True,
+            )
+            for module, name, then in callbacks
+        ]
+        try:
+            return call(self.model, inputs_of(self.model, batch))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def recorded(self, batch: Any) -> tuple[Calls, Calls]:
+        """W_O's inputs and outputs on a batch."""
+        xs: Calls = {p.name: [] for p in self.projections}
+        ys: Calls = {p.name: [] for p in self.projections}
+
+        def on_output(name: str, x: Tensor, y: Tensor) -> None:
+            xs[name].append(x)
+            ys[name].append(y.clone())  # a model may write into it
+
+        self.run(batch, on_output)
+        return xs, ys
+
+    def run_with_values(
+        self, batch: Any, ys: Calls, on_value: OnCall, values: Mapping[str, Values]
+    ) -> tuple[Calls, list[Tensor]]:
+        """W_O's inputs where value projections give what ``on_value`` says and W_O what it gave before; and the answers."""
+        found: Calls = {name: [] for name in ys}
+        before = {name: iter(calls) for name, calls in ys.items()}
+
+        def on_output(name: str, x: Tensor, y: Tensor) -> Tensor:
+            found[name].append(x)
+            return next(before[name]).clone()
+
+        output = self.run(batch, on_output, on_value, values)
+        return found, tensors(output)
+
+    # -- slopes ------------------------------------------------------------------------------------
+
+    def slopes(self, index: int) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
+        """W_O's inputs, outputs and the slopes at these, for every call on a batch.
+
+        Slopes are of a random projection of the model's answers as it is now (`probe`).
+        """
+        batch = self.everything[index]
+        self.count(3 * self.rows.size(batch))
+        return self._slopes(batch, self.first(index))
+
+    def recorded_with_weights(self, index: int) -> tuple[Calls, Calls, Calls]:
+        """W_O's inputs and outputs on a batch, and how much each token of the output matters for the model's answer ``[rows, ...]``.
+
+        That is the norm of its slope, which is the square root of the Fisher information in expectation. The square would leave
+        only a few tokens of a few examples to fit to. One pass, forward and backward, serves all.
+        """
+        found = self.slopes(index)
+        xs = {name: [x for x, _, _ in calls] for name, calls in found.items()}
+        ys = {name: [y for _, y, _ in calls] for name, calls in found.items()}
+        return xs, ys, {name: [widened(slope).norm(dim=-1) for *_, slope in calls] for name, calls in found.items()}
+
+    def slopes_of(self, batch: Any, names: Iterable[str], sums_of: Callable[[Any], Sequence[Tensor]]) -> Seen:
+        """W_O's inputs, outputs and the slopes there of some sums of the model's answers to a batch.
+
+        Args:
+            names: The output projections.
+            sums_of: Gives the sums, from the model's output.
+        """
+        seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in names}
+
+        def add(name: str, x: Tensor, y: Tensor) -> Tensor | None:
+            if name not in seen:
+                return None
+            seen[name].append((x.detach(), y.detach(), torch.zeros_like(y, requires_grad=True)))
+            return y + seen[name][-1][2]
+
+        with torch.inference_mode(False), torch.enable_grad(), self.deterministic_eval(), frozen(self.model):
+            sums = sums_of(self.run(batch, add))
+            deltas = [delta for calls in seen.values() for *_, delta in calls]
+            found = [
+                torch.autograd.grad(one, deltas, allow_unused=True, retain_graph=i + 1 < len(sums))
+                for i, one in enumerate(sums)
+            ]
+        slopes = (
+            [delta.detach() if one is None else one for one in each]
+            for delta, *each in zip(deltas, *found, strict=True)
+        )
+        return {name: [(x, y, next(slopes)) for x, y, _ in calls] for name, calls in seen.items()}
+
+    def _slopes(
+        self, batch: Any, first: int, alone: int | None = None
+    ) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
+        found = self.slopes_of(
+            batch,
+            [p.name for p in self.projections],
+            lambda output: [probe_of(self.model, output, batch, first, self.rows, alone)],
+        )
+        return {name: [(x, y, slopes[0]) for x, y, slopes in calls] for name, calls in found.items()}
+
+    def _independent(self) -> bool:
+        """Whether rows of one example stay together at every W_O, one after another, tried on up to three.
+
+        A module that puts tokens before the batch would mix them up.
+        """
+        batch = max(self.batches, key=self.rows.size)
+        if self.rows.size(batch) == 1 or not self.projections:
+            return True
+        some = self.rows.take(batch, unlike(self.rows, batch, self.rows.size(batch)))
+        if not self._examples_first(some):
+            return False
+        size = self.rows.size(some)
+        for one in range(size):
+            for calls in self._slopes(some, 0, alone=one).values():
+                for *_, slope in calls:
+                    each = slope.reshape(size, -1)
+                    if bool(each[torch.arange(size) != one].any()):
+                        return False
+        return True
+
+    def _examples_first(self, batch: Any) -> bool:
+        """Whether two and three examples have as many rows more, at every W_O, as there are examples more."""
+
+        def shapes(index: Sequence[int]) -> list[torch.Size]:
+            with torch.no_grad(), self.deterministic_eval():
+                xs, _ = self.recorded(self.rows.take(batch, index))
+            return [x.shape for calls in xs.values() for x in calls]
+
+        two, three = shapes([0, 1]), shapes([0, 1, 0])
+        return len(two) == len(three) and all(
+            a[1:] == b[1:] and 3 * a[0] == 2 * b[0] for a, b in zip(two, three, strict=True)
+        )
+
+
+def replaced(values: Values, out: Tensor, new: Tensor) -> Tensor:
+    """A value projection's output with others in the place of its values, ``new`` [..., key/value heads, head_dim]."""
+    out = out.clone()
+    out[..., values.features.flatten().to(out.device)] = new.flatten(-2).to(out.dtype)
+    return out
+
+
+def unwatched(name: str, x: Tensor, y: Tensor) -> None:
+    """An `OnCall` that does nothing."""

@@ -1,0 +1,74 @@
+"""Tiny language models, and wrappers that hide what a model's class would say about its loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+from tests.support.folders import common
+
+
+def tiny(**more: Any) -> dict[str, Any]:
+    return common(hidden_size=16, num_attention_heads=2, intermediate_size=16, **more)
+
+
+def text_config(**more: Any) -> dict[str, Any]:
+    return tiny(num_key_value_heads=1, head_dim=8, **more)
+
+
+VISION = {
+    "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16, "image_size": 16, "patch_size": 8,
+}  # fmt: skip
+
+
+def gemma3() -> nn.Module:
+    config = tf.Gemma3Config(
+        text_config=text_config(), vision_config=VISION, mm_tokens_per_image=4, image_token_index=29
+    )
+    return tf.Gemma3ForConditionalGeneration(config)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs)
+
+
+class Labelless(Wrapped):
+    """Knows of no labels, so that there is no loss to compare with."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask)
+
+
+class Tensors(Wrapped):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+def texts(rows: int = 4, length: int = 8, left: bool = False) -> dict[str, Tensor]:
+    """Texts of different length, their padding without a label."""
+    ids = torch.randint(3, 30, (rows, length), generator=torch.Generator().manual_seed(1))
+    lengths = torch.arange(rows) % (length - 3) + 4
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    if left:
+        mask = mask.flip(1)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+class MyGPT(tf.GPT2LMHeadModel):
+    """What users write."""
+
+
+def my_gpt() -> nn.Module:
+    return MyGPT(tf.GPT2Config(vocab_size=30, n_embd=16, n_head=2, n_layer=2))
+
+
+def singles(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    return [{k: v[i : i + 1] for k, v in batch.items()} for i in range(len(batch["labels"]))]

@@ -1,0 +1,104 @@
+"""Documents of a small run, as JSON holds them: what a test changes of them is what it is about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headprune.attention import AttentionLayer
+
+LAYER = AttentionLayer("block.0.attn", 0, "encoder", 4, 4, 8)
+SPEED = {"ratio": 1.01, "low": 0.98, "high": 1.04, "verdict": "no measurable change"}
+TIMING = {"median": 2.0, "p95": 2.5, "runs": 20, "low": 1.9, "high": 2.1}
+ENVIRONMENT: dict[str, Any] = {
+    "headprune": "0", "python": "3", "torch": "2", "transformers": "5", "system": "Linux", "device": "cpu",
+    "device_name": "a CPU", "threads": 2,
+}  # fmt: skip
+PARTS: dict[str, Any] = {
+    "score": {"split": "train", "examples": 100, "rows_hash": "a"},
+    "choose": {"split": "validation", "examples": 50, "rows_hash": "b"},
+    "report": {"split": "test", "examples": 200, "rows_hash": "c"},
+}
+MEASURED = {"metrics": {"accuracy": 0.6, "loss": 0.7}, "low": 0.5, "high": 0.7, "examples": 200}
+CHANGE: dict[str, Any] = {
+    "metric": "accuracy", "value": -0.1, "low": -0.15, "high": -0.05, "p_value": 0.001, "verdict": "worse",
+    "examples": 200, "carried_by": 20.0,
+}  # fmt: skip
+RUN: dict[str, Any] = {
+    "commands": ["headprune score m -d d", "headprune prune --keep 2"],
+    "when": "today",
+    "seconds": [1.0, 2.0],
+    "options": {"model": "m", "seed": 0, "data": {"dataset": "d"}},
+    "methods": ["ablation"],
+    "environment": ENVIRONMENT,
+    "parts": PARTS,
+    "columns": {"text": "text"},
+    "notes": [],
+    "model": {
+        "class": "M", "task": "t", "metric": "accuracy", "dtype": "float32", "attention": None, "parameters": 1000,
+        "fingerprint": "f", "heads": 4,
+        "layers": [{
+            "name": LAYER.name, "index": 0, "kind": "encoder", "num_heads": 4, "num_kv_heads": 4, "head_dim": 8,
+            "prunable": True, "reason": "",
+        }],
+    },
+}  # fmt: skip
+METRICS: dict[str, Any] = {
+    "metric": "accuracy",
+    "dense": {
+        "metrics": {"accuracy": 0.8, "loss": 0.5}, "low": 0.75, "high": 0.85, "examples": 200, "parameters": 1000,
+        "flops": 5000,
+    },
+    "budgets": [
+        {
+            "name": "2 heads", "asked": 2, "kept": 2, "total": 4, "method": "ablation", "notes": [],
+            "drop": {LAYER.name: [1, 2]},
+            "pruned": {"metrics": {"accuracy": 0.7, "loss": 0.6}, "low": 0.64, "high": 0.76, "examples": 200},
+            "change": CHANGE,
+            "random": [0.5, 0.6, 0.7], "parameters": 900, "flops": 4000, "checkpoint": "pruned-2",
+            "proof": {"difference": 1e-7, "tolerance": 1e-4, "inputs": 3, "ghosts": [], "reload_difference": 0.0},
+        }
+    ],
+    "curve": [
+        {"method": "dense", "kept": 4, "asked": 4, "value": 0.81, "low": 0.74, "high": 0.88, "loss": 0.5},
+        {"method": "ablation", "kept": 2, "asked": 2, "value": 0.72, "low": 0.6, "high": 0.8, "loss": 0.6},
+        {"method": "random", "kept": 2, "asked": 2, "value": 0.5, "low": 0.4, "high": 0.6, "loss": 0.9},
+    ],
+    "latency": {
+        "bound": "no heads", "bound_ghosts": 0, "typical_length": 9,
+        "rows": [
+            {
+                "batch": 1, "length": 9, "timings": {"dense": TIMING, "2 heads": TIMING, "no heads": TIMING},
+                "speedups": {"2 heads": SPEED, "no heads": {**SPEED, "ratio": 1.2}},
+            }
+        ],
+    },
+}  # fmt: skip
+TRAINING: dict[str, Any] = {
+    "examples": 60, "steps": 8, "planned": 8, "best": 4, "resumed": None, "seconds": 1.5,
+    "history": [
+        {"step": 0, "epoch": 0.0, "accuracy": 0.5, "loss": 0.9}, {"step": 4, "epoch": 1.0, "accuracy": 0.75, "loss": 0.6},
+        {"step": 8, "epoch": 2.0, "accuracy": 0.625, "loss": 0.7},
+    ],
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "epochs": 2.0, "learning_rate": 1e-3, "mixture": {"alpha": 0.5, "temperature": 2.0, "hidden_states": False},
+    "weight_decay": 0.01, "patience": 2, "seed": 0,
+}  # fmt: skip
+TRAINED = {**TRAINING, "options": OPTIONS, "before": MEASURED}
+FINETUNE: dict[str, Any] = {
+    "command": "headprune finetune r/pruned-2", "when": "today", "environment": ENVIRONMENT, "pruned": "r/pruned-2",
+    "teacher": "m", "task": "t", "metric": "accuracy", "options": {**OPTIONS, "dtype": "float32", "train_limit": None},
+    "data": {"dataset": "d"}, "parts": {**PARTS, "train": {"split": "train", "examples": 60, "rows_hash": "d"}},
+    "notes": ["A note."], "seconds": 2.5, "training": TRAINING,
+    "models": {"dense": MEASURED, "pruned": MEASURED, "finetuned": MEASURED},
+    "changes": {"pruned": CHANGE, "finetuned": {**CHANGE, "verdict": "no measurable change"}, "gain": CHANGE},
+}  # fmt: skip
+
+
+def repaired(**more: Any) -> dict[str, Any]:
+    """What metrics.json says of a budget's repair."""
+    fit = {"before": 0.5, "after": 0.2, "ridge": 0.1, "values": True}
+    return {
+        "layers": {LAYER.name: fit}, "examples": 100, "mixtures": 0, "passes": 9, "biases": [], "notes": [],
+        "answers": None, "without": MEASURED, **more,
+    }  # fmt: skip

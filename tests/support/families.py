@@ -1,0 +1,22 @@
+"""Models of `benchmarks/tiny.py`, one for each model type of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+
+def built(name: str) -> tuple[nn.Module, Any]:
+    if name not in tiny.model_types():
+        pytest.skip(f"this transformers has no {name}")
+    model, _, example = tiny.build(name)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if p.is_floating_point() and (p.ndim >= 2 or key.endswith("bias")):
+                p.copy_(torch.randn(p.shape, generator=generator) / max(p.shape[-1], 1) ** 0.5)
+    return model, example

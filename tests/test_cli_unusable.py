@@ -1,0 +1,214 @@
+"""Models, data and disks that cannot be used: what is said, and which file it is."""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+
+import headprune as hp
+from headprune.app.data import DataOptions, load_parts
+from headprune.app.models import load_model
+from headprune.cli import app
+from tests.support.commands import run, runner
+from tests.support.folders import WORDS, sentences, write_jsonl
+
+pytestmark = pytest.mark.usefixtures("brief")
+
+# -- models and data that cannot be used ------------------------------------------------------------
+
+
+def damaged(bert_folder: Path, here: Path) -> tuple[Path, Any]:
+    folder = here / "damaged"
+    shutil.copytree(bert_folder, folder)
+    return folder, tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
+
+
+@pytest.mark.parametrize("saved_by", ["transformers", "headprune"])
+def test_weights_that_are_not_numbers_are_named(
+    saved_by: str, bert_folder: Path, data_folder: Path, here: Path
+) -> None:
+    folder, model = damaged(bert_folder, here)
+    with torch.no_grad():
+        model.bert.encoder.layer[1].attention.self.key.weight[3, 5] = float("nan")
+    if saved_by == "transformers":
+        model.save_pretrained(folder)
+    else:
+        hp.checkpoint.save(model, folder, processor=tf.AutoTokenizer.from_pretrained(bert_folder), overwrite=True)
+    error = run("score", folder, "-d", data_folder, code=1).stderr
+    assert "1 of 1,024 values of bert.encoder.layer.1.attention.self.key.weight are NaN" in error
+    assert "column" not in error
+
+
+def test_infinite_weights_may_be_meant(bert_folder: Path, here: Path) -> None:
+    folder, model = damaged(bert_folder, here)
+    with torch.no_grad():
+        model.classifier.bias[0] = -float("inf")
+    model.save_pretrained(folder)
+    load_model(str(folder))
+
+
+@pytest.mark.parametrize("saved_by", ["transformers", "headprune"])
+@pytest.mark.parametrize("size", [0, 4, 1000, -1])
+def test_cut_weights(saved_by: str, size: int, bert_folder: Path, data_folder: Path, here: Path) -> None:
+    folder, model = damaged(bert_folder, here)
+    if saved_by == "headprune":
+        hp.checkpoint.save(model, folder, processor=tf.AutoTokenizer.from_pretrained(bert_folder), overwrite=True)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    error = run("score", folder, "-d", data_folder, code=1).stderr
+    assert f"The weights in {folder} are damaged or cut short" in error
+    assert "--task" not in error
+    assert "unexpected" not in error
+
+
+def test_texts_that_are_cut_are_counted(bert_folder: Path, here: Path) -> None:
+    """In the terminal, in the run's document and in the report; each part by itself."""
+    long = " ".join(WORDS * 3)  # 60 words, the model takes 32 tokens
+    for i, (split, count, cut) in enumerate((("train", 20, 3), ("validation", 10, 0), ("test", 10, 2))):
+        rows = sentences(count, i)
+        for j in range(cut):
+            rows[j]["text"] = f"{WORDS[2 * i + j]} {long}"
+        write_jsonl(here / "data" / f"{split}.jsonl", rows)
+    result = run("score", bert_folder, "-d", "data", "-m", "random", "-o", "run")
+    note = (
+        "Texts of more than 32 tokens were cut there (the most that the model takes): "
+        "3 of 20 to score, 0 of 10 to choose, 2 of 10 to report."
+    )
+    assert note in " ".join(result.stderr.split())
+    assert note in json.loads((here / "run" / "run.json").read_text())["notes"]
+    assert note in (here / "run" / "report.md").read_text()
+    parts = load_parts(DataOptions("data", max_length=16), load_model(str(bert_folder)))
+    assert "Texts of more than 16 tokens were cut there (--max-length says where): 3 of 20" in parts.notes[-1]
+
+
+def test_a_text_that_just_fits_is_not_cut(bert_folder: Path, here: Path) -> None:
+    words = " ".join(["good"] * 29)
+    rows: list[dict[str, object]] = [{"text": f"{words} {w}", "label": 1} for w in WORDS]
+    write_jsonl(here / "data" / "train.jsonl", rows)
+    parts = load_parts(DataOptions("data"), load_model(str(bert_folder)))
+    assert max(parts.score.lengths()) == 32
+    assert not any("cut there" in note for note in parts.notes)
+
+
+def test_several_labels_an_example_can_be_read(here: Path) -> None:
+    from headprune.app.data.cutting import hidden_labels
+
+    class Rows:
+        column_names = ("label",)
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, rows: slice) -> dict[str, Any]:
+            return {"label": [[0, 1], [1, 1]]}
+
+    assert not hidden_labels(Rows())
+
+
+# -- the disk ------------------------------------------------------------------------------------------
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/file")
+
+
+def wrapped(*_: object, **__: object) -> None:
+    try:
+        full()
+    except OSError:
+        raise RuntimeError("PytorchStreamWriter failed writing file") from None
+
+
+def rust(*_: object, **__: object) -> None:
+    from safetensors import SafetensorError
+
+    raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize("how", [full, wrapped, rust], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("step", ["load_parts", "find_attention"])
+def test_a_full_disk(
+    how: Any, step: str, bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"headprune.app.workflow.scene.{step}", how)
+    result = run("score", bert_folder, "-d", data_folder, "-q", "--json", code=1)
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("headprune: No space left on the disk")
+    assert "run the same command again" in line
+    assert json.loads(result.stdout)["hint"].startswith("Free some")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), BrokenPipeError(errno.EPIPE, "Broken pipe")]
+)
+def test_a_stdout_that_takes_nothing(error: OSError, bert_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`> /dev/full` and `| head`: no traceback, whether the document is a result or an error."""
+
+    def document(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("headprune.app.console.Console.document", document)
+    for command in (["inspect", bert_folder, "--json"], ["inspect", "", "--json"], ["inspect", "--json"]):
+        result = runner.invoke(app, [str(a) for a in command])
+        assert result.exit_code == (2 if command == ["inspect", "--json"] else 1)
+        assert isinstance(result.exception, SystemExit), result.exception
+        assert "unexpected" not in result.stderr
+
+
+def test_memory_that_runs_out(bert_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:115] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("headprune.app.models.load_model", out)
+    assert "Memory ran out. Use a smaller --batch-size" in run("inspect", bert_folder, code=1).stderr
+
+
+def test_other_errors_of_the_system_say_which_file(
+    bert_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/somewhere/file")
+
+    monkeypatch.setattr("headprune.app.models.load_model", denied)
+    assert "/somewhere/file cannot be read or written: Permission denied" in run("inspect", bert_folder, code=1).stderr
+
+
+def test_an_unknown_error_stays_one(bert_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("headprune.app.models.load_model", broken)
+    result = run("inspect", bert_folder, "--json", code=1)
+    assert "ZeroDivisionError: division by zero (unexpected; add -v for the traceback)" in result.stderr
+    assert json.loads(result.stdout)["error"] == "ZeroDivisionError: division by zero"
+
+
+def test_a_perplexity_that_cannot_be_told_is_refused_before_the_long_work(
+    llama_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of the model's own that is none of its logits, and is added up over texts."""
+    forward = tf.LlamaForCausalLM.forward
+
+    def summed(self: Any, input_ids: Any = None, labels: Any = None, **more: Any) -> Any:
+        out = forward(self, input_ids=input_ids, **more)
+        if labels is not None:
+            each = F.cross_entropy(out.logits[:, :-1].mT, labels[:, 1:], reduction="none")
+            out.loss = ((1 - (-each).exp()) ** 2 * each).sum()
+        return out
+
+    def long(*_: object, **__: object) -> None:
+        raise AssertionError("the long work began")
+
+    monkeypatch.setattr(tf.LlamaForCausalLM, "forward", summed)
+    for step in ("scoring.score", "results.evaluate", "targets.arrange"):
+        monkeypatch.setattr(f"headprune.app.workflow.{step}", long)
+    for more in ((), ("--dry-run",)):
+        error = run("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1).stderr
+        assert "cannot be measured: its own loss is not the cross-entropy of its logits" in " ".join(error.split())

@@ -1,0 +1,80 @@
+"""How far answers are from the dense model's: against sums over one token at a time, and whatever lies beside an example."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.special import expit, rel_entr, softmax
+from torch import Tensor, nn
+
+from headprune.divergence import Divergence
+from headprune.inputs import DRAWN
+
+
+class Fixed(nn.Module):
+    """Gives the logits that it is given."""
+
+    def __init__(self, problem: str | None = None) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(problem_type=problem, is_encoder_decoder=False)
+
+    def forward(self, logits: Tensor, attention_mask: Tensor | None = None) -> Any:
+        return SimpleNamespace(logits=logits)
+
+
+def logits(*shape: int, seed: int) -> Tensor:
+    return 3 * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(2, 5), st.floats(0.5, 4), st.integers(0, 99))
+def test_tokens_one_at_a_time(lengths: list[int], classes: int, temperature: float, seed: int) -> None:
+    """Kullback-Leibler times T squared, averaged over an example's real tokens: what padding says does not matter."""
+    mask = torch.tensor([[1] * n + [0] * (6 - n) for n in lengths])
+    known, now = (logits(len(lengths), 6, classes, seed=s) for s in (seed, seed + 100))
+    found = Divergence(Fixed(), 0, temperature).between(known, now, {"attention_mask": mask})
+    for i, n in enumerate(lengths):
+        p, q = (softmax(x[i, :n].numpy() / temperature, axis=-1) for x in (known, now))
+        expected = temperature**2 * np.mean([rel_entr(p[t], q[t]).sum() for t in range(n)])
+        assert float(found[i]) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 99))
+def test_several_labels_one_at_a_time(rows: int, labels: int, seed: int) -> None:
+    """Each label is a yes or a no; their divergences are added."""
+    known, now = (logits(rows, labels, seed=s) for s in (seed, seed + 100))
+    found = Divergence(Fixed("multi_label_classification"), 0).between(known, now, {})
+    for i in range(rows):
+        p, q = expit(known[i].numpy()), expit(now[i].numpy())
+        assert float(found[i]) == pytest.approx(float((rel_entr(p, q) + rel_entr(1 - p, 1 - q)).sum()), rel=1e-7)
+
+
+def test_a_class_that_the_dense_model_rules_out_weighs_nothing() -> None:
+    known, now = torch.tensor([[0.0, 1.0, -torch.inf]]), torch.tensor([[0.5, 1.0, 2.0]])
+    p, q = softmax(known[0].numpy()), softmax(now[0].numpy())
+    assert float(Divergence(Fixed(), 0).between(known, now, {})) == pytest.approx(float(rel_entr(p, q).sum()), rel=1e-6)
+
+
+def test_labels_that_are_drawn_depend_on_nothing_but_the_example() -> None:
+    """Alone, in a batch, or with more padding: the same draws for the example of a number."""
+    made = {
+        "logits": logits(4, 6, 5, seed=1),
+        "attention_mask": torch.tensor([[1] * n + [0] * (6 - n) for n in (6, 2, 4, 1)]),
+    }
+    divergence = Divergence(Fixed(), seed=3)
+    whole = divergence.taught(made, 7)[DRAWN]
+    for i, n in enumerate((6, 2, 4, 1)):
+        alone: dict[str, Any] = {k: v[i : i + 1, :n] for k, v in made.items()}
+        assert torch.equal(divergence.taught(alone, 7 + i)[DRAWN][0], whole[i, :n])
+    assert not torch.equal(Divergence(Fixed(), seed=4).taught(made, 7)[DRAWN], whole)
+
+
+def test_labels_are_drawn_as_often_as_the_dense_model_says() -> None:
+    one = torch.tensor([0.6, 0.3, 0.1]).log()
+    drawn = Divergence(Fixed(), seed=0).taught({"logits": one.expand(4000, 3)}, 0)[DRAWN]
+    torch.testing.assert_close(drawn.bincount() / 4000, one.exp(), atol=0.03, rtol=0)

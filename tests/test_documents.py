@@ -1,0 +1,223 @@
+"""The documents of a run folder: one definition each, so that a renamed key fails here."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+import headprune as hp
+from headprune.app.data import DataOptions
+from headprune.app.documents import Cut, Document, File, FinetuneRecord, Metrics, Run
+from headprune.app.options import Options
+from headprune.app.report import finetuned
+from headprune.jsonio import dumps, loads, write_json
+from headprune.plans import PruningPlan
+from headprune.scoring import load_scores, save_scores
+from tests.support.commands import run
+from tests.support.documents import FINETUNE, METRICS, RUN, TRAINED, repaired
+
+ROOT = Path(__file__).parent.parent
+REPORTS = sorted((ROOT / "reports").glob("*/"))
+FULL: dict[type[File], dict[str, Any]] = {Run: RUN, Metrics: METRICS, FinetuneRecord: FINETUNE}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, and of one type everywhere: 1 is not 1.0 in a file."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+@pytest.mark.parametrize("folder", REPORTS, ids=lambda path: path.name)
+def test_committed_reports_are_written_again_as_they_are(folder: Path, tmp_path: Path) -> None:
+    """A key that is renamed, dropped or added breaks the folders that users have."""
+    for kind in (Run, Metrics):
+        name = f"{kind.kind}.json"
+        kind.read(folder / name).write(tmp_path / name)
+    save_scores(tmp_path / "scores.json", load_scores(folder / "scores.json"))
+    for plan in folder.glob("plan*.json"):
+        PruningPlan.load(plan).save(tmp_path / plan.name)
+    written = sorted(tmp_path.iterdir())
+    assert [path.name for path in written] == sorted(path.name for path in folder.glob("*.json"))
+    for path in written:
+        assert same(loads(path.read_text()), loads((folder / path.name).read_text())), path.name
+
+
+@pytest.mark.parametrize("kind", FULL, ids=lambda kind: kind.kind)
+def test_what_was_read_is_what_is_written(kind: type[File]) -> None:
+    data = loads(dumps(FULL[kind]))
+    if kind is Metrics:
+        data["budgets"][0] |= {"repair": repaired(), "finetune": TRAINED}
+    again = loads(dumps(kind.model_validate(data).to_json()))
+    assert kind.model_validate(again) == kind.model_validate(data)
+    for key in data.keys() - {"options", "data"}:  # whose defaults are written out
+        assert again[key] == data[key] or key == "latency"
+
+
+def test_older_files_lack_what_was_added_later(tmp_path: Path) -> None:
+    """They are readable, and nothing is made up for what they lack."""
+    metrics = copy.deepcopy(METRICS)
+    del metrics["latency"]["bound_ghosts"], metrics["budgets"][0]["change"]["carried_by"]
+    run_ = copy.deepcopy(RUN)
+    assert "planning" not in Metrics.model_validate(metrics).to_json()
+    assert Metrics.model_validate(metrics).budgets[0].change.carried_by == 0
+    assert "content_hash" not in Run.model_validate(run_).to_json()["parts"]["score"]
+
+
+def holders(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where the objects of a document are."""
+    if isinstance(value, dict):
+        yield place
+        for key, part in value.items():
+            yield from holders(part, (*place, key))
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from holders(part, (*place, i))
+
+
+OPEN = {
+    "metrics",
+    "columns",
+    "layers",
+    "drop",
+    "timings",
+    "speedups",
+    "history",
+    "work",
+}  # whose keys are names of the run
+
+
+@pytest.mark.parametrize("kind", FULL, ids=lambda kind: kind.kind)
+def test_an_unknown_key_is_told_with_the_file_and_its_place(kind: type[File], tmp_path: Path) -> None:
+    path = tmp_path / f"{kind.kind}.json"
+    for place in holders(FULL[kind]):
+        if OPEN & set(place[-2:]):
+            continue
+        data = loads(dumps(FULL[kind]))
+        inner: Any = data
+        for step in place:
+            inner = inner[step]
+        inner["made-up"] = 1
+        write_json(path, kind.kind, data)
+        with pytest.raises(hp.HeadPruneError) as error:
+            kind.read(path)
+        told = " › ".join(map(str, (*place, "made-up")))
+        assert error.value.args[0] == f"{path} is damaged, or of another version: this headprune does not know {told}."
+
+
+@pytest.mark.parametrize(("kind", "place", "value", "told"), [
+    (Run, ["when"], None, "when is None; it should be a valid string"),
+    (Run, ["parts", "score", "examples"], "many", "parts › score › examples is 'many'; it should be a valid integer"),
+    (Run, ["options", "seed"], True, "options › seed is True; it should be a valid integer"),
+    (Metrics, ["budgets", 0, "kept"], 1.5, "budgets › 0 › kept is 1.5; it should be a valid integer"),
+    (Metrics, ["budgets", 0, "change"], [], "budgets › 0 › change is []; it should be a dictionary"),
+    (Metrics, ["latency", "rows", 0, "timings", "dense", "runs"], "x", "latency › rows › 0 › timings › dense › runs is 'x'"),
+    (FinetuneRecord, ["training", "history", 1, "loss"], "x", "training › history › 1 › loss is 'x'; it should be a valid number"),
+    (FinetuneRecord, ["options", "epochs"], 0, "Training cannot take 0 epochs"),
+])  # fmt: skip
+def test_a_wrong_value_is_told_in_one_line(
+    kind: type[File], place: list[Any], value: Any, told: str, tmp_path: Path
+) -> None:
+    data = loads(dumps(FULL[kind]))
+    inner: Any = data
+    for step in place[:-1]:
+        inner = inner[step]
+    inner[place[-1]] = value
+    write_json(tmp_path / "x.json", kind.kind, data)
+    with pytest.raises(hp.HeadPruneError) as error:
+        kind.read(tmp_path / "x.json")
+    assert error.value.args[0].startswith(f"{tmp_path / 'x.json'} is damaged, or of another version: {told}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "key"), [("run.json", "seconds"), ("metrics.json", "curve"), ("scores.json", "layers")]
+)
+def test_report_names_the_file_and_the_key(file: str, key: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(ROOT / "reports" / "digits", folder)
+    data = json.loads((folder / file).read_text())
+    data[f"{key}_"] = data.pop(key)
+    (folder / file).write_text(json.dumps(data))
+    error = run("report", folder, code=1).stderr
+    assert len(error.splitlines()) == 1
+    assert re.search(rf"{file} is .*\b{key}\b", error), error
+
+
+def test_documents_do_not_change() -> None:
+    found = Run.model_validate(RUN)
+    with pytest.raises(ValidationError, match="frozen"):
+        found.when = "later"
+    assert found.changed(when="later").when == "later"
+    assert found.when == "today"
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        found.changed(whem="later")
+
+
+def test_a_part_is_the_same_as_far_as_both_sides_say() -> None:
+    cut = Cut.model_validate(RUN["parts"])
+    texts = cut.changed(score=cut.score.changed(content_hash="x"))
+    assert cut.same(texts)
+    assert texts.same(cut)
+    assert not texts.same(cut.changed(score=cut.score.changed(content_hash="y")))
+    assert not cut.same(cut.changed(report=cut.report.changed(examples=3)))
+
+
+def test_the_report_of_a_fine_tuning() -> None:
+    text = finetuned.render("r", FinetuneRecord.model_validate(FINETUNE))
+    assert (
+        "Kept: the weights after epoch 1, by accuracy on 50 choosing examples (`validation`): 50.0 % before, " in text
+    )
+    assert "75.0 % after 1 epochs, 62.5 % after 2 epochs." in text
+    assert (
+        "| pruned, fine-tuned | 60.0 % (50.0 % to 70.0 %) | -10.00 points (-15.00 to -5.00) | no measurable change |"
+        in text
+    )
+
+
+# -- every field serves somebody --------------------------------------------------------------
+
+# What no report and no command reads: for people and for other programs.
+FOR_PEOPLE = {
+    "biases", "patience", "strength", "train", "typical_length", "weight_decay",
+}  # fmt: skip
+
+
+def models(kind: Any) -> Iterator[type]:
+    """A document's type, and all that are in it; not the options, which are the command line's."""
+    if (
+        isinstance(kind, type)
+        and (issubclass(kind, BaseModel) or is_dataclass(kind))
+        and not issubclass(kind, (Options, DataOptions))
+    ):
+        yield kind
+        for hint in get_type_hints(kind).values():
+            yield from models(hint)
+    for inner in get_args(kind):
+        yield from models(inner)
+
+
+def test_every_field_is_read_by_a_report_or_a_command() -> None:
+    """A field that nothing reads may go, unless it is listed above."""
+    rooms = ("app/documents", "app/report", "app/workflow", "cli")
+    files = [p for room in rooms for p in (ROOT / "headprune" / room).rglob("*") if p.suffix in (".py", ".j2")]
+    files += [ROOT / "headprune" / "app" / "finetune_run.py"]
+    read = set(re.findall(r"(?:\.|attribute=\")(\w+)", "\n".join(path.read_text() for path in files)))
+    declared = {
+        name
+        for file in FULL
+        for kind in models(file)
+        for name in (kind.model_fields if issubclass(kind, Document) else [f.name for f in fields(kind)])
+    }
+    assert declared - read == FOR_PEOPLE
