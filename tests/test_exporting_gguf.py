@@ -358,7 +358,8 @@ def test_what_deci_cannot_express_is_refused_before_anything_is_written(
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "gguf" else real(name, *more))
     with pytest.raises(HeadPruneError, match=r'pip install "headprune\[gguf\]"'):
         export(llama(), tmp_path / "model.gguf", processor=bytewise())
 
