@@ -21,6 +21,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -255,14 +256,17 @@ def trial(model: nn.Module, example: dict[str, Any]) -> dict[str, Any]:
     maskable = [layer for layer in layers if layer.maskable]
     able = {layer.name: first_unit(layer) for layer in maskable if layer.prunable}
     # All layers together; where that fails, one by one.
-    if able and not (failed := removal_fails(model, able, layers, example)):
+    done: list[nn.Module] = []
+    if able and not (failed := removal_fails(model, able, layers, example, done)):
         pruned = len(able)
     else:
         pruned = 0
         for name, drop in able.items():
-            failed = removal_fails(model, {name: drop}, layers, example)
+            failed = removal_fails(model, {name: drop}, layers, example, done)
             pruned += not failed
             reasons.append(failed)
+    if done:
+        row["folder"] = folder_of(done[0], example)
     if any(r.startswith("WRONG") for r in reasons):
         return {**row, "status": "WRONG", "why": next(r for r in reasons if r.startswith("WRONG"))}
     status = "exact" if pruned == len(layers) else "in part" if pruned else "masked" if maskable else "refused"
@@ -277,8 +281,38 @@ def first_unit(layer: Any) -> list[int]:
     return list(layer.units[0]) if len(layer.units) > 1 else list(range(layer.num_heads))
 
 
-def removal_fails(model: nn.Module, drop: dict[str, list[int]], layers: list[Any], example: dict[str, Any]) -> str:
-    """Why this cannot be pruned, or ""."""
+def folder_of(pruned: nn.Module, example: dict[str, Any]) -> str:
+    """Who loads a pruned model's folder with the same answers: ``"both"``, or who does not and why."""
+    expected, found = answer(pruned, example), []
+    with tempfile.TemporaryDirectory() as here:
+        folder = Path(here) / f"m{id(pruned)}"
+        try:
+            hp.save(pruned, folder)
+        except Exception as error:
+            return f"not saved: {why(error)}"
+        load = {"trust_remote_code": True, "attn_implementation": pruned.config._attn_implementation}
+        ways = {
+            "headprune": lambda: hp.load(folder),
+            "transformers": lambda: transformers.AutoModel.from_pretrained(folder, **load),
+        }
+        for name, loaded in ways.items():
+            try:
+                if not close(answer(loaded().eval(), example), expected):
+                    found.append(f"WRONG: {name} gives other answers")
+            except Exception as error:
+                found.append(f"not {name}: {why(error)}")
+        try:
+            transformers.AutoModel.from_pretrained(folder, attn_implementation=pruned.config._attn_implementation)
+            found.append("WRONG: a stock class loads it")
+        except Exception:  # as it should be
+            pass
+    return "; ".join(found) or "both"
+
+
+def removal_fails(
+    model: nn.Module, drop: dict[str, list[int]], layers: list[Any], example: dict[str, Any], done: list[nn.Module]
+) -> str:
+    """Why this cannot be pruned, or ""; then the pruned model is added to ``done``."""
     pruned = copy.deepcopy(model)
     try:
         hp.prune(pruned, drop, example, layers=layers)
@@ -287,16 +321,20 @@ def removal_fails(model: nn.Module, drop: dict[str, list[int]], layers: list[Any
     unseen = other_input(example)
     with hp.mask(model, drop, layers=layers):
         expected = answer(model, unseen)
-    return "" if close(answer(pruned, unseen), expected) else f"WRONG: pruning {', '.join(drop)} is not exact"
+    if not close(answer(pruned, unseen), expected):
+        return f"WRONG: pruning {', '.join(drop)} is not exact"
+    done.append(pruned)
+    return ""
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, int]:
     counts = {s: sum(r["status"] == s for r in rows) for s in STATUSES}
     have = [r for r in rows if r["layers"]]
-    losses = [r.get("loss", "") for r in rows]
+    losses, folders = [r.get("loss", "") for r in rows], [r["folder"] for r in rows if r.get("folder")]
     return {
         **counts, "attention": len(have), "masked_all": sum(r["mask"] == r["layers"] for r in have),
         "causal": sum(map(bool, losses)), "next": losses.count("next"), "same": losses.count("same"), "own": losses.count("own"),
+        "saved": len(folders), "both": folders.count("both"),
     }  # fmt: skip
 
 
@@ -307,7 +345,7 @@ def table(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
         "",
         f"Made by `python benchmarks/coverage.py` with transformers {report['transformers']} and torch {report['torch']} in "
         f"{report['seconds']:.0f} s on two processes: every type that `AutoModel` builds, tiny and random, offline. Nothing in the "
-        "script or in headprune knows the types by name (but the two declared stand-ins in `headprune/modules.py`).",
+        "script or in headprune knows the types by name (but the two declared stand-ins in `headprune/pruned/standins.py`).",
         "",
         f"- {len(rows)} types; {len(rows) - counts['not built']} were built, {counts['attention']} of those have softmax attention.",
         f"- **Masked exactly in every layer: {counts['masked_all']} of {counts['attention']}.**",
@@ -317,6 +355,8 @@ def table(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
         f"- **Causal language models: `evaluate` gives the model's own loss, to 1e-5, in {counts['next'] + counts['same'] + counts['own']} of "
         f"{counts['causal']}**, on padded texts. Logits are compared with the next token in {counts['next']}, with the token in their own "
         f"place in {counts['same']}; in {counts['own']} the loss is another, and asked of the model.",
+        f"- **Saved pruned, {counts['both']} of {counts['saved']} load both by `headprune.load` and by transformers' "
+        "`from_pretrained(…, trust_remote_code=True)`**, with the same answers (to 1e-4 of the largest), and no stock class loads them.",
         "",
         "A mask is right if it does what zeros in place of the head's attention do (set by a `TorchFunctionMode` that knows nothing of "
         "the trace). A prune is right if the pruned model answers as the masked one, on the proof's inputs and on one that the proof "
@@ -350,11 +390,11 @@ def table(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
     lines += [
         "## Types",
         "",
-        "| type | status | layers | masked | pruned | group | why not |",
-        "|---|---|---|---|---|---|---|",
+        "| type | status | layers | masked | pruned | group | folder | why not |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r['type']} | {r['status']} | {r['layers']} | {r['mask']} | {r['prune']} | {r['groups']} | {r['why'].replace('|', '/')} |"
+        f"| {r['type']} | {r['status']} | {r['layers']} | {r['mask']} | {r['prune']} | {r['groups']} | {r.get('folder', '').replace('|', '/')} | {r['why'].replace('|', '/')} |"
         for r in rows
     ]
     return "\n".join(lines) + "\n"
@@ -363,7 +403,15 @@ def table(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
 def worked(text: str) -> dict[str, int]:
     """Layers pruned, by type, in an earlier table."""
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    return {c[0]: int(c[4]) for c in cells if len(c) == 7 and c[4].isdigit()}
+    return {c[0]: int(c[4]) for c in cells if len(c) == 8 and c[4].isdigit()}
+
+
+def loads(table: Path) -> set[str]:
+    """Types whose folders load in both ways, in an earlier table."""
+    cells = [
+        [c.strip() for c in line.split("|")[1:-1]] for line in table.read_text().splitlines() if line.startswith("| ")
+    ]
+    return {c[0] for c in cells if len(c) == 8 and c[6] == "both"}
 
 
 def main() -> None:
@@ -412,9 +460,15 @@ def main() -> None:
         print(
             f"worse than {options.output}: {', '.join(lost) or 'none'}; too slow this time: {', '.join(set(worse) - set(lost)) or 'none'}"
         )
+        unsaved = {
+            r["type"]: r["folder"]
+            for r in rows
+            if r.get("folder", "both") != "both" and r["type"] in loads(options.output)
+        }
+        print(f"folders that no longer load in both ways: {unsaved or 'none'}")
         wrong = {r["type"]: r["loss"] for r in rows if r["loss"].startswith("WRONG")}
         print(f"evaluate gives another loss than the model: {wrong or 'none'}")
-        sys.exit(1 if lost or wrong else 0)
+        sys.exit(1 if lost or wrong or unsaved else 0)
     else:
         options.output.write_text(table(report, [json.loads(path.read_text()) for path in options.others]))
 

@@ -49,6 +49,7 @@ from headprune.fidelity import Fidelity
 from headprune.fingerprint import fingerprint
 from headprune.gates import mask
 from headprune.planning import GROUPS, SLICES, Order, Search, strategy_named
+from headprune.planning.effort import effort_named
 from headprune.repairing import Refit, checked
 from headprune.scoring import Settings
 
@@ -115,12 +116,19 @@ class Searched:
         kinds: How heads that share key/value heads go; of several, what does best on the choosing part at a count, as
             `headprune prune` does it.
         mixtures: Whether repair is fitted to mixtures of texts as well.
+        effort: How much work the search may be (`headprune.planning.effort`).
     """
 
     def __init__(
-        self, strategy: str, repair: bool = True, kinds: Sequence[str] = (GROUPS, SLICES), mixtures: bool = True
+        self,
+        strategy: str,
+        repair: bool = True,
+        kinds: Sequence[str] = (GROUPS, SLICES),
+        mixtures: bool = True,
+        effort: str = "normal",
     ) -> None:
         self.strategy, self.repair, self.kinds, self.mixtures = strategy, repair, kinds, mixtures
+        self.effort = effort_named(effort)
         self.known: dict[tuple[int, int], tuple[list[Order], float]] = {}
 
     def __call__(self, model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
@@ -136,7 +144,7 @@ class Searched:
         else:
             refit = STATISTICS.get(model, score, layers, seed, self.mixtures) if self.repair else None
             started = time.perf_counter()
-            search = Search(layers, seed=seed, model=model, batches=score, refit=refit)
+            search = Search(layers, seed=seed, model=model, batches=score, refit=refit, effort=self.effort)
             levels = LEVELS[sum(layer.num_heads for layer in layers)]
             kinds = self.kinds if any(layer.groups for layer in layers) else self.kinds[:1]
             orders = [strategy_named(self.strategy).run(replace(search, kind=kind), levels) for kind in kinds]
@@ -195,6 +203,7 @@ METHODS: dict[str, Run] = {
     "headprune re-scored": RESCORED,
     "headprune auto, no last step": Auto(RESCORED, COMPENSATED, whole=False),
     "headprune auto, no mixtures": Auto(*(Searched(s, mixtures=False) for s in ("re-scored", "compensated"))),
+    "headprune auto, high effort": Auto(*(Searched(s, effort="high") for s in ("re-scored", "compensated"))),
     "headprune auto": Auto(RESCORED, COMPENSATED),
 }
 

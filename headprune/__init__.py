@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from headprune.latency import Speedup as Speedup
     from headprune.latency import Timing as Timing
     from headprune.latency import benchmark as benchmark
-    from headprune.modules import stand_in as stand_in
     from headprune.planning import plan as plan
     from headprune.plans import PruningPlan as PruningPlan
+    from headprune.pruned import stand_in as stand_in
     from headprune.repairing import Repair as Repair
     from headprune.repairing import Trial as Trial
     from headprune.repairing import repair as repair
@@ -55,7 +55,7 @@ _HOME = {
     "Speedup": "latency",
     "Timing": "latency",
     "benchmark": "latency",
-    "stand_in": "modules",
+    "stand_in": "pruned",
     "PruningPlan": "plans",
     "plan": "planning",
     "Repair": "repairing",

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from headprune.errors import HeadPruneError
+from headprune.pruned import HeadArgument, from_ranges, to_ranges
 
 Heads = dict[str, list[int]]
 """Heads by layer: ``{layer_name: [head, ...]}``."""
@@ -32,11 +33,11 @@ class HeadFeatures:
 
     def to_json(self) -> dict[str, Any]:
         dim = {} if self.dim == -1 else {"dim": self.dim}
-        return {"module": self.module, **dim, "features": [_to_ranges(f) for f in self.features]}
+        return {"module": self.module, **dim, "features": [to_ranges(f) for f in self.features]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeadFeatures:
-        return cls(data["module"], tuple(_from_ranges(text) for text in data["features"]), data.get("dim", -1))
+        return cls(data["module"], tuple(from_ranges(text) for text in data["features"]), data.get("dim", -1))
 
 
 @dataclass(frozen=True)
@@ -56,37 +57,11 @@ class HeadTable:
     indices: tuple[tuple[int, ...], ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "dim": self.dim, "indices": [_to_ranges(i) for i in self.indices]}
+        return {"name": self.name, "dim": self.dim, "indices": [to_ranges(i) for i in self.indices]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeadTable:
-        return cls(data["name"], data["dim"], tuple(_from_ranges(text) for text in data["indices"]))
-
-
-@dataclass(frozen=True)
-class HeadArgument:
-    """An argument of the attention module that holds something for each head, such as ALiBi's bias.
-
-    Attributes:
-        key: Its keyword, or its position.
-        dim: The dimension that the heads lie along: it has as many entries as heads (times the batch, if ``folded``), or
-            else the entries of ``features``.
-        folded: Whether that dimension is (batch * heads).
-        features: ``features[h]`` along ``dim`` belong to head ``h``, as the trace has seen. () where only the shape suggests
-            that there may be something for each head; then the proof decides.
-    """
-
-    key: str | int
-    dim: int
-    folded: bool
-    features: tuple[tuple[int, ...], ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> HeadArgument:
-        return cls(data["key"], data["dim"], data["folded"], _as_tuples(data.get("features", ())))
+        return cls(data["name"], data["dim"], tuple(from_ranges(text) for text in data["indices"]))
 
 
 @dataclass(frozen=True, repr=False)
@@ -227,9 +202,6 @@ _PARTS: dict[str, type[HeadFeatures | HeadTable | HeadArgument]] = {
 _REQUIRED = {"output_projection", "projections", "inner_modules", "groups"}  # fields that every file has
 
 
-_GHOSTS = "_headprune_ghosts"
-
-
 def is_inside(name: str, module: str) -> bool:
     """Whether a qualified name is that of a module, or of one inside it.
 
@@ -237,12 +209,6 @@ def is_inside(name: str, module: str) -> bool:
     (True, False, True)
     """
     return f"{name}.".startswith(f"{module}." if module else "")
-
-
-def ghosts(model: Any) -> set[str]:
-    """Layers of a pruned model that lost all heads, but keep one head with zero output."""
-    names: set[str] = model.__dict__.setdefault(_GHOSTS, set())
-    return names
 
 
 def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLayer]) -> Heads:
@@ -336,26 +302,6 @@ def check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:
             "but groups must stay equal.",
             f"Drop whole groups (such as heads {', '.join(map(str, part))}) or the same number of heads from each.",
         )
-
-
-def _to_ranges(indices: Sequence[int]) -> str:
-    """Sorted indices as ranges, because a head's features are mostly one range.
-
-    >>> _to_ranges((0, 1, 2, 7))
-    '0:3,7:8'
-    """
-    ranges: list[list[int]] = []
-    for i in indices:
-        if ranges and ranges[-1][1] == i:
-            ranges[-1][1] = i + 1
-        else:
-            ranges.append([i, i + 1])
-    return ",".join(f"{start}:{stop}" for start, stop in ranges)
-
-
-def _from_ranges(text: str) -> tuple[int, ...]:
-    pairs = (run.split(":") for run in text.split(",") if run)
-    return tuple(i for start, stop in pairs for i in range(int(start), int(stop)))
 
 
 def _as_tuples(value: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_file
 
 import headprune as hp
 from headprune.inputs import call
@@ -84,8 +85,8 @@ def test_dense_models_stay_stock(tmp_path: Path) -> None:
 def test_stock_loading_of_a_pruned_model_fails_aloud(tmp_path: Path) -> None:
     model, _ = pruned("bert")
     hp.save(model, tmp_path / "m")
-    with pytest.raises(OSError, match="no file named"):
-        tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "m")
+    with pytest.raises(RuntimeError, match="mismatch"):
+        tf.BertForSequenceClassification.from_pretrained(tmp_path / "m")
 
 
 def test_own_classes_need_an_instance(tmp_path: Path) -> None:
@@ -128,7 +129,9 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
 def test_a_failed_save_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = bert()
     hp.save(model, tmp_path / "m")
-    monkeypatch.setattr("headprune.checkpoint.write_json", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(
+        "headprune.checkpoint.writing.write_json", lambda *a: (_ for _ in ()).throw(OSError("disk full"))
+    )
     with pytest.raises(OSError, match="disk full"):
         hp.save(model, tmp_path / "m", overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
@@ -145,13 +148,13 @@ def test_damage_is_told(damage: str, tmp_path: Path) -> None:
     elif damage == "sidecar":
         (folder / "headprune.json").write_text("{")
     elif damage == "weights":
-        data = (folder / "pruned.safetensors").read_bytes()
-        (folder / "pruned.safetensors").write_bytes(data[: len(data) // 2])
+        data = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
     else:  # weights of the same shapes, but others
         with torch.no_grad():
             model.classifier.weight.mul_(2)
         other = hp.save(model, tmp_path / "n")
-        (other / "pruned.safetensors").replace(folder / "pruned.safetensors")
+        (other / "model.safetensors").replace(folder / "model.safetensors")
     with pytest.raises(hp.HeadPruneError):
         hp.load(folder)
 
@@ -160,7 +163,7 @@ def test_the_sidecar_names_what_went(tmp_path: Path) -> None:
     model, example = bert()
     hp.prune(model, {"bert.encoder.layer.0.attention.self": [1, 2]}, example)
     sidecar = json.loads((hp.save(model, tmp_path / "m") / "headprune.json").read_text())
-    assert sidecar["removals"][0]["drop"] == {"bert.encoder.layer.0.attention.self": [1, 2]}
+    assert sidecar["removed"] == [{"bert.encoder.layer.0.attention.self": [1, 2]}]
 
 
 def test_frequencies_are_not_rounded(tmp_path: Path) -> None:
@@ -205,3 +208,13 @@ def test_the_fingerprint_sees_every_number() -> None:
         now = fingerprint(model)
         assert now != before
         before = now
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_folders_of_0_1_load(name: str) -> None:
+    """They repeat the prunes: an emptied layer, a model pruned twice; key/value groups, and a bias that repair added."""
+    here = Path(__file__).parent / "support" / "saved_by_0_1"
+    given = load_file(here / f"{name}.safetensors")
+    expected = given.pop("logits")
+    with torch.no_grad():
+        torch.testing.assert_close(hp.load(here / name)(**given).logits, expected)

@@ -243,7 +243,7 @@ def test_damaged_work_is_made_again(here: Path, monkeypatch: pytest.MonkeyPatch)
         patch.setattr("headprune.app.workflow.pruning.time_models", interrupt)
         run(*QUICK, code=130)
     work = next((here / "reports" / "m-1" / ".unfinished").glob("prune-*"))
-    (weights,) = work.glob("content/pruned-2/pruned.safetensors")
+    (weights,) = work.glob("content/pruned-2/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:100])
     (next(work.glob("dense-*.json"))).write_text('{"headprune": "stage"')
     assert "repairing" in run(*QUICK).stderr

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from headprune.modules import MultiheadAttention
+from headprune.pruned import MultiheadAttention
 from tests.support.zoo import randomise
 
 FLAGS = list(itertools.product([True, False], repeat=4))

@@ -8,7 +8,7 @@ import torch
 import headprune as hp
 from headprune.attention import check_heads
 from headprune.inputs import call
-from headprune.reference import added_biases
+from headprune.pruned import added_biases
 from headprune.repairing import Weights, repair
 from headprune.surgery import answers
 from tests.support import zoo

@@ -13,7 +13,7 @@ from headprune.errors import HeadPruneError
 from headprune.evaluation import Change
 from headprune.inputs import Example
 from headprune.plans import PruningPlan
-from headprune.reference import add_biases
+from headprune.pruned import add_biases
 from headprune.surgery import prune
 
 

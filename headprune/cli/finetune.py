@@ -66,5 +66,7 @@ def finetune(
             console,
         )  # fmt: skip
         tables.print_finetuned(console, record)
-        console.result(f"\nReport: {folder / room.REPORT}\nModel:  {folder}  (headprune.load reads it)")
+        console.result(
+            f"\nReport: {folder / room.REPORT}\nModel:  {folder}  (for headprune.load, or from_pretrained with trust_remote_code=True)"
+        )
         console.document({"folder": str(folder), **record.to_json()})

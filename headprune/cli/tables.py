@@ -90,7 +90,9 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
     _print_results(console, metrics)
     console.result(f"\nReport: {folder.report_path}")
     for b in metrics.budgets:
-        console.result(f"Model:  {folder.path / b.checkpoint}  (headprune.load reads it)")
+        console.result(
+            f"Model:  {folder.path / b.checkpoint}  (for headprune.load, or from_pretrained with trust_remote_code=True)"
+        )
     print_document(console, folder)
 
 

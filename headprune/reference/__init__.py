@@ -6,7 +6,7 @@ search and measuring are given that value, so that nothing depends on when it is
 """
 
 from headprune.reference.dense import Calibration, DenseReference, calibrate, measure
-from headprune.reference.dense_weights import DenseWeights, add_biases, added_biases
+from headprune.reference.dense_weights import DenseWeights
 from headprune.reference.projections import OutputProjection
 
 __all__ = [
@@ -14,8 +14,6 @@ __all__ = [
     "DenseReference",
     "DenseWeights",
     "OutputProjection",
-    "add_biases",
-    "added_biases",
     "calibrate",
     "measure",
 ]

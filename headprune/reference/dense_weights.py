@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from headprune.modules import exact_attention
+from headprune.pruned import add_biases, remove_biases
 from headprune.reference.projections import OutputProjection, Values, is_transposed
 
 NewWeights = Mapping[str, tuple[Tensor, Tensor | None]]
 """``{module: (W [in, out], b [out] or None)}``; modules that keep their dense weights are not in it."""
-_BIASES = "_headprune_biases"
 
 
 class DenseWeights:
@@ -66,30 +66,3 @@ class DenseWeights:
                 module.weight.copy_(weight if is_transposed(module) else weight.T)
                 if bias is not None and module.bias is not None:
                     module.bias.copy_(bias)
-
-
-def added_biases(model: nn.Module) -> list[str]:
-    """Modules of a repaired model that have got a bias."""
-    return list(model.__dict__.get(_BIASES, []))
-
-
-def add_biases(model: nn.Module, names: Sequence[str]) -> None:
-    """Give modules a bias of zeros, as a repair had to: for a skeleton whose weights are loaded afterwards."""
-    own = model.__dict__.setdefault(_BIASES, [])
-    modules = dict(model.named_modules())
-    for name in names:
-        if name not in own and name in modules:  # a stand-in's is there once it stays for good
-            module = modules[name]
-            weight: Any = module.weight
-            module.bias = nn.Parameter(weight.new_zeros(weight.shape[0]), requires_grad=weight.requires_grad)
-            own.append(name)
-
-
-def remove_biases(model: nn.Module, names: Sequence[str]) -> None:
-    """Take away what `add_biases` gave."""
-    own = model.__dict__.setdefault(_BIASES, [])
-    for name in names:
-        if name in own:
-            module: Any = model.get_submodule(name)
-            module.bias = None
-            own.remove(name)

@@ -26,6 +26,7 @@ from headprune.forms import remember
 from headprune.inputs import check_weights
 from headprune.loss import inputs_of
 from headprune.plans import PruningPlan, note_repaired
+from headprune.pruned import save_by_headprune
 from headprune.reference import Calibration, calibrate, measure
 from headprune.repairing.held_out import checked
 from headprune.repairing.refit import Refit
@@ -59,14 +60,14 @@ def repair(
     """Refit a model in place, so that the heads of a plan can go.
 
     Every W_O that loses a head is fitted to give the dense model's outputs on the kept heads' outputs, by least squares over
-    all tokens but padding; and these heads' values with it, where that does better on held-out examples
-    (`headprune.repairing.steps.values`). The columns of removed heads become zero: the model answers as it will when they are pruned
-    (`headprune.prune` is still to come).
+    all tokens but padding. The kept heads' values are fitted with it, where that does better on held-out examples. The columns
+    of removed heads become zero: the model answers as it will after `headprune.prune`, which you call next.
 
     For W_O alone, minimised is ``mean_t |y_t - W x_t - b|^2 + ridge * v * |W - W_old|^2``, y being the dense W_O's output at
     token t, x the kept heads' outputs, v their mean variance. The mean over tokens is weighted by how much the answers depend on
-    each (the norm of the slope at W_O's output). Statistics are sums over tokens, so memory does not grow with the data. This is the reconstruction of He et al. (2017, arXiv:1707.06168, section 3.1) and, towards the old weights, the
-    refit of SparseGPT's kind (Frantar and Alistarh 2023, arXiv:2301.00774) for whole heads.
+    each (the norm of the slope at W_O's output). This is the reconstruction of He et al. (2017, arXiv:1707.06168, section 3.1)
+    and, towards the old weights, the refit of SparseGPT's kind (Frantar and Alistarh 2023, arXiv:2301.00774) for whole heads.
+    Statistics are sums over tokens, so memory does not grow with the data.
 
     Every step is tried on examples that it was not fitted to, and left out unless the model's answers come nearer to the dense
     model's there (`headprune.repairing.held_out`); with few examples, by more than chance. So with few examples it may be that
@@ -103,6 +104,7 @@ def repair(
         done = _repaired(calibration, drop, ridge, answers and ridge is None, progress)
     note_repaired(model, before, drop)
     remember(model, inputs_of(model, calibration.runner.batches[0]))
+    save_by_headprune(model)
     return done
 
 

@@ -12,20 +12,21 @@ import torch
 from torch import nn
 
 from headprune.arguments import Plan, heads_of, layers_for
-from headprune.attention import AttentionLayer, check_heads, check_possible, ghosts
+from headprune.attention import AttentionLayer, Heads, check_heads, check_possible
 from headprune.errors import PruneError
 from headprune.forms import remember
 from headprune.inputs import Example, model_device, move, usable
 from headprune.modules import forget_compiled, uncompiled
 from headprune.plans import PruningPlan
+from headprune.pruned import ghosts, save_by_headprune
 from headprune.surgery.journal import Journal
 from headprune.surgery.proof import Proof, answers, failing_alone, first_exact, inputs_for, references, tolerance_of
 from headprune.surgery.removal import Removal, check_present, left_as_ghosts, ways
 from headprune.trace import evaluating, example_for
 
-__all__ = ["Proof", "Removal", "answers", "prune", "record", "remove"]
+__all__ = ["Proof", "Removal", "answers", "note_removed", "prune", "remove", "removed"]
 
-_RECORD = "_headprune_record"
+_REMOVED = "_headprune_removed"
 
 
 def prune(
@@ -91,13 +92,16 @@ def remove(model: nn.Module, removal: Removal) -> None:
 
 
 def _remember(model: nn.Module, removal: Removal) -> None:
-    record(model).append(removal)
+    note_removed(model, [removal.drop])
     ghosts(model).update(left_as_ghosts(removal.layers, removal.drop))
+    save_by_headprune(model)
 
 
-def record(model: nn.Module) -> list[Removal]:
-    """The removals that ``model`` has been through, oldest first."""
-    if _RECORD not in model.__dict__:
-        model.__dict__[_RECORD] = []
-    removals: list[Removal] = model.__dict__[_RECORD]
-    return removals
+def note_removed(model: nn.Module, removed: Sequence[Heads]) -> None:
+    """Note which heads a model has lost, prune by prune."""
+    vars(model)[_REMOVED] = [*vars(model).get(_REMOVED, ()), *removed]
+
+
+def removed(model: nn.Module) -> list[Heads]:
+    """Which heads a model has lost, prune by prune: each counts within what the prune before left."""
+    return list(vars(model).get(_REMOVED, ()))

@@ -1,4 +1,4 @@
-"""Which features, heads and integers stay of a pruned layer."""
+"""How many heads a pruned layer keeps, and the integers that say so."""
 
 from __future__ import annotations
 
@@ -7,29 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from headprune.attention import AttentionLayer
-
-
-@dataclass(frozen=True)
-class Features:
-    """The features of a tensor's dimension that stay: all but those that belong to removed heads alone."""
-
-    kept: frozenset[int]
-    owned: frozenset[int]  # features that belong to some head; the others always stay
-
-    def index(self, size: int, device: torch.device) -> Tensor:
-        """The indices that stay, of ``size``."""
-        stay = [i for i in range(size) if i in self.kept or i not in self.owned]
-        return torch.tensor(stay, dtype=torch.long, device=device)
-
-
-def surviving(features: Sequence[Sequence[int]], kept: Sequence[int]) -> Features:
-    """What stays of ``features[head]`` with some heads."""
-    owned = frozenset(i for own in features for i in own)
-    return Features(frozenset(i for h in kept for i in features[h]), owned)
 
 
 def groups_left(layer: AttentionLayer, kept: Sequence[int]) -> int:

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures, is_inside
-from headprune.modules import ConfigView, EmptyAttention, MultiheadAttention, convert
-from headprune.surgery.features import Counts, Features, groups_left, surviving
-from headprune.surgery.hooks import (
+from headprune.attention import AttentionLayer, HeadFeatures
+from headprune.pruned import (
     Carried,
+    ConfigView,
+    Edited,
+    Features,
+    HeadArgument,
     HeadArguments,
+    MultiheadAttention,
     Narrowing,
+    OnlyBias,
     Placement,
     Selection,
     SharedPositionBias,
-    narrowed,
-    placed,
-    placed_before,
-    restore_whole_bias,
-    selected,
-    shares_position_bias,
-    take_own_arguments,
-    take_own_bias,
+    convert,
+    emptied,
+    hold,
+    replace_by_stand_in,
+    set_module,
+    surviving,
 )
+from headprune.surgery.features import Counts, groups_left
 from headprune.surgery.removal import WIDTHS, Removal
 
 
@@ -53,13 +55,8 @@ class Journal:
     def _remove_from(self, model: nn.Module, layer: AttentionLayer, removal: Removal) -> None:
         dropped = removal.drop[layer.name]
         attention = model.get_submodule(layer.module)
-        stand_in = convert(attention)
-        if stand_in is not None:
-            self._replace_module(model, layer.module, stand_in)
-            attention = stand_in
-            for name, outer in model.named_modules():
-                if isinstance(outer, nn.TransformerEncoder) and is_inside(layer.module, name):
-                    self._set(outer, "use_nested_tensor", False)  # it needs the fused kernel that is gone
+        if convert(attention) is not None:
+            attention = self._stand_in(model, layer.module)
         kept = [h for h in range(layer.num_heads) if h not in set(dropped)]
         ghost = not kept and layer.bypass == "ghost"
         if not kept and layer.bypass == "stub":
@@ -72,7 +69,7 @@ class Journal:
             self._slice(model.get_submodule(part.module), surviving(part.features, kept), output=True)
         for part in layer.selections:
             self._select(model.get_submodule(part.module), surviving(part.features, kept))
-        shares_bias = shares_position_bias(attention)
+        shares_bias = SharedPositionBias.needed_by(attention)
         for table in () if shares_bias else layer.tables:
             owner, _, name = table.name.rpartition(".")
             self._slice_table(model.get_submodule(owner), name, surviving(table.indices, kept), table.dim)
@@ -131,16 +128,18 @@ class Journal:
             if hasattr(module, name):
                 self._set(module, name, size)
 
-    def _carry(self, module: nn.Module, value: Carried, *hooks: Callable[[], RemovableHandle]) -> None:
-        """Give a module something that its hooks read, and the hooks too if it has carried nothing of this kind so far."""
-        if value.name not in module.__dict__:
-            self._undo.extend(register().remove for register in hooks)
-        self._set(module, value.name, value)
+    def _carry(self, module: nn.Module, value: Carried) -> None:
+        """Give a module something that its hooks read (`headprune.structure.Carried`)."""
+        before = dict(vars(module))
+        handles = value.carried_by(module)
+        self._undo.append(lambda: _restore(vars(module), before, (value.name, "compute_bias")))
+        self._undo.extend(handle.remove for handle in handles)
+        self.changes.append(f"{id(module)} {value.name}")
 
     def _select(self, module: nn.Module, features: Features) -> None:
         """Pass on only some features of a module's output."""
-        selection = Selection(features, Selection.of(module))
-        self._carry(module, selection, lambda: module.register_forward_hook(selected))
+        earlier = Selection.of(module)
+        self._carry(module, Selection((*(earlier.stages if earlier else ()), features)))
 
     def _zero(self, output: nn.Module) -> None:
         """Let a W_O that has just been sliced give nothing."""
@@ -156,17 +155,17 @@ class Journal:
 
         In the output of a module that returns its heads side by side; in the input (``before``) of a norm over all heads.
         """
-        self._carry(
-            module,
-            Placement(part, stay, kept, Placement.of(module)),
-            lambda: module.register_forward_pre_hook(placed_before) if before else module.register_forward_hook(placed),
-        )
+        earlier = Placement.of(module)
+        computed = sorted(f for h in kept for f in part.features[h])
+        target = sorted(f for h in stay for f in part.features[h])
+        # The trace before a second prune saw what the first one placed, at the same features.
+        width = earlier.width if earlier else sum(map(len, part.features))
+        self._carry(module, Placement(width, tuple(computed.index(f) for f in target), tuple(target), before))
 
     def _narrow(self, module: nn.Module, width: int, new: int) -> None:
         """Let the inputs of a module that reads the width of its heads from their shape claim the new width."""
         earlier = Narrowing.of(module)
-        narrowing = Narrowing(earlier.width if earlier else width, new)
-        self._carry(module, narrowing, lambda: module.register_forward_pre_hook(narrowed, with_kwargs=True))
+        self._carry(module, Narrowing(earlier.width if earlier else width, new))
 
     def _slice_table(self, module: nn.Module, name: str, features: Features, dim: int) -> None:
         """Keep some entries of a parameter or buffer, and correct what its module knows about their number."""
@@ -191,17 +190,33 @@ class Journal:
         if key not in self._slices:
             new: Tensor = old.detach().index_select(dim, index)
             self._slices[key] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-        new = held[name] = self._slices[key]
-        self._undo.append(lambda: held.__setitem__(name, old))
-        return new.shape[dim]
+        passing = name in module._non_persistent_buffers_set
+        hold(module, name, self._slices[key])
+
+        def undo() -> None:
+            held[name] = old
+            if passing:
+                module._non_persistent_buffers_set.add(name)
+
+        self._undo.append(undo)
+        self._note(module, tensors=(name,))
+        return self._slices[key].shape[dim]
+
+    def _note(self, module: nn.Module, tensors: Sequence[str] = (), numbers: Sequence[str] = ()) -> None:
+        """Note on a module what of it is no longer as its class makes it."""
+        before = dict(vars(module))
+        Edited.add(module, tensors, numbers)
+        self._undo.append(lambda: _restore(vars(module), before, (Edited.name,)))
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         """Set a plain attribute."""
-        had, old = name in module.__dict__, module.__dict__.get(name)
+        before = dict(vars(module))
         own = value.own if isinstance(value, ConfigView) else value
-        self.changes.append(f"{id(module)} {name} {own if isinstance(own, int | dict | tuple) else type(own)}")
-        module.__dict__[name] = value
-        self._undo.append(lambda: module.__dict__.update({name: old}) if had else module.__dict__.pop(name, None))
+        self.changes.append(f"{id(module)} {name} {own if isinstance(own, int | dict | tuple | list) else type(own)}")
+        vars(module)[name] = value
+        self._undo.append(lambda: _restore(vars(module), before, (name,)))
+        if isinstance(value, int | list):
+            self._note(module, numbers=(name,))
 
     def _set_config(self, module: nn.Module, counts: Counts) -> None:
         """Give a module a view of its config with its own counts of heads, where it has a config."""
@@ -213,46 +228,57 @@ class Journal:
                     self._set(module, attribute, ConfigView(original, {**own, **changed}))
 
     def _replace_module(self, model: nn.Module, name: str, new: nn.Module) -> None:
-        parent_name, _, child = name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        old = parent._modules[child]
-        parent._modules[child] = new
-        self._undo.append(lambda: parent._modules.__setitem__(child, old))
+        old = set_module(model, name, new)
+        self._undo.append(lambda: (set_module(model, name, old), None)[1])
+
+    def _stand_in(self, model: nn.Module, name: str) -> nn.Module:
+        """Replace a module by its stand-in for good."""
+        old = model.get_submodule(name)
+        nested = [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
+        new = replace_by_stand_in(model, name)
+
+        def undo() -> None:
+            set_module(model, name, old)
+            for encoder, used in nested:
+                encoder.use_nested_tensor = used
+
+        self._undo.append(undo)
+        return new
 
     def _stub(self, model: nn.Module, layer: AttentionLayer) -> None:
         """Replace the whole attention module by W_O's bias."""
         assert layer.output_projection is not None
-        output = model.get_submodule(layer.output_projection.module)
+        attention, name = model.get_submodule(layer.module), layer.output_projection.module
+        output: Any = model.get_submodule(name)
+        bias: Tensor | None = getattr(output, "bias", None)
         if layer.output_inside:
-            weight = output.weight
-            assert isinstance(weight, Tensor)
-            width = weight.shape[0] if isinstance(output, nn.Linear) else weight.shape[1]
-            bias = output.bias if isinstance(getattr(output, "bias", None), Tensor) else None
-            assert bias is None or isinstance(bias, Tensor)
-            stub = EmptyAttention(width, bias, layer.output_arity)
+            width = output.weight.shape[0] if isinstance(output, nn.Linear) else output.weight.shape[1]
+            stub = emptied(attention, width, bias, layer.output_arity)
         else:
-            stub = EmptyAttention(0, None, layer.output_arity)
-            self._slice(output, surviving(layer.output_projection.features, ()), output=False)
+            stub = emptied(attention, 0, None, layer.output_arity)
+            self._replace_module(model, name, OnlyBias.of(output, bias))
         self._replace_module(model, layer.module, stub)
 
     def _index_position_bias(self, attention: nn.Module, num_heads: int, kept: Sequence[int]) -> None:
         earlier: SharedPositionBias | None = SharedPositionBias.of(attention)
         if earlier is None:
-            bias = SharedPositionBias(cast(Callable[..., Tensor], attention.compute_bias), num_heads, list(kept))
+            self._carry(attention, SharedPositionBias(num_heads, kept))
         else:  # heads of a second prune count within what the first one kept
-            bias = SharedPositionBias(earlier.original, earlier.num_heads, [earlier.kept[h] for h in kept])
-        self._carry(
-            attention,
-            bias,
-            lambda: attention.register_forward_pre_hook(take_own_bias, with_kwargs=True),
-            lambda: attention.register_forward_hook(restore_whole_bias, with_kwargs=True),
-        )
-        self._set(attention, "compute_bias", bias.compute)
+            self._carry(attention, SharedPositionBias(earlier.num_heads, [earlier.kept[h] for h in kept]))
 
     def _index_arguments(
         self, attention: nn.Module, arguments: tuple[HeadArgument, ...], num_heads: int, kept: Sequence[int]
     ) -> None:
-        own, earlier = HeadArguments(arguments, num_heads, list(kept)), HeadArguments.of(attention)
+        own, earlier = HeadArguments(arguments, num_heads, tuple(kept)), HeadArguments.of(attention)
         if earlier:  # heads of a second prune count within what the first one kept
-            own = replace(earlier, kept=[earlier.kept[h] for h in kept])
-        self._carry(attention, own, lambda: attention.register_forward_pre_hook(take_own_arguments, with_kwargs=True))
+            own = replace(earlier, kept=tuple(earlier.kept[h] for h in kept))
+        self._carry(attention, own)
+
+
+def _restore(now: dict[str, Any], before: dict[str, Any], names: Sequence[str]) -> None:
+    """Give attributes the values that they had, if any."""
+    for name in names:
+        if name in before:
+            now[name] = before[name]
+        else:
+            now.pop(name, None)

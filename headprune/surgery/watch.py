@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.inputs import tensors, widened
-from headprune.surgery.features import surviving
+from headprune.pruned import surviving
 
 ROWS = 64  # positions that are kept of each output: a large model has many layers
 FAINT = 1e-2  # a head far smaller than its layer's largest is compared as if it were this share of that one

@@ -27,7 +27,8 @@ from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, first_line
 from headprune.forms import guesses, made, remembered
 from headprune.inputs import Example, call, check_weights, model_device, move, usable
-from headprune.modules import EmptyAttention, exact_attention, uncompiled
+from headprune.modules import exact_attention, uncompiled
+from headprune.pruned import EmptyAttention
 from headprune.trace.layers import read_layers
 from headprune.trace.meta import Materialised
 from headprune.trace.tracer import Tracer

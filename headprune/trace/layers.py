@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from headprune.attention import AttentionLayer, HeadArgument, HeadFeatures, HeadTable, ghosts, is_inside
-from headprune.modules import MultiheadAttention
+from headprune.attention import AttentionLayer, HeadFeatures, HeadTable, is_inside
+from headprune.pruned import HeadArgument, MultiheadAttention, ghosts
 from headprune.trace.graphs import apart, is_matrix, leaves_of, nodes_of, overlap
 from headprune.trace.record import Attention
 from headprune.trace.tracer import Tracer

@@ -1,0 +1,16 @@
+"""Folders of models, pruned or not: written so that headprune and transformers load them, and proved when they are loaded.
+
+A folder holds the weights (``model.safetensors``, sharded where they are large), the model's config, a processor, and
+
+- ``headprune.json``: the class, how the model's modules differ from that class (`headprune.pruned`), which heads went;
+- ``headprune.safetensors``: a probe, inputs and the answers to them (`headprune.probe`);
+- for pruned transformers models ``modeling_headprune.py``, the code that transformers runs for
+  ``from_pretrained(folder, trust_remote_code=True)`` where headprune is not installed (`remote_code`).
+
+`writing` makes all of them, `reading` loads a folder, `folders` replaces a folder as a whole.
+"""
+
+from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load
+from headprune.checkpoint.writing import SIDECAR, save, save_pretrained
+
+__all__ = ["SIDECAR", "about", "check_attention", "damaged", "is_checkpoint", "load", "save", "save_pretrained"]

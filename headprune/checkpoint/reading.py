@@ -1,0 +1,202 @@
+"""Load a model's folder, and prove that the model is the one that was saved."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headprune import probe
+from headprune.checkpoint.folders import recovered
+from headprune.checkpoint.writing import SIDECAR
+from headprune.errors import HeadPruneError, first_line
+from headprune.fingerprint import fingerprint
+from headprune.jsonio import read_json
+from headprune.pruned import EmptyAttention, add_biases, restructure, save_by_headprune
+from headprune.surgery import Removal, note_removed, remove
+
+_WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pruned.safetensors"  # the latter of pruned models, of 0.1
+
+
+def load(path: str | Path, model: nn.Module | None = None, *, device: torch.device | str = "cpu") -> nn.Module:
+    """Load a model that `save` wrote, in evaluation mode, and check that it gives the answers of the saved one.
+
+    Nothing in the folder is run as code.
+
+    Args:
+        path: The folder.
+        model: For a class outside transformers: a fresh, dense instance to prune and fill.
+        device: Where to put it.
+
+    Raises:
+        HeadPruneError: Not such a folder, weights that do not fit, or other answers than the saved model's: after an
+            edit of the config, with another class or another version. The error names what differs.
+    """
+    path = Path(path)
+    recovered(path)
+    if not path.is_dir():
+        raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that headprune saved.")
+    sidecar = read_json(path / SIDECAR, "checkpoint")
+    files = _files(path, sidecar)
+    skeleton = model if model is not None else _skeleton(path, sidecar)
+    try:
+        if "structure" in sidecar:
+            restructure(skeleton, sidecar["structure"])
+        else:
+            _repeat(skeleton, sidecar)
+        _fill(skeleton, files)
+    except Exception as error:
+        raise damaged(path, error) or HeadPruneError(
+            f"The weights in {path} do not fit {type(skeleton).__name__}: {first_line(error)}{probe.edits(path)}.",
+            "Load with the transformers version that saved it, or pass an instance as it was built: "
+            "headprune.load(path, model=…).",
+        ) from error
+    probe.restore_buffers(skeleton, path)
+    skeleton.to(device).eval()
+    # Folders of 0.1 held other empty tensors for layers without heads.
+    other = "structure" not in sidecar and any(isinstance(m, EmptyAttention) for m in skeleton.modules())
+    if not other and (now := fingerprint(skeleton)) != sidecar["fingerprint"]:
+        raise HeadPruneError(f"The weights in {path} are not those that were saved ({now}).", "Save it again.")
+    note_removed(skeleton, sidecar.get("removed", []))
+    if sidecar.get("structure"):
+        save_by_headprune(skeleton)
+    probe.check(skeleton, path)
+    return skeleton
+
+
+def _repeat(skeleton: nn.Module, sidecar: dict[str, Any]) -> None:
+    """What folders of 0.1 say of a pruned model: the prunes that it has been through."""
+    biases = sidecar.get("biases", [])
+    add_biases(skeleton, biases)
+    for data in sidecar["removals"]:
+        remove(skeleton, Removal.from_json(data))
+        add_biases(skeleton, biases)
+
+
+def _files(path: Path, sidecar: dict[str, Any]) -> list[Path]:
+    """The files that hold the weights; a name that leads elsewhere is refused."""
+    name = sidecar.get("weights", _WEIGHTS)  # a key of folders of 0.1
+    if name not in (_WEIGHTS, _OLD_WEIGHTS):
+        raise HeadPruneError(f"{SIDECAR} names {name!r} as its weights, which headprune never does.", "Save it again.")
+    index = path / f"{name}.index.json"
+    if (path / name).exists() or not index.is_file():
+        return [path / name]
+    try:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
+            raise ValueError("it names a file in another folder")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise HeadPruneError(f"{index} is damaged: {first_line(error)}.", "Copy, download or save it again.") from error
+    return [path / shard for shard in shards]
+
+
+def _fill(model: nn.Module, files: list[Path]) -> None:
+    """Give every parameter and persistent buffer its saved values and type; everything else stays as it was built.
+
+    A cast of the whole model would be wrong: it would also round buffers that are not saved, such as the frequencies of
+    rotary embeddings.
+    """
+    from safetensors.torch import load_file
+
+    filled: set[int] = set()
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for file in files:
+        state = load_file(str(file))
+        for name in list(state):
+            value = state.pop(name)
+            if not value.numel() and (name not in own or not own[name].numel()):
+                continue  # it stands for weights that are gone
+            if name not in own:
+                raise KeyError(f"there is no place for {name}")
+            if own[name].shape != value.shape:
+                raise ValueError(f"{name} has shape {tuple(own[name].shape)}, the file {tuple(value.shape)}")
+            # A copy, because a tensor may start at any byte of the file, and kernels then sum in another order.
+            own[name].data = value.clone()
+            filled.add(id(own[name]))
+    for name in model.state_dict():
+        if id(own[name]) not in filled and own[name].numel():  # tied weights are saved once
+            raise KeyError(f"{name} is not in the file")
+
+
+def damaged(path: str | Path, error: BaseException) -> HeadPruneError | None:
+    """The error for weights whose file is not a complete safetensors file; None for any other reason."""
+    if type(error).__name__ != "SafetensorError":
+        return None
+    return HeadPruneError(
+        f"The weights in {path} are damaged or cut short ({first_line(error)}).", "Copy, download or save it again."
+    )
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether a folder is one that `save` wrote."""
+    return (Path(path) / SIDECAR).is_file()
+
+
+def about(path: str | Path) -> dict[str, Any]:
+    """The ``about`` that `save` stored."""
+    data = read_json(Path(path) / SIDECAR, "checkpoint")
+    found: dict[str, Any] = data.get("about", {})
+    return found
+
+
+def _skeleton(path: Path, sidecar: dict[str, Any]) -> nn.Module:
+    """The dense architecture, with weights that mean nothing yet."""
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    qualified, attention = str(sidecar.get("class")), sidecar.get("attention")
+    module, _, name = qualified.rpartition(".")
+    if not module.startswith("transformers.models."):  # whatever else a folder names is not imported
+        raise HeadPruneError(
+            f"{path} holds a {qualified}, which headprune cannot build.",
+            "Pass a fresh dense instance: headprune.load(path, model=YourModel(...)).",
+        )
+    try:
+        # By module first: not every class is exported at the top.
+        cls: Any = getattr(importlib.import_module(module), name)
+        if not issubclass(cls, transformers.PreTrainedModel):
+            raise TypeError
+    except (ImportError, AttributeError, TypeError):
+        raise HeadPruneError(
+            f"This transformers ({transformers.__version__}) has no {qualified}.",
+            "Use the version that saved the model.",
+        ) from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        raise HeadPruneError(
+            f"{path / 'config.json'} does not load: {first_line(error)}.", "Save the model again."
+        ) from error
+    config._attn_implementation = attention = attention or getattr(config, "_attn_implementation", None)
+    check_attention(path, config)
+    # Weight initialisation costs more than everything else here, and every weight is overwritten.
+    try:
+        with no_init_weights():
+            instance: nn.Module = cls._from_config(config, attn_implementation=attention)
+        instance.tie_weights()  # type: ignore[operator]
+    except Exception as error:
+        raise HeadPruneError(
+            f"{qualified} cannot be built from {path / 'config.json'}: {first_line(error)}{probe.edits(path)}.",
+            "Put config.json back as it was, or use the transformers version that saved the model.",
+        ) from error
+    return instance
+
+
+def check_attention(source: str | Path, config: Any) -> None:
+    """Refuse a config that lets a kernel from the Hub compute attention: that is code, too."""
+    names = {getattr(c, "_attn_implementation", None) for c in _configs(config)}
+    if kernels := sorted(n for n in names if isinstance(n, str) and "/" in n):
+        raise HeadPruneError(
+            f"{source} asks for the attention kernel {kernels[0]} from the Hub, which is code that would run here.",
+            "Look at it first; --trust-remote-code allows it for a dense model. Or take it out of the folder's JSON files.",
+        )
+
+
+def _configs(config: Any) -> list[Any]:
+    """A config and those in it."""
+    below = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
+    return [config, *(c for sub in below if sub is not None for c in _configs(sub))]

@@ -1,0 +1,193 @@
+"""Write a model's folder."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune import __version__, probe
+from headprune.checkpoint import remote_code
+from headprune.checkpoint.folders import replaced
+from headprune.errors import HeadPruneError
+from headprune.fingerprint import fingerprint
+from headprune.inputs import Example
+from headprune.jsonio import write_json, write_text
+from headprune.pruned import Structure, structure_of
+from headprune.surgery import removed
+
+SIDECAR = "headprune.json"
+MAX_SHARD = "50GB"  # as transformers has it
+
+
+def save(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    processor: Any = None,
+    example: Example | None = None,
+    overwrite: bool = False,
+    about: dict[str, Any] | None = None,
+    max_shard_size: str | int = MAX_SHARD,
+) -> Path:
+    """Save a model, pruned or not, to a folder that `load` reads.
+
+    transformers loads the folder too, without headprune: ``AutoModel….from_pretrained(folder, trust_remote_code=True)``
+    (without that option only if the model was not pruned).
+
+    Args:
+        model: A transformers model, or any module (`load` then needs a fresh instance of it). A PEFT model whose adapters were
+            merged and that was unloaded is a transformers model.
+        path: The folder; it appears complete or not at all.
+        processor: A tokenizer or image processor to save beside the model.
+        example: An input of the model, needed if it was never pruned and is no transformers model: its answers to a made-up
+            input of the same form are saved, and `load` compares them. The contents of the example are not saved.
+        overwrite: Replace what is there.
+        about: More to store in the sidecar (such as the dataset).
+        max_shard_size: The size from which on weights are split over several files, such as ``"5GB"``.
+
+    Raises:
+        HeadPruneError: The folder exists and is not empty; or adapters (LoRA) that are not merged.
+    """
+    path = Path(path)
+    check_merged(model)
+    with replaced(path, overwrite) as folder:
+        write(model, folder, example=example, about=about or {}, max_shard_size=max_shard_size)
+        if processor is not None:
+            processor.save_pretrained(folder)
+        for file in folder.iterdir():
+            file.chmod(0o644)
+    return path
+
+
+def save_pretrained(
+    model: nn.Module,
+    save_directory: str | Path,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Tensor] | None = None,
+    push_to_hub: bool = False,
+    max_shard_size: str | int = MAX_SHARD,
+    **kwargs: Any,
+) -> None:
+    """What takes the place of a pruned model's own ``save_pretrained`` (which Trainer calls, too): the standard one would write
+    a folder that loads with random weights where a layer lost all its heads.
+
+    Args:
+        model: A pruned transformers model.
+        save_directory: Files of other names there are left alone.
+        is_main_process, state_dict, push_to_hub, max_shard_size: As for transformers' method. What else that takes is
+            passed on to the Hub (``repo_id``, ``private``, ``token``), or has no meaning here.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):  # transformers writes the adapters alone
+        type(model).save_pretrained(  # type: ignore[attr-defined]
+            model,
+            save_directory,
+            is_main_process=is_main_process,
+            state_dict=state_dict,
+            push_to_hub=push_to_hub,
+            **kwargs,
+        )
+        return
+    if not is_main_process:
+        return
+    check_merged(model)
+    folder = Path(save_directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    write(model, folder, state_dict=state_dict, max_shard_size=max_shard_size)
+    if push_to_hub:
+        from huggingface_hub import HfApi
+
+        api, repo = HfApi(token=kwargs.get("token")), kwargs.get("repo_id") or folder.name
+        repo = api.create_repo(repo, private=kwargs.get("private"), exist_ok=True).repo_id
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=kwargs.get("commit_message"))
+
+
+def write(
+    model: nn.Module,
+    folder: Path,
+    *,
+    example: Any = None,
+    about: Mapping[str, Any] | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    max_shard_size: str | int = MAX_SHARD,
+) -> None:
+    """All files of a model, into a folder that exists."""
+    from huggingface_hub import save_torch_state_dict
+
+    structure, cls = structure_of(model), dense_class(model)
+    tensors = stored_once(model, state_dict or model.state_dict())
+    save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    config = _write_config(model, folder, structure, cls, dtype)
+    write_json(
+        folder / SIDECAR,
+        "checkpoint",
+        {
+            "version": __version__,
+            "class": f"{cls.__module__}.{cls.__qualname__}",
+            "dtype": str(dtype).removeprefix("torch."),
+            "attention": getattr(config, "_attn_implementation", None),
+            "fingerprint": fingerprint(model),
+            "removed": removed(model),
+            "structure": structure,
+            "about": about or {},
+        },
+    )
+    probe.keep(model, folder, example)
+
+
+def _write_config(model: nn.Module, folder: Path, structure: Structure, cls: type, dtype: torch.dtype) -> Any:
+    """A transformers model's config and code; returns the config, None for any other module."""
+    if not hasattr(getattr(model, "config", None), "save_pretrained"):
+        return None
+    config: Any = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [cls.__name__], dtype
+    if structure and cls.__module__.startswith("transformers."):
+        config.headprune, config.auto_map = structure, remote_code.auto_map(cls)
+        write_text(folder / remote_code.FILE, remote_code.code_for(cls, __version__))
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
+        model.generation_config.save_pretrained(folder)  # type: ignore[union-attr,operator]
+    return config
+
+
+def dense_class(model: nn.Module) -> type:
+    """The class of a model; where that came out of a pruned folder's own code, the class of transformers that it builds on."""
+    cls = type(model)
+    if not cls.__module__.startswith("transformers_modules."):
+        return cls
+    return next((c for c in cls.__mro__ if c.__module__.startswith("transformers.models.")), cls)
+
+
+def stored_once(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a state dict, of several names of one tensor that one which is no copy in transformers' eyes."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    names: dict[Any, str] = {}
+    for name, tensor in sorted(state.items(), key=lambda item: item[0] in tied):
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() and not tensor.is_meta else name
+        names.setdefault(key, name)
+    kept = set(names.values())
+    # Slices of one tensor share memory, which a file of weights cannot.
+    return {name: state[name].clone() if _is_part(state[name]) else state[name] for name in state if name in kept}
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return not tensor.is_meta and tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+
+
+def check_merged(model: nn.Module) -> None:
+    """Refuse adapters that are beside the weights.
+
+    Raises:
+        HeadPruneError: A module of PEFT's.
+    """
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("peft."):
+            raise HeadPruneError(
+                f"{name or 'The model'} is PEFT's {type(module).__name__}: its adapters are not merged into the weights.",
+                "Save model.merge_and_unload(), or the adapters by PEFT's own save_pretrained.",
+            )

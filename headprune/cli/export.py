@@ -1,0 +1,55 @@
+"""`headprune export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headprune.cli.app import app
+from headprune.cli.options import Manner, Model, Task, Trust, by_groups
+from headprune.cli.session import session
+
+
+@app.command(epilog="Example: `headprune export reports/MODEL-1/pruned-36 --to gguf`")
+@by_groups
+def export(
+    model: Model,
+    to: Annotated[str, typer.Option(help="The format: gguf (llama.cpp; Llama-like decoders).")],
+    manner: Manner,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file [MODEL.gguf].")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="What weights are stored in: float32, float16 or bfloat16 [as in MODEL]."),
+    ] = None,
+    task: Task = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Write a model, pruned or not, as a file for another engine, and try the file there."""
+    with session(manner) as console:
+        from headprune import exporting
+        from headprune.app.models import load_model
+
+        suffix = exporting.format_named(to).suffix
+        source = Path(model.rstrip("/"))
+        file = output or (source.parent if source.is_dir() else Path()) / f"{source.name}{suffix}"
+        exporting.check_asked(file, to, dtype or "float32", overwrite)
+        loaded = load_model(model, task=task, device="cpu", trust_remote_code=trust_remote_code)
+        for note in loaded.notes:
+            console.say(note)
+        stored = str(loaded.stored or "float32").removeprefix("torch.")
+        done = exporting.export(
+            loaded.model,
+            file,
+            to,
+            processor=loaded.processor,
+            dtype=dtype or stored,
+            name=loaded.name,
+            overwrite=overwrite,
+        )
+        for note in done.notes:
+            console.say(note)
+        console.result(f"{done.path}: {done.summary}")
+        console.document(done.to_json())

@@ -1,0 +1,46 @@
+"""What a pruned model is made of: how its modules differ from their classes, as data, and the code that makes modules so.
+
+`structure_of` reads the differences off a pruned model; `restructure` gives them to a freshly built dense one, whose weights
+are loaded afterwards. What differs is the shape of tensors, the integers by which modules count heads, modules that were
+replaced (`empty`, `standins`), and what hooks on a module take from what is still computed for all heads (`carried`).
+
+The files of this package, but for `saving`, are copied into every folder that headprune saves (`modeling_headprune.py`), so that transformers can
+load it where headprune is not installed. So they import nothing of headprune but each other.
+"""
+
+from headprune.pruned.carried import (
+    Carried,
+    Edited,
+    Features,
+    HeadArgument,
+    HeadArguments,
+    Narrowing,
+    Placement,
+    Selection,
+    SharedPositionBias,
+    from_ranges,
+    surviving,
+    to_ranges,
+)
+from headprune.pruned.empty import ConfigView, EmptyAttention, OnlyBias, emptied
+from headprune.pruned.saving import save_by_headprune
+from headprune.pruned.standins import MultiheadAttention, convert, rebuilt, stand_in
+from headprune.pruned.structure import (
+    Structure,
+    add_biases,
+    added_biases,
+    ghosts,
+    hold,
+    remove_biases,
+    replace_by_stand_in,
+    restructure,
+    set_module,
+    structure_of,
+)
+
+__all__ = [
+    "Carried", "ConfigView", "Edited", "EmptyAttention", "Features", "HeadArgument", "HeadArguments", "MultiheadAttention",
+    "Narrowing", "OnlyBias", "Placement", "Selection", "SharedPositionBias", "Structure", "add_biases", "added_biases", "convert",
+    "emptied", "from_ranges", "ghosts", "hold", "rebuilt", "remove_biases", "replace_by_stand_in", "restructure", "save_by_headprune", "set_module",
+    "stand_in", "structure_of", "surviving", "to_ranges",
+]  # fmt: skip

@@ -1,0 +1,385 @@
+"""What pruned modules carry: the hooks that take the kept heads' part of what is still computed for all heads, as data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class Carried:
+    """Something that a pruned module carries: an attribute called ``name``, and hooks that read it."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Any:
+        """What a module carries of this kind; None if it carries nothing."""
+        return vars(module).get(cls.name)
+
+    def hooks(self, module: nn.Module) -> list[Any]:
+        """Register what reads it; the handles."""
+        return []
+
+    def carried_by(self, module: nn.Module) -> list[Any]:
+        """Give it to a module, with the hooks if it carried none of this kind before; their handles."""
+        new = self.of(module) is None
+        vars(module)[self.name] = self
+        return self.hooks(module) if new else []
+
+
+@dataclass(frozen=True)
+class Edited(Carried):
+    """Which of a module's tensors and integers are others than its class makes; and whether it is a stand-in that stays."""
+
+    name = "_headprune_edited"
+    tensors: frozenset[str] = frozenset()
+    numbers: frozenset[str] = frozenset()
+    stand_in: bool = False
+
+    @classmethod
+    def add(cls, module: nn.Module, tensors: Sequence[str] = (), numbers: Sequence[str] = ()) -> None:
+        """Note more of them."""
+        old = cls.of(module) or cls()
+        vars(module)[cls.name] = cls(old.tensors | set(tensors), old.numbers | set(numbers), old.stand_in)
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features of a tensor's dimension that stay: all but those that belong to removed heads alone."""
+
+    kept: frozenset[int]
+    owned: frozenset[int]  # features that belong to some head; the others always stay
+
+    def index(self, size: int, device: torch.device) -> Tensor:
+        """The indices that stay, of ``size``."""
+        stay = [i for i in range(size) if i in self.kept or i not in self.owned]
+        return torch.tensor(stay, dtype=torch.long, device=device)
+
+
+def surviving(features: Sequence[Sequence[int]], kept: Sequence[int]) -> Features:
+    """What stays of ``features[head]`` with some heads."""
+    return Features(frozenset(i for h in kept for i in features[h]), frozenset(i for own in features for i in own))
+
+
+@dataclass(frozen=True)
+class HeadArgument:
+    """An argument of the attention module that holds something for each head, such as ALiBi's bias.
+
+    Attributes:
+        key: Its keyword, or its position.
+        dim: The dimension that the heads lie along: it has as many entries as heads (times the batch, if ``folded``), or
+            else the entries of ``features``.
+        folded: Whether that dimension is (batch * heads).
+        features: ``features[h]`` along ``dim`` belong to head ``h``, as the trace has seen. () where only the shape says
+            that there may be something for each head; the proof tells.
+    """
+
+    key: str | int
+    dim: int
+    folded: bool
+    features: tuple[tuple[int, ...], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "dim": self.dim,
+            "folded": self.folded,
+            "features": [to_ranges(f) for f in self.features],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> HeadArgument:
+        # Folders of headprune 0.x have lists of indices.
+        features = (from_ranges(f) if isinstance(f, str) else tuple(f) for f in data.get("features", ()))
+        return cls(data["key"], data["dim"], data["folded"], tuple(features))
+
+
+@dataclass(frozen=True)
+class HeadArguments(Carried):
+    """Which entries of its arguments a pruned attention module takes."""
+
+    name = "_headprune_arguments"
+    arguments: tuple[HeadArgument, ...]
+    num_heads: int
+    kept: tuple[int, ...]
+
+    def hooks(self, module: nn.Module) -> list[Any]:
+        return [module.register_forward_pre_hook(_take_own_arguments, with_kwargs=True)]
+
+    def take(self, value: Any, argument: HeadArgument) -> Any:
+        """The kept heads' part of an argument; an argument that has no part for each head stays whole."""
+        if argument.features and isinstance(value, Tensor):
+            stay = surviving(argument.features, self.kept)
+            return value.index_select(argument.dim, stay.index(value.shape[argument.dim], value.device))
+        if not isinstance(value, Tensor) or value.ndim <= argument.dim or value.shape[argument.dim] % self.num_heads:
+            return value
+        if argument.folded:  # (batch * heads, …)
+            return value.reshape(-1, self.num_heads, *value.shape[1:])[:, list(self.kept)].flatten(0, 1)
+        return value.index_select(argument.dim, torch.tensor(self.kept, device=value.device))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "arguments": [a.to_json() for a in self.arguments],
+            "num_heads": self.num_heads,
+            "kept": to_ranges(self.kept),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> HeadArguments:
+        return cls(tuple(map(HeadArgument.from_json, data["arguments"])), data["num_heads"], from_ranges(data["kept"]))
+
+
+def _take_own_arguments(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook: the kept heads' part of arguments that hold something for every head."""
+    own = HeadArguments.of(attention)
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    taken = {a.key: own.take(given[a.key], a) for a in own.arguments if a.key in given}
+    return tuple(taken.get(i, v) for i, v in enumerate(args)), {k: taken.get(k, v) for k, v in kwargs.items()}
+
+
+@dataclass(frozen=True)
+class Selection(Carried):
+    """Which features of a module's output are passed on, by each prune that it has been through."""
+
+    name = "_headprune_selection"
+    stages: tuple[Features, ...]  # indices count within what the stage before kept
+
+    def hooks(self, module: nn.Module) -> list[Any]:
+        return [module.register_forward_hook(_selected)]
+
+    def take(self, output: Tensor) -> Tensor:
+        """The features that are passed on."""
+        for features in self.stages:
+            output = output.index_select(-1, features.index(output.shape[-1], output.device))
+        return output
+
+    def to_json(self) -> dict[str, Any]:
+        return {"stages": [[to_ranges(sorted(s.kept)), to_ranges(sorted(s.owned))] for s in self.stages]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Selection:
+        return cls(tuple(Features(*(frozenset(from_ranges(part)) for part in stage)) for stage in data["stages"]))
+
+
+def _selected(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Forward hook: the kept heads' features of what a module computes for all."""
+    taken: Tensor = Selection.of(module).take(output)
+    return taken
+
+
+@dataclass(frozen=True)
+class Placement(Carried):
+    """Where the kept heads belong among the features that a module returned (or took) when it had all heads.
+
+    Attributes:
+        width: Features of all heads.
+        source, target: Feature ``source[i]`` of what there is now belongs to ``target[i]``.
+        before: Whether it is the input that is placed (of a norm over all heads), not the output.
+    """
+
+    name = "_headprune_placement"
+    width: int
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    before: bool = False
+
+    def hooks(self, module: nn.Module) -> list[Any]:
+        return [
+            module.register_forward_pre_hook(_placed_before) if self.before else module.register_forward_hook(_placed)
+        ]
+
+    def place(self, output: Tensor) -> Tensor:
+        """``output``, which has the kept heads, with a place for every head."""
+        source, target = (torch.tensor(i, dtype=torch.long, device=output.device) for i in (self.source, self.target))
+        whole = output.new_zeros(*output.shape[:-1], self.width)
+        return whole.index_copy(-1, target, output.index_select(-1, source))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "width": self.width,
+            "source": to_ranges(self.source),
+            "target": to_ranges(self.target),
+            "before": self.before,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Placement:
+        return cls(data["width"], from_ranges(data["source"]), from_ranges(data["target"]), data["before"])
+
+
+def _placed(module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook of a module without W_O: the kept heads' output where it was among all."""
+    place = Placement.of(module).place
+    return (place(output[0]), *output[1:]) if isinstance(output, tuple) else place(output)
+
+
+def _placed_before(module: nn.Module, args: Any) -> Any:
+    """Forward pre-hook of a norm over all heads: the same, for its input."""
+    return (Placement.of(module).place(args[0]), *args[1:])
+
+
+class _NarrowTensor(Tensor):
+    """A tensor whose shape claims a smaller width, for code that sizes its heads by its input's last dimension.
+
+    What is computed from it is a plain tensor; only the transpose of other dimensions keeps the claim.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    claimed: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, claimed: int) -> _NarrowTensor:
+        narrow = tensor.as_subclass(cls)
+        narrow.claimed = claimed
+        return narrow
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size((*Tensor.size(self)[:-1], self.claimed))
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        return self.shape if dim is None else self.shape[dim]
+
+    def transpose(self, dim0: int, dim1: int) -> Tensor:  # type: ignore[override]
+        swapped = Tensor.transpose(self, dim0, dim1)
+        last = self.ndim - 1 in (dim0 % self.ndim, dim1 % self.ndim)
+        return swapped if last else _NarrowTensor.of(swapped, self.claimed)
+
+
+@dataclass(frozen=True)
+class Narrowing(Carried):
+    """What a module's inputs claim about their last dimension: ``claimed`` where it is ``width``."""
+
+    name = "_headprune_narrow"
+    width: int
+    claimed: int
+
+    def hooks(self, module: nn.Module) -> list[Any]:
+        return [module.register_forward_pre_hook(_narrowed, with_kwargs=True)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"width": self.width, "claimed": self.claimed}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Narrowing:
+        return cls(data["width"], data["claimed"])
+
+
+def _narrowed(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Forward pre-hook: inputs that claim to be as narrow as the heads are now."""
+    own = Narrowing.of(module)
+
+    def claim(value: Any) -> Any:
+        features = isinstance(value, Tensor) and value.is_floating_point() and value.ndim in (2, 3)
+        return _NarrowTensor.of(value, own.claimed) if features and value.shape[-1] == own.width else value
+
+    return tuple(map(claim, args)), {k: claim(v) for k, v in kwargs.items()}
+
+
+# T5's position bias, the one thing a trace cannot see: the first layer computes a bias for all heads, and every later layer
+# of the stack receives it. A pruned layer must take its own heads out of it, and pass the whole on.
+
+
+class SharedPositionBias(Carried):
+    """Gives a pruned T5-style layer its heads of the shared bias, and the whole bias to the next layer."""
+
+    name = "_headprune_bias"
+
+    def __init__(self, num_heads: int, kept: Sequence[int]) -> None:
+        self.num_heads, self.kept = num_heads, tuple(kept)
+        self.original: Callable[..., Tensor] | None = None  # the module's own compute_bias
+        self.whole: Tensor | None = None
+        self.taken: Tensor | None = None
+        self.dim = 1
+
+    @staticmethod
+    def needed_by(attention: nn.Module) -> bool:
+        """Whether a module computes or takes a position bias as T5's do."""
+        return hasattr(attention, "compute_bias") and "position_bias" in inspect.signature(attention.forward).parameters
+
+    def hooks(self, module: nn.Module) -> list[Any]:
+        return [
+            module.register_forward_pre_hook(_take_own_bias, with_kwargs=True),
+            module.register_forward_hook(_restore_whole_bias, with_kwargs=True),
+        ]
+
+    def carried_by(self, module: nn.Module) -> list[Any]:
+        earlier: SharedPositionBias | None = self.of(module)
+        self.original = earlier.original if earlier else module.compute_bias  # type: ignore[assignment]
+        vars(module)["compute_bias"] = self.compute
+        return super().carried_by(module)
+
+    def compute(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.original is not None
+        return self.take(self.original(*args, **kwargs))
+
+    def take(self, whole: Tensor) -> Tensor:
+        self.whole = whole
+        # In LongT5's local attention, blocks come before the heads.
+        self.dim = 1 if whole.shape[1] == self.num_heads or whole.ndim < 4 else 2
+        self.taken = whole.index_select(self.dim, torch.tensor(self.kept, device=whole.device))
+        return self.taken
+
+    def to_json(self) -> dict[str, Any]:
+        return {"num_heads": self.num_heads, "kept": to_ranges(self.kept)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SharedPositionBias:
+        return cls(data["num_heads"], from_ranges(data["kept"]))
+
+
+def _take_own_bias(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook: the kept heads' part of a shared bias."""
+    bias: SharedPositionBias = SharedPositionBias.of(attention)
+    if (whole := kwargs.get("position_bias")) is not None:
+        kwargs = {**kwargs, "position_bias": bias.take(whole)}
+    return args, kwargs
+
+
+def _restore_whole_bias(attention: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Forward hook: the whole bias, for the next layer."""
+    bias: SharedPositionBias = SharedPositionBias.of(attention)
+    hidden, own, *rest = output
+    whole, taken, bias.whole, bias.taken = bias.whole, bias.taken, None, None
+    if whole is not None and taken is not None and own.ndim == taken.ndim:
+        # The next layers also need what this layer added for all heads alike, such as a mask.
+        added = own.narrow(bias.dim, 0, 1) - taken.narrow(bias.dim, 0, 1)
+        whole = torch.where(added == 0, whole, whole + added)
+    if whole is None:  # cross-attention's first layer: zeros, alike for every head
+        whole = own[:, :1].expand(-1, bias.num_heads, -1, -1)
+    return (hidden, whole, *rest)
+
+
+CARRIED: dict[str, Any] = {
+    "arguments": HeadArguments,
+    "selection": Selection,
+    "placement": Placement,
+    "narrowing": Narrowing,
+    "position_bias": SharedPositionBias,
+}
+
+
+def to_ranges(indices: Sequence[int]) -> str:
+    """Indices as runs, since a head's features are mostly one run.
+
+    >>> to_ranges((0, 1, 2, 7))
+    '0:3,7:8'
+    """
+    ranges: list[list[int]] = []
+    for i in indices:
+        if ranges and ranges[-1][1] == i:
+            ranges[-1][1] = i + 1
+        else:
+            ranges.append([i, i + 1])
+    return ",".join(f"{start}:{stop}" for start, stop in ranges)
+
+
+def from_ranges(text: str) -> tuple[int, ...]:
+    """What `to_ranges` wrote."""
+    pairs = (run.split(":") for run in text.split(",") if run)
+    return tuple(i for start, stop in pairs for i in range(int(start), int(stop)))

@@ -1,0 +1,27 @@
+"""A model that is no longer as its class makes it saves itself by headprune, whoever calls its ``save_pretrained``."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+
+def save_by_headprune(model: nn.Module) -> None:
+    """Replace the ``save_pretrained`` of this one model; nothing for a model that has none.
+
+    The standard one writes a folder that loads with random weights where a layer lost all its heads, and without biases that
+    a repair added. Trainer and others call it.
+    """
+    if hasattr(type(model), "save_pretrained"):
+        vars(model)["save_pretrained"] = partial(_save_pretrained, model)
+
+
+def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """`headprune.checkpoint.save_pretrained`, found when it is called: it builds on this package.
+
+    A function of its own, so that copies of the model save themselves, and pickle finds it.
+    """
+    importlib.import_module("headprune.checkpoint").save_pretrained(model, *args, **kwargs)

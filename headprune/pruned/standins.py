@@ -1,0 +1,208 @@
+"""Exact stand-ins for attention modules that cannot hold an arbitrary number of heads.
+
+Copied into saved folders together with `headprune.structure`; so this file imports nothing of headprune.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class MultiheadAttention(nn.Module):
+    """`torch.nn.MultiheadAttention` with separate projections, so that it can have any number of heads.
+
+    PyTorch's own class requires ``num_heads * head_dim == embed_dim``, calls W_O without calling the
+    module (so hooks on it never run) and has a fused path that skips Python. This one shares the
+    original's weights (no copy), takes the same arguments and returns the same values.
+    """
+
+    # nn.TransformerEncoderLayer reads these; the value sends it past its fused kernel, which would
+    # read in_proj_weight and so bypass this module.
+    _qkv_same_embed_dim = False
+    in_proj_weight = None
+    in_proj_bias = None
+
+    def __init__(self, source: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.embed_dim = source.embed_dim
+        self.num_heads = source.num_heads
+        self.head_dim = source.head_dim
+        self.batch_first = source.batch_first
+        self.kept_heads: list[int] | None = None  # of those of a mask for each head
+        self.dropout = source.dropout
+        self.add_zero_attn = source.add_zero_attn
+        self.training = source.training
+        if source._qkv_same_embed_dim:
+            weights = source.in_proj_weight.detach().chunk(3)
+        else:
+            weights = tuple(w.detach() for w in (source.q_proj_weight, source.k_proj_weight, source.v_proj_weight))
+        biases = source.in_proj_bias.detach().chunk(3) if source.in_proj_bias is not None else (None,) * 3
+        trainable = source.out_proj.weight.requires_grad
+        self.q_proj, self.k_proj, self.v_proj = (_linear(w, b, trainable) for w, b in zip(weights, biases, strict=True))
+        self.out_proj = _linear(source.out_proj.weight.detach(), source.out_proj.bias, trainable)
+        self.bias_k, self.bias_v = (
+            None if bias is None else nn.Parameter(bias.detach(), requires_grad=trainable)
+            for bias in (source.bias_k, source.bias_v)
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `torch.nn.MultiheadAttention.forward`."""
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            if key_padding_mask is not None:
+                key_padding_mask = key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        rows, length = query.shape[:2]
+        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.expand(rows, 1, -1)], dim=1)
+            v = torch.cat([v, self.bias_v.expand(rows, 1, -1)], dim=1)
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        extra = k.shape[1] - key.shape[1]
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+
+        # As PyTorch does: trusted to be causal, the mask itself is not looked at (nor are added keys reached).
+        causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if causal else _additive(attn_mask, q.dtype)
+        if mask is not None and mask.dim() == 3:  # (batch * heads, T, S), as PyTorch takes it
+            mask = mask.view(rows, -1, *mask.shape[1:])
+            if self.kept_heads is not None and mask.shape[1] != self.num_heads:
+                mask = mask[:, self.kept_heads]  # made for all heads, by what does not know that some are gone
+        padding = _additive(key_padding_mask, q.dtype)
+        if padding is not None:
+            padding = padding[:, None, None, :]
+            mask = padding if mask is None else mask + padding
+        if mask is not None and extra:
+            mask = F.pad(mask, (0, extra))
+
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if self.num_heads == 0:  # every head was pruned: W_O adds its bias to nothing
+            attended = q
+        elif need_weights:
+            scores = q @ k.transpose(-2, -1) * self.head_dim**-0.5
+            weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
+            attended = F.dropout(weights, dropout, self.training) @ v
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+        out = self.out_proj(attended.transpose(1, 2).reshape(rows, length, self.num_heads * self.head_dim))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        if not batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+
+Rule = Callable[[Any], nn.Module]
+_RULES: dict[str, Rule] = {}
+
+
+def stand_in(attention: type[nn.Module] | str) -> Callable[[Rule], Rule]:
+    """Declare how to rebuild an attention class that cannot be traced as it is written.
+
+    headprune needs softmax attention (`scaled_dot_product_attention` or a softmax over the keys) whose heads reach one
+    linear layer, called as a module. Modules of any other class, for instance with W_O in an ``einsum``, are replaced by
+    the module that the rule returns: while the model is traced or masked, and permanently when it is pruned.
+
+    Args:
+        attention: The class, or its qualified name (then it need not be imported). The rule is not used for subclasses.
+
+    Returns:
+        A decorator for the rule: a function of the module that returns a module with the same arguments and results, which
+        shares the weights (a view, no copy). See docs/support-a-model.md.
+    """
+    name = attention if isinstance(attention, str) else _qualified(attention)
+
+    def declare(rule: Rule) -> Rule:
+        _RULES[name] = rule
+        return rule
+
+    return declare
+
+
+def convert(module: nn.Module) -> nn.Module | None:
+    """An exact stand-in for ``module`` if a rule declares one for its class, else None."""
+    cls = type(module)
+    torchs = isinstance(module, nn.MultiheadAttention) and cls.forward is nn.MultiheadAttention.forward
+    rule: Rule | None = MultiheadAttention if torchs else _RULES.get(_qualified(cls))
+    return None if rule is None else rule(module).train(module.training)
+
+
+def rebuilt(module: nn.Module, methods: dict[str, Any]) -> Any:
+    """A module that shares everything with ``module`` but has some other ``methods``; its parts can be exchanged."""
+    base = type(module)
+    new: Any = object.__new__(type(f"Traceable{base.__name__}", (base,), {**methods, "__module__": __name__}))
+    # Its own dicts, so that parts can be added and taken away.
+    new.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()}
+    return new
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@stand_in("transformers.models.xlnet.modeling_xlnet.XLNetRelativeAttention")
+def _xlnet(module: Any) -> nn.Module:
+    """W_O is a parameter ``[d_model, heads, head_dim]`` in an einsum."""
+
+    def post_attention(self: Any, h: Tensor, attn_vec: Tensor, residual: bool = True) -> Tensor:
+        attended = self.dropout(self.o_proj(attn_vec.flatten(-2)))
+        normed: Tensor = self.layer_norm(attended + h if residual else attended)
+        return normed
+
+    new: nn.Module = rebuilt(module, {"post_attention": post_attention})
+    weight: Any = new._parameters.pop("o")
+    new.o_proj = _linear(weight.detach().flatten(1), None, weight.requires_grad)
+    return new
+
+
+@stand_in("transformers.models.wavlm.modeling_wavlm.WavLMAttention")
+def _wavlm(module: Any) -> nn.Module:
+    """Everything happens in `torch.nn.functional.multi_head_attention_forward`."""
+
+    def attend(self: Any, hidden: Tensor, attention_mask: Tensor | None, bias: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (
+            proj(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        scores = q @ k.transpose(-2, -1) * self.scaling + bias.view(len(hidden), -1, *bias.shape[1:])
+        if attention_mask is not None:
+            scores = scores.masked_fill(attention_mask.ne(1)[:, None, None], float("-inf"))
+        weights = F.softmax(scores, dim=-1)
+        attended = F.dropout(weights, self.dropout, self.training) @ v
+        return self.out_proj(attended.transpose(1, 2).flatten(2)), weights.mean(1, keepdim=True).expand_as(weights)
+
+    new: nn.Module = rebuilt(module, {"torch_multi_head_self_attention": attend})
+    return new
+
+
+def _linear(weight: Tensor, bias: Tensor | None, trainable: bool) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=trainable)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=trainable)
+    return linear
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
