@@ -83,8 +83,7 @@ def repair(
         mixtures: Whether to fit to mixtures of the examples too, where the model gives one answer a text
             (`headprune.reference.mixtures`): then the passes are over up to three times as many.
         answers: Whether all W_O that lose heads are then moved together towards the dense model's answers, where these are
-            one vector of logits an example, and where that does better on examples left out (`headprune.repairing.steps.logits`).
-            Not where a ridge is given.
+            one vector of logits an example (`headprune.repairing.steps.logits`). Not where a ridge is given.
         progress: Called with (passes done, passes in all, note).
 
     Returns:
