@@ -180,7 +180,7 @@ class AttentionLayer:
         for name in _PARTS:
             parts = getattr(self, name)
             found[name] = [part.to_json() for part in parts] if isinstance(parts, tuple) else parts and parts.to_json()
-        return found
+        return {**found, "output_inside": self.output_inside, "concatenates": self.concatenates}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AttentionLayer:

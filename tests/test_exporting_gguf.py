@@ -21,7 +21,7 @@ from headprune.errors import HeadPruneError
 from headprune.exporting import deci, export, llama_cpp
 from headprune.exporting.gguf import TEXTS
 from headprune.exporting.vocabulary import vocabulary_of
-from headprune.reference import add_biases
+from headprune.pruned import add_biases
 from tests.support.zoo import randomise
 
 written = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed")

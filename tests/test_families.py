@@ -143,7 +143,7 @@ def test_a_declared_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     model = randomise(nn.Sequential(EinsumAttention(), nn.LayerNorm(32), EinsumAttention(), nn.Linear(32, 3)))
     x = torch.randn(2, 5, 32)
     assert not any(layer.prunable for layer in hp.find_attention(model, x))
-    monkeypatch.setattr("headprune.modules._RULES", {})
+    monkeypatch.setattr("headprune.pruned.standins._RULES", {})
     hp.stand_in(EinsumAttention)(TraceableAttention)
     layers = hp.find_attention(model, x)
     assert [layer.prunable for layer in layers] == [True, True]
@@ -158,7 +158,7 @@ def test_a_declared_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_support_a_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The document's own code, on a class that the code has never seen."""
-    monkeypatch.setattr("headprune.modules._RULES", {})
+    monkeypatch.setattr("headprune.pruned.standins._RULES", {})
     text = (Path(__file__).parents[1] / "docs" / "support-a-model.md").read_text()
     blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
     names: dict[str, Any] = {"__name__": "yours"}

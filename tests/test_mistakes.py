@@ -130,6 +130,8 @@ EARLY: list[tuple[list[str], str, int]] = [
     ([*PRUNE, "-k", "4", "-o", "/proc/nothing/run"], "cannot be written", 1),
     # budgets
     (["prune"], "How many heads to keep", 1),
+    (["export", "{bert}", "--to", "luck"], "no export format", 1),
+    (["export", "{bert}", "--to", "gguf", "--dtype", "int3"], "int3", 1),
     ([*PRUNE, "--keep", "abc"], "--keep abc is not a number of heads", 1),
     ([*PRUNE, "--keep", "½"], "is not a number of heads", 1),
     ([*PRUNE, "--keep", "2", "--keep", "1.5"], "--keep 1.5 is not a number of heads", 1),

@@ -10,8 +10,10 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune.app.data import DataOptions
 from headprune.app.models import TASKS, LoadedModel, load_model, numbers_given
-from headprune.app.workflow.scene import DataOptions, Options, open_scene
+from headprune.app.options import Options
+from headprune.app.workflow.scene import open_scene
 from headprune.divergence import Divergence
 from headprune.evaluation import evaluate
 from headprune.fidelity import Fidelity

@@ -52,7 +52,7 @@ def test_a_half_precision_checkpoint_stays_one(
     dense = stored(bert_folder, here / "dense", tf.BertForSequenceClassification, dtype)
     metrics, folder = pruned(dense, data_folder)
     name = str(dtype).removeprefix("torch.")
-    assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {dtype}
+    assert {t.dtype for t in load_file(folder / "model.safetensors").values() if t.numel()} == {dtype}
     assert size(folder) < size(dense)
     assert metrics["budgets"][0]["dtype"] == name
     assert metrics["budgets"][0]["repair"] is not None
@@ -66,13 +66,13 @@ def test_a_half_precision_checkpoint_stays_one(
     assert f"saved in {name}, as the checkpoint was stored" in Path("run/report.md").read_text()
 
     _, further = pruned(folder, data_folder, "--no-repair", output="further")
-    assert {t.dtype for t in load_file(further / "model.safetensors").values()} == {dtype}
+    assert {t.dtype for t in load_file(further / "model.safetensors").values() if t.numel()} == {dtype}
 
 
 def test_a_dtype_that_was_chosen_is_saved(bert_folder: Path, data_folder: Path, here: Path) -> None:
     dense = stored(bert_folder, here / "dense", tf.BertForSequenceClassification, torch.bfloat16)
     metrics, folder = pruned(dense, data_folder, "--dtype", "float32", "--no-repair")
-    assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {torch.float32}
+    assert {t.dtype for t in load_file(folder / "model.safetensors").values() if t.numel()} == {torch.float32}
     assert metrics["budgets"][0]["dtype"] == "float32"
     assert "as the checkpoint was stored" not in Path("run/report.md").read_text()
 

@@ -89,14 +89,12 @@ class HeadArgument:
             "key": self.key,
             "dim": self.dim,
             "folded": self.folded,
-            "features": [to_ranges(f) for f in self.features],
+            "features": [list(f) for f in self.features],
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeadArgument:
-        # Folders of headprune 0.x have lists of indices.
-        features = (from_ranges(f) if isinstance(f, str) else tuple(f) for f in data.get("features", ()))
-        return cls(data["key"], data["dim"], data["folded"], tuple(features))
+        return cls(data["key"], data["dim"], data["folded"], tuple(map(tuple, data.get("features", ()))))
 
 
 @dataclass(frozen=True)
