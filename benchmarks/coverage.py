@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # of the code in saved folders
 warnings.filterwarnings("ignore")
 
 import tiny

@@ -18,9 +18,11 @@ def fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256()
     seen: set[int] = set()
     for name, tensor in model.state_dict().items():
+        if not tensor.numel():
+            continue  # it stands for weights that are gone
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
         where = tensor.data_ptr()
-        if tensor.device.type == "meta" or not tensor.numel() or where in seen:
+        if tensor.device.type == "meta" or where in seen:
             continue  # no bytes, or those of a weight that is tied to this one
         seen.add(where)
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

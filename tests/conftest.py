@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp())  # where transformers copies the code in saved folders
 
 import pytest
 import torch

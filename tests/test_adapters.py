@@ -1,9 +1,11 @@
 """Adapters beside a projection: cut with it when they run, and told when they do not."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
@@ -81,3 +83,28 @@ def test_peft(kind: str) -> None:
             hp.prune(model, {layer.name: [0]}, example)
     hp.prune(model, {layer.name: [0]}, example)
     model(**example)
+
+
+@pytest.mark.parametrize("pruned_first", [True, False])
+def test_lora_merged_and_saved(pruned_first: bool, tmp_path: Path) -> None:
+    """Around a pruned model or inside one, an emptied layer included; unmerged adapters are refused, since no one could load them."""
+    peft = pytest.importorskip("peft")
+    model, example = bert()
+    plan = {"bert.encoder.layer.0.attention.self": [0, 1, 2, 3], "bert.encoder.layer.1.attention.self": [1]}
+    config = peft.LoraConfig(target_modules=["query", "value"], r=2, init_lora_weights=False)
+    if pruned_first:
+        hp.prune(model, plan, example)
+        adapted = peft.get_peft_model(model, config).eval()
+    else:
+        adapted = peft.get_peft_model(model, config).eval()
+        hp.prune(adapted, {f"base_model.model.{name}": heads for name, heads in plan.items()}, example)
+    with torch.no_grad():
+        expected = adapted(**example).logits
+    with pytest.raises(hp.HeadPruneError, match=r"merge_and_unload"):
+        hp.save(adapted, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+    again = hp.load(hp.save(adapted.merge_and_unload(), tmp_path / "m"))
+    remote = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "m", trust_remote_code=True).eval()
+    with torch.no_grad():
+        for other in (again, remote):
+            torch.testing.assert_close(other(**example).logits, expected, rtol=0, atol=1e-5)

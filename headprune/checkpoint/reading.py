@@ -108,8 +108,8 @@ def _fill(model: nn.Module, files: list[Path]) -> None:
         state = load_file(str(file))
         for name in list(state):
             value = state.pop(name)
-            if not value.numel() and (name not in own or own[name].shape != value.shape):
-                continue  # folders of 0.1 have other empty tensors in the place of weights that are gone
+            if not value.numel() and (name not in own or not own[name].numel()):
+                continue  # it stands for weights that are gone
             if name not in own:
                 raise KeyError(f"there is no place for {name}")
             if own[name].shape != value.shape:
@@ -117,8 +117,8 @@ def _fill(model: nn.Module, files: list[Path]) -> None:
             # A copy, because a tensor may start at any byte of the file, and kernels then sum in another order.
             own[name].data = value.clone()
             filled.add(id(own[name]))
-    for name in model.state_dict():
-        if id(own[name]) not in filled and own[name].numel():  # tied weights are saved once
+    for name, tensor in model.state_dict().items():
+        if tensor.numel() and id(own[name]) not in filled:  # tied weights are saved once
             raise KeyError(f"{name} is not in the file")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,8 +11,12 @@ from torch import Tensor, nn
 class _Shadow(nn.Module):
     """Tensors without entries in the place of weights that are gone.
 
-    They are in the state dict, so that a stock class refuses to load it: it would give what is missing random values.
+    They are in the state dict, so that a stock class refuses to load it: it would give what is missing random values. But they are
+    no modules to find by name, since PEFT would want to adapt a ``query`` among them.
     """
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
+        return iter(())
 
     def __init__(self, gone: Mapping[str, Tensor]) -> None:
         super().__init__()
