@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 from pathlib import Path
@@ -176,14 +177,24 @@ def _skeleton(path: Path, sidecar: dict[str, Any]) -> nn.Module:
     # Weight initialisation costs more than everything else here, and every weight is overwritten.
     try:
         with no_init_weights():
-            instance: nn.Module = cls._from_config(config, attn_implementation=attention)
-        instance.tie_weights()  # type: ignore[operator]
+            instance: Any = _built(cls, config, attention)
+        instance.tie_weights()
     except Exception as error:
         raise HeadPruneError(
             f"{qualified} cannot be built from {path / 'config.json'}: {first_line(error)}{probe.edits(path)}.",
             "Put config.json back as it was, or use the transformers version that saved the model.",
         ) from error
-    return instance
+    built: nn.Module = instance
+    return built
+
+
+def _built(cls: Any, config: Any, attention: str | None) -> Any:
+    """A model of a class, with an implementation of attention where its parts have that."""
+    try:
+        return cls._from_config(copy.deepcopy(config), attn_implementation=attention)
+    except ValueError:  # a part has another, such as a convolutional backbone: each takes its own
+        config._attn_implementation = None
+        return cls._from_config(config)
 
 
 def check_attention(source: str | Path, config: Any) -> None:

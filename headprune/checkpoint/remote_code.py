@@ -42,6 +42,11 @@ class _Pruned:
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         restructure(self, config.headprune)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Buffers that no file holds are computed by transformers' own code, which it leaves out for modules of others."""
+        return False
 '''
 _CLASS = """
 
