@@ -47,6 +47,12 @@ class _Pruned:
     def is_custom_code(cls) -> bool:
         """Buffers that no file holds are computed by transformers' own code, which it leaves out for modules of others."""
         return False
+
+    def _init_weights(self, module: Any) -> None:
+        """Only where something was not loaded: what takes the place of other modules may lack what the standard code fills."""
+        tensors = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        if not all(getattr(t, "_is_hf_initialized", False) for t in tensors):
+            super()._init_weights(module)
 '''
 _CLASS = """
 
