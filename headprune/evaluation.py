@@ -69,8 +69,8 @@ class Change:
         metric: ``"accuracy"`` or ``"loss"`` (the change is a difference) or ``"perplexity"`` (the change is a ratio minus 1).
         value: The change; negative accuracy, positive loss and positive perplexity are worse.
         low, high: 95 % interval, paired by example.
-        p_value: Two-sided, of the hypothesis that nothing changed; below .05 if and only if the interval does not hold 0.
-        verdict: ``"worse"``, ``"better"`` or ``"no measurable change"`` (the interval holds 0).
+        p_value: Two-sided, of the hypothesis that nothing changed; below .05 if and only if the interval does not contain 0.
+        verdict: ``"worse"``, ``"better"`` or ``"no measurable change"`` (the interval contains 0).
         examples: How many were compared.
         carried_by: How many of them the change rests on (`headprune.uncertainty.carried_by`).
     """

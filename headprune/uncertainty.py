@@ -43,7 +43,7 @@ def quantile(examples: int) -> float:
 
 
 def p_value(deviation: float, error: float, examples: int) -> float:
-    """Two-sided p-value of the hypothesis that an estimate is 0 in truth: below .05 if and only if its interval does not hold 0."""
+    """Two-sided p-value of the hypothesis that an estimate is 0 in truth: below .05 if and only if its interval does not contain 0."""
     if error == 0:
         return 0.0 if deviation else 1.0
     return float(2 * student.sf(abs(deviation) / error, _freedom(examples)))

@@ -34,7 +34,10 @@ def test_figures_and_bad_news() -> None:
     assert "**It is not measurably faster anywhere it was timed**" in text
     assert "it would be 1.20 times as fast" in text
     assert "900 (-10.0%)" in text
-    assert "1 of 4 heads are harmful beyond their standard error, and 1 cannot be told from 0" in text
+    assert (
+        "1 of 4 heads are harmful (more than 1.96 standard errors below 0), and 1 cannot be told from 0 (less than 1.96"
+        in text
+    )
     assert "L0 (block.0.attn): H1, H2" in text
     assert "Caution" not in text
 
@@ -218,7 +221,7 @@ def test_what_holds_of_all_budgets_is_said_once() -> None:
 
 
 def test_what_decided_between_orders_is_shown() -> None:
-    assert "What decided between" not in render()
+    assert "This decided which" not in render()
     metrics = copy.deepcopy(METRICS)
     compared = [
         {"order": "gradient", "used": False, "plans": [{"budget": "keep 2", "kept": 2, "divergence": 0.25}]},

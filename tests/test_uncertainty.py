@@ -83,7 +83,7 @@ def test_it_is_said() -> None:
     effects[:, 2] = 0
     effects[:, 4] *= np.arange(300) < 3
     found = scores_of(effects)
-    assert "fewer than 10 examples carry L1.H1" in found.caution
+    assert "the scores of L1.H1 rest on fewer than 10 examples" in found.caution
     assert "no example shows any effect of L0.H2: up to 1.0% of all examples" in found.caution
     assert scores_of(effects[:5]).caution == ""  # five examples are few for all heads alike
     again = HeadScores.from_json(found.to_json(), found.layers)

@@ -20,7 +20,7 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps [auto].
 Dtype = Annotated[
     str | None, typer.Option(help="auto, float32, bfloat16 or float16 [auto: as stored; float32 on a CPU].")
 ]
-Seed = Annotated[int | None, typer.Option(min=0, max=MAX_SEED, help="For every draw [0].")]
+Seed = Annotated[int | None, typer.Option(min=0, max=MAX_SEED, help="Seed of every random draw [0].")]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Run folder [reports/MODEL-1, or the next free number].")
 ]
@@ -110,7 +110,9 @@ class Scoring:
     examples: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Examples to ablate, at most; gradients carry the rest [all].", rich_help_panel=_IN_SCORING
+            min=2,
+            help="Examples to ablate, at most; gradients estimate the effect on the rest [all].",
+            rich_help_panel=_IN_SCORING,
         ),
     ] = None
     seconds: Annotated[
@@ -155,7 +157,7 @@ class Writing:
     )
 
 
-_BUDGET = "Budget (one kind; repeatable, for nested plans)"
+_BUDGET = "Budget (one kind per run; can be given several times, for nested plans)"
 
 
 def _option_of(flag: str) -> str:
@@ -205,7 +207,7 @@ class Planning:
         typer.Option(
             "--strategy",
             "-s",
-            help="How heads are picked by their scores; `headprune methods` lists them [auto].",
+            help="How the heads to remove are chosen; `headprune methods` lists the strategies [auto].",
             rich_help_panel=_IN_PLANNING,
         ),
     ] = None
@@ -218,7 +220,7 @@ class Planning:
     effort: Annotated[
         str | None,
         typer.Option(
-            help="Of the search for heads: low, normal or high (counted, never timed; see docs/planning.md) [normal].",
+            help="How much work the search for heads may take: low, normal or high (counted, never timed; see docs/planning.md) [normal].",
             rich_help_panel=_IN_PLANNING,
         ),
     ] = None

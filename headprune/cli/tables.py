@@ -26,7 +26,7 @@ def print_scores(console: Console, scores: list[HeadScores]) -> None:
             console.result(f"{s.method}: {s.caution}.")
         if stable := s.details.get("stability"):
             console.result(
-                f"{s.method}: other examples would order the heads alike to Spearman {stable['spearman']:.2f}."
+                f"{s.method}: with other examples, expect an order with a Spearman correlation of {stable['spearman']:.2f} with this one."
             )
     if not (pairs := agreements(scores)):
         return

@@ -124,7 +124,9 @@ class HeadScores:
         none = [label for label, count in zip(labels, carried, strict=True) if count == 0]
         said = []
         if few:
-            said.append(f"fewer than {FEW:.0f} examples carry {_named(few)}, so the ± there may be too small")
+            said.append(
+                f"the scores of {_named(few)} rest on fewer than {FEW:.0f} examples, so their ± may be too small"
+            )
         if none:
             said.append(
                 f"no example shows any effect of {_named(none)}: up to {min(1.0, 3 / self.examples):.1%} of all examples still may"
