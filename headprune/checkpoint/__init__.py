@@ -10,7 +10,18 @@ A folder holds the weights (``model.safetensors``, sharded where they are large)
 `writing` makes all of them, `reading` loads a folder, `folders` replaces a folder as a whole.
 """
 
+from headprune.checkpoint.folders import replaced
 from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load
 from headprune.checkpoint.writing import SIDECAR, save, save_pretrained
 
-__all__ = ["SIDECAR", "about", "check_attention", "damaged", "is_checkpoint", "load", "save", "save_pretrained"]
+__all__ = [
+    "SIDECAR",
+    "about",
+    "check_attention",
+    "damaged",
+    "is_checkpoint",
+    "load",
+    "replaced",
+    "save",
+    "save_pretrained",
+]

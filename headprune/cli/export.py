@@ -18,16 +18,18 @@ def export(
     model: Model,
     to: Annotated[str, typer.Option(help="The format: gguf (llama.cpp; Llama-like decoders).")],
     manner: Manner,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file [MODEL.gguf].")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file or folder [beside MODEL, with its name].")
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="What weights are stored in: float32, float16 or bfloat16 [as in MODEL]."),
     ] = None,
     task: Task = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Write a model, pruned or not, as a file for another engine, and try the file there."""
+    """Write a model, pruned or not, for another engine, and try it there."""
     with session(manner) as console:
         from headprune import exporting
         from headprune.app.models import load_model

@@ -1,8 +1,10 @@
-"""A model written for other engines than PyTorch: one function, one file a format."""
+"""A model written for other engines and loaders: one function, one file a format."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headprune.checkpoint import replaced
 from headprune.errors import HeadPruneError, check_writable
 from headprune.exporting import gguf
 from headprune.exporting.base import DTYPES, FORMATS, Exported, Format, Request, exporter, format_named
@@ -39,22 +42,23 @@ def export(
     name: str | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Write a model, pruned or not, as a file for another engine.
+    """Write a model, pruned or not, for another engine.
 
     Args:
         model: A transformers model in float32 on a CPU.
-        path: The file; it appears complete and tried (where the engine is installed), or not at all.
+        path: The file, or the folder where the format is one (`Format.folder`); it appears complete and tried (where the engine is
+            installed), or not at all.
         to: The format: a name in `FORMATS`.
         processor: The model's tokenizer, for formats that hold one.
         dtype: What weights are stored in: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-        name: What the model is called inside the file; by default the file's name.
-        overwrite: Replace a file that is there.
+        name: What the model is called inside the file; by default the name of the file or folder.
+        overwrite: Replace what is there.
 
     Returns:
         `Exported`: where it is, whether it was tried, and figures.
 
     Raises:
-        HeadPruneError: The format cannot express the model, a package is not installed, the file exists or cannot be written,
+        HeadPruneError: The format cannot express the model, a package is not installed, it exists or cannot be written,
             or it does not give the model's answers. Nothing is written then.
     """
     path = Path(path)
@@ -67,17 +71,27 @@ def export(
                 'Pass model.to("cpu").float(), and dtype= for what the file stores.',
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished, was_training = path.with_name(f".{path.name}.new"), model.training
+    was_training = model.training
+    try:
+        model.eval()
+        with (replaced if chosen.folder else _replaced_file)(path, overwrite) as new:
+            done = chosen.write(Request(model, processor, new, dtype, name or path.stem))
+    finally:
+        model.train(was_training)
+    return replace(done, path=path)
+
+
+@contextmanager
+def _replaced_file(path: Path, overwrite: bool) -> Iterator[Path]:
+    """A new file beside ``path`` to write; it takes the place of ``path`` when the block ends without an error."""
+    new = path.with_name(f".{path.name}.new")
     with Lock(path.with_name(f".{path.name}.lock")).holding(f"The file {path}", "headprune export"):
         try:
-            model.eval()
-            done = chosen.write(Request(model, processor, unfinished, dtype, name or path.stem))
-            check_asked(path, to, dtype, overwrite)  # another process may have written it meanwhile
-            os.replace(unfinished, path)
+            yield new
+            _check_free(path, overwrite)  # another process may have written it meanwhile
+            os.replace(new, path)
         finally:
-            model.train(was_training)
-            unfinished.unlink(missing_ok=True)  # what a failure, or a process that was killed, left
-    return replace(done, path=path)
+            new.unlink(missing_ok=True)  # what a failure, or a process that was killed, left
 
 
 def check_asked(path: Path, to: str, dtype: str, overwrite: bool) -> Format:
@@ -90,9 +104,15 @@ def check_asked(path: Path, to: str, dtype: str, overwrite: bool) -> Format:
     chosen.check_installed()
     if dtype not in DTYPES:
         raise HeadPruneError(f"There is no type {dtype!r} to store weights in.", f"Choose from {', '.join(DTYPES)}.")
-    if path.is_dir():
+    if chosen.folder and path.is_file():
+        raise HeadPruneError(f"{path} is a file.", "Name a folder with -o.")
+    if path.is_dir() and not chosen.folder:
         raise HeadPruneError(f"{path} is a folder.", "Name a file with -o.")
-    if path.exists() and not overwrite:
-        raise HeadPruneError(f"{path} exists.", "Choose another file with -o, or allow overwriting (--overwrite).")
+    _check_free(path, overwrite)
     check_writable(path.parent)
     return chosen
+
+
+def _check_free(path: Path, overwrite: bool) -> None:
+    if path.exists() and not overwrite and not (path.is_dir() and not any(path.iterdir())):
+        raise HeadPruneError(f"{path} exists.", "Choose another with -o, or allow overwriting (--overwrite).")

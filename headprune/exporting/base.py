@@ -22,7 +22,7 @@ class Request:
     Attributes:
         model: A transformers model in float32 on a CPU, in evaluation mode.
         processor: Its tokenizer (or image processor), for formats that hold one.
-        path: The file to write. It does not exist yet; the caller moves it to its place once it is whole.
+        path: The file to write, or the folder (empty) to write files into; the caller moves it to its place once it is whole.
         dtype: What weights are stored in: one of `DTYPES`.
         name: What the model is called inside the file.
     """
@@ -39,7 +39,7 @@ class Exported:
     """What was written.
 
     Attributes:
-        path: The file.
+        path: The file or folder.
         format: Its name in `FORMATS`.
         proved: Whether the file was run in the engine that it is for, and gave the model's answers.
         summary: The file, and whether it was tried, in a line.
@@ -69,13 +69,15 @@ class Format:
     """A kind of file.
 
     Attributes:
-        suffix: What its files end in, with the dot.
+        suffix: What its files end in, with the dot; what its folders end in, where a model is several files.
+        folder: Whether a model is a folder.
         needs: Packages that write it; ``pip install headprune[NAME]`` installs them.
         about: The first line of the writer's docstring.
     """
 
     name: str
     suffix: str
+    folder: bool
     needs: tuple[str, ...]
     write: Writer
     about: str
@@ -93,7 +95,9 @@ class Format:
 FORMATS: dict[str, Format] = {}
 
 
-def exporter(name: str, suffix: str, needs: tuple[str, ...] = ()) -> Callable[[Writer], Writer]:
+def exporter(
+    name: str, suffix: str, *, needs: tuple[str, ...] = (), folder: bool = False
+) -> Callable[[Writer], Writer]:
     """Register a function that writes a format; the first line of its docstring describes it.
 
     It raises HeadPruneError for what the format cannot express, before it writes anything, and for a file that does not give
@@ -101,7 +105,7 @@ def exporter(name: str, suffix: str, needs: tuple[str, ...] = ()) -> Callable[[W
     """
 
     def register(write: Writer) -> Writer:
-        FORMATS[name] = Format(name, suffix, needs, write, (write.__doc__ or "").strip().splitlines()[0])
+        FORMATS[name] = Format(name, suffix, folder, needs, write, (write.__doc__ or "").strip().splitlines()[0])
         return write
 
     return register
