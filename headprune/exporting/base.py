@@ -72,6 +72,7 @@ class Format:
         suffix: What its files end in, with the dot; what its folders end in, where a model is several files.
         folder: Whether a model is a folder.
         needs: Packages that write it; ``pip install headprune[NAME]`` installs them.
+        dtypes: What it can store weights in: some of `DTYPES`.
         about: The first line of the writer's docstring.
     """
 
@@ -79,6 +80,7 @@ class Format:
     suffix: str
     folder: bool
     needs: tuple[str, ...]
+    dtypes: tuple[str, ...]
     write: Writer
     about: str
 
@@ -96,7 +98,12 @@ FORMATS: dict[str, Format] = {}
 
 
 def exporter(
-    name: str, suffix: str, *, needs: tuple[str, ...] = (), folder: bool = False
+    name: str,
+    suffix: str,
+    *,
+    needs: tuple[str, ...] = (),
+    folder: bool = False,
+    dtypes: tuple[str, ...] = DTYPES,
 ) -> Callable[[Writer], Writer]:
     """Register a function that writes a format; the first line of its docstring describes it.
 
@@ -105,7 +112,7 @@ def exporter(
     """
 
     def register(write: Writer) -> Writer:
-        FORMATS[name] = Format(name, suffix, folder, needs, write, (write.__doc__ or "").strip().splitlines()[0])
+        FORMATS[name] = Format(name, suffix, folder, needs, dtypes, write, (write.__doc__ or "").strip().splitlines()[0])
         return write
 
     return register
