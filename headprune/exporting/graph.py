@@ -125,14 +125,17 @@ def graphs(function: Call) -> Iterator[Graph]:
 
 @contextmanager
 def plainly(model: nn.Module) -> Iterator[None]:
-    """Whatever a trace needs of a model: no cache, no fused kernels; and silence."""
+    """Whatever a trace needs of a model: no cache, no fused kernels, experts of which all shapes are known; and silence."""
     configs = [v for m in model.modules() for v in vars(m).values() if getattr(v, "use_cache", None) is True]
+    experts = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else None
     fast, fused = torch.backends.mha.get_fastpath_enabled(), F.scaled_dot_product_attention
     loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     try:
         for config in configs:
             config.use_cache = False
+        if experts is not None:
+            model.set_experts_implementation("batched_mm")  # type: ignore[operator]
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
         torch.backends.mha.set_fastpath_enabled(False)
@@ -143,6 +146,8 @@ def plainly(model: nn.Module) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
+        if experts is not None:
+            model.set_experts_implementation(experts)  # type: ignore[operator]
         F.scaled_dot_product_attention = fused
         torch.backends.mha.set_fastpath_enabled(fast)
         for logger, level in zip(loggers, levels, strict=True):
