@@ -15,8 +15,9 @@ from torch import nn
 
 from headprune.checkpoint import replaced
 from headprune.errors import HeadPruneError, check_writable
-from headprune.exporting import gguf, onnx
+from headprune.exporting import gguf, onnx, openvino
 from headprune.exporting.base import DTYPES, FORMATS, Exported, Format, Request, exporter, format_named
+from headprune.exporting.timing import bench_files, is_exported, time_onnx
 from headprune.locks import Lock
 
 __all__ = [
@@ -25,12 +26,16 @@ __all__ = [
     "Exported",
     "Format",
     "Request",
+    "bench_files",
     "check_asked",
     "export",
     "exporter",
     "format_named",
     "gguf",
+    "is_exported",
     "onnx",
+    "openvino",
+    "time_onnx",
 ]
 
 

@@ -160,7 +160,7 @@ def _traced(function: Call, example: tuple[Tensor, ...], axes: tuple[dict[int, A
     with plainly(function.model), _PlainAttention():
         program = torch.export.export(function, example, dynamic_shapes=(axes,))
     inputs = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"][-len(example) :]
-    dims = tuple(tuple(d if isinstance(d, int) else d.node.expr for d in value.shape) for value in inputs)
+    dims = tuple(tuple(_size(d) for d in value.shape) for value in inputs)
     names: dict[str, str] = {}
     for name, own in zip(function.inputs, dims, strict=True):
         for d, size in enumerate(own):
@@ -169,6 +169,12 @@ def _traced(function: Call, example: tuple[Tensor, ...], axes: tuple[dict[int, A
                 plain = BATCH if d == 0 else LENGTH if LENGTH not in taken else f"{name}_{LENGTH if d == 1 else d}"
                 names.setdefault(str(symbol), plain)
     return Graph(program, function.inputs, function.outputs, example, dims, names)
+
+
+def _size(d: Any) -> Any:
+    """A number, or an expression."""
+    expression = d if isinstance(d, int) else d.node.expr
+    return expression if getattr(expression, "free_symbols", None) else int(expression)
 
 
 def _axes(example: Sequence[Tensor], *, lengths: bool) -> tuple[dict[int, Any], ...]:

@@ -42,86 +42,95 @@ class Trial:
 class Proof:
     """How an engine answered: the largest difference, as a share of that answer's largest value; and the shapes tried."""
 
+    engine: str
     difference: float
     allowed: float
     shapes: list[list[list[int]]]
     varied: frozenset[str]
 
     def to_json(self) -> dict[str, Any]:
-        return {"largest_difference": self.difference, "allowed": self.allowed, "shapes": self.shapes}
+        return {
+            "engine": self.engine, "largest_difference": self.difference, "allowed": self.allowed, "shapes": self.shapes,
+        }  # fmt: skip
 
 
 @exporter("onnx", ".onnx", needs=("onnx", "onnxscript", "onnxruntime"), dtypes=("float32", "float16"))
 def onnx(request: Request) -> Exported:
-    """A file for onnxruntime and other engines (any model that torch.export takes; batch and length stay free)."""
-    graph, proof = written(request, request.path, getattr(torch, request.dtype), engines.onnxruntime)
-    return exported(request, "onnx", "onnxruntime", graph, proof)
+    """A file for onnxruntime and other engines (any model that torch.export takes; batch and lengths stay free)."""
+    function = callable_of(request.model)
+    traced = function if request.dtype == "float32" else _rounded(function, getattr(torch, request.dtype))
+    graph, proof = written(function, request.path, engines.session, traced=traced, rounded=traced)
+    return exported(request, "onnx", graph, proof)
 
 
-def exported(request: Request, name: str, engine: str, graph: Graph, proof: Proof) -> Exported:
+def exported(request: Request, name: str, graph: Graph, proof: Proof) -> Exported:
     """What is said of a file or folder that was proved."""
-    size = sum(file.stat().st_size for file in request.path.parent.rglob("*") if file.is_file())
+    folder = request.path if request.path.is_dir() else request.path.parent
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     facts = {
-        "dtype": request.dtype, "bytes": size, "inputs": graph.shapes, "outputs": list(graph.outputs),
-        "proof": {"engine": engines.version(engine), **proof.to_json()},
+        "dtype": request.dtype, "bytes": size, "inputs": graph.shapes, "outputs": list(graph.outputs), "proof": proof.to_json(),
     }  # fmt: skip
     summary = (
-        f"{size / 1e6:,.1f} MB, {request.dtype}; {_listed(graph.shapes)} to {', '.join(graph.outputs)}; tried in {engine} "
+        f"{size / 1e6:,.1f} MB, {request.dtype}; {_listed(graph.shapes)} to {', '.join(graph.outputs)}; tried in {proof.engine} "
         f"on {len(proof.shapes)} shapes: answers within {proof.difference:.1g} of their largest value"
     )
     return Exported(request.path, name, True, summary, facts, _notes(request.model, graph, proof))
 
 
 def written(
-    request: Request, path: Path, dtype: torch.dtype, engine: Callable[[Path], engines.Run], optimize: bool = True
+    function: Call, path: Path, load: Callable[[Path], engines.Session], *, traced: Call | None = None, rounded: Call
 ) -> tuple[Graph, Proof]:
     """Write an ONNX file that gives the model's answers in an engine, with as many free sizes as it can have.
+
+    Args:
+        function: The model, in float32.
+        load: The file in its engine.
+        traced: What the graph is made of, by default the same.
+        rounded: What rounding of the weights makes of the model: this much may the answers differ.
 
     Raises:
         HeadPruneError: There is none.
     """
-    function = callable_of(request.model)
-    traced = function if dtype == torch.float32 else _rounded(function, dtype)
     failed: HeadPruneError | None = None
-    for graph in graphs(traced):
+    for graph in graphs(traced or function):
         try:
-            _convert(graph, path, function.model, optimize)
-            return graph, prove(engine(path), graph, function, traced)
+            _convert(graph, path, function.model)
+            return graph, prove(load(path), graph, function, rounded)
         except HeadPruneError as error:
             failed = failed or error
     assert failed is not None
     raise failed
 
 
-def prove(run: engines.Run, graph: Graph, function: Call, traced: Call) -> Proof:
+def prove(session: engines.Session, graph: Graph, function: Call, rounded: Call) -> Proof:
     """Compare an engine's answers with the model's, on several shapes.
 
     Args:
         function: The model, in float32.
-        traced: What the graph was made of: the same, or rounded to half precision.
+        rounded: The same, or what rounding to half precision makes of it.
 
     Raises:
         HeadPruneError: They differ.
     """
     worst, bound, shapes, varied = 0.0, TOLERANCE, [], set[str]()
-    for sizes, trial in trials(graph, function, traced):
+    for sizes, trial in trials(graph, function, rounded):
         shape = [list(t.shape) for t in trial.inputs]
-        got = run(dict(zip(graph.inputs, trial.inputs, strict=True)))
+        got = session.run(dict(zip(graph.inputs, trial.inputs, strict=True)))
         for name, own, expected, allowed in zip(graph.outputs, got, trial.answers, trial.allowed, strict=True):
             off = _off(own, expected)
             if not off <= allowed:
                 raise HeadPruneError(
                     f"The engine's {name} is {off:.2g} of its largest value off the model's, on inputs of the shapes "
                     f"{', '.join(map(str, shape))} (allowed: {allowed:.2g}).",
-                    "Report it, with the model's name and the versions of torch, onnxscript and onnxruntime.",
+                    "Report it, with the model's name and the versions of torch and onnxscript.",
                 )
             worst, bound = max(worst, off), max(bound, allowed)
         shapes.append(shape)
         varied |= {str(symbol) for symbol, size in sizes.items() if size != _traced_sizes(graph)[symbol]}
-    return Proof(worst, bound, shapes, frozenset(varied))
+    return Proof(session.engine, worst, bound, shapes, frozenset(varied))
 
 
-def trials(graph: Graph, function: Call, traced: Call) -> Iterator[tuple[dict[Any, int], Trial]]:
+def trials(graph: Graph, function: Call, rounded: Call) -> Iterator[tuple[dict[Any, int], Trial]]:
     """The traced shape, and others that the model takes, with padding where there are masks; with the free sizes of each."""
     traced_sizes = _traced_sizes(graph)
     bounds = graph.program.range_constraints
@@ -146,24 +155,23 @@ def trials(graph: Graph, function: Call, traced: Call) -> Iterator[tuple[dict[An
             wide = [t.float() if t.dtype == torch.float16 else t for t in inputs]
             try:
                 answers = function.answers(wide)
-                rounded = answers if traced is function else traced.answers(inputs)
+                near = answers if rounded is function else rounded.answers(inputs)
             except Exception:  # too long, or too short: a model may refuse with any error
                 continue
-            allowed = [max(TOLERANCE, _ROUNDED * _off(r, a)) for r, a in zip(rounded, answers, strict=True)]
+            allowed = [max(TOLERANCE, _ROUNDED * _off(r, a)) for r, a in zip(near, answers, strict=True)]
             seen.append(sizes)
             yield sizes, Trial(inputs, answers, allowed)
             break
 
 
-def _convert(graph: Graph, path: Path, model: nn.Module, optimize: bool) -> None:
+def _convert(graph: Graph, path: Path, model: nn.Module) -> None:
     """Write the file; weights that one file cannot hold go into another beside it."""
     import onnx_ir
 
     with plainly(model):
         try:
             converted: Any = torch.onnx.export(
-                graph.program, (), input_names=list(graph.inputs), output_names=list(graph.outputs), optimize=optimize,
-                verbose=False,
+                graph.program, (), input_names=list(graph.inputs), output_names=list(graph.outputs), verbose=False,
             )  # fmt: skip
         except Exception as error:
             cause = error.__cause__ or error
