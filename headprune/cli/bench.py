@@ -18,7 +18,10 @@ from headprune.errors import HeadPruneError
 @app.command(epilog="Example: `headprune bench MODEL reports/digits/pruned-12 --batch-sizes 1,64`")
 @by_groups
 def bench(
-    dense: Annotated[str, typer.Argument(metavar="DENSE", help="The model to compare with (or an .onnx file, or an OpenVINO folder).")],
+    dense: Annotated[
+        str,
+        typer.Argument(metavar="DENSE", help="The model to compare with (or an .onnx file, or an OpenVINO folder)."),
+    ],
     pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="The other model.")],
     manner: Manner,
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,8,32",
@@ -31,8 +34,7 @@ def bench(
 ) -> None:
     """Time two models against each other, in turn, on the same inputs; or two files that `headprune export` wrote, in their engine."""
     with session(manner) as console:
-        from headprune import exporting
-        from headprune import latency
+        from headprune import exporting, latency
         from headprune.app.models import check_length, dummy_input, load_model
 
         sizes, tokens = numbers_in("--batch-sizes", batch_sizes), numbers_in("--lengths", lengths)

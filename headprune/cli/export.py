@@ -16,14 +16,21 @@ from headprune.cli.session import session
 @by_groups
 def export(
     model: Model,
-    to: Annotated[str, typer.Option(help="The format: onnx (a file for onnxruntime and others), openvino (a folder) or gguf (llama.cpp; Llama-like decoders).")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="The format: onnx (a file for onnxruntime and others), openvino (a folder), gguf (llama.cpp; Llama-like decoders)."
+        ),
+    ],
     manner: Manner,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file or folder [beside MODEL, with its name].")
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="What weights are stored in: float32, float16 or bfloat16 (gguf only) [as in MODEL, or float32]."),
+        typer.Option(
+            help="What weights are stored in: float32, float16 or bfloat16 (gguf alone) [as in MODEL; onnx: float32]."
+        ),
     ] = None,
     task: Task = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
@@ -32,9 +39,10 @@ def export(
     """Write a model, pruned or not, for another engine, and try it there."""
     with session(manner) as console:
         from headprune import exporting
-        from headprune.app.models import load_model
+        from headprune.app.models import load_model, resolved
 
         chosen = exporting.format_named(to)
+        model = resolved(model)
         source = Path(model.rstrip("/"))
         file = output or (source.parent if source.is_dir() else Path()) / f"{source.name}{chosen.suffix}"
         exporting.check_asked(file, to, dtype or "float32", overwrite)
@@ -48,7 +56,7 @@ def export(
             file,
             to,
             processor=loaded.processor,
-            dtype=dtype or (stored if stored in chosen.dtypes else "float32"),
+            dtype=dtype or (stored if chosen.as_stored and stored in chosen.dtypes else "float32"),
             name=loaded.name,
             overwrite=overwrite,
         )

@@ -41,7 +41,7 @@ __all__ = [
 
 def export(
     model: nn.Module,
-    path: Path | str,
+    path: str | Path,
     to: str = "gguf",
     *,
     processor: Any = None,
@@ -117,7 +117,8 @@ def check_asked(path: Path, to: str, dtype: str, overwrite: bool) -> Format:
     chosen.check_installed()
     if dtype not in chosen.dtypes:
         raise HeadPruneError(
-            f"There is no type {dtype!r} to store weights in ({chosen.name}).", f"Choose from {', '.join(chosen.dtypes)}."
+            f"There is no type {dtype!r} to store weights in ({chosen.name}).",
+            f"Choose from {', '.join(chosen.dtypes)}.",
         )
     if chosen.folder and path.is_file():
         raise HeadPruneError(f"{path} is a file.", "Name a folder with -o.")

@@ -73,6 +73,8 @@ class Format:
         folder: Whether a model is a folder.
         needs: Packages that write it; ``pip install headprune[NAME]`` installs them.
         dtypes: What it can store weights in: some of `DTYPES`.
+        as_stored: Whether weights are best stored as the model's folder has them; else in float32, since engines compute in what the
+            file has, and few processors are fast in half precision.
         about: The first line of the writer's docstring.
     """
 
@@ -81,6 +83,7 @@ class Format:
     folder: bool
     needs: tuple[str, ...]
     dtypes: tuple[str, ...]
+    as_stored: bool
     write: Writer
     about: str
 
@@ -104,6 +107,7 @@ def exporter(
     needs: tuple[str, ...] = (),
     folder: bool = False,
     dtypes: tuple[str, ...] = DTYPES,
+    as_stored: bool = True,
 ) -> Callable[[Writer], Writer]:
     """Register a function that writes a format; the first line of its docstring describes it.
 
@@ -112,7 +116,9 @@ def exporter(
     """
 
     def register(write: Writer) -> Writer:
-        FORMATS[name] = Format(name, suffix, folder, needs, dtypes, write, (write.__doc__ or "").strip().splitlines()[0])
+        FORMATS[name] = Format(
+            name, suffix, folder, needs, dtypes, as_stored, write, (write.__doc__ or "").strip().splitlines()[0]
+        )
         return write
 
     return register

@@ -19,7 +19,14 @@ Size = int | str
 _TYPES = {
     "float": torch.float32, "float16": torch.float16, "double": torch.float64, "int64": torch.int64, "int32": torch.int32, "bool": torch.bool,
 }  # fmt: skip
-_SPELT = {"f32": "float", "f16": "float16", "f64": "double", "i64": "int64", "i32": "int32", "boolean": "bool"}  # by OpenVINO
+_SPELT = {
+    "f32": "float",
+    "f16": "float16",
+    "f64": "double",
+    "i64": "int64",
+    "i32": "int32",
+    "boolean": "bool",
+}  # by OpenVINO
 
 
 @dataclass(frozen=True)
@@ -50,25 +57,28 @@ def session(path: Path, threads: int | None = None, exact: bool = True) -> Sessi
     """
     for engine, load in (("onnxruntime", _onnxruntime), ("openvino", _openvino)):
         file = runs_in(path, engine)
-        if file is None:
-            continue
-        if importlib.util.find_spec(engine) is None:
-            raise HeadPruneError(f"{path} runs in {engine}, which is not installed.", f"pip install {engine}")
-        if not file.is_file():
-            raise HeadPruneError(f"{path} does not exist.", "headprune export MODEL writes such a file.")
-        try:
-            inputs, run = load(file, threads or torch.get_num_threads(), exact)
-        except Exception as error:
-            raise _refused(engine, "read", path, error) from error
-
-        def checked(given: Mapping[str, Tensor], engine: str = engine, run: Any = run) -> list[Tensor]:
-            try:
-                return [torch.from_numpy(value) for value in run({name: given[name].numpy() for name in inputs})]
-            except Exception as error:
-                raise _refused(engine, "run", path, error) from error
-
-        return Session(f"{engine} {importlib.metadata.version(engine)}", inputs, checked)
+        if file is not None:
+            return _loaded(path, file, engine, load, (threads or torch.get_num_threads(), exact))
     raise HeadPruneError(f"{path} is no file of an engine.", "Name an .onnx file, or a folder with an OpenVINO model.")
+
+
+def _loaded(path: Path, file: Path, engine: str, load: Any, how: tuple[int, bool]) -> Session:
+    if importlib.util.find_spec(engine) is None:
+        raise HeadPruneError(f"{path} runs in {engine}, which is not installed.", f"pip install {engine}")
+    if not file.is_file():
+        raise HeadPruneError(f"{path} does not exist.", "headprune export MODEL writes such a file.")
+    try:
+        inputs, run = load(file, *how)
+    except Exception as error:
+        raise _refused(engine, "read", path, error) from error
+
+    def checked(given: Mapping[str, Tensor]) -> list[Tensor]:
+        try:
+            return [torch.from_numpy(value) for value in run({name: given[name].numpy() for name in inputs})]
+        except Exception as error:
+            raise _refused(engine, "run", path, error) from error
+
+    return Session(f"{engine} {importlib.metadata.version(engine)}", inputs, checked)
 
 
 def runs_in(path: Path, engine: str) -> Path | None:

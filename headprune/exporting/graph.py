@@ -127,7 +127,8 @@ def graphs(function: Call) -> Iterator[Graph]:
 def plainly(model: nn.Module) -> Iterator[None]:
     """Whatever a trace needs of a model: no cache, no fused kernels, experts of which all shapes are known; and silence."""
     configs = [v for m in model.modules() for v in vars(m).values() if getattr(v, "use_cache", None) is True]
-    experts = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else None
+    chosen: Any = model
+    experts = chosen.get_experts_implementation() if hasattr(model, "get_experts_implementation") else None
     fast, fused = torch.backends.mha.get_fastpath_enabled(), F.scaled_dot_product_attention
     loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
@@ -135,7 +136,7 @@ def plainly(model: nn.Module) -> Iterator[None]:
         for config in configs:
             config.use_cache = False
         if experts is not None:
-            model.set_experts_implementation("batched_mm")  # type: ignore[operator]
+            chosen.set_experts_implementation("batched_mm")
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
         torch.backends.mha.set_fastpath_enabled(False)
@@ -147,7 +148,7 @@ def plainly(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         if experts is not None:
-            model.set_experts_implementation(experts)  # type: ignore[operator]
+            chosen.set_experts_implementation(experts)
         F.scaled_dot_product_attention = fused
         torch.backends.mha.set_fastpath_enabled(fast)
         for logger, level in zip(loggers, levels, strict=True):
@@ -199,7 +200,11 @@ def _unlabelled(model: nn.Module, example: Mapping[str, Any]) -> dict[str, Any]:
     """Without labels; where a decoder reads its tokens off them, with these tokens."""
     kept = {k: v for k, v in example.items() if k not in LABELS}
     labels = example.get("labels")
-    if is_encoder_decoder(model) and isinstance(labels, Tensor) and not any(k.startswith("decoder_input") for k in kept):
+    if (
+        is_encoder_decoder(model)
+        and isinstance(labels, Tensor)
+        and not any(k.startswith("decoder_input") for k in kept)
+    ):
         kept["decoder_input_ids"] = labels.clamp(min=0)
     return kept
 
@@ -209,7 +214,8 @@ def _rows(example: Example) -> Example:
     found = [t for t in tensors(example) if t.ndim]
     if any(len(t) != 1 for t in found):
         return example
-    return map_tensors(example, lambda t: torch.cat([t, t.roll(1, -1)]) if t.ndim else t)
+    two: Example = map_tensors(example, lambda t: torch.cat([t, t.roll(1, -1)]) if t.ndim else t)
+    return two
 
 
 def _by_name(model: nn.Module, example: Example) -> dict[str, Any]:

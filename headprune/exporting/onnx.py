@@ -54,7 +54,7 @@ class Proof:
         }  # fmt: skip
 
 
-@exporter("onnx", ".onnx", needs=("onnx", "onnxscript", "onnxruntime"), dtypes=("float32", "float16"))
+@exporter("onnx", ".onnx", needs=("onnx", "onnxscript", "onnxruntime"), dtypes=("float32", "float16"), as_stored=False)
 def onnx(request: Request) -> Exported:
     """A file for onnxruntime and other engines (any model that torch.export takes; batch and lengths stay free)."""
     function = callable_of(request.model)
@@ -181,7 +181,10 @@ def _convert(graph: Graph, path: Path, model: nn.Module) -> None:
             ) from error
         for value in _values(converted.model):
             if value.shape is not None:
-                dims = [onnx_ir.SymbolicDim(graph.named(d.value)) if hasattr(d, "value") and d.value else d for d in value.shape]
+                dims = [
+                    onnx_ir.SymbolicDim(graph.named(d.value)) if hasattr(d, "value") and d.value else d
+                    for d in value.shape
+                ]
                 value.shape = onnx_ir.Shape(dims)
         converted.model.producer_name, converted.model.producer_version = "headprune", __version__
         size = sum(t.nbytes for t in graph.program.state_dict.values())
@@ -222,7 +225,9 @@ def _resized(t: Tensor, dims: Sequence[Any], sizes: dict[Any, int], shift: int, 
     for d, size in enumerate(dims):
         new = size if isinstance(size, int) else int(size.subs(sizes))
         t = t.index_select(d, torch.arange(new) % t.shape[d])
-    content = t.is_floating_point() or (t.dtype in (torch.long, torch.int) and name.endswith("ids") and "type" not in name)
+    content = t.is_floating_point() or (
+        t.dtype in (torch.long, torch.int) and name.endswith("ids") and "type" not in name
+    )
     return t.roll(shift, -1) if content and t.ndim > 1 else t
 
 
@@ -260,6 +265,7 @@ def _notes(model: nn.Module, graph: Graph, proof: Proof) -> tuple[str, ...]:
         notes.append(f"Of fixed size in the file, since the model or PyTorch's exporter fixes it: {', '.join(fixed)}.")
     if untried := sorted({graph.names[s] for s in graph.names if s not in proof.varied}):
         notes.append(f"The model took no other {' or '.join(untried)} than it was traced with, so none was tried.")
-    if hasattr(getattr(model, "config", None), "use_cache"):
+    generates: Any = getattr(model, "can_generate", None)
+    if generates is not None and generates():
         notes.append("The file computes whole sequences; it holds no cache of keys and values for generating text.")
     return tuple(notes)

@@ -16,9 +16,7 @@ from headprune.exporting.onnx import exported, written
 FILE = "openvino_model.xml"
 
 
-@exporter(
-    "openvino", "-openvino", needs=("openvino", "onnx", "onnxscript"), folder=True, dtypes=("float32", "float16")
-)
+@exporter("openvino", "-openvino", needs=("openvino", "onnx", "onnxscript"), folder=True, dtypes=("float32", "float16"))
 def openvino(request: Request) -> Exported:
     """A folder for OpenVINO: the same graph as onnx (weights may be in half precision; it computes as the processor likes)."""
     import openvino as ov

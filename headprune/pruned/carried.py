@@ -314,7 +314,8 @@ def _narrowed(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     given = tuple(map(claim, args)), {k: claim(v) for k, v in kwargs.items()}
     if claims is not None:
-        vars(module)[_CLAIMS] = claims.__enter__()  # until the call ends
+        vars(module)[_CLAIMS] = claims
+        claims.__enter__()  # type: ignore[no-untyped-call] # until the call ends
     return given
 
 
