@@ -25,7 +25,7 @@ from headprune.inputs import call
 from headprune.surgery import answers
 from tests.support.checks import pruned
 from tests.support.plain import Attention
-from tests.support.zoo import ZOO, bert, llama, randomise, sizes, text
+from tests.support.zoo import ZOO, llama, randomise, sizes, text
 
 runs = pytest.mark.skipif(
     any(importlib.util.find_spec(p) is None for p in ("onnxruntime", "onnxscript")), reason="onnxruntime is not installed"
@@ -66,25 +66,50 @@ def check(file: Path, model: nn.Module, **inputs: Tensor) -> None:
 
 
 @runs
-def test_a_pruned_encoder_answers_on_other_shapes(tmp_path: Path) -> None:
+def test_a_pruned_folder_answers_on_other_shapes(tmp_path: Path) -> None:
     model, _ = pruned("bert")  # uneven, and its second layer is empty
-    done = export(model, tmp_path / "model.onnx", "onnx")
-    assert done.proved
-    assert done.facts["inputs"] == {"input_ids": ["batch", "length"], "attention_mask": ["batch", "length"]}
-    assert done.facts["outputs"] == ["logits"]
-    assert len(done.facts["proof"]["shapes"]) > 3
+    folder, file = tmp_path / "small.1", tmp_path / "small.1.onnx"
+    hp.save(model, folder, processor=words())
+    result = command("export", folder, "--to", "onnx", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert (document["path"], document["proved"], document["facts"]["dtype"]) == (str(file), True, "float32")
+    assert document["facts"]["inputs"] == {"input_ids": ["batch", "length"], "attention_mask": ["batch", "length"]}
+    assert document["facts"]["outputs"] == ["logits"]
+    assert len(document["facts"]["proof"]["shapes"]) > 3
     for rows, length, padding in ((5, 17, 6), (1, 1, 0), (2, 9, 0)):
         example = text(rows, length)
         example["attention_mask"][:] = 1
         if padding:
             example["attention_mask"][0, -padding:] = 0
-        check(done.path, model, **example)
-    assert [p.name for p in tmp_path.iterdir() if not p.name.endswith(".lock")] == ["model.onnx"]
-    row = time_onnx({"this": done.path, "again": done.path}, text(), min_runs=3, min_seconds=0.001)
+        check(file, model, **example)
+    assert {p.name for p in tmp_path.iterdir() if not p.name.endswith(".lock")} == {"small.1", "small.1.onnx"}
+
+    row = time_onnx({"this": file, "again": file}, text(), min_runs=3, min_seconds=0.001)
     assert row.timings["again"].runs >= 3
     assert (row.batch, row.length) == (3, 9)
     with pytest.raises(HeadPruneError, match="attention_mask"):
-        time_onnx({"this": done.path}, {"input_ids": text()["input_ids"]})
+        time_onnx({"this": file}, {"input_ids": text()["input_ids"]})
+    timed = command("bench", file, file, "--batch-sizes", "2", "--lengths", "4,6", "--json")
+    assert timed.exit_code == 0, timed.output
+    assert [(row["batch"], row["length"]) for row in json.loads(timed.stdout)["rows"]] == [(2, 4), (2, 6)]
+    for asked, said in (
+        (("bench", file, folder), "Only one"),
+        (("bench", file, tmp_path / "none.onnx"), "does not exist"),
+        (("export", folder, "--to", "onnx", "--overwrite", "--dtype", "bfloat16"), "float16"),
+    ):
+        refused = command(*asked)
+        assert refused.exit_code == 1
+        assert said in refused.output
+
+
+def words() -> tf.PreTrainedTokenizerFast:
+    raw = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    return tf.PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]", pad_token="[UNK]")
+
+
+def command(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 @runs
@@ -99,6 +124,7 @@ def test_a_pruned_decoder_takes_padding_on_either_side(tmp_path: Path) -> None:
 
 
 @runs
+@pytest.mark.slow
 def test_a_plain_module_keeps_the_names_of_its_arguments(tmp_path: Path) -> None:
     model, (x, padding) = pruned("mha")
     done = export(model, tmp_path / "model.onnx", "onnx")
@@ -252,34 +278,6 @@ def test_labels_become_what_a_decoder_reads() -> None:
     found = graph.callable_of(model)
     assert found.inputs == ("input_ids", "attention_mask", "decoder_input_ids")
     assert "loss" not in found.outputs
-
-
-def words() -> tf.PreTrainedTokenizerFast:
-    raw = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
-    return tf.PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]", pad_token="[UNK]")
-
-
-@runs
-def test_the_commands(tmp_path: Path) -> None:
-    hp.save(bert()[0], tmp_path / "small.1", example=text(), processor=words())
-    result = CliRunner().invoke(app, ["export", str(tmp_path / "small.1"), "--to", "onnx", "--json"])
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
-    assert Path(document["path"]) == tmp_path / "small.1.onnx"
-    assert document["facts"]["dtype"] == "float32"
-    file = document["path"]
-    timed = CliRunner().invoke(app, ["bench", file, file, "--batch-sizes", "2", "--lengths", "4,6", "--json"])
-    assert timed.exit_code == 0, timed.output
-    assert [(row["batch"], row["length"]) for row in json.loads(timed.stdout)["rows"]] == [(2, 4), (2, 6)]
-    mixed = CliRunner().invoke(app, ["bench", file, str(tmp_path / "small.1")])
-    assert mixed.exit_code == 1
-    assert "Only one" in mixed.output
-    missing = CliRunner().invoke(app, ["bench", file, str(tmp_path / "none.onnx")])
-    assert missing.exit_code == 1
-    assert "does not exist" in missing.output
-    refused = CliRunner().invoke(app, ["export", str(tmp_path / "small.1"), "--to", "onnx", "--dtype", "bfloat16"])
-    assert refused.exit_code == 1
-    assert "float16" in refused.output
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
