@@ -2,7 +2,7 @@
 
     python benchmarks/coverage_onnx.py --rows onnx.jsonl               # tries the types that are not in that file, one process; 2 hours
     python benchmarks/coverage_onnx.py --rows onnx.jsonl --only bert   # these, again
-    python benchmarks/coverage_onnx.py --rows onnx.jsonl --write       # writes its section of docs/coverage.md, runs nothing
+    python benchmarks/coverage_onnx.py --rows onnx.jsonl --write       # writes docs/coverage-onnx.md, runs nothing
 
 Types are those that docs/coverage.md calls exact. Each is pruned unevenly, and its last layer emptied, as far as it can be; dense and
 pruned are exported by `headprune.exporting.export`, which compares onnxruntime's answers. A row is written as soon as it is known.
@@ -40,13 +40,14 @@ from headprune.exporting import export
 from headprune.exporting.base import Exported
 from headprune.forms import remember
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "coverage.md"
+TYPES = Path(__file__).parent.parent / "docs" / "coverage.md"
+DOCUMENT = TYPES.with_name("coverage-onnx.md")
 LIMIT = 150  # seconds of computing for a type, dense and pruned, on a machine that may be busy
 
 
 def exact_types() -> list[str]:
     """Those that docs/coverage.md calls exact."""
-    cells = [[c.strip() for c in line.split("|")[1:3]] for line in DOCUMENT.read_text().splitlines()]
+    cells = [[c.strip() for c in line.split("|")[1:3]] for line in TYPES.read_text().splitlines()]
     return [c[0] for c in cells if c[1:] == ["exact"]]
 
 
@@ -123,17 +124,19 @@ def cut(model: nn.Module, layers: list[AttentionLayer], example: Any) -> tuple[n
 
 
 def section(rows: list[dict[str, Any]]) -> str:
-    """What docs/coverage.md says."""
+    """What docs/coverage-onnx.md says."""
     takes = [r for r in rows if r["dense"] == ""]
     both = [r for r in takes if r["pruned"] == ""]
     emptied = sum(bool(r["emptied"]) for r in both)
     loose = [r for r in both if r["free"]]
     lines = [
+        "# Pruned models as ONNX",
+        "",
         f"Made by `python benchmarks/coverage_onnx.py` with transformers {transformers.__version__} and torch {torch.__version__}: every "
         "type that is pruned exactly, dense and pruned (unevenly, and its last layer emptied where it can be), by `headprune export --to onnx`. "
         "A file counts if onnxruntime gives the model's answers, to 1e-4 of the largest, on every shape tried.",
         "",
-        f"- {len(rows)} types; of {len(takes)} the dense model goes to ONNX.",
+        f"- {len(rows)} of {len(exact_types())} types were tried, in a random order; of {len(takes)} the dense model goes to ONNX.",
         f"- **Of these {len(takes)}, {len(both)} go pruned ({len(both) / max(len(takes), 1):.1%})**; {emptied} of them with a layer that has no "
         f"heads; {len(loose)} with the batch or lengths free, {sum(r['free'] == r['pruned_free'] for r in both)} with as much free as the dense model.",
         "",
@@ -163,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=Path, required=True, help="a file of JSON lines, added to")
     parser.add_argument("--only", nargs="*", help="these types, whether they are in the file or not")
-    parser.add_argument("--write", action="store_true", help="write docs/coverage.md from the file")
+    parser.add_argument("--write", action="store_true", help="write docs/coverage-onnx.md from the file")
     options = parser.parse_args()
     if options.write:
         replace_section(DOCUMENT, "onnx", section(sorted(read(options.rows).values(), key=lambda r: r["type"])))
