@@ -15,9 +15,11 @@ from headprune.checkpoint import remote_code
 from headprune.checkpoint.folders import replaced
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
+from headprune.forms import remember
 from headprune.inputs import Example
 from headprune.jsonio import write_json, write_text
 from headprune.pruned import Structure, structure_of
+from headprune.stock import CannotStateError, dense_class, stock_instance
 from headprune.surgery import removed
 
 SIDECAR = "headprune.json"
@@ -36,8 +38,8 @@ def save(
 ) -> Path:
     """Save a model, pruned or not, to a folder that `load` reads.
 
-    transformers loads the folder too, without headprune: ``AutoModel….from_pretrained(folder, trust_remote_code=True)``
-    (without that option only if the model was not pruned).
+    transformers loads the folder too, without headprune: ``AutoModel….from_pretrained(folder)`` where the stock class can state the
+    model (the same number of heads in every layer, for many classes), else with ``trust_remote_code=True``. `loading_of` says which.
 
     Args:
         model: A transformers model, or any module (`load` then needs a fresh instance of it). A PEFT model whose adapters were
@@ -97,7 +99,7 @@ def save_pretrained(
     check_merged(model)
     folder = Path(save_directory)
     folder.mkdir(parents=True, exist_ok=True)
-    write(model, folder, state_dict=state_dict, max_shard_size=max_shard_size)
+    write(model, folder, state_dict=state_dict, max_shard_size=max_shard_size, same_tensors=True)
     if push_to_hub:
         from huggingface_hub import HfApi
 
@@ -114,10 +116,19 @@ def write(
     about: Mapping[str, Any] | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
     max_shard_size: str | int = MAX_SHARD,
+    same_tensors: bool = False,
 ) -> None:
-    """All files of a model, into a folder that exists."""
+    """All files of a model, into a folder that exists: a folder of its stock class, where that can state it.
+
+    Args:
+        same_tensors: Only where the stock class has the very tensors that the model has, by name and shape: Trainer loads what it
+            saved into the model in memory.
+    """
     from huggingface_hub import save_torch_state_dict
 
+    if example is not None:
+        remember(model, example)
+    model, why = _as_stock(model, same_tensors)
     structure, cls = structure_of(model), dense_class(model)
     tensors = stored_once(model, state_dict or model.state_dict())
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
@@ -134,10 +145,25 @@ def write(
             "fingerprint": fingerprint(model),
             "removed": removed(model),
             "structure": structure,
+            "why_not_stock": why,
             "about": about or {},
         },
     )
-    probe.keep(model, folder, example)
+    probe.keep(model, folder)
+
+
+def _as_stock(model: nn.Module, same_tensors: bool) -> tuple[nn.Module, str]:
+    """A pruned model as its stock class has it, and ""; or the model itself, and why the class has no such model."""
+    if not structure_of(model) or not hasattr(getattr(model, "config", None), "save_pretrained"):
+        return model, ""
+    try:
+        stock = stock_instance(model)
+    except CannotStateError as error:
+        return model, error.args[0]
+    ours, theirs = ({n: t.shape for n, t in m.state_dict().items()} for m in (model, stock))
+    if same_tensors and ours != theirs:
+        return model, "Its stock class has tensors of other shapes than the model in memory (headprune.save writes these)."
+    return stock, ""
 
 
 def _write_config(model: nn.Module, folder: Path, structure: Structure, cls: type, dtype: torch.dtype) -> Any:
@@ -149,18 +175,12 @@ def _write_config(model: nn.Module, folder: Path, structure: Structure, cls: typ
     if structure and cls.__module__.startswith("transformers."):
         config.headprune, config.auto_map = structure, remote_code.auto_map(cls)
         write_text(folder / remote_code.FILE, remote_code.code_for(cls, __version__))
+    else:
+        (folder / remote_code.FILE).unlink(missing_ok=True)  # of another model that was saved there
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
         model.generation_config.save_pretrained(folder)  # type: ignore[union-attr,operator]
     return config
-
-
-def dense_class(model: nn.Module) -> type:
-    """The class of a model; where that came out of a pruned folder's own code, the class of transformers that it builds on."""
-    cls = type(model)
-    if not cls.__module__.startswith("transformers_modules."):
-        return cls
-    return next((c for c in cls.__mro__ if c.__module__.startswith("transformers.models.")), cls)
 
 
 def stored_once(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
