@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 
 from torch import nn
 
@@ -25,14 +24,20 @@ class Counts:
         self.model, self.layers = model, layers
         self.name = dense_class(model).__name__
 
+    @classmethod
+    def of(cls, model: nn.Module | None, layers: Sequence[AttentionLayer]) -> Counts | None:
+        """For a transformers model; None for any other module, and for none."""
+        known = model is not None and dense_class(model).__module__.startswith("transformers.models.")
+        return cls(model, layers) if model is not None and known else None
+
     def statement(self, drop: Mapping[str, Sequence[int]]) -> Statement | None:
         """How the class states the model without these heads; None if it cannot. Answers are not compared."""
         touched = [layer for layer in self.layers if drop.get(layer.name)]
         try:
             pruned = meta_copy(self.model)
             remove(pruned, ways(touched, {n: list(h) for n, h in drop.items() if h})[0])
-            return next(islice(statements(pruned), 1), None)
-        except Exception:  # whatever a class objects to
+            return next(statements(pruned), None)
+        except CannotStateError:
             return None
 
 

@@ -117,6 +117,7 @@ def prune_to(fitted: Fit, control: Control, job: Job) -> tuple[BudgetResult, nn.
         flops=latency.flops(model, scene.typical_input()),
         checkpoint=path.name,
         dtype=made.dtype,
+        loads=checkpoint.loading_of(path).call(),
     )
     return result, model
 
