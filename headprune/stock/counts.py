@@ -33,9 +33,9 @@ class Counts:
     def statement(self, drop: Mapping[str, Sequence[int]]) -> Statement | None:
         """How the class states the model without these heads; None if it cannot. Answers are not compared."""
         touched = [layer for layer in self.layers if drop.get(layer.name)]
+        pruned = meta_copy(self.model)
+        remove(pruned, ways(touched, {n: list(h) for n, h in drop.items() if h})[0])
         try:
-            pruned = meta_copy(self.model)
-            remove(pruned, ways(touched, {n: list(h) for n, h in drop.items() if h})[0])
             return next(statements(pruned), None)
         except CannotStateError:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,18 +59,32 @@ def built(cls: Any, config: Any, attention: str | None) -> Any:
 
 def _filled(model: Any, statement: Statement) -> Any:
     """A model of the stock class with the pruned model's own tensors."""
+    state = model.state_dict()
+    for name, (dim, kept) in statement.cuts.items():
+        state[name] = state[name].index_select(dim, torch.tensor(kept, device=state[name].device))
+    for name in statement.zeros:
+        weight = state[f"{name.rpartition('.')[0]}.weight"]
+        state[name] = weight.new_zeros(statement.shapes[name])
+    computed = {name: state.pop(name) for name in statement.computed}
+    return with_state(model, statement, state, computed)
+
+
+def with_state(model: Any, statement: Statement, state: dict[str, Tensor], computed: Mapping[str, Tensor] | None = None) -> Any:
+    """A model of a stock class with these tensors, which it shares; in everything else like a model.
+
+    Args:
+        computed: What some of its buffers have to be.
+
+    Raises:
+        CannotStateError: It computes other buffers than the model has.
+    """
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
         stock = built(statement.cls, statement.config, getattr(statement.config, "_attn_implementation", None))
-    state, own = model.state_dict(), dict(stock.named_buffers())
-    for name, (dim, kept) in statement.cuts.items():
-        state[name] = state[name].index_select(dim, torch.tensor(kept, device=state[name].device))
-    for name in statement.zeros:
-        state[name] = state[name.rpartition(".")[0] + ".weight"].new_zeros(stock.get_parameter(name).shape)
-    tolerance = tolerance_of(model)
-    for name in statement.computed:
-        if not _close(own[name], state.pop(name), tolerance):
+    own, tolerance = dict(stock.named_buffers()), tolerance_of(model)
+    for name, buffer in {**dict(model.named_buffers()), **(computed or {})}.items():
+        if name in own and (name not in state or name in (computed or {})) and not _close(own[name], buffer, tolerance):
             raise CannotStateError(f"{statement.cls.__name__} computes another {name}.")
     stock.load_state_dict(state, assign=True)
     stock.tie_weights()
@@ -80,9 +94,6 @@ def _filled(model: Any, statement: Statement) -> Any:
     stock.to(model_device(model)).train(model.training)
     if getattr(model, "generation_config", None) is not None:
         stock.generation_config = model.generation_config
-    for name, buffer in model.named_buffers():
-        if name in own and name not in statement.computed and not _close(own[name], buffer, tolerance):
-            raise CannotStateError(f"{statement.cls.__name__} computes another {name}.")
     return stock
 
 
@@ -92,8 +103,11 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return torch.allclose(a.cpu().double(), b.cpu().double(), rtol=tolerance, atol=tolerance * largest(b))
 
 
-def prove(model: nn.Module, stock: nn.Module) -> float:
+def prove(model: nn.Module, stock: nn.Module, *, padded: bool = False) -> float:
     """Compare two models' answers to a made-up input, and what goes into and comes out of every layer that was cut.
+
+    Args:
+        padded: Whether the second one has more heads, so that of the layers only outputs can be compared.
 
     Returns:
         The largest difference of their answers, as a share of that answer's largest value.
@@ -102,7 +116,7 @@ def prove(model: nn.Module, stock: nn.Module) -> float:
         CannotStateError: They differ, or no input is known on which they could be compared.
     """
     names = [n for n, e in structure_of(model).get("modules", {}).items() if "tensors" in e]
-    tolerance = tolerance_of(model)
+    tolerance = max(map(tolerance_of, (model, stock)))
     for form in (*remembered(model), *guesses(model)):
         example = move(made(form), model_device(model))
         try:
@@ -112,8 +126,10 @@ def prove(model: nn.Module, stock: nn.Module) -> float:
             continue
         with _watching(stock, names) as mine:
             got = answered(stock, example, 0)
-        off = _off(got, expected)
-        within = _off(mine, seen)
+        if padded and len(seen) == len(mine):
+            alike = [i for i, (a, b) in enumerate(zip(mine, seen, strict=True)) if a.shape == b.shape]
+            seen, mine = ([each[i] for i in alike] for each in (seen, mine))
+        off, within = _off(got, expected), _off(mine, seen)
         if off > tolerance or within > min(LAYERS * tolerance, COARSEST):
             raise CannotStateError(
                 f"{type(stock).__name__} has the model's weights and gives other answers, by {max(off, within):.2g} of the largest."

@@ -41,6 +41,7 @@ class Statement:
             indices)}``, such as T5's table of positions.
         zeros: Biases that the class has and the model lacks: all zero.
         computed: Buffers of the model's weights that the class computes itself.
+        shapes: Of the class's tensors.
         fields: What is another number in the config, in words.
     """
 
@@ -49,6 +50,7 @@ class Statement:
     cuts: dict[str, tuple[int, tuple[int, ...]]]
     zeros: tuple[str, ...]
     computed: tuple[str, ...]
+    shapes: dict[str, torch.Size]
     fields: str
 
 
@@ -84,7 +86,7 @@ def statements(model: nn.Module) -> Iterator[Statement]:
             why = why or f"{fields} is refused: {first_line(error)}"
         else:
             found = True
-            yield Statement(cls, fresh, cuts, zeros, computed, fields)
+            yield Statement(cls, fresh, cuts, zeros, computed, {n: t.shape for n, t in like.state_dict().items()}, fields)
     if not found:
         raise CannotStateError(f"{cls.__name__} cannot state it: {why or 'its config has no number of heads'}".rstrip(".") + ".")
 
@@ -186,7 +188,8 @@ def _configs(model: nn.Module, ratios: set[Fraction], biases: Sequence[str]) -> 
     alike = (tuple(_share(v, r) for v in values) for r in sorted(ratios))
     flags = _flags(base) if biases else [()]
     tried: set[Any] = set()
-    for numbers in islice((*alike, *islice(mixed, TRIED)), TRIED):
+    same = [tuple(values)] if biases and not ratios else []
+    for numbers in islice((*alike, *islice(mixed, TRIED), *same), TRIED):
         if numbers in tried:
             continue
         tried.add(numbers)
