@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,9 +54,14 @@ def loading_of(folder: str | Path) -> Loading:
         return Loading("")
     if "headprune" in config:
         own = f"{remote_code.FILE.removesuffix('.py')}.{name}"
-        served = [auto for auto, cls in dict(config.get("auto_map", {})).items() if cls == own]
-        return Loading(served[0] if served else "", bool(served), why)
+        auto = _usual(auto for auto, cls in dict(config.get("auto_map", {})).items() if cls == own)
+        return Loading(auto, bool(auto), why)
     cls = getattr(transformers, name, None)
     if cls is None:
         return Loading("")
-    return Loading(next((auto for auto, own in remote_code.auto_classes(cls).items() if own == name), name))
+    return Loading(_usual(auto for auto, own in remote_code.auto_classes(cls).items() if own == name) or name)
+
+
+def _usual(autos: Iterable[str]) -> str:
+    """The auto class by which people load a model, of those that serve its class; "" for none."""
+    return min(autos, key=lambda auto: (auto == "AutoModelForPreTraining", auto != "AutoModel", auto), default="")

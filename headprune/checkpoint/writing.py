@@ -162,7 +162,10 @@ def _as_stock(model: nn.Module, same_tensors: bool) -> tuple[nn.Module, str]:
         return model, error.args[0]
     ours, theirs = ({n: t.shape for n, t in m.state_dict().items()} for m in (model, stock))
     if same_tensors and ours != theirs:
-        return model, "Its stock class has tensors of other shapes than the model in memory (headprune.save writes these)."
+        return (
+            model,
+            "Its stock class has tensors of other shapes than the model in memory (headprune.save writes these).",
+        )
     return stock, ""
 
 

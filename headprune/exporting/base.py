@@ -93,7 +93,9 @@ class Format:
                 having = [other.name for other in FORMATS.values() if name in other.options]
                 raise HeadPruneError(
                     f"The format {self.name} has no option {name!r}.",
-                    f"Only {' and '.join(having)} has it." if having else f"It has {', '.join(self.options) or 'none'}.",
+                    f"Only {' and '.join(having)} has it."
+                    if having
+                    else f"It has {', '.join(self.options) or 'none'}.",
                 )
 
     def check_installed(self) -> None:

@@ -50,5 +50,7 @@ def stock(request: Request, *, pad: bool = False) -> Exported:
     loading = loading_of(request.path)
     size = sum(file.stat().st_size for file in request.path.glob("model*.safetensors"))
     facts |= {"bytes": size, "dtype": request.dtype, "difference": off, "loads": loading.call()}
-    summary = f"{size / 1e6:,.0f} MB, {request.dtype}; loads with {loading.call()}: answers within {off:.1g} of the largest"
+    summary = (
+        f"{size / 1e6:,.0f} MB, {request.dtype}; loads with {loading.call()}: answers within {off:.1g} of the largest"
+    )
     return Exported(request.path, "stock", True, summary, facts, tuple(notes))

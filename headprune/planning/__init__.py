@@ -114,7 +114,12 @@ def arrange(
     common = [k for k in judged if all(o.least <= k for o in orders)]
 
     def merit(order: Order) -> tuple[bool, int, float, int]:
-        return order.stock, sum(order.least <= k for k in judged), sum(judge(order.plan(k)) for k in common), -order.least
+        return (
+            order.stock,
+            sum(order.least <= k for k in judged),
+            sum(judge(order.plan(k)) for k in common),
+            -order.least,
+        )
 
     return max(orders, key=merit)  # the first, groups, on a tie
 

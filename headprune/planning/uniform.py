@@ -9,6 +9,7 @@ from functools import cache
 from headprune.planning.order import Order
 from headprune.planning.strategies import Search, strategy
 from headprune.planning.units import Unit
+from headprune.pruned import SharedPositionBias
 from headprune.stock import Counts, alike, pattern
 
 
@@ -47,6 +48,10 @@ def uniform(search: Search, levels: Sequence[int]) -> Order:
             stays.append(f"{left[0]}{more}: {counts.name} cannot have another number of heads there")
         if any(part.stops[-1] < len(part.rows) for part in parts):
             stays.append(f"{counts.name} cannot have fewer heads in every layer")
+        if not counts.has_place_for_biases():
+            notes.append(
+                f"{counts.name} has no place for biases that its output projections lack, so repair adds none."
+            )
         notes += [_possible(search, counts, part, len(parts) > 1) for part in parts]
     else:
         rows = [_rows(same, columns) for same in groups]
@@ -93,20 +98,28 @@ def _best(search: Search, counts: Counts, layers: list[int], columns: Sequence[l
 
     def tried(kinds: Sequence[Sequence[int]]) -> _Part:
         rows = _rows(layers, _tied(columns, kinds))
-        found = cache(lambda stop: counts.statement(search.step(*(unit for row in rows[:stop] for unit in row))) is not None)
+        found = cache(
+            lambda stop: counts.statement(search.step(*(unit for row in rows[:stop] for unit in row))) is not None
+        )
         few = {1, len(rows) // 2, len(rows) - 1, len(rows)}  # a class that has none of these has none
-        stops = range(1, len(rows) + 1) if any(found(stop) for stop in few if stop > 0) else ()
+        stops = range(1, len(rows) + 1) if any(found(stop) for stop in few if 0 < stop <= len(rows)) else ()
         return _Part(layers, rows, [stop for stop in stops if found(stop)])
 
-    kinds = _kinds(search, layers)
-    free, best = tried([]), tried(kinds)
-    if len(best.stops) <= len(free.stops):
+    free, kinds = tried([]), [kind for kind in _kinds(search, layers) if _may_share(search, kind)]
+    if not kinds or len((best := tried(kinds)).stops) <= len(free.stops):
         return free
     for kind in list(kinds):  # not all of them need to lose the same
         others = [k for k in kinds if k != kind]
         if (part := tried(others)).stops == best.stops:
             kinds, best = others, part
     return best
+
+
+def _may_share(search: Search, layers: Sequence[int]) -> bool:
+    """Whether some layers take something for each head that is made for all of them."""
+    of = [search.layers[i] for i in layers]
+    assert search.model is not None
+    return any(a.arguments or SharedPositionBias.needed_by(search.model.get_submodule(a.module)) for a in of)
 
 
 def _tied(columns: Sequence[list[Unit]], kinds: Sequence[Sequence[int]]) -> list[list[Unit]]:

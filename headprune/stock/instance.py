@@ -69,7 +69,9 @@ def _filled(model: Any, statement: Statement) -> Any:
     return with_state(model, statement, state, computed)
 
 
-def with_state(model: Any, statement: Statement, state: dict[str, Tensor], computed: Mapping[str, Tensor] | None = None) -> Any:
+def with_state(
+    model: Any, statement: Statement, state: dict[str, Tensor], computed: Mapping[str, Tensor] | None = None
+) -> Any:
     """A model of a stock class with these tensors, which it shares; in everything else like a model.
 
     Args:
@@ -158,4 +160,6 @@ def _off(got: list[Tensor], expected: list[Tensor]) -> float:
     """The largest difference, as a share of a tensor's largest value; infinite for other numbers or shapes of tensors."""
     if [t.shape for t in got] != [t.shape for t in expected]:
         return float("inf")
-    return max((gap(a.double(), b.double()) / max(largest(b), 1e-30) for a, b in zip(got, expected, strict=True)), default=0.0)
+    return max(
+        (gap(a.double(), b.double()) / max(largest(b), 1e-30) for a, b in zip(got, expected, strict=True)), default=0.0
+    )

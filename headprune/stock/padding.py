@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, Heads
-from headprune.errors import HeadPruneError
 from headprune.forms import remember_forms, remembered
+from headprune.inputs import Example
 from headprune.pruned import add_biases, structure_of
 from headprune.stock.counts import Counts, alike
-from headprune.stock.instance import prove, with_state
-from headprune.stock.statement import CannotStateError, Statement, as_read, dense_class, on_meta, plain
+from headprune.stock.instance import built, prove, with_state
+from headprune.stock.statement import CannotStateError, Statement, dense_class, on_meta, plain
 from headprune.surgery import remove, removed
 from headprune.surgery.removal import ways
 from headprune.trace import example_for, find_attention
@@ -38,14 +38,14 @@ def padded(model: Any) -> tuple[Any, dict[str, Any]]:
         CannotStateError: The class cannot have the model's tensors, such as a bias that a repair added.
     """
     cls, structure = dense_class(model), structure_of(model)
-    dense = on_meta(cls, plain(model))
-    layers = find_attention(dense, example_for(model))
+    dense, example = on_meta(cls, plain(model)), example_for(model)
+    layers = find_attention(built(cls, plain(model), None), example)
     add_biases(dense, structure["biases"])
     kept = _kept(model, layers)
     why: CannotStateError | None = None
     for statement in _targets(dense, layers, kept):
         try:
-            state, stored = _placed(model, statement, layers, kept)
+            state, stored = _placed(model, statement, layers, kept, example)
             stock = with_state(model, statement, state)
             prove(model, stock, padded=True)
         except CannotStateError as error:
@@ -95,15 +95,8 @@ def _targets(dense: nn.Module, layers: Sequence[AttentionLayer], kept: Heads) ->
         if step < max(len(sizes) for _, sizes in options):
             for own, size in chosen:
                 drop |= _beyond(own, size) if size else {}
-        if statement := _statement(counts, drop):
+        if statement := counts.statement(drop):
             yield statement
-
-
-def _statement(counts: Counts, drop: Heads) -> Statement | None:
-    if drop or structure_of(counts.model):
-        return counts.statement(drop)
-    config = as_read(plain(counts.model))
-    return Statement(dense_class(counts.model), config, {}, (), (), {n: t.shape for n, t in counts.model.state_dict().items()}, "all heads")
 
 
 def _fits(counts: Counts, layers: Sequence[AttentionLayer], size: Sizes) -> bool:
@@ -131,11 +124,11 @@ def _beyond(layers: Sequence[AttentionLayer], size: Sizes) -> Heads:
 
 
 def _placed(
-    model: nn.Module, statement: Statement, layers: Sequence[AttentionLayer], kept: Heads
+    model: nn.Module, statement: Statement, layers: Sequence[AttentionLayer], kept: Heads, example: Example
 ) -> tuple[dict[str, Tensor], int]:
     """The tensors of the stock class, and how many heads it has in all."""
     target = on_meta(statement.cls, statement.config)
-    theirs = find_attention(target, example_for(model))
+    theirs = find_attention(built(statement.cls, statement.config, None), example)
     drop = {}
     for old, new in zip(layers, theirs, strict=True):
         places = set(_places(old, new, kept[old.name]))

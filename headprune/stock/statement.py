@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,10 @@ _WIDTH = re.compile(r"dim|size|width|channels")  # what a head's width, and not 
 
 Field = tuple[int, str]
 """A field of a config: which of `configs_in`, and its name."""
+Change = dict[Field, Any]
+"""New values of fields."""
+Known = dict[tuple[Any, ...], tuple[Any, nn.Module]]
+"""Configs and models without weights, by the change that made them."""
 
 
 class CannotStateError(HeadPruneError):
@@ -54,11 +57,12 @@ class Statement:
     fields: str
 
 
-def statements(model: nn.Module) -> Iterator[Statement]:
+def statements(model: nn.Module, known: Known | None = None) -> Iterator[Statement]:
     """The configs with which a pruned model's class has its tensors, by name and shape, most likely ones first.
 
     Args:
         model: A pruned transformers model; its weights may be on the meta device.
+        known: Configs, and models without weights, that were made for other prunes of the same model; more are added.
 
     Raises:
         CannotStateError: There is none.
@@ -66,7 +70,14 @@ def statements(model: nn.Module) -> Iterator[Statement]:
     cls, structure = dense_class(model), structure_of(model)
     if not cls.__module__.startswith("transformers.models."):
         raise CannotStateError(f"{cls.__name__} is no class of transformers.")
-    for name in (*(n for n, e in structure.get("modules", {}).items() if "empty" in e or "only_bias" in e), *structure.get("ghosts", ())):
+    if not structure:
+        config = as_read(plain(model))
+        yield Statement(cls, config, {}, (), (), {n: t.shape for n, t in model.state_dict().items()}, "no other number")
+        return
+    for name in (
+        *(n for n, e in structure["modules"].items() if "empty" in e or "only_bias" in e),
+        *structure["ghosts"],
+    ):
         raise CannotStateError(f"{name} has no heads left, and a stock class has as many in every layer.")
     try:
         dense = on_meta(cls, plain(model))
@@ -74,21 +85,29 @@ def statements(model: nn.Module) -> Iterator[Statement]:
         raise CannotStateError(f"{cls.__name__} cannot be built: {first_line(error)}.") from error
     ratios = _ratios(model, dense, structure)
     _check_even(dense, ratios)
-    why, found = "", False
-    for config, fields in _configs(model, set().union(*ratios.values()), structure["biases"]):
+    base, why, found = plain(model), "", False
+    known = {} if known is None else known
+    for change in _changes(base, set().union(*ratios.values()), structure["biases"]):
+        fields = ", ".join(f"{name}={value}" for (_, name), value in change.items())
+        key = tuple(change.items())
         try:
-            fresh = as_read(config)
-            like = on_meta(cls, fresh)
+            if key not in known:
+                config = as_read(_changed(base, change))
+                known[key] = config, on_meta(cls, config)
+            config, like = known[key]
             cuts, zeros, computed = _fits(model, like, structure)
         except CannotStateError as error:
             why = why or f"with {fields}, {error.args[0]}"
-        except Exception as error:
+        except Exception as error:  # whatever a class or its config objects to
             why = why or f"{fields} is refused: {first_line(error)}"
         else:
             found = True
-            yield Statement(cls, fresh, cuts, zeros, computed, {n: t.shape for n, t in like.state_dict().items()}, fields)
+            shapes = {name: tensor.shape for name, tensor in like.state_dict().items()}
+            yield Statement(cls, config, cuts, zeros, computed, shapes, fields)
     if not found:
-        raise CannotStateError(f"{cls.__name__} cannot state it: {why or 'its config has no number of heads'}".rstrip(".") + ".")
+        raise CannotStateError(
+            f"{cls.__name__} cannot state it: {why or 'its config has no number of heads'}".rstrip(".") + "."
+        )
 
 
 def dense_class(model: nn.Module) -> type:
@@ -125,7 +144,9 @@ def as_read(config: Any) -> Any:
 
 def on_meta(cls: Any, config: Any) -> nn.Module:
     """A model of a class without weights."""
-    with torch.device("meta"):
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
         made: nn.Module = cls(copy.deepcopy(config))
     return made
 
@@ -145,11 +166,15 @@ def _ratios(model: nn.Module, dense: nn.Module, structure: Structure) -> dict[st
     for name, module in dense.named_modules():
         entry = structure["modules"].get(name, {})
         pairs = [(getattr(own[name], n), getattr(module, n, None)) for n in entry.get("numbers", ())]
-        pairs += [(new, getattr(module.config, n, None)) for e in entry.get("configs", {}).values() for n, new in e.items()]
+        pairs += [
+            (new, getattr(module.config, n, None)) for e in entry.get("configs", {}).values() for n, new in e.items()
+        ]
         for tensor, shape in entry.get("tensors", {}).items():
             old = {**module._parameters, **module._buffers}.get(tensor)
             pairs += [] if old is None else list(zip(shape, old.shape, strict=False))
-        found[name] = frozenset(Fraction(new, old) for new, old in pairs if isinstance(old, int) and old and new and new != old)
+        found[name] = frozenset(
+            Fraction(new, old) for new, old in pairs if isinstance(old, int) and old and new and new != old
+        )
     return found
 
 
@@ -173,42 +198,34 @@ def _shares(ratios: Iterable[Fraction]) -> str:
     return " and ".join(map(str, sorted(ratios))) or "all"
 
 
-def _configs(model: nn.Module, ratios: set[Fraction], biases: Sequence[str]) -> Iterator[tuple[Any, str]]:
-    """Configs to try, and what is new in each."""
-    base = plain(model)
+def _changes(base: Any, ratios: set[Fraction], biases: Sequence[str]) -> Iterator[Change]:
+    """What may be new in a config: numbers of heads, and where that is not enough a head's width; and flags that give biases."""
+    parts = configs_in(base)
     fields = [
         (i, name)
-        for i, config in enumerate(configs_in(base))
-        for name, value in vars(config).items()
+        for i, part in enumerate(parts)
+        for name, value in vars(part).items()
         if "head" in name and not name.startswith("_") and not _WIDTH.search(name) and type(value) is int and value > 0
     ]
-    values = [getattr(configs_in(base)[i], name) for i, name in fields]
-    choices = [_choices(value, ratios) for value in values]
-    mixed = (c for c in product(*choices) if list(c) != values)
-    alike = (tuple(_share(v, r) for v in values) for r in sorted(ratios))
-    flags = _flags(base) if biases else [()]
-    tried: set[Any] = set()
-    same = [tuple(values)] if biases and not ratios else []
-    for numbers in islice((*alike, *islice(mixed, TRIED), *same), TRIED):
-        if numbers in tried:
-            continue
-        tried.add(numbers)
-        for flag in flags:
-            for explicit in (False, True):
-                made = copy.deepcopy(base)
-                parts = configs_in(made)
-                new = {f: n for f, n, v in zip(fields, numbers, values, strict=True) if n != v}
-                widths = _widths(parts, new) if explicit else {}
-                if explicit and not widths:
-                    continue
-                new.update({**widths, **dict.fromkeys(flag, True)})
-                for (i, name), value in new.items():
-                    setattr(parts[i], name, value)
-                yield made, ", ".join(f"{name}={value}" for (_, name), value in new.items())
+    values = [getattr(parts[i], name) for i, name in fields]
+    alike = [tuple(_share(value, ratio) for value in values) for ratio in sorted(ratios)]
+    mixed = islice(product(*([*dict.fromkeys((*(_share(v, r) for r in sorted(ratios)), v))] for v in values)), TRIED)
+    for numbers in islice(dict.fromkeys((*alike, *mixed)), TRIED):
+        new: Change = {field: n for field, n, old in zip(fields, numbers, values, strict=True) if n != old}
+        for flag in _flags(parts) if biases else [()]:
+            flagged: Change = {**new, **dict.fromkeys(flag, True)}
+            if flagged:
+                yield flagged
+            if widths := _widths(parts, new):
+                yield {**flagged, **widths}
 
 
-def _choices(value: int, ratios: set[Fraction]) -> list[int]:
-    return list(dict.fromkeys(_share(value, r) for r in (*sorted(ratios), Fraction(1))))
+def _changed(base: Any, change: Change) -> Any:
+    made = copy.deepcopy(base)
+    parts = configs_in(made)
+    for (i, name), value in change.items():
+        setattr(parts[i], name, value)
+    return made
 
 
 def _share(value: int, ratio: Fraction) -> int:
@@ -217,28 +234,30 @@ def _share(value: int, ratio: Fraction) -> int:
     return int(part) if part.denominator == 1 and part > 0 else value
 
 
-def _flags(config: Any) -> list[tuple[Field, ...]]:
-    """Flags of the config that may give W_O a bias: each alone, then all."""
+def _flags(parts: Sequence[Any]) -> list[tuple[Field, ...]]:
+    """Flags that may give W_O a bias: each alone, then all."""
     found = [
         (i, name)
-        for i, part in enumerate(configs_in(config))
+        for i, part in enumerate(parts)
         for name, value in vars(part).items()
         if "bias" in name and value is False
     ]
     return [*((f,) for f in found), tuple(found)]
 
 
-def _widths(parts: Sequence[Any], new: dict[Field, Any]) -> dict[Field, int]:
+def _widths(parts: Sequence[Any], new: Change) -> Change:
     """A head's width, said in so many words where a class would divide by the number of heads."""
-    found = {}
+    found: dict[Field, int] = {}
     for i, name in new:
         whole, heads = getattr(parts[i], "hidden_size", None), getattr(parts[i], name)
         if type(getattr(parts[i], "head_dim", None)) is not int and isinstance(whole, int) and whole % heads == 0:
-            found[i, "head_dim"] = min(whole // heads, found.get((i, "head_dim"), math.inf))
-    return {field: int(width) for field, width in found.items()}
+            found[i, "head_dim"] = min(whole // heads, found.get((i, "head_dim"), whole))
+    return dict(found)
 
 
-def _fits(model: nn.Module, like: nn.Module, structure: Structure) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]:
+def _fits(
+    model: nn.Module, like: nn.Module, structure: Structure
+) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]:
     """What of the model's tensors is to be cut, filled in and left out for a class that has the shapes of ``like``.
 
     Raises:
@@ -251,7 +270,8 @@ def _fits(model: nn.Module, like: nn.Module, structure: Structure) -> tuple[dict
     for name, tensor in ours.items():
         if name not in theirs:
             if name not in buffers or buffers[name].shape != tensor.shape:
-                raise CannotStateError(f"{name} has no place")
+                repaired = " (a repair gave it)" if name.removesuffix(".bias") in structure["biases"] else ""
+                raise CannotStateError(f"{name} has no place{repaired}")
             computed.append(name)
         elif theirs[name].shape != tensor.shape:
             cuts[name] = _cut(name, tensor, theirs[name].shape, structure, like)
@@ -262,7 +282,9 @@ def _fits(model: nn.Module, like: nn.Module, structure: Structure) -> tuple[dict
     return cuts, zeros, tuple(computed)
 
 
-def _cut(name: str, tensor: Tensor, shape: Sequence[int], structure: Structure, like: nn.Module) -> tuple[int, tuple[int, ...]]:
+def _cut(
+    name: str, tensor: Tensor, shape: Sequence[int], structure: Structure, like: nn.Module
+) -> tuple[int, tuple[int, ...]]:
     """The dimension and the entries of a table for all heads that belong to the kept ones.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from headprune import latency
+from headprune import checkpoint, latency
 from headprune.app.data import load_train
 from headprune.app.documents import (
     Asked,
