@@ -99,7 +99,7 @@ def statements(model: nn.Module, known: Known | None = None) -> Iterator[Stateme
         except CannotStateError as error:
             why = why or f"with {fields}, {error.args[0]}"
         except Exception as error:  # whatever a class or its config objects to
-            why = why or f"{fields} is refused: {first_line(error)}"
+            why = why or f"{fields} is refused: {first_line(error.__cause__ or error)}"
         else:
             found = True
             shapes = {name: tensor.shape for name, tensor in like.state_dict().items()}
