@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,23 @@ def guesses(model: nn.Module) -> list[Form]:
             own["decoder_input_ids"] = ids[: len(next(iter(own.values()))), :4]
         found.append(_form(own, "", _special(model), plain=True))
     return found
+
+
+def as_stored(model: nn.Module, forms: Sequence[Form]) -> list[Form]:
+    """Forms, and behind each the same in the type of the model's weights, which many ask for once they are converted."""
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+    def cast(form: Form) -> Form:
+        if "noise" in form:
+            return {**form, "dtype": str(own).removeprefix("torch.")}
+        if "tensor" in form:
+            return {"tensor": form["tensor"].to(own) if form["tensor"].is_floating_point() else form["tensor"]}
+        ((kind, what),) = form.items()
+        if kind == "dict":
+            return {kind: {k: cast(v) for k, v in what.items()}}
+        return {kind: [cast(v) for v in what]} if kind in ("list", "tuple") else form
+
+    return [each for form in forms for each in (form, cast(form))]
 
 
 def made(form: Form) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError, first_line
 from headprune.facts import compared_config, differences, facts, telling, versions
-from headprune.forms import guesses, made, packed, remember, remember_forms, remembered, unpacked
+from headprune.forms import as_stored, guesses, made, packed, remember, remember_forms, remembered, unpacked
 from headprune.inputs import call, model_device, move, seeded
 from headprune.modules import uncompiled
 from headprune.surgery import answers
@@ -48,7 +48,7 @@ def keep(model: nn.Module, folder: Path, example: Any = None) -> None:
     about["buffers"] = _pack_buffers(model, stored)
     about["config"] = _config(folder)
     about["form"], about["why"] = None, "the model was never pruned, nor does its config say what it takes"
-    for form in (*remembered(model), *guesses(model)):
+    for form in as_stored(model, [*remembered(model), *guesses(model)]):
         try:
             first, again = (_answers(model, made(form), seed) for seed in (0, 1))
         except Exception as error:

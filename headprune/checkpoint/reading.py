@@ -17,8 +17,8 @@ from headprune.checkpoint.writing import SIDECAR
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.jsonio import read_json
-from headprune.pruned import EmptyAttention, add_biases, restructure, save_by_headprune
-from headprune.surgery import Removal, note_removed, remove
+from headprune.pruned import EmptyAttention, add_biases, note_removed, restructure, save_by_headprune
+from headprune.surgery import Removal, remove
 
 _WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pruned.safetensors"  # the latter of pruned models, of 0.1
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from headprune.pruned.carried import CARRIED, Edited
 from headprune.pruned.empty import ConfigView, EmptyAttention, OnlyBias, emptied
-from headprune.pruned.standins import convert
+from headprune.pruned.standins import convert, is_ours
 
 Structure = dict[str, Any]
 """What `structure_of` gives: values that JSON can hold."""
 
 VERSION = 1
-_BIASES, _GHOSTS = "_headprune_biases", "_headprune_ghosts"
+_BIASES, _GHOSTS, _REMOVED = "_headprune_biases", "_headprune_ghosts", "_headprune_removed"
 
 
 def structure_of(model: nn.Module) -> Structure:
@@ -32,8 +32,8 @@ def structure_of(model: nn.Module) -> Structure:
     for name, module in model.named_modules():
         if replaced and name.startswith(replaced):
             continue  # what an emptied module holds in the place of its weights
-        if isinstance(module, EmptyAttention | OnlyBias):
-            modules[name] = module.to_json()
+        if is_ours(module, EmptyAttention, OnlyBias):
+            modules[name] = cast(Any, module).to_json()
             replaced += (f"{name}.",)
             continue
         entry = _entry(module)
@@ -58,7 +58,7 @@ def _entry(module: nn.Module) -> dict[str, Any]:
         entry["tensors"] = tensors
     if numbers := {n: getattr(module, n) for n in sorted(edited.numbers)}:
         entry["numbers"] = numbers
-    if configs := {n: dict(v.own) for n, v in vars(module).items() if isinstance(v, ConfigView)}:
+    if configs := {n: dict(v.own) for n, v in vars(module).items() if is_ours(v, ConfigView)}:
         entry["configs"] = configs
     if carried := {kind: cls.of(module).to_json() for kind, cls in CARRIED.items() if cls.of(module) is not None}:
         entry["carried"] = carried
@@ -70,6 +70,7 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
 
     Args:
         model: Dense, of the class and config that ``structure`` was read off; or its base model, or a model with a head on that.
+        structure: Of `structure_of`; it may also say which heads were ``removed``.
     """
     if not structure:
         return
@@ -112,6 +113,9 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
             CARRIED[kind].from_json(data).carried_by(module)
     vars(model)[_BIASES] = [n for n in (_renamed(model, b) for b in structure["biases"]) if n is not None]
     vars(model)[_GHOSTS] = {n for n in (_renamed(model, g) for g in structure["ghosts"]) if n is not None}
+    note_removed(
+        model, [{_renamed(model, n) or n: h for n, h in drop.items()} for drop in structure.get("removed", ())]
+    )
 
 
 def _renamed(model: nn.Module, saved: str) -> str | None:
@@ -199,6 +203,16 @@ def remove_biases(model: nn.Module, names: Sequence[str]) -> None:
             module: Any = model.get_submodule(name)
             module.bias = None
             own.remove(name)
+
+
+def note_removed(model: nn.Module, removed: Sequence[Mapping[str, Sequence[int]]]) -> None:
+    """Note which heads a model has lost, prune by prune."""
+    vars(model)[_REMOVED] = [*vars(model).get(_REMOVED, ()), *removed]
+
+
+def removed(model: nn.Module) -> list[dict[str, list[int]]]:
+    """Which heads a model has lost, prune by prune: each counts within what the prune before left."""
+    return list(vars(model).get(_REMOVED, ()))
 
 
 def ghosts(model: nn.Module) -> set[str]:

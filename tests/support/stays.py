@@ -55,7 +55,11 @@ def like(example: dict[str, Tensor], seed: int, rows: int = 24) -> dict[str, Ten
         if value.is_floating_point():
             batch[name] = torch.randn(shape, generator=generator)
         else:
-            batch[name] = torch.ones(shape, dtype=torch.long) if "mask" in name else torch.randint(3, 90, shape, generator=generator)
+            batch[name] = (
+                torch.ones(shape, dtype=torch.long)
+                if "mask" in name
+                else torch.randint(3, 90, shape, generator=generator)
+            )
     return batch
 
 
