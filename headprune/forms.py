@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.inputs import config_fields, is_encoder_decoder
+from headprune.pruned import home
 
 _FORMS = "_headprune_forms"
 ROWS, TOKENS = 2, 16  # of a probe
@@ -39,12 +40,12 @@ def remember(model: nn.Module, example: Any) -> None:
 def remember_forms(model: nn.Module, forms: list[Form]) -> None:
     """Note on a model what forms its inputs have, if any are known."""
     if forms:
-        model.__dict__[_FORMS] = forms
+        vars(home(model)[0])[_FORMS] = forms
 
 
 def remembered(model: nn.Module) -> list[Form]:
     """The forms that were noted, the smallest first."""
-    found: list[Form] = model.__dict__.get(_FORMS, [])
+    found: list[Form] = vars(home(model)[0]).get(_FORMS, [])
     return found
 
 

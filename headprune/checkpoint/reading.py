@@ -41,6 +41,11 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
     recovered(path)
     if not path.is_dir():
         raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that headprune saved.")
+    if not is_checkpoint(path) and "headprune" in probe.config_of(path):
+        raise HeadPruneError(
+            f"{path} was saved by transformers' save_pretrained, so it holds nothing to prove a load by.",
+            "Load it by from_pretrained(folder, trust_remote_code=True), and save that by headprune.save.",
+        )
     sidecar = read_json(path / SIDECAR, "checkpoint")
     files = _files(path, sidecar)
     skeleton = model if model is not None else _skeleton(path, sidecar)

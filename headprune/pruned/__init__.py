@@ -31,6 +31,8 @@ from headprune.pruned.structure import (
     added_biases,
     ghosts,
     hold,
+    home,
+    note_ghosts,
     note_removed,
     remove_biases,
     removed,
@@ -43,6 +45,6 @@ from headprune.pruned.structure import (
 __all__ = [
     "Carried", "ConfigView", "Edited", "EmptyAttention", "Features", "HeadArgument", "HeadArguments", "MultiheadAttention",
     "Narrowing", "OnlyBias", "Placement", "Selection", "SharedPositionBias", "Structure", "add_biases", "added_biases", "convert",
-    "emptied", "from_ranges", "ghosts", "hold", "is_ours", "note_removed", "rebuilt", "remove_biases", "removed", "replace_by_stand_in", "restructure", "save_by_headprune", "set_module",
+    "emptied", "from_ranges", "ghosts", "hold", "home", "is_ours", "note_ghosts", "note_removed", "rebuilt", "remove_biases", "removed", "replace_by_stand_in", "restructure", "save_by_headprune", "set_module",
     "stand_in", "structure_of", "surviving", "to_ranges",
 ]  # fmt: skip

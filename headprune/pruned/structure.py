@@ -178,44 +178,63 @@ def replace_by_stand_in(model: nn.Module, name: str) -> nn.Module:
 # -- what was added to a model as a whole -----------------------------------------------------------
 
 
+def home(model: nn.Module) -> tuple[nn.Module, str]:
+    """The model that notes are kept on, and what comes before its modules' names: of PEFT's wrapper the model within, which is
+    what stays once the adapters are merged."""
+    get = getattr(model, "get_base_model", None)
+    inner: nn.Module = get() if callable(get) else model
+    return inner, next((f"{name}." for name, module in model.named_modules() if module is inner and name), "")
+
+
 def added_biases(model: nn.Module) -> list[str]:
     """Modules of a repaired model that have got a bias."""
-    return list(vars(model).get(_BIASES, []))
+    inner, prefix = home(model)
+    return [prefix + name for name in vars(inner).get(_BIASES, [])]
 
 
 def add_biases(model: nn.Module, names: Sequence[str]) -> None:
     """Give modules a bias of zeros, as a repair had to."""
-    own = vars(model).setdefault(_BIASES, [])
-    modules = dict(model.named_modules())
+    inner, prefix = home(model)
+    own, modules = vars(inner).setdefault(_BIASES, []), dict(model.named_modules())
     for name in names:
-        if name not in own and name in modules:  # a stand-in's is there once it stays for good
+        if name.removeprefix(prefix) not in own and name in modules:  # a stand-in's is there once it stays for good
             weight: Any = modules[name].weight
             modules[name].bias = nn.Parameter(weight.new_zeros(weight.shape[0]), requires_grad=weight.requires_grad)
             Edited.add(modules[name], tensors=("bias",))
-            own.append(name)
+            own.append(name.removeprefix(prefix))
 
 
 def remove_biases(model: nn.Module, names: Sequence[str]) -> None:
     """Take away what `add_biases` gave."""
-    own = vars(model).setdefault(_BIASES, [])
+    inner, prefix = home(model)
+    own = vars(inner).setdefault(_BIASES, [])
     for name in names:
-        if name in own:
+        if (noted := name.removeprefix(prefix)) in own:
             module: Any = model.get_submodule(name)
             module.bias = None
-            own.remove(name)
+            own.remove(noted)
 
 
 def note_removed(model: nn.Module, removed: Sequence[Mapping[str, Sequence[int]]]) -> None:
     """Note which heads a model has lost, prune by prune."""
-    vars(model)[_REMOVED] = [*vars(model).get(_REMOVED, ()), *removed]
+    inner, prefix = home(model)
+    noted = [{name.removeprefix(prefix): heads for name, heads in drop.items()} for drop in removed]
+    vars(inner)[_REMOVED] = [*vars(inner).get(_REMOVED, ()), *noted]
 
 
 def removed(model: nn.Module) -> list[dict[str, list[int]]]:
     """Which heads a model has lost, prune by prune: each counts within what the prune before left."""
-    return list(vars(model).get(_REMOVED, ()))
+    inner, prefix = home(model)
+    return [{prefix + name: heads for name, heads in drop.items()} for drop in vars(inner).get(_REMOVED, ())]
+
+
+def note_ghosts(model: nn.Module, names: Sequence[str]) -> None:
+    """Note layers whose heads were all removed, but that keep one head with zero output."""
+    inner, prefix = home(model)
+    vars(inner)[_GHOSTS] = {*vars(inner).get(_GHOSTS, ()), *(name.removeprefix(prefix) for name in names)}
 
 
 def ghosts(model: nn.Module) -> set[str]:
-    """Layers of a pruned model whose heads were all removed, but that keep one head with zero output."""
-    names: set[str] = vars(model).setdefault(_GHOSTS, set())
-    return names
+    """What `note_ghosts` was told."""
+    inner, prefix = home(model)
+    return {prefix + name for name in vars(inner).get(_GHOSTS, ())}

@@ -18,7 +18,7 @@ from headprune.forms import remember
 from headprune.inputs import Example, model_device, move, usable
 from headprune.modules import forget_compiled, uncompiled
 from headprune.plans import PruningPlan
-from headprune.pruned import ghosts, note_removed, save_by_headprune
+from headprune.pruned import note_ghosts, note_removed, save_by_headprune
 from headprune.surgery.journal import Journal
 from headprune.surgery.proof import Proof, answers, failing_alone, first_exact, inputs_for, references, tolerance_of
 from headprune.surgery.removal import Removal, check_present, left_as_ghosts, ways
@@ -91,5 +91,5 @@ def remove(model: nn.Module, removal: Removal) -> None:
 
 def _remember(model: nn.Module, removal: Removal) -> None:
     note_removed(model, [removal.drop])
-    ghosts(model).update(left_as_ghosts(removal.layers, removal.drop))
+    note_ghosts(model, left_as_ghosts(removal.layers, removal.drop))
     save_by_headprune(model)

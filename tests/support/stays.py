@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
 from headprune.attention import Heads
+from headprune.checkpoint.remote_code import auto_classes
+from headprune.checkpoint.writing import dense_class
 from tests.support.zoo import Made, bert, gpt2, llama, qwen3, randomise, sizes, t5, vit, whisper
 
 
@@ -29,13 +33,20 @@ MODELS: dict[str, Callable[..., Made]] = {
     "bert": bert, "gpt2": gpt2, "llama": llama, "qwen3": qwen3, "t5": t5, "vit": vit, "whisper": whisper, "sliding": sliding,
 }  # fmt: skip
 FAMILIES = [name for name in MODELS if name != "sliding"]
-KINDS = ["uneven", "emptied", "repaired"]
-CASES = [(name, kind) for name in FAMILIES for kind in KINDS]
-GENERATING = ["gpt2", "llama", "qwen3", "t5", "whisper"]
+KINDS = ("uneven", "emptied", "repaired")
+
+
+def cases(names: Iterable[str] = FAMILIES, quick: Iterable[str] = FAMILIES, kind: str = "emptied") -> list[Any]:
+    """Every model pruned in each way; all but one way of the models in ``quick`` are slow tests."""
+    return [
+        pytest.param(name, each, marks=() if name in set(quick) and each == kind else pytest.mark.slow)
+        for name in names
+        for each in KINDS
+    ]
 
 
 def plan(layers: list[hp.AttentionLayer], kind: str) -> Heads:
-    """Which heads go: another number in every layer; ``emptied``: all of each kind of layer's first."""
+    """Which heads go: another number in every layer; ``emptied``: all of the first layer of each kind."""
     drop, first = {}, set()
     for i, layer in enumerate(layers):
         if kind == "emptied" and layer.kind not in first:
@@ -48,18 +59,15 @@ def plan(layers: list[hp.AttentionLayer], kind: str) -> Heads:
 
 def like(example: dict[str, Tensor], seed: int, rows: int = 24) -> dict[str, Tensor]:
     """A batch of the example's form."""
-    generator = torch.Generator().manual_seed(seed)
-    batch = {}
+    generator, batch = torch.Generator().manual_seed(seed), {}
     for name, value in example.items():
         shape = (rows, *value.shape[1:])
         if value.is_floating_point():
             batch[name] = torch.randn(shape, generator=generator)
+        elif "mask" in name:
+            batch[name] = torch.ones(shape, dtype=torch.long)
         else:
-            batch[name] = (
-                torch.ones(shape, dtype=torch.long)
-                if "mask" in name
-                else torch.randint(3, 90, shape, generator=generator)
-            )
+            batch[name] = torch.randint(3, 90, shape, generator=generator)
     return batch
 
 
@@ -87,7 +95,23 @@ def heads_gone(name: str, kind: str) -> Heads:
 
 
 def logits(model: Any, example: Any) -> Tensor:
-    """Its answers."""
+    """A model's answers."""
     with torch.no_grad():
         found: Tensor = model(**example).logits
     return found
+
+
+def off(a: Tensor, b: Tensor) -> float:
+    """The largest difference, as a share of the largest value of ``b``."""
+    return float((a.float() - b.float()).abs().max() / b.float().abs().max())
+
+
+def auto_class(model: nn.Module) -> Any:
+    """The auto class of transformers that makes models of this class."""
+    cls = dense_class(model)
+    return getattr(tf, next(auto for auto, name in auto_classes(cls).items() if name == cls.__name__))
+
+
+def by_transformers(model: nn.Module, folder: Path, **options: Any) -> Any:
+    """What transformers loads from the folder of a model, by the folder's own code."""
+    return auto_class(model).from_pretrained(folder, trust_remote_code=True, **options).eval()
