@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, HeadFeatures, HeadTable, is_inside
 from headprune.pruned import HeadArgument, MultiheadAttention, ghosts, is_ours
@@ -192,16 +192,20 @@ def _uncuttable(
         if hasattr(weight, "placements"):
             return f"the weight of {part.module} is spread over devices (tensor parallel): prune before distributing it"
         if not _can_be_cut(weight):
-            return f"the weight of {part.module} is quantised ({_kind(weight)}): prune first, then quantise"
+            return f"{part.module}.weight is quantised ({_kind(weight)}): prune first, then quantise"
+    for table in tables:
+        owner, _, own = table.name.rpartition(".")
+        if not _can_be_cut(held := getattr(trace.modules[owner], own)):
+            return f"{table.name} is quantised ({_kind(held)}): prune first, then quantise"
     for part in cut:
         if idle := _idle(trace, attention, part, "in" if part is output else "out"):
             return f"{idle} does not run, but would no longer fit (an adapter that is not active: merge or delete it first)"
     return ""
 
 
-def _can_be_cut(weight: nn.Parameter) -> bool:
+def _can_be_cut(weight: Tensor) -> bool:
     """Whether rows can be taken out of a weight: not out of most that hold scales beside their numbers."""
-    if weight.element_size() == 1:  # float8
+    if _is_byte_float(weight):
         return False
     try:
         weight.detach().index_select(0, torch.zeros(1, dtype=torch.long, device=weight.device))
@@ -210,9 +214,14 @@ def _can_be_cut(weight: nn.Parameter) -> bool:
     return True
 
 
-def _kind(weight: nn.Parameter) -> str:
+def _is_byte_float(weight: Tensor) -> bool:
+    """Whether numbers are of 8 bits, a type to store and not to compute in."""
+    return weight.is_floating_point() and weight.element_size() == 1
+
+
+def _kind(weight: Tensor) -> str:
     """What a weight is, for an error's text."""
-    return str(weight.dtype).removeprefix("torch.") if type(weight) is nn.Parameter else type(weight).__name__
+    return str(weight.dtype).removeprefix("torch.") if type(weight) in (Tensor, nn.Parameter) else type(weight).__name__
 
 
 def _is_quantised(trace: Tracer, attention: Attention) -> bool:
@@ -327,7 +336,9 @@ def _head_arguments(trace: Tracer, attention: Attention) -> tuple[HeadArgument, 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a module has no packed numbers, as quantised layers have."""
     held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return not any(t.dtype in (torch.int8, torch.uint8, torch.int32) and t.numel() > 1 for t in held)
+    return not any(
+        t.numel() > 1 and (t.dtype in (torch.int8, torch.uint8, torch.int32) or _is_byte_float(t)) for t in held
+    )
 
 
 def _separable(attention: Attention) -> str:
