@@ -49,7 +49,7 @@ def generated(model: Any, given: dict[str, Tensor], **how: Any) -> list[int]:
         "repetition_penalty": 4.0,
     }
     found = model.generate(**given, **fixed, **how)
-    return found[0].tolist()
+    return found[0, -10:].tolist()  # what Whisper returns starts with the start token or not
 
 
 @pytest.mark.parametrize(("name", "kind"), cases(GENERATING))
@@ -58,15 +58,14 @@ def test_generation(name: str, kind: str) -> None:
     model, example = changed(name, kind)
     given, (dense, _) = prompt(example), MODELS[name]()
     alone, beams = generated(model, given, use_cache=False), generated(model, given, use_cache=False, num_beams=3)
-    assert len(set(alone[-10:])) > 4
+    assert len(set(alone)) > 4
     for cache in ("dynamic", "static"):
         how: dict[str, Any] = {"cache_implementation": cache, "disable_compile": True}
         assert generated(model, given, **how) == alone, cache
         assert generated(model, given, num_beams=3, **how) == beams, cache
     assert generated(dense, given, assistant_model=model) == generated(dense, given, use_cache=False)
-    if name != "whisper":  # transformers' own assisted Whisper gives other tokens, dense too, but for small assistants
-        assert generated(model, given, assistant_model=dense) == alone
-        assert generated(model, given, prompt_lookup_num_tokens=3) == alone
+    assert generated(model, given, assistant_model=dense) == alone
+    assert generated(model, given, prompt_lookup_num_tokens=3) == alone
 
 
 def test_the_sliding_cache_slides() -> None:

@@ -76,7 +76,7 @@ class Journal:
             self._slice_table(model.get_submodule(owner), name, surviving(table.indices, kept), table.dim)
         self._cut_output(model, layer, kept, ghost)
         if is_ours(attention, MultiheadAttention):
-            known = attention.kept_heads or list(range(layer.num_heads))
+            known: Any = attention.kept_heads or list(range(layer.num_heads))
             self._set(attention, "kept_heads", [known[h] for h in kept])
             key = next(p for p in layer.projections if p.module.endswith("k_proj"))
             for name in ("bias_k", "bias_v"):
