@@ -392,7 +392,7 @@ def table(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
         f"place in {counts['same']}; in {counts['own']} the loss is another, and asked of the model.",
         f"- **Saved pruned, {counts['both']} of {counts['saved']} load both by `headprune.load` and by transformers' "
         "`from_pretrained(…, trust_remote_code=True)`**, with the same answers (to 1e-4 of the largest). Of these, "
-        f"**{counts['stock']} need no option** once every layer keeps the same number of heads, one that the class can have (\"stock\").",
+        f'**{counts["stock"]} need no option** once every layer keeps the same number of heads, one that the class can have ("stock").',
         "",
         "A mask is right if it does what zeros in place of the head's attention do (set by a `TorchFunctionMode` that knows nothing of "
         "the trace). A prune is right if the pruned model answers as the masked one, on the proof's inputs and on one that the proof "

@@ -130,11 +130,13 @@ def test_biases_of_a_repair(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("n*"))
 
 
-def test_in_half_precision(tmp_path: Path) -> None:
-    model, example = uneven("qwen3", emptied=True)
+@pytest.mark.parametrize("name", ["qwen3", "vit"])
+def test_in_half_precision(name: str, tmp_path: Path) -> None:
+    model, example = uneven(name, emptied=True)
     done = hp.export(model, tmp_path / "m", "stock", dtype="bfloat16", pad=True)
-    plain = check(model, example, done.path, 0.1)
+    plain = type(model).from_pretrained(done.path).eval()
     assert plain.dtype == torch.bfloat16
+    assert off(model, plain.float(), example) <= 0.05
 
 
 def test_options_belong_to_formats(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import headprune as hp
 from headprune.checkpoint import loading_of
 from headprune.inputs import call
-from headprune.pruned import structure_of
+from headprune.pruned import removed, structure_of
 from headprune.stock import CannotStateError, Counts, statement, statements, stock_instance
-from headprune.surgery import answers, removed
+from headprune.surgery import answers
 from tests.support.checks import same, state
 from tests.support.even import even, even_plan, llama, mistral
 from tests.support.zoo import ZOO, labelled, randomise, sizes, text
@@ -91,7 +91,9 @@ def test_loads_without_any_option(name: str, units: int, shifted: bool, within: 
 
 
 @pytest.mark.parametrize(("name", "units", "shifted", "within", "why"), NOT_STOCK)
-def test_what_no_stock_class_states(name: str, units: int, shifted: bool, within: str, why: str, tmp_path: Path) -> None:
+def test_what_no_stock_class_states(
+    name: str, units: int, shifted: bool, within: str, why: str, tmp_path: Path
+) -> None:
     model, example = even(name, units, shifted=shifted, within=within)
     with pytest.raises(CannotStateError, match=why):
         stock_instance(model)
@@ -107,7 +109,9 @@ def test_uneven_and_emptied_models_are_refused_by_name(tmp_path: Path) -> None:
     model, example = ZOO["qwen3"]()
     names = [layer.name for layer in hp.find_attention(model, example)]
     hp.prune(model, {names[1]: [0, 1]}, example)
-    with pytest.raises(CannotStateError, match=r"layers\.0\.\S+ and \S+layers\.1\.\S+ keep other shares of their heads \(all, 1/2\)"):
+    with pytest.raises(
+        CannotStateError, match=r"layers\.0\.\S+ and \S+layers\.1\.\S+ keep other shares of their heads \(all, 1/2\)"
+    ):
         stock_instance(model)
     model, example = ZOO["vit"]()
     names = [layer.name for layer in hp.find_attention(model, example)]
@@ -262,7 +266,9 @@ def test_a_folder_with_code_becomes_a_stock_one(tmp_path: Path) -> None:
 @given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([4, 6, 10]), st.data())
 def test_any_even_choice(kv: int, each: int, width: int, data: st.DataObject) -> None:
     """Whichever groups (or heads of each group) go, of any sizes: the stock class answers the same."""
-    config = tf.Qwen3Config(**sizes("sdpa", num_attention_heads=kv * each, num_key_value_heads=kv, head_dim=width, num_hidden_layers=2))
+    config = tf.Qwen3Config(
+        **sizes("sdpa", num_attention_heads=kv * each, num_key_value_heads=kv, head_dim=width, num_hidden_layers=2)
+    )
     model, example = randomise(tf.Qwen3ForCausalLM(config)), text()
     layers = hp.find_attention(model, example)
     left = data.draw(st.integers(1, len(layers[0].units)))

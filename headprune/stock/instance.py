@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from headprune.errors import first_line
-from headprune.forms import guesses, made, remember_forms, remembered
+from headprune.forms import as_stored, guesses, made, remember_forms, remembered
 from headprune.inputs import model_device, move
 from headprune.probe import answered
-from headprune.pruned import structure_of
+from headprune.pruned import note_removed, removed, structure_of
 from headprune.stock.statement import CannotStateError, Statement, statements
-from headprune.surgery import note_removed, removed
 from headprune.surgery.proof import COARSEST, LAYERS, tolerance_of
 from headprune.surgery.watch import gap, largest
 
@@ -119,7 +118,8 @@ def prove(model: nn.Module, stock: nn.Module, *, padded: bool = False) -> float:
     """
     names = [n for n, e in structure_of(model).get("modules", {}).items() if "tensors" in e]
     tolerance = max(map(tolerance_of, (model, stock)))
-    for form in (*remembered(model), *guesses(model)):
+    coarser = tolerance_of(stock) > tolerance_of(model)  # in half precision it takes pixels as such
+    for form in as_stored(model, [*remembered(model), *guesses(model)]):
         example = move(made(form), model_device(model))
         try:
             with _watching(model, names) as seen:
@@ -127,7 +127,7 @@ def prove(model: nn.Module, stock: nn.Module, *, padded: bool = False) -> float:
         except Exception:
             continue
         with _watching(stock, names) as mine:
-            got = answered(stock, example, 0)
+            got = answered(stock, move(made(as_stored(stock, [form])[-1 if coarser else 0]), model_device(stock)), 0)
         if padded and len(seen) == len(mine):
             alike = [i for i, (a, b) in enumerate(zip(mine, seen, strict=True)) if a.shape == b.shape]
             seen, mine = ([each[i] for i in alike] for each in (seen, mine))

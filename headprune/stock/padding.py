@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.forms import remember_forms, remembered
 from headprune.inputs import Example
-from headprune.pruned import add_biases, structure_of
+from headprune.pruned import add_biases, removed, structure_of
 from headprune.stock.counts import Counts, alike
 from headprune.stock.instance import built, prove, with_state
 from headprune.stock.statement import CannotStateError, Statement, dense_class, on_meta, plain
-from headprune.surgery import remove, removed
+from headprune.surgery import remove
 from headprune.surgery.removal import ways
 from headprune.trace import example_for, find_attention
 

@@ -33,7 +33,10 @@ def whisper() -> Made:
         pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
-    example = {"input_features": torch.randn(2, 8, 32, generator=generator), "decoder_input_ids": torch.tensor([[3, 9, 7]] * 2)}
+    example = {
+        "input_features": torch.randn(2, 8, 32, generator=generator),
+        "decoder_input_ids": torch.tensor([[3, 9, 7]] * 2),
+    }
     return randomise(tf.WhisperForConditionalGeneration(config)), example
 
 
@@ -52,18 +55,33 @@ def llava() -> Made:
     }  # fmt: skip
     words = {k: v for k, v in sizes("sdpa", num_key_value_heads=2, head_dim=8).items() if k != "attn_implementation"}
     config = tf.LlavaConfig(
-        vision_config=vision, text_config={"model_type": "qwen3", **words}, image_token_index=99, vision_feature_layer=-1
+        vision_config=vision,
+        text_config={"model_type": "qwen3", **words},
+        image_token_index=99,
+        vision_feature_layer=-1,
     )
-    ids = torch.cat([torch.full((2, 4), 99), torch.randint(3, 90, (2, 5), generator=torch.Generator().manual_seed(1))], 1)
+    ids = torch.cat(
+        [torch.full((2, 4), 99), torch.randint(3, 90, (2, 5), generator=torch.Generator().manual_seed(1))], 1
+    )
     pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(2))
     example = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
     return randomise(tf.LlavaForConditionalGeneration(config)), example
 
 
-MADE = {**ZOO, "gemma": gemma, "mistral": mistral, "plain_llama": llama, "whisper": whisper, "clip": clip, "llava": llava}
+MADE = {
+    **ZOO,
+    "gemma": gemma,
+    "mistral": mistral,
+    "plain_llama": llama,
+    "whisper": whisper,
+    "clip": clip,
+    "llava": llava,
+}
 
 
-def even_plan(model: nn.Module, example: Any, units: int = 1, *, shifted: bool = False, within: str = "") -> hp.attention.Heads:
+def even_plan(
+    model: nn.Module, example: Any, units: int = 1, *, shifted: bool = False, within: str = ""
+) -> hp.attention.Heads:
     """So many heads (or groups) of every layer whose name has ``within``; ``shifted`` by one in every second layer."""
     plan = {}
     for layer in hp.find_attention(model, example):
