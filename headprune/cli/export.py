@@ -19,7 +19,8 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            help="The format: onnx (a file for onnxruntime and others), openvino (a folder), gguf (llama.cpp; Llama-like decoders)."
+            help="onnx (a file for onnxruntime and others), openvino (a folder), gguf (llama.cpp; Llama-like decoders), or stock "
+            "(transformers without any option)."
         ),
     ],
     manner: Manner,
@@ -32,6 +33,9 @@ def export(
             help="What weights are stored in: float32, float16 or bfloat16 (gguf alone) [as in MODEL; onnx: float32]."
         ),
     ] = None,
+    pad: Annotated[
+        bool, typer.Option("--pad", help="stock: fill uneven models up with heads of zeros, which saves nothing.")
+    ] = False,
     task: Task = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     trust_remote_code: Trust = False,
@@ -45,7 +49,8 @@ def export(
         model = resolved(model)
         source = Path(model.rstrip("/"))
         file = output or (source.parent if source.is_dir() else Path()) / f"{source.name}{chosen.suffix}"
-        exporting.check_asked(file, to, dtype or "float32", overwrite)
+        options = {name: value for name, value in {"pad": pad}.items() if value}
+        exporting.check_asked(file, to, dtype or "float32", overwrite, options)
         loaded = load_model(model, task=task, device="cpu", trust_remote_code=trust_remote_code)
         for note in loaded.notes:
             console.say(note)
@@ -59,6 +64,7 @@ def export(
             dtype=dtype or (stored if chosen.as_stored and stored in chosen.dtypes else "float32"),
             name=loaded.name,
             overwrite=overwrite,
+            **options,
         )
         for note in done.notes:
             console.say(note)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 
 from headprune.checkpoint import replaced
 from headprune.errors import HeadPruneError, check_writable
-from headprune.exporting import gguf, onnx, openvino
+from headprune.exporting import gguf, onnx, openvino, stock
 from headprune.exporting.base import DTYPES, FORMATS, Exported, Format, Request, exporter, format_named
 from headprune.exporting.timing import bench_files, is_exported, time_onnx
 from headprune.locks import Lock
@@ -35,6 +35,7 @@ __all__ = [
     "is_exported",
     "onnx",
     "openvino",
+    "stock",
     "time_onnx",
 ]
 
@@ -48,6 +49,7 @@ def export(
     dtype: str = "float32",
     name: str | None = None,
     overwrite: bool = False,
+    **options: Any,
 ) -> Exported:
     """Write a model, pruned or not, for another engine.
 
@@ -60,6 +62,7 @@ def export(
         dtype: What weights are stored in: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
         name: What the model is called inside the file; by default the name of the file or folder.
         overwrite: Replace what is there.
+        options: What the format has beside (`Format.options`): ``pad=True`` of ``"stock"``.
 
     Returns:
         `Exported`: where it is, whether it was tried, and figures.
@@ -69,7 +72,7 @@ def export(
             or it does not give the model's answers. Nothing is written then.
     """
     path = Path(path)
-    chosen = check_asked(path, to, dtype, overwrite)
+    chosen = check_asked(path, to, dtype, overwrite, options)
     for where, parameter in model.named_parameters():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             raise HeadPruneError(
@@ -82,7 +85,7 @@ def export(
     try:
         model.eval()
         with (replaced if chosen.folder else _replaced_file)(path, overwrite) as new:
-            done = chosen.write(Request(model, processor, new, dtype, name or path.stem))
+            done = chosen.write(Request(model, processor, new, dtype, name or path.stem), **options)
     finally:
         model.train(was_training)
     return replace(done, path=path)
@@ -107,13 +110,14 @@ def _replaced_file(path: Path, overwrite: bool) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_asked(path: Path, to: str, dtype: str, overwrite: bool) -> Format:
+def check_asked(path: Path, to: str, dtype: str, overwrite: bool, options: Iterable[str] = ()) -> Format:
     """Refuse, before any model is loaded, what could not be written.
 
     Raises:
-        HeadPruneError: An unknown format or type, a package that is not installed, or no place for the file.
+        HeadPruneError: An unknown format, type or option, a package that is not installed, or no place for the file.
     """
     chosen = format_named(to)
+    chosen.check_options(options)
     chosen.check_installed()
     if dtype not in chosen.dtypes:
         raise HeadPruneError(

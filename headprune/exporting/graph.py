@@ -130,7 +130,10 @@ def plainly(model: nn.Module) -> Iterator[None]:
     chosen: Any = model
     experts = chosen.get_experts_implementation() if hasattr(model, "get_experts_implementation") else None
     fast, fused = torch.backends.mha.get_fastpath_enabled(), F.scaled_dot_product_attention
-    loggers = [logging.getLogger(name) for name in ("torch", "torch.__trace", "torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    loggers = [
+        logging.getLogger(name)
+        for name in ("torch", "torch.__trace", "torch.onnx", "torch.export", "onnxscript", "onnx_ir")
+    ]
     levels = [logger.level for logger in loggers]
     try:
         for config in configs:
