@@ -32,7 +32,8 @@ class HeadProfile:
         induction, duplicate: On random tokens repeated once: the shares of the key after the query's first occurrence, and of that
             occurrence itself. Of causal language models only.
         role: In words: what `headprune.seeing.roles` calls it.
-        because: The figure that justifies the role.
+        because: The figure that justifies the role, in words.
+        clarity: That figure, 0 to 1: of heads with the same role, the one with the largest shows it best.
     """
 
     queries: int
@@ -56,3 +57,4 @@ class HeadProfile:
     duplicate: float | None = None
     role: str = ""
     because: str = ""
+    clarity: float = 0.0
