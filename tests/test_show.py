@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def test_a_text_is_never_markup(bert_folder: Path, tmp_path: Path) -> None:
     nasty = Sample(title=NASTY, positions={"input": Positions(labels=labels)}, layers=(layer,))
     draw_head(tmp_path / "b.png", nasty, layer, 0, NASTY)
     console = RichConsole(
-        width=100, force_terminal=True, color_system="truecolor", record=True, file=open("/dev/null", "w")
+        width=100, force_terminal=True, color_system="truecolor", record=True, file=io.StringIO()
     )
     console.print(one_head(nasty, layer, 0, True))
     console.print(all_heads(heads, sample, 100, True))
