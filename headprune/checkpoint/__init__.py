@@ -4,23 +4,26 @@ A folder holds the weights (``model.safetensors``, sharded where they are large)
 
 - ``headprune.json``: the class, how the model's modules differ from that class (`headprune.pruned`), which heads went;
 - ``headprune.safetensors``: a probe, inputs and the answers to them (`headprune.probe`);
-- for pruned transformers models ``modeling_headprune.py``, the code that transformers runs for
-  ``from_pretrained(folder, trust_remote_code=True)`` where headprune is not installed (`remote_code`).
+- for pruned transformers models that their stock class cannot state (`headprune.stock`) ``modeling_headprune.py``, the code that
+  transformers runs for ``from_pretrained(folder, trust_remote_code=True)`` where headprune is not installed (`remote_code`).
 
-`writing` makes all of them, `reading` loads a folder, `folders` replaces a folder as a whole.
+`writing` makes all of them, `reading` loads a folder, `loading` says how it loads, `folders` replaces a folder as a whole.
 """
 
 from headprune.checkpoint.folders import replaced
+from headprune.checkpoint.loading import Loading, loading_of
 from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load
 from headprune.checkpoint.writing import SIDECAR, save, save_pretrained
 
 __all__ = [
     "SIDECAR",
+    "Loading",
     "about",
     "check_attention",
     "damaged",
     "is_checkpoint",
     "load",
+    "loading_of",
     "replaced",
     "save",
     "save_pretrained",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 from pathlib import Path
@@ -17,8 +16,9 @@ from headprune.checkpoint.writing import SIDECAR
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.jsonio import read_json
-from headprune.pruned import EmptyAttention, add_biases, restructure, save_by_headprune
-from headprune.surgery import Removal, note_removed, remove
+from headprune.pruned import EmptyAttention, add_biases, note_removed, restructure, save_by_headprune
+from headprune.stock import built, configs_in
+from headprune.surgery import Removal, remove
 
 _WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pruned.safetensors"  # the latter of pruned models, of 0.1
 
@@ -41,6 +41,11 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
     recovered(path)
     if not path.is_dir():
         raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that headprune saved.")
+    if not is_checkpoint(path) and "headprune" in probe.config_of(path):
+        raise HeadPruneError(
+            f"{path} was saved by transformers' save_pretrained, so it holds nothing to prove a load by.",
+            "Load it by from_pretrained(folder, trust_remote_code=True), and save that by headprune.save.",
+        )
     sidecar = read_json(path / SIDECAR, "checkpoint")
     files = _files(path, sidecar)
     skeleton = model if model is not None else _skeleton(path, sidecar)
@@ -177,37 +182,22 @@ def _skeleton(path: Path, sidecar: dict[str, Any]) -> nn.Module:
     # Weight initialisation costs more than everything else here, and every weight is overwritten.
     try:
         with no_init_weights():
-            instance: Any = _built(cls, config, attention)
+            instance: Any = built(cls, config, attention)
         instance.tie_weights()
     except Exception as error:
         raise HeadPruneError(
             f"{qualified} cannot be built from {path / 'config.json'}: {first_line(error)}{probe.edits(path)}.",
             "Put config.json back as it was, or use the transformers version that saved the model.",
         ) from error
-    built: nn.Module = instance
-    return built
-
-
-def _built(cls: Any, config: Any, attention: str | None) -> Any:
-    """A model of a class, with an implementation of attention where its parts have that."""
-    try:
-        return cls._from_config(copy.deepcopy(config), attn_implementation=attention)
-    except ValueError:  # a part has another, such as a convolutional backbone: each takes its own
-        config._attn_implementation = None
-        return cls._from_config(config)
+    made: nn.Module = instance
+    return made
 
 
 def check_attention(source: str | Path, config: Any) -> None:
     """Refuse a config that lets a kernel from the Hub compute attention: that is code, too."""
-    names = {getattr(c, "_attn_implementation", None) for c in _configs(config)}
+    names = {getattr(c, "_attn_implementation", None) for c in configs_in(config)}
     if kernels := sorted(n for n in names if isinstance(n, str) and "/" in n):
         raise HeadPruneError(
             f"{source} asks for the attention kernel {kernels[0]} from the Hub, which is code that would run here.",
             "Look at it first; --trust-remote-code allows it for a dense model. Or take it out of the folder's JSON files.",
         )
-
-
-def _configs(config: Any) -> list[Any]:
-    """A config and those in it."""
-    below = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
-    return [config, *(c for sub in below if sub is not None for c in _configs(sub))]

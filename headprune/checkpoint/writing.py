@@ -14,11 +14,12 @@ from headprune import __version__, probe
 from headprune.checkpoint import remote_code
 from headprune.checkpoint.folders import replaced
 from headprune.errors import HeadPruneError
-from headprune.fingerprint import fingerprint
+from headprune.fingerprint import fingerprint, is_wrapper
+from headprune.forms import remember
 from headprune.inputs import Example
 from headprune.jsonio import write_json, write_text
-from headprune.pruned import Structure, structure_of
-from headprune.surgery import removed
+from headprune.pruned import Structure, removed, structure_of
+from headprune.stock import CannotStateError, dense_class, stock_instance
 
 SIDECAR = "headprune.json"
 MAX_SHARD = "50GB"  # as transformers has it
@@ -36,8 +37,8 @@ def save(
 ) -> Path:
     """Save a model, pruned or not, to a folder that `load` reads.
 
-    transformers loads the folder too, without headprune: ``AutoModel….from_pretrained(folder, trust_remote_code=True)``
-    (without that option only if the model was not pruned).
+    transformers loads the folder too, without headprune: ``AutoModel….from_pretrained(folder)`` where the stock class can state the
+    model (the same number of heads in every layer, for many classes), else with ``trust_remote_code=True``. `loading_of` says which.
 
     Args:
         model: A transformers model, or any module (`load` then needs a fresh instance of it). A PEFT model whose adapters were
@@ -51,10 +52,11 @@ def save(
         max_shard_size: The size from which on weights are split over several files, such as ``"5GB"``.
 
     Raises:
-        HeadPruneError: The folder exists and is not empty; or adapters (LoRA) that are not merged.
+        HeadPruneError: The folder exists and is not empty; adapters (LoRA) that are not merged; or quantised weights.
     """
     path = Path(path)
     check_merged(model)
+    check_plain(model, model.state_dict())
     with replaced(path, overwrite) as folder:
         write(model, folder, example=example, about=about or {}, max_shard_size=max_shard_size)
         if processor is not None:
@@ -95,9 +97,10 @@ def save_pretrained(
     if not is_main_process:
         return
     check_merged(model)
+    check_plain(model, state_dict or model.state_dict())
     folder = Path(save_directory)
     folder.mkdir(parents=True, exist_ok=True)
-    write(model, folder, state_dict=state_dict, max_shard_size=max_shard_size)
+    write(model, folder, state_dict=state_dict, max_shard_size=max_shard_size, same_tensors=True)
     if push_to_hub:
         from huggingface_hub import HfApi
 
@@ -114,10 +117,19 @@ def write(
     about: Mapping[str, Any] | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
     max_shard_size: str | int = MAX_SHARD,
+    same_tensors: bool = False,
 ) -> None:
-    """All files of a model, into a folder that exists."""
+    """All files of a model, into a folder that exists: a folder of its stock class, where that can state it.
+
+    Args:
+        same_tensors: Only where the stock class has the very tensors that the model has, by name and shape: Trainer loads what it
+            saved into the model in memory.
+    """
     from huggingface_hub import save_torch_state_dict
 
+    if example is not None:
+        remember(model, example)
+    model, why = _as_stock(model, same_tensors)
     structure, cls = structure_of(model), dense_class(model)
     tensors = stored_once(model, state_dict or model.state_dict())
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
@@ -134,10 +146,28 @@ def write(
             "fingerprint": fingerprint(model),
             "removed": removed(model),
             "structure": structure,
+            "why_not_stock": why,
             "about": about or {},
         },
     )
-    probe.keep(model, folder, example)
+    probe.keep(model, folder)
+
+
+def _as_stock(model: nn.Module, same_tensors: bool) -> tuple[nn.Module, str]:
+    """A pruned model as its stock class has it, and ""; or the model itself, and why the class has no such model."""
+    if not structure_of(model) or not hasattr(getattr(model, "config", None), "save_pretrained"):
+        return model, ""
+    try:
+        stock = stock_instance(model)
+    except CannotStateError as error:
+        return model, error.args[0]
+    ours, theirs = ({n: t.shape for n, t in m.state_dict().items()} for m in (model, stock))
+    if same_tensors and ours != theirs:
+        return (
+            model,
+            "Its stock class has tensors of other shapes than the model in memory (headprune.save writes these).",
+        )
+    return stock, ""
 
 
 def _write_config(model: nn.Module, folder: Path, structure: Structure, cls: type, dtype: torch.dtype) -> Any:
@@ -147,20 +177,15 @@ def _write_config(model: nn.Module, folder: Path, structure: Structure, cls: typ
     config: Any = copy.deepcopy(model.config)
     config.architectures, config.dtype = [cls.__name__], dtype
     if structure and cls.__module__.startswith("transformers."):
-        config.headprune, config.auto_map = structure, remote_code.auto_map(cls)
+        config.headprune = {**structure, "removed": removed(model)}
+        config.auto_map = remote_code.auto_map(cls)
         write_text(folder / remote_code.FILE, remote_code.code_for(cls, __version__))
+    else:
+        (folder / remote_code.FILE).unlink(missing_ok=True)  # of another model that was saved there
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
         model.generation_config.save_pretrained(folder)  # type: ignore[union-attr,operator]
     return config
-
-
-def dense_class(model: nn.Module) -> type:
-    """The class of a model; where that came out of a pruned folder's own code, the class of transformers that it builds on."""
-    cls = type(model)
-    if not cls.__module__.startswith("transformers_modules."):
-        return cls
-    return next((c for c in cls.__mro__ if c.__module__.startswith("transformers.models.")), cls)
 
 
 def stored_once(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -191,3 +216,21 @@ def check_merged(model: nn.Module) -> None:
                 f"{name or 'The model'} is PEFT's {type(module).__name__}: its adapters are not merged into the weights.",
                 "Save model.merge_and_unload(), or the adapters by PEFT's own save_pretrained.",
             )
+
+
+def check_plain(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Refuse quantised weights: `load` builds the model with plain ones.
+
+    Raises:
+        HeadPruneError: Something in the state dict that is no plain tensor; of a transformers model, also a parameter of integers
+            or of floats of one byte.
+    """
+    odd = {n: v for n, v in state.items() if not isinstance(v, Tensor) or is_wrapper(v)}
+    if dense_class(model).__module__.startswith("transformers."):
+        odd |= {n: p for n, p in model.named_parameters() if not p.is_floating_point() or p.element_size() == 1}
+    for name, value in odd.items():
+        kind = value.dtype if type(value) in (Tensor, nn.Parameter) else type(value).__name__
+        raise HeadPruneError(
+            f"{name} is quantised ({kind}), and headprune.save writes plain weights only.",
+            "Save the model before you quantise it; from_pretrained(folder, quantization_config=…) quantises as it loads.",
+        )

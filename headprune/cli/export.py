@@ -16,7 +16,12 @@ from headprune.cli.session import session
 @by_groups
 def export(
     model: Model,
-    to: Annotated[str, typer.Option(help="The format: gguf (llama.cpp; Llama-like decoders).")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="The format: gguf (llama.cpp; Llama-like decoders) or stock (transformers without any option)."
+        ),
+    ],
     manner: Manner,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file or folder [beside MODEL, with its name].")
@@ -25,6 +30,9 @@ def export(
         str | None,
         typer.Option(help="What weights are stored in: float32, float16 or bfloat16 [as in MODEL]."),
     ] = None,
+    pad: Annotated[
+        bool, typer.Option("--pad", help="stock: fill uneven models up with heads of zeros, which saves nothing.")
+    ] = False,
     task: Task = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     trust_remote_code: Trust = False,
@@ -38,7 +46,8 @@ def export(
         model = resolved(model)
         source = Path(model.rstrip("/"))
         file = output or (source.parent if source.is_dir() else Path()) / f"{source.name}{suffix}"
-        exporting.check_asked(file, to, dtype or "float32", overwrite)
+        options = {name: value for name, value in {"pad": pad}.items() if value}
+        exporting.check_asked(file, to, dtype or "float32", overwrite, options)
         loaded = load_model(model, task=task, device="cpu", trust_remote_code=trust_remote_code)
         for note in loaded.notes:
             console.say(note)
@@ -51,6 +60,7 @@ def export(
             dtype=dtype or stored,
             name=loaded.name,
             overwrite=overwrite,
+            **options,
         )
         for note in done.notes:
             console.say(note)

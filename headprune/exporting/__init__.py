@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import nn
 
 from headprune.checkpoint import replaced
 from headprune.errors import HeadPruneError, check_writable
-from headprune.exporting import gguf
+from headprune.exporting import gguf, stock
 from headprune.exporting.base import DTYPES, FORMATS, Exported, Format, Request, exporter, format_named
 from headprune.locks import Lock
 
@@ -29,6 +29,7 @@ __all__ = [
     "exporter",
     "format_named",
     "gguf",
+    "stock",
 ]
 
 
@@ -41,6 +42,7 @@ def export(
     dtype: str = "float32",
     name: str | None = None,
     overwrite: bool = False,
+    **options: Any,
 ) -> Exported:
     """Write a model, pruned or not, for another engine.
 
@@ -53,6 +55,7 @@ def export(
         dtype: What weights are stored in: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
         name: What the model is called inside the file; by default the name of the file or folder.
         overwrite: Replace what is there.
+        options: What the format has beside (`Format.options`): ``pad=True`` of ``"stock"``.
 
     Returns:
         `Exported`: where it is, whether it was tried, and figures.
@@ -62,7 +65,7 @@ def export(
             or it does not give the model's answers. Nothing is written then.
     """
     path = Path(path)
-    chosen = check_asked(path, to, dtype, overwrite)
+    chosen = check_asked(path, to, dtype, overwrite, options)
     for where, parameter in model.named_parameters():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             raise HeadPruneError(
@@ -75,7 +78,7 @@ def export(
     try:
         model.eval()
         with (replaced if chosen.folder else _replaced_file)(path, overwrite) as new:
-            done = chosen.write(Request(model, processor, new, dtype, name or path.stem))
+            done = chosen.write(Request(model, processor, new, dtype, name or path.stem), **options)
     finally:
         model.train(was_training)
     return replace(done, path=path)
@@ -94,13 +97,14 @@ def _replaced_file(path: Path, overwrite: bool) -> Iterator[Path]:
             new.unlink(missing_ok=True)  # what a failure, or a process that was killed, left
 
 
-def check_asked(path: Path, to: str, dtype: str, overwrite: bool) -> Format:
+def check_asked(path: Path, to: str, dtype: str, overwrite: bool, options: Iterable[str] = ()) -> Format:
     """Refuse, before any model is loaded, what could not be written.
 
     Raises:
-        HeadPruneError: An unknown format or type, a package that is not installed, or no place for the file.
+        HeadPruneError: An unknown format, type or option, a package that is not installed, or no place for the file.
     """
     chosen = format_named(to)
+    chosen.check_options(options)
     chosen.check_installed()
     if dtype not in DTYPES:
         raise HeadPruneError(f"There is no type {dtype!r} to store weights in.", f"Choose from {', '.join(DTYPES)}.")

@@ -193,6 +193,7 @@ class BudgetResult(Document):
         flops: As of `Dense`.
         checkpoint: The folder beside metrics.json that it was saved to.
         dtype: That its weights are saved in.
+        loads: The call that loads the folder where headprune is not installed; "" in older files.
     """
 
     name: str
@@ -214,6 +215,7 @@ class BudgetResult(Document):
     flops: int
     checkpoint: str
     dtype: str | None = None
+    loads: str = ""
 
 
 class Point(Document):

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from headprune import latency
+from headprune import checkpoint, latency
 from headprune.app.data import load_train
 from headprune.app.documents import (
     Asked,
@@ -117,6 +117,7 @@ def prune_to(fitted: Fit, control: Control, job: Job) -> tuple[BudgetResult, nn.
         flops=latency.flops(model, scene.typical_input()),
         checkpoint=path.name,
         dtype=made.dtype,
+        loads=checkpoint.loading_of(path).call(),
     )
     return result, model
 
