@@ -90,9 +90,7 @@ def test_a_text_is_never_markup(bert_folder: Path, tmp_path: Path) -> None:
     layer = SampleLayer.packed(0, np.full((1, 5, 5), 0.2, np.float32), "input", "input")
     nasty = Sample(title=NASTY, positions={"input": Positions(labels=labels)}, layers=(layer,))
     draw_head(tmp_path / "b.png", nasty, layer, 0, NASTY)
-    console = RichConsole(
-        width=100, force_terminal=True, color_system="truecolor", record=True, file=io.StringIO()
-    )
+    console = RichConsole(width=100, force_terminal=True, color_system="truecolor", record=True, file=io.StringIO())
     console.print(one_head(nasty, layer, 0, True))
     console.print(all_heads(heads, sample, 100, True))
     told = console.export_text()

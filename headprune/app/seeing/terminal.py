@@ -88,8 +88,8 @@ def one_head(sample: Sample, layer: SampleLayer, head: int, colours: bool) -> Re
         cells_ = [Text(queries.labels[row], "bold"), told]
         if picture:
             cells_.append(
-                Text.assemble(
-                    *[(label, f"{_ink(w)} on {_blue(w)}") for label, w in zip(keys.labels, seen, strict=True)]
+                Text(" ").join(
+                    Text(label, f"{_ink(w)} on {_blue(w)}") for label, w in zip(keys.labels, seen, strict=True)
                 )
             )
         table.add_row(*cells_)
@@ -149,4 +149,4 @@ def _blue(weight: float) -> str:
 
 
 def _ink(weight: float) -> str:
-    return "white" if weight > 0.2 else "black"
+    return "rgb(255,255,255)" if weight > 0.39 else "rgb(0,0,0)"  # contrast of 4.5 or more
