@@ -6,6 +6,7 @@ import jinja2
 
 from headprune.app.report import figures, markdown
 from headprune.app.runs import RunFolder
+from headprune.app.seeing import draw_all
 from headprune.errors import HeadPruneError
 from headprune.jsonio import write_text
 
@@ -38,4 +39,8 @@ def _write(folder: RunFolder) -> None:
     if metrics is not None:
         figures.trade_off(folder.path / "tradeoff.png", metrics)
         figures.latency(folder.path / "latency.png", metrics.latency)
-    write_text(folder.report_path, markdown.render(run, scores, metrics))
+    heads = folder.read_heads()
+    (folder.path / "heads.png").unlink(missing_ok=True)
+    if heads is not None and heads.samples:
+        draw_all(folder.path / "heads.png", heads, heads.samples[-1], metrics.budgets[0].drop if metrics else None)
+    write_text(folder.report_path, markdown.render(run, scores, metrics, heads))
