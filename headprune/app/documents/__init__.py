@@ -18,6 +18,8 @@ from headprune.app.documents.finetune import (
     TrainingOptions,
 )
 from headprune.app.documents.metrics import (
+    AlsoData,
+    AlsoMeasured,
     Asked,
     BudgetResult,
     ComparedOrder,
@@ -37,7 +39,7 @@ from headprune.app.documents.metrics import (
 from headprune.app.documents.run import LayerFacts, ModelFacts, Run
 
 __all__ = [
-    "Asked", "BudgetResult", "ComparedOrder", "ComparedPlan", "Cut", "Dense", "Document", "Environment", "Epoch",
+    "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "ComparedOrder", "ComparedPlan", "Cut", "Dense", "Document", "Environment", "Epoch",
     "Examples", "File", "FinetuneFacts", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Latency",
     "LayerFacts", "Measured", "Metrics", "ModelFacts", "PlannedWork", "Planning", "Point", "Proved", "Refitted",
     "Repaired", "Run", "StepTrial", "Trained", "Training", "TrainingOptions",
