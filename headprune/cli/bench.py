@@ -10,7 +10,7 @@ import typer
 from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.asked import numbers_in
-from headprune.cli.options import Device, Dtype, Loading, Manner, Seed, Task, Trust, by_groups, typed
+from headprune.cli.options import Device, Dtype, Loading, Manner, Task, Trust, by_groups, typed
 from headprune.cli.session import session
 from headprune.errors import HeadPruneError
 
@@ -29,7 +29,6 @@ def bench(
     task: Task = None,
     device: Device = None,
     dtype: Dtype = None,
-    seed: Seed = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Time two models against each other, in turn, on the same inputs; or two files that `headprune export` wrote, in their engine."""
@@ -46,7 +45,7 @@ def bench(
                     f"Only one of {dense} and {pruned} is for another engine.", "Export both, or compare two models."
                 )
             with console.track("timing") as progress:
-                rows = exporting.bench_files(files, sizes, tokens, seed=seed or 0, progress=progress)
+                rows = exporting.bench_files(files, sizes, tokens, progress=progress)
             tables.print_latency(console, rows)
             console.document({"rows": [row.to_json() for row in rows]})
             return
@@ -61,9 +60,7 @@ def bench(
             check_length(loaded, max(used))
         inputs = [(b, t, dummy_input(first, b, t or 1)) for t in used for b in sizes]
         with console.track("timing") as progress:
-            rows = latency.bench(
-                {"dense": first.model, "pruned": second.model}, inputs, seed=seed or 0, progress=progress
-            )
+            rows = latency.bench({"dense": first.model, "pruned": second.model}, inputs, progress=progress)
         before, after = (latency.parameters(loaded.model) for loaded in (first, second))
         tables.print_latency(console, rows)
         console.result(f"Parameters: {before:,} and {after:,} ({after / before - 1:+.1%})")

@@ -25,7 +25,6 @@ def time_onnx(
     example: Mapping[str, Tensor],
     *,
     threads: int | None = None,
-    seed: int = 0,
     min_runs: int = MIN_RUNS,
     min_seconds: float | None = None,
 ) -> LatencyRow:
@@ -35,7 +34,7 @@ def time_onnx(
         files: By name; the others are compared with the first, usually the dense model.
         example: The inputs by name; others than the files take are left out.
         threads: By default as many as torch uses.
-        seed, min_runs, min_seconds: As in `headprune.benchmark`.
+        min_runs, min_seconds: As in `headprune.benchmark`.
 
     Returns:
         The `LatencyRow` that `headprune.benchmark` gives.
@@ -45,7 +44,7 @@ def time_onnx(
     """
     sessions = {name: session(Path(file), threads, exact=False) for name, file in files.items()}
     calls = {name: _call(name, loaded, example) for name, loaded in sessions.items()}
-    return bench_calls(calls, *example_shape(example), seed=seed, min_runs=min_runs, min_seconds=min_seconds)
+    return bench_calls(calls, *example_shape(example), min_runs=min_runs, min_seconds=min_seconds)
 
 
 def bench_files(
@@ -53,7 +52,6 @@ def bench_files(
     batches: Sequence[int],
     lengths: Sequence[int],
     *,
-    seed: int = 0,
     progress: Progress | None = None,
 ) -> list[LatencyRow]:
     """`time_onnx` on made-up inputs of several sizes; lengths only where the files leave any free."""
@@ -64,7 +62,7 @@ def bench_files(
     rows = []
     for done, (batch, length, example) in enumerate(inputs):
         calls = {name: _call(name, loaded, example) for name, loaded in sessions.items()}
-        rows.append(bench_calls(calls, batch, length, seed=seed))
+        rows.append(bench_calls(calls, batch, length))
         if progress:
             progress(done + 1, len(inputs))
     return rows

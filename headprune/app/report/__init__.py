@@ -38,6 +38,7 @@ def _write(folder: RunFolder) -> None:
         figures.agreement(folder.path / "agreement.png", scores)
     if metrics is not None:
         figures.trade_off(folder.path / "tradeoff.png", metrics)
+        figures.orders(folder.path / "orders.png", metrics)
         figures.latency(folder.path / "latency.png", metrics.latency)
     heads = folder.read_heads()
     (folder.path / "heads.png").unlink(missing_ok=True)

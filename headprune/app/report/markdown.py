@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
 import jinja2
 
 from headprune.app.documents import Heads, Metrics, Run
-from headprune.app.report import findings, numbers
+from headprune.app.report import findings, numbers, sentences
 from headprune.app.report import heads as seen
+from headprune.app.report.verdict import verdict
 from headprune.latency import WARM_UP
 from headprune.scoring import METHODS
 from headprune.scoring.agreement import agreements, chance
@@ -32,6 +34,7 @@ def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None, head
         "metrics": metrics,
         "heads": heads,
         "pairs": agreements(scores),
+        "repairs": [],
     }
     values["rankings"] = [findings.ranking(s) for s in scores if s.method != "random"]
     if metrics is not None:
@@ -60,14 +63,15 @@ def _environment() -> jinja2.Environment:
     made.filters |= {
         f.__name__: f for f in (
             numbers.value, numbers.change, numbers.ratio, numbers.shape, numbers.flops, numbers.measured, numbers.ridge,
-            numbers.rank, numbers.known, numbers.with_error, numbers.device,
+            numbers.rank, numbers.known, numbers.measured_value, shlex.quote, numbers.with_error, numbers.device,
         )
     } | {"fmt": format, "thousands": lambda number: f"{number:,}", "plain": seen.plain}  # fmt: skip
     made.globals |= {
         f.__name__: f for f in (
-            findings.chosen_by, findings.speed, findings.trained_on_choosing, findings.rests_on_few, findings.trade_off,
+            findings.chosen_by, findings.trade_off,
             findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.limits_metric, findings.fewest_rounds,
-            findings.closest_first, chance, seen.roles, seen.told_removed,
+            findings.closest_first, chance, verdict, sentences.headline, sentences.table, sentences.rule, sentences.over_random,
+            sentences.cautions, sentences.stay_though_low, seen.roles, seen.told_removed,
         )
     } | {"about": _about, "WARM_UP": WARM_UP}  # fmt: skip
     return made
