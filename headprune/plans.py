@@ -154,6 +154,16 @@ def note_repaired(model: nn.Module, dense: str, drop: Heads) -> None:
     model.__dict__[_REPAIRED] = Repaired(dense, fingerprint(model), drop)
 
 
+def note_was_repaired(model: nn.Module) -> None:
+    """Note on a model that was loaded that it had been repaired, for which plan is not known any more."""
+    model.__dict__[_REPAIRED] = Repaired("", "", {})
+
+
+def was_repaired(model: nn.Module) -> bool:
+    """Whether `headprune.repair` refitted a model, before it was saved or since."""
+    return _REPAIRED in model.__dict__
+
+
 def keep_of(keep: Keep) -> int | float:
     """A budget as a count of heads (int) or a share of them (float).
 

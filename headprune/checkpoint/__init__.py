@@ -3,6 +3,7 @@
 A folder holds the weights (``model.safetensors``, sharded where they are large), the model's config, a processor, and
 
 - ``headprune.json``: the class, how the model's modules differ from that class (`headprune.pruned`), which heads went;
+- ``README.md``: the model card (`card`);
 - ``headprune.safetensors``: a probe, inputs and the answers to them (`headprune.probe`);
 - for pruned transformers models ``modeling_headprune.py``, the code that transformers runs for
   ``from_pretrained(folder, trust_remote_code=True)`` where headprune is not installed (`remote_code`).
@@ -10,15 +11,19 @@ A folder holds the weights (``model.safetensors``, sharded where they are large)
 `writing` makes all of them, `reading` loads a folder, `folders` replaces a folder as a whole.
 """
 
+from headprune.checkpoint.card import SIDECAR, add_figures, code, how_it_loads
 from headprune.checkpoint.folders import replaced
 from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load
-from headprune.checkpoint.writing import SIDECAR, save, save_pretrained
+from headprune.checkpoint.writing import save, save_pretrained
 
 __all__ = [
     "SIDECAR",
     "about",
+    "add_figures",
     "check_attention",
+    "code",
     "damaged",
+    "how_it_loads",
     "is_checkpoint",
     "load",
     "replaced",

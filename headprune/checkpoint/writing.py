@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from headprune import __version__, probe
 from headprune.checkpoint import remote_code
+from headprune.checkpoint.card import SIDECAR, Origin, write_card
 from headprune.checkpoint.folders import replaced
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import Example
 from headprune.jsonio import write_json, write_text
+from headprune.plans import was_repaired
 from headprune.pruned import Structure, structure_of
-from headprune.surgery import removed
+from headprune.surgery import heads_before, removed
 
-SIDECAR = "headprune.json"
 MAX_SHARD = "50GB"  # as transformers has it
 
 
@@ -118,6 +119,7 @@ def write(
     """All files of a model, into a folder that exists."""
     from huggingface_hub import save_torch_state_dict
 
+    origin = Origin.of(model)
     structure, cls = structure_of(model), dense_class(model)
     tensors = stored_once(model, state_dict or model.state_dict())
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
@@ -132,12 +134,15 @@ def write(
             "dtype": str(dtype).removeprefix("torch."),
             "attention": getattr(config, "_attn_implementation", None),
             "fingerprint": fingerprint(model),
+            "heads": heads_before(model),
             "removed": removed(model),
+            "repaired": was_repaired(model),
             "structure": structure,
             "about": about or {},
         },
     )
     probe.keep(model, folder, example)
+    write_card(folder, origin)
 
 
 def _write_config(model: nn.Module, folder: Path, structure: Structure, cls: type, dtype: torch.dtype) -> Any:

@@ -6,7 +6,7 @@ The undo log keeps the replaced tensors; the model is not copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,15 +18,15 @@ from headprune.forms import remember
 from headprune.inputs import Example, model_device, move, usable
 from headprune.modules import forget_compiled, uncompiled
 from headprune.plans import PruningPlan
-from headprune.pruned import ghosts, save_by_headprune
+from headprune.pruned import ghosts, save_by_headprune, structure_of
 from headprune.surgery.journal import Journal
 from headprune.surgery.proof import Proof, answers, failing_alone, first_exact, inputs_for, references, tolerance_of
 from headprune.surgery.removal import Removal, check_present, left_as_ghosts, ways
 from headprune.trace import evaluating, example_for
 
-__all__ = ["Proof", "Removal", "answers", "note_removed", "prune", "remove", "removed"]
+__all__ = ["Proof", "Removal", "answers", "heads_before", "note_heads", "note_removed", "prune", "remove", "removed"]
 
-_REMOVED = "_headprune_removed"
+_REMOVED, _HEADS = "_headprune_removed", "_headprune_heads"
 
 
 def prune(
@@ -60,6 +60,7 @@ def prune(
     if isinstance(plan, PruningPlan):
         plan.check_model(model, repaired_for=drop)
     touched = [layer for layer in layers if layer.name in drop]
+    whole = not removed(model) and not structure_of(model).get("modules")  # else it once had more heads
     modes = {layer.module: model.get_submodule(layer.module).training for layer in touched if layer.prunable}
     for layer in touched:
         check_possible(layer, drop[layer.name])
@@ -77,6 +78,8 @@ def prune(
                 f"The heads of {names} cannot be removed exactly: {cut.failure}. The model is unchanged.",
                 "Mask them instead (headprune.mask), or leave that layer out of the plan.",
             )
+    if whole:
+        note_heads(model, {layer.name: layer.num_heads for layer in layers})
     forget_compiled()
     for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of what it replaced
         model.get_submodule(name).train(training)
@@ -105,3 +108,13 @@ def note_removed(model: nn.Module, removed: Sequence[Heads]) -> None:
 def removed(model: nn.Module) -> list[Heads]:
     """Which heads a model has lost, prune by prune: each counts within what the prune before left."""
     return list(vars(model).get(_REMOVED, ()))
+
+
+def note_heads(model: nn.Module, heads: Mapping[str, int]) -> None:
+    """Note how many heads each layer has before its first prune."""
+    vars(model)[_HEADS] = dict(heads)
+
+
+def heads_before(model: nn.Module) -> dict[str, int]:
+    """How many heads each layer had before the first prune, in the layers' order; {} if there was none, or it is not known."""
+    return dict(vars(model).get(_HEADS, {}))

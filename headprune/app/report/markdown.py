@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from headprune.app.documents import Metrics, Run
+from headprune.app.documents import BudgetResult, Metrics, Run
 from headprune.app.report import findings, numbers
+from headprune.checkpoint import code
 from headprune.latency import WARM_UP
 from headprune.scoring import METHODS
 from headprune.scoring.agreement import agreements, chance
@@ -29,6 +31,16 @@ def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None) -> s
     if metrics is not None:
         values |= _of_metrics(metrics)
     return _environment().get_template("report.md.j2").render(values)
+
+
+def card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
+    """What the model card of one budget's folder says of its costs."""
+    dataset = run.options.data.dataset
+    values = {
+        "run": run, "metrics": metrics, "metric": metrics.metric, "dense": metrics.dense, "b": budget,
+        "latency": metrics.latency, "dataset": Path(dataset).name if Path(dataset).exists() else dataset,
+    }  # fmt: skip
+    return _environment().get_template("card.md.j2").render(values)
 
 
 def _of_metrics(metrics: Metrics) -> dict[str, Any]:
@@ -54,7 +66,7 @@ def _environment() -> jinja2.Environment:
             numbers.value, numbers.change, numbers.ratio, numbers.shape, numbers.flops, numbers.measured, numbers.ridge,
             numbers.rank, numbers.known, numbers.with_error, numbers.device,
         )
-    } | {"fmt": format, "thousands": lambda number: f"{number:,}"}  # fmt: skip
+    } | {"code": code, "fmt": format, "thousands": lambda number: f"{number:,}"}  # fmt: skip
     made.globals |= {
         f.__name__: f for f in (
             findings.chosen_by, findings.speed, findings.trained_on_choosing, findings.rests_on_few, findings.trade_off,
