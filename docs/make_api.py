@@ -18,7 +18,7 @@ GROUPS = {
     "Plan": ["search", "plan", "PruningPlan"],
     "Repair and prune": ["repair", "Repair", "Trial", "prune", "Proof", "stand_in"],
     "Measure": ["evaluate", "Measurement", "compare", "Change", "benchmark", "LatencyRow", "Timing", "Speedup"],
-    "Save and load": ["save", "load"],
+    "Save, load and export": ["save", "load", "export", "Exported"],
     "Errors": ["HeadPruneError", "PruneError"],
 }
 HEAD = """# Python API

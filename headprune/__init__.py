@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from headprune.evaluation import Measurement as Measurement
     from headprune.evaluation import compare as compare
     from headprune.evaluation import evaluate as evaluate
+    from headprune.exporting import Exported as Exported
+    from headprune.exporting import export as export
     from headprune.gates import mask as mask
     from headprune.latency import LatencyRow as LatencyRow
     from headprune.latency import Speedup as Speedup
@@ -50,6 +52,8 @@ _HOME = {
     "Measurement": "evaluation",
     "compare": "evaluation",
     "evaluate": "evaluation",
+    "Exported": "exporting",
+    "export": "exporting",
     "mask": "gates",
     "LatencyRow": "latency",
     "Speedup": "latency",

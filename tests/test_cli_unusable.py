@@ -46,6 +46,19 @@ def test_weights_that_are_not_numbers_are_named(
     assert "column" not in error
 
 
+def test_a_run_folder_stands_for_the_pruned_model_in_it(bert_folder: Path, here: Path) -> None:
+    models, run_folder = [load_model(str(bert_folder)) for _ in range(2)], here / "run"
+    run_folder.mkdir()
+    (run_folder / "run.json").write_text("{}")
+    assert "holds no pruned model" in run("inspect", run_folder, code=1).stderr
+    for loaded, keep in zip(models, ("7", "10"), strict=True):
+        hp.save(loaded.model, run_folder / f"pruned-{keep}", processor=loaded.processor)
+        if keep == "7":
+            assert load_model(str(run_folder)).source == str(run_folder / "pruned-7")
+    error = run("export", run_folder, "--to", "gguf", code=1).stderr
+    assert "2 pruned models (pruned-7, pruned-10)" in error
+
+
 def test_infinite_weights_may_be_meant(bert_folder: Path, here: Path) -> None:
     folder, model = damaged(bert_folder, here)
     with torch.no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +26,7 @@ from headprune.app.documents import (
 )
 from headprune.app.finetune import Finetuned, finetune
 from headprune.app.folders import Folder, claimed, key_of
-from headprune.app.models import LoadedModel, load_model, numbers_given
+from headprune.app.models import LoadedModel, load_model, numbers_given, pruned_in
 from headprune.app.options import FinetuneOptions, Options
 from headprune.app.report.finetuned import card, render
 from headprune.app.runs import RunFolder, check_free
@@ -79,7 +78,7 @@ def finetune_run(asked: FinetuneRun, console: Console) -> tuple[Path, FinetuneRe
     Raises:
         HeadPruneError: No such folder, no dense model, data that is cut otherwise than when pruning.
     """
-    source = _checkpoint(asked.pruned)
+    source = pruned_in(asked.pruned)
     output = asked.output or source.with_name(f"{source.name}-finetuned")
     key = key_of("finetune", replace(asked, resume=True))
 
@@ -153,22 +152,6 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
     write_text(content / REPORT, render(folder.path.name, record))
     checkpoint.add_figures(content, card(record))
     folder.publish(content, ["*"])
-
-
-def _checkpoint(path: Path) -> Path:
-    """The folder itself, or the one that a run folder holds."""
-    if checkpoint.is_checkpoint(path):
-        return path
-    if not path.is_dir():
-        raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that `headprune prune` saved.")
-    found = [
-        p for p in sorted(path.glob("pruned-*")) if re.fullmatch(r"pruned-\d+", p.name) and checkpoint.is_checkpoint(p)
-    ]
-    if len(found) != 1:
-        held = f"{len(found)} pruned models ({', '.join(p.name for p in found)})" if found else "no pruned model"
-        hint = f"Name one, such as {found[0]}." if found else "Pass a folder that `headprune prune` saved."
-        raise HeadPruneError(f"{path} holds {held}.", hint)
-    return found[0]
 
 
 def _run_of(source: Path) -> Run | None:

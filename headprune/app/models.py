@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def load_model(
     """Load a Hugging Face model, a local folder, or a folder that `headprune.save` wrote.
 
     Args:
-        source: Hub id or path.
+        source: Hub id or path; of a run folder, the pruned model in it, if it is one.
         task: One of `TASKS`; read from the model's config if None.
         device: ``"auto"`` is CUDA, then MPS, then CPU.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``; ``"auto"`` is the stored one, but float32 on a CPU.
@@ -114,6 +115,7 @@ def load_model(
     if task not in (None, *TASKS):
         raise HeadPruneError(f"There is no task {task!r}.", f"Use one of {', '.join(TASKS)}.")
     _check_source(source, revision)
+    source = resolved(source)
     where = pick_device(device)
     wanted = _dtype(dtype, where)
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -143,6 +145,36 @@ def load_model(
     # Some configs name another type than their weights have.
     stored = half if half is not None and holds(model, half) else None
     return LoadedModel(model, processor, kind, source, Path(source.rstrip("/")).name or source, tuple(notes), stored)
+
+
+def resolved(source: str) -> str:
+    """What a user named, with the pruned model in it for a run folder.
+
+    Raises:
+        HeadPruneError: The run folder holds none or several.
+    """
+    path = Path(source)
+    is_run = (path / "run.json").is_file() and not (path / "config.json").exists()
+    return str(pruned_in(path)) if is_run else source
+
+
+def pruned_in(path: Path) -> Path:
+    """The folder itself, or the pruned model that a run folder holds.
+
+    Raises:
+        HeadPruneError: It holds none or several.
+    """
+    if checkpoint.is_checkpoint(path):
+        return path
+    if not path.is_dir():
+        raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that `headprune prune` saved.")
+    models = [p for p in path.glob("pruned-*") if re.fullmatch(r"pruned-\d+", p.name) and checkpoint.is_checkpoint(p)]
+    found = sorted(models, key=lambda p: int(p.name.removeprefix("pruned-")))
+    if len(found) != 1:
+        held = f"{len(found)} pruned models ({', '.join(p.name for p in found)})" if found else "no pruned model"
+        hint = f"Name one, such as {found[0]}." if found else "Pass a folder that `headprune prune` saved."
+        raise HeadPruneError(f"{path} holds {held}.", hint)
+    return found[0]
 
 
 def _load_config(source: str, common: dict[str, Any]) -> Any:

@@ -32,9 +32,10 @@ def export(
     """Write a model, pruned or not, for another engine, and try it there."""
     with session(manner) as console:
         from headprune import exporting
-        from headprune.app.models import load_model
+        from headprune.app.models import load_model, resolved
 
         suffix = exporting.format_named(to).suffix
+        model = resolved(model)
         source = Path(model.rstrip("/"))
         file = output or (source.parent if source.is_dir() else Path()) / f"{source.name}{suffix}"
         exporting.check_asked(file, to, dtype or "float32", overwrite)

@@ -14,7 +14,9 @@ import typer
 from headprune.app import MAX_SEED
 from headprune.budgets import BUDGETS
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder, or a folder headprune saved.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Hub id, local folder, a folder headprune saved, or a run folder.")
+]
 Task = Annotated[str | None, typer.Option(help="What the model is for [read from its config].")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps [auto].")]
 Dtype = Annotated[

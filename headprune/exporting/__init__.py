@@ -34,7 +34,7 @@ __all__ = [
 
 def export(
     model: nn.Module,
-    path: Path | str,
+    path: str | Path,
     to: str = "gguf",
     *,
     processor: Any = None,
