@@ -285,7 +285,11 @@ def tried(client: Client, work: Path, made: elsewhere.Made, given: Path) -> str:
         return "works"
     unit, most = (" nats", 1e-3) if what == "nats" else ("", 1e-4)
     number = float(value)
-    return "works, to the bit" if number == 0 else f"{'works' if number < most else '**other answers**'}, {number:.0e}{unit} off"
+    return (
+        "works, to the bit"
+        if number == 0
+        else f"{'works' if number < most else '**other answers**'}, {number:.0e}{unit} off"
+    )
 
 
 def main() -> None:

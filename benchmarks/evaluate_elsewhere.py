@@ -90,7 +90,13 @@ def by_llama_cpp(file, classes):
         for end in range(1, len(ids)):
             row = np.full(max(ids) + 1, -math.inf)
             for likeliest in (4000, 200_000):  # all tokens, if the true one is not among the first
-                asked = {"prompt": ids[:end], "n_predict": 1, "n_probs": likeliest, "temperature": 0, "cache_prompt": True}
+                asked = {
+                    "prompt": ids[:end],
+                    "n_predict": 1,
+                    "n_probs": likeliest,
+                    "temperature": 0,
+                    "cache_prompt": True,
+                }
                 answer = server.handle_completions(asked)
                 for told in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
                     if told["id"] < len(row):
@@ -104,7 +110,12 @@ def by_llama_cpp(file, classes):
     return logits
 
 
-WAYS = {"transformers": by_transformers, "onnxruntime": by_onnxruntime, "openvino": by_openvino, "llama.cpp": by_llama_cpp}
+WAYS = {
+    "transformers": by_transformers,
+    "onnxruntime": by_onnxruntime,
+    "openvino": by_openvino,
+    "llama.cpp": by_llama_cpp,
+}
 
 
 def main():

@@ -69,7 +69,9 @@ def main() -> int:
                 print(row, flush=True)
     lines += ["", f"{', '.join(PACKAGES)}. headprune could not be imported there."]
     text = "\n".join(lines)
-    print(f"\n{text}\n\n{'All figures are those of the reports.' if good else 'SOME FIGURES ARE NOT THOSE OF THE REPORTS.'}")
+    print(
+        f"\n{text}\n\n{'All figures are those of the reports.' if good else 'SOME FIGURES ARE NOT THOSE OF THE REPORTS.'}"
+    )
     if options.document:
         replace_section(elsewhere.ROOT / "docs" / "deploy.md", "without-headprune", text)
     return 0 if good else 1

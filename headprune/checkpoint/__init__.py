@@ -8,13 +8,14 @@ A folder holds the weights (``model.safetensors``, sharded where they are large)
 - for pruned transformers models ``modeling_headprune.py``, the code that transformers runs for
   ``from_pretrained(folder, trust_remote_code=True)`` where headprune is not installed (`remote_code`).
 
-`writing` makes all of them, `reading` loads a folder, `folders` replaces a folder as a whole.
+`writing` makes all of them, `reading` loads a folder, `folders` replaces a folder as a whole, `hub` uploads one.
 """
 
 from headprune.checkpoint.card import SIDECAR, add_figures, code, how_it_loads
 from headprune.checkpoint.folders import replaced
+from headprune.checkpoint.hub import upload
 from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load
-from headprune.checkpoint.writing import save, save_pretrained
+from headprune.checkpoint.writing import push_to_hub, save, save_pretrained
 
 __all__ = [
     "SIDECAR",
@@ -26,7 +27,9 @@ __all__ = [
     "how_it_loads",
     "is_checkpoint",
     "load",
+    "push_to_hub",
     "replaced",
     "save",
     "save_pretrained",
+    "upload",
 ]

@@ -94,7 +94,7 @@ class Origin:
 
 def write_card(folder: Path, origin: Origin) -> None:
     """Write the card of a folder that is complete but for it; one that somebody else wrote is left alone."""
-    if not _replaceable(_bytes(folder / CARD)):
+    if not replaceable(_bytes(folder / CARD)):
         return
     sidecar, kept, source_card = read_json(folder / SIDECAR, "checkpoint"), _metadata(origin.card), origin.source_card
     if (
@@ -107,7 +107,7 @@ def write_card(folder: Path, origin: Origin) -> None:
     else:
         if origin.hub:
             kept = {**kept, "base_model": origin.hub, "base_model_relation": None}
-        elif not _replaceable(origin.card):
+        elif not replaceable(origin.card):
             source_card = origin.card
         _write(folder, sidecar, kept, "", bool(source_card))
     if source_card is not None:
@@ -118,6 +118,17 @@ def add_figures(folder: Path, figures: str) -> None:
     """Write the card of a folder that was just saved again, with what was measured (Markdown)."""
     sidecar = read_json(folder / SIDECAR, "checkpoint")
     _write(folder, sidecar, _metadata(_bytes(folder / CARD)), figures, (folder / SOURCE_CARD).is_file())
+
+
+def add_tags(folder: Path, tags: Sequence[str]) -> None:
+    """Add tags to a folder's card."""
+    from huggingface_hub import ModelCard
+
+    ours = replaceable(_bytes(folder / CARD))
+    card = ModelCard.load(folder / CARD)
+    card.data.tags = list(dict.fromkeys((*(card.data.tags or []), *tags)))
+    content = str(card)
+    write_text(folder / CARD, _marked(content.rpartition(_MARK.partition("{}")[0])[0]) if ours else content)
 
 
 def code(text: object) -> str:
@@ -154,7 +165,7 @@ def _write(
         source_card=SOURCE_CARD if has_source_card else None,
     )  # fmt: skip
     content = f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{text}"
-    write_text(folder / CARD, content + _MARK.format(_digest(content)))
+    write_text(folder / CARD, _marked(content))
 
 
 def _layers(heads: Mapping[str, int], removed: Sequence[Mapping[str, Sequence[int]]]) -> list[dict[str, Any]]:
@@ -201,13 +212,17 @@ def _other_tags(tags: Any) -> list[str]:
     return [str(tag) for tag in listed if tag not in ("headprune", "pruning", "custom_code")]
 
 
-def _replaceable(card: bytes | None) -> bool:
+def replaceable(card: bytes | None) -> bool:
     """Whether there is no card, or one that nobody has changed since headprune wrote it."""
     if card is None:
         return True
     before, after = _MARK.split("{}")
     found = re.fullmatch(f"(.*){re.escape(before)}([0-9a-f]+){re.escape(after)}", card.decode("utf-8", "replace"), re.S)
     return found is not None and found[2] == _digest(found[1])
+
+
+def _marked(content: str) -> str:
+    return content + _MARK.format(_digest(content))
 
 
 def _digest(content: str) -> str:

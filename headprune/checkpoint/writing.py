@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from headprune import __version__, probe
 from headprune.checkpoint import remote_code
-from headprune.checkpoint.card import SIDECAR, Origin, write_card
+from headprune.checkpoint.card import CARD, SIDECAR, Origin, add_tags, write_card
 from headprune.checkpoint.folders import replaced
+from headprune.checkpoint.hub import upload
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import Example
@@ -23,6 +25,12 @@ from headprune.pruned import Structure, structure_of
 from headprune.surgery import heads_before, removed
 
 MAX_SHARD = "50GB"  # as transformers has it
+_COMMIT = (
+    "commit_message",
+    "commit_description",
+    "revision",
+    "create_pr",
+)  # what transformers' methods pass on to the Hub
 
 
 def save(
@@ -100,11 +108,40 @@ def save_pretrained(
     folder.mkdir(parents=True, exist_ok=True)
     write(model, folder, state_dict=state_dict, max_shard_size=max_shard_size)
     if push_to_hub:
-        from huggingface_hub import HfApi
+        passed = {name: kwargs[name] for name in ("private", "token", *_COMMIT) if name in kwargs}
+        upload(folder, kwargs.get("repo_id") or folder.absolute().name, **passed)
 
-        api, repo = HfApi(token=kwargs.get("token")), kwargs.get("repo_id") or folder.name
-        repo = api.create_repo(repo, private=kwargs.get("private"), exist_ok=True).repo_id
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=kwargs.get("commit_message"))
+
+def push_to_hub(
+    model: nn.Module,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    max_shard_size: str | int | None = MAX_SHARD,
+    tags: Sequence[str] | None = None,
+    **commit: Any,
+) -> str:
+    """What takes the place of a pruned model's own ``push_to_hub``, which would put another card in the place of ours.
+
+    Args:
+        model: A pruned transformers model.
+        repo_id, private, token, max_shard_size, tags: As for transformers' method.
+        commit: ``commit_message``, ``commit_description``, ``revision`` and ``create_pr``, as there.
+
+    Returns:
+        The commit's address.
+
+    Raises:
+        HeadPruneError: The Hub cannot be reached or refuses; or adapters that are not merged.
+    """
+    if unknown := commit.keys() - set(_COMMIT):
+        raise TypeError(f"push_to_hub() got an unexpected keyword argument {min(unknown)!r}")
+    with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
+        model.save_pretrained(folder, max_shard_size=max_shard_size or MAX_SHARD)  # type: ignore[operator]
+        if tags and (Path(folder) / CARD).is_file():
+            add_tags(Path(folder), tags)
+        return upload(Path(folder), repo_id, private=private, token=token, **commit)
 
 
 def write(

@@ -10,13 +10,15 @@ from torch import nn
 
 
 def save_by_headprune(model: nn.Module) -> None:
-    """Replace the ``save_pretrained`` of this one model; nothing for a model that has none.
+    """Replace ``save_pretrained`` and ``push_to_hub`` of this one model; nothing for a model that has none.
 
     The standard one writes a folder that loads with random weights where a layer lost all its heads, and without biases that
     a repair added. Trainer and others call it.
     """
     if hasattr(type(model), "save_pretrained"):
         vars(model)["save_pretrained"] = partial(_save_pretrained, model)
+    if hasattr(type(model), "push_to_hub"):
+        vars(model)["push_to_hub"] = partial(_push_to_hub, model)
 
 
 def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -25,3 +27,9 @@ def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     A function of its own, so that copies of the model save themselves, and pickle finds it.
     """
     importlib.import_module("headprune.checkpoint").save_pretrained(model, *args, **kwargs)
+
+
+def _push_to_hub(model: nn.Module, *args: Any, **kwargs: Any) -> str:
+    """`headprune.checkpoint.push_to_hub`, likewise."""
+    done: str = importlib.import_module("headprune.checkpoint").push_to_hub(model, *args, **kwargs)
+    return done
