@@ -27,7 +27,9 @@ def _opening(d: FinetuneRecord) -> str:
 
 def card(record: FinetuneRecord) -> str:
     """What the model card of the folder says."""
-    return "\n\n".join([_opening(record), _results(record), f"Made by {code(record.command)}."])
+    named = {name: numbers.without_place(getattr(record, name)) for name in ("pruned", "teacher")}
+    made = code(numbers.without_places(record.command))
+    return "\n\n".join([_opening(record.changed(**named)), _results(record), f"Made by {made}."])
 
 
 def rows(d: FinetuneRecord) -> list[list[str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -35,10 +34,9 @@ def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None) -> s
 
 def card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
     """What the model card of one budget's folder says of its costs."""
-    dataset = run.options.data.dataset
     values = {
         "run": run, "metrics": metrics, "metric": metrics.metric, "dense": metrics.dense, "b": budget,
-        "latency": metrics.latency, "dataset": Path(dataset).name if Path(dataset).exists() else dataset,
+        "latency": metrics.latency, "dataset": numbers.without_place(run.options.data.dataset),
     }  # fmt: skip
     return _environment().get_template("card.md.j2").render(values)
 
@@ -65,6 +63,7 @@ def _environment() -> jinja2.Environment:
         f.__name__: f for f in (
             numbers.value, numbers.change, numbers.ratio, numbers.shape, numbers.flops, numbers.measured, numbers.ridge,
             numbers.rank, numbers.known, numbers.with_error, numbers.device,
+            numbers.without_places,
         )
     } | {"code": code, "fmt": format, "thousands": lambda number: f"{number:,}"}  # fmt: skip
     made.globals |= {
