@@ -27,8 +27,11 @@ MINILM = ROOT.parent / "shared" / "real" / "minilm-rt"
 BASE = ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0")
 KINDS = ("uniform", "uneven", "emptied", "repaired")
 MODELS = ("minilm-rt", "SmolLM2-135M")
-# Examples to repair with, to report on, and their longest length: enough to tell models apart, few enough for two cores.
-_SIZES = {"minilm-rt": ("64", "400", "128"), "SmolLM2-135M": ("12", "8", "40")}
+# Enough to tell models apart, and little enough for two cores: -L is what repairs look at.
+_SIZES = {
+    "minilm-rt": ("-L", 64, "--report-limit", 400, "--max-length", 128, "-b", 8),
+    "SmolLM2-135M": ("-L", 12, "--report-limit", 8, "--max-length", 24, "-b", 1),
+}
 
 
 def environment(work: Path, name: str, packages: tuple[str, ...], over: Path | None = None) -> Path:
@@ -103,10 +106,9 @@ def made(work: Path, model: str, minilm: Path = MINILM) -> list[Made]:
     for kind in KINDS:
         output = work / "runs" / f"{model}-{kind}"
         if not (output / "metrics.json").is_file():
-            limit, report, length = _SIZES[model]
             repair = [] if kind == "repaired" else ["--no-repair"]
-            sizes = ["-L", limit, "--report-limit", report, "--max-length", length, "-b", "8"]
-            done = _headprune("prune", dense, "-d", data, "--plan", plans[kind], "-o", output, "-q", *sizes, *repair)
+            what = ["-d", data, "--plan", plans[kind], "-o", output, "-q", *_SIZES[model], *repair]
+            done = _headprune("prune", dense, *what)
             if done.returncode:
                 raise RuntimeError(done.stderr)
         metrics = Metrics.read(output / "metrics.json")

@@ -46,7 +46,8 @@ def save(
     """Save a model, pruned or not, to a folder that `load` reads.
 
     transformers loads the folder too, without headprune: ``AutoModel….from_pretrained(folder, trust_remote_code=True)``
-    (without that option only if the model was not pruned).
+    (without that option only if the model was not pruned). Its README.md is a model card, with the license and languages that the card of
+    the folder says from which the model was loaded; that card is kept as README-source.md.
 
     Args:
         model: A transformers model, or any module (`load` then needs a fresh instance of it). A PEFT model whose adapters were
