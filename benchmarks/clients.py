@@ -22,6 +22,7 @@ import transformers
 from document import replace_section
 
 import headprune as hp
+from headprune.app.data.part import content_hash
 
 TEXTS = ["a wonderful film", "dull, lifeless and far too long for what it has to say"]
 BERT, LLAMA = elsewhere.MODELS
@@ -296,18 +297,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=elsewhere.ROOT / "build" / "elsewhere", help="keeps what was made")
     parser.add_argument("--minilm", type=Path, default=elsewhere.MINILM, help="the folder of minilm-rt")
+    parser.add_argument("--model", choices=elsewhere.MODELS, action="append", help="only this one")
     parser.add_argument("--only", default="", help="clients whose name holds this")
     parser.add_argument("--document", action="store_true", help="write the table into docs/deploy.md")
     options = parser.parse_args()
     work = options.work.resolve()
     rows: dict[tuple[str, str], dict[str, str]] = {}
-    for model in elsewhere.MODELS:
+    found = work / "clients.json"  # of what was tried before, unless the client or the model has changed since
+    known = json.loads(found.read_text()) if found.is_file() else {}
+    for model in options.model or elsewhere.MODELS:
         for made in elsewhere.made(work, model, options.minilm.resolve()):
             given = work / f"{made.folder.parent.name}-given.json"
             given_to(made, given)
             for client in CLIENTS:
                 if model in client.models and options.only in client.name:
-                    cell = tried(client, work, made, given).replace("|", "\\|")
+                    key = content_hash([str(client), made.kind, (made.folder / "headprune.json").read_text()])
+                    cell = known.get(key) or tried(client, work, made, given).replace("|", "\\|")
+                    if cell.startswith("works"):
+                        known[key] = cell
+                        found.write_text(json.dumps(known))
                     rows.setdefault((client.name, model), {})[made.kind] = cell
                     print(f"{client.name}, {model}, {made.kind}: {cell}", flush=True)
     order = {client.name: i for i, client in enumerate(CLIENTS)}
