@@ -261,7 +261,7 @@ def test_the_figures_of_a_run_are_those_of_metrics_json(
             assert f"{faster.ratio:.2f}x ({faster.low:.2f} to {faster.high:.2f})" in found[2]
         assert b.repair is not None
         assert "`headprune.repair` was applied" in text
-        assert f"would be {100 * b.repair.without.metrics['accuracy']:.1f} %" in text
+        assert f"Without the repair, the accuracy of this model is {100 * b.repair.without.metrics['accuracy']:.1f} %" in text
         assert str(data_folder) not in text  # it may be published
     assert (Path("r") / b.checkpoint / "README-source.md").read_text() == THEIRS
 
