@@ -13,6 +13,7 @@ from headprune.attention import AttentionLayer, Heads, check_heads, check_possib
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.jsonio import read_json, write_json
+from headprune.pruned import note_was_repaired
 
 Keep = int | float | str
 
@@ -152,16 +153,7 @@ _REPAIRED = "_headprune_repaired"
 def note_repaired(model: nn.Module, dense: str, drop: Heads) -> None:
     """Note on a model that it was repaired for the removal of ``drop``, starting from the model with fingerprint ``dense``."""
     model.__dict__[_REPAIRED] = Repaired(dense, fingerprint(model), drop)
-
-
-def note_was_repaired(model: nn.Module) -> None:
-    """Note on a model that was loaded that it had been repaired, for which plan is not known any more."""
-    model.__dict__[_REPAIRED] = Repaired("", "", {})
-
-
-def was_repaired(model: nn.Module) -> bool:
-    """Whether `headprune.repair` refitted a model, before it was saved or since."""
-    return _REPAIRED in model.__dict__
+    note_was_repaired(model)
 
 
 def keep_of(keep: Keep) -> int | float:

@@ -94,7 +94,7 @@ def test_every_prune_counts_from_the_first_model(tmp_path: Path) -> None:
 
 
 def test_heads_that_nobody_counted_are_not_made_up(tmp_path: Path) -> None:
-    """Of a folder of an older version, and of a model that transformers loaded, the first number of heads is not known."""
+    """Of a folder of an older version the first number of heads is not known."""
     folder = hp.save(pruned(), tmp_path / "m")
     sidecar = json.loads((folder / "headprune.json").read_text())
     del sidecar["heads"]
@@ -105,10 +105,14 @@ def test_heads_that_nobody_counted_are_not_made_up(tmp_path: Path) -> None:
     assert "`bert.encoder.layer.0.attention.self` | 3 removed |" in text
     assert " of 12" not in text
 
+
+def test_a_model_that_transformers_loaded_counts_on(tmp_path: Path) -> None:
+    folder = hp.save(pruned(), tmp_path / "m")
     remote = tf.AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
     hp.prune(remote, {"bert.encoder.layer.0.attention.self": [0]})
     _, text = of(hp.save(remote, tmp_path / "remote"))
-    assert "`bert.encoder.layer.0.attention.self` | 1 removed |" in text
+    assert ": 5 of 12 attention heads" in text
+    assert "| L0 | `bert.encoder.layer.0.attention.self` | 1 of 4 |" in text
 
 
 def test_repair_is_told(tmp_path: Path) -> None:
@@ -261,7 +265,10 @@ def test_the_figures_of_a_run_are_those_of_metrics_json(
             assert f"{faster.ratio:.2f}x ({faster.low:.2f} to {faster.high:.2f})" in found[2]
         assert b.repair is not None
         assert "`headprune.repair` was applied" in text
-        assert f"Without the repair, the accuracy of this model is {100 * b.repair.without.metrics['accuracy']:.1f} %" in text
+        assert (
+            f"Without the repair, the accuracy of this model is {100 * b.repair.without.metrics['accuracy']:.1f} %"
+            in text
+        )
         assert str(data_folder) not in text  # it may be published
     assert (Path("r") / b.checkpoint / "README-source.md").read_text() == THEIRS
 

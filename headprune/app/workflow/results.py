@@ -38,7 +38,8 @@ from headprune.budgets import Fit
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
 from headprune.planning import Order
-from headprune.plans import PruningPlan, note_was_repaired
+from headprune.plans import PruningPlan
+from headprune.pruned import note_was_repaired
 from headprune.surgery import prune
 from headprune.trials import Trials
 
