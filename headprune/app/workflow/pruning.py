@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from headprune import latency
-from headprune.app import runs
+from headprune.app import report, runs
 from headprune.app.data import load_also
 from headprune.app.documents import (
     AlsoData,
@@ -148,6 +148,7 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
     run = run.changed(seconds=(*run.seconds[: len(run.commands) - 1], round(took, 1)))
     run.write(content.run_path)
     metrics.write(content.metrics_path)
+    report.write_cards(content)
     publish(folder, content)
     return metrics
 
