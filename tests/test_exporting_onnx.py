@@ -24,7 +24,7 @@ from headprune.forms import remember
 from headprune.inputs import call
 from headprune.surgery import answers
 from tests.support.checks import pruned
-from tests.support.plain import Attention, summed
+from tests.support.plain import Attention, Summed, summed
 from tests.support.zoo import ZOO, llama, randomise, sizes, text
 
 runs = pytest.mark.skipif(
