@@ -24,30 +24,12 @@ from headprune.forms import remember
 from headprune.inputs import call
 from headprune.surgery import answers
 from tests.support.checks import pruned
-from tests.support.plain import Attention
+from tests.support.plain import Attention, Summed, summed
 from tests.support.zoo import ZOO, llama, randomise, sizes, text
 
 runs = pytest.mark.skipif(
     any(importlib.util.find_spec(p) is None for p in ("onnxruntime", "onnxscript")), reason="onnxruntime is not installed"
 )  # fmt: skip
-
-
-class Summed(nn.Module):
-    """A model whose graph takes no time to make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(8, 6), nn.Linear(6, 4)
-
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
-        hidden = self.inner(x).relu()
-        return {"summed": self.outer(hidden).sum(1), "x": hidden if scale is None else hidden * scale}
-
-
-def summed() -> nn.Module:
-    model = randomise(Summed())
-    remember(model, {"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))})
-    return model
 
 
 def ask(file: Path, **inputs: Tensor) -> list[Tensor]:

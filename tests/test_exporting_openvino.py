@@ -13,8 +13,8 @@ from headprune.exporting import export, time_onnx
 from headprune.inputs import call
 from headprune.surgery import answers
 from tests.support.checks import pruned
+from tests.support.plain import summed
 from tests.support.zoo import text
-from tests.test_exporting_onnx import summed
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(p) is None for p in ("openvino", "onnxscript")), reason="openvino is not installed"
