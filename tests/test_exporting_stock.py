@@ -48,8 +48,11 @@ def check(model: Any, example: Any, folder: Path, tolerance: float = 1e-5) -> An
     return plain
 
 
-@pytest.mark.parametrize("emptied", [False, True])
-@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "whisper", "t5", "llama", "qwen3"])
+FAMILIES = ["bert", "gpt2", "vit", "whisper", "t5", "llama", "qwen3"]
+UNEVEN = [pytest.param(name, False, marks=pytest.mark.slow) for name in FAMILIES if name != "t5"]
+
+
+@pytest.mark.parametrize(("name", "emptied"), [*((name, True) for name in FAMILIES), *UNEVEN, ("t5", False)])
 def test_padded(name: str, emptied: bool, tmp_path: Path) -> None:
     model, example = uneven(name, emptied)
     before = state(model)
@@ -130,7 +133,7 @@ def test_biases_of_a_repair(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("n*"))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "vit"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.slow), "vit"])
 def test_in_half_precision(name: str, tmp_path: Path) -> None:
     model, example = uneven(name, emptied=True)
     done = hp.export(model, tmp_path / "m", "stock", dtype="bfloat16", pad=True)

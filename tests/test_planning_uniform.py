@@ -20,7 +20,10 @@ def order_of(made: tuple[Any, Any], **more: Any) -> tuple[Order, HeadScores, Any
     return arrange(Search(layers, scores, model=model, **more), "uniform", [1]), scores, model, example
 
 
-@pytest.mark.parametrize("name", ["qwen3", "vit", "t5", "bert", "llava"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "t5", "llava")]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "bert", *SLOW])
 def test_every_plan_is_one_that_the_class_can_have(name: str, tmp_path: Any) -> None:
     """By its saved folder, which is tried with answers."""
     import copy

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headprune.checkpoint import remote_code
-from headprune.checkpoint.writing import SIDECAR
 from headprune.jsonio import read_json
+
+SIDECAR = "headprune.json"
 
 
 @dataclass(frozen=True)

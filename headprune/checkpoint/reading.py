@@ -12,11 +12,19 @@ from torch import nn
 
 from headprune import probe
 from headprune.checkpoint.folders import recovered
-from headprune.checkpoint.writing import SIDECAR
+from headprune.checkpoint.loading import SIDECAR
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.jsonio import read_json
-from headprune.pruned import EmptyAttention, add_biases, note_removed, restructure, save_by_headprune
+from headprune.pruned import (
+    EmptyAttention,
+    add_biases,
+    note_heads,
+    note_removed,
+    note_was_repaired,
+    restructure,
+    save_by_headprune,
+)
 from headprune.stock import built, configs_in
 from headprune.surgery import Removal, remove
 
@@ -67,7 +75,10 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
     other = "structure" not in sidecar and any(isinstance(m, EmptyAttention) for m in skeleton.modules())
     if not other and (now := fingerprint(skeleton)) != sidecar["fingerprint"]:
         raise HeadPruneError(f"The weights in {path} are not those that were saved ({now}).", "Save it again.")
+    note_heads(skeleton, sidecar.get("heads", {}))
     note_removed(skeleton, sidecar.get("removed", []))
+    if sidecar.get("repaired"):
+        note_was_repaired(skeleton)
     if sidecar.get("structure"):
         save_by_headprune(skeleton)
     probe.check(skeleton, path)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,25 @@ from torch import Tensor, nn
 
 from headprune import __version__, probe
 from headprune.checkpoint import remote_code
+from headprune.checkpoint.card import CARD, Origin, add_tags, write_card
 from headprune.checkpoint.folders import replaced
+from headprune.checkpoint.hub import upload
+from headprune.checkpoint.loading import SIDECAR
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint, is_wrapper
 from headprune.forms import remember
 from headprune.inputs import Example
 from headprune.jsonio import write_json, write_text
-from headprune.pruned import Structure, removed, structure_of
+from headprune.pruned import Structure, heads_before, removed, structure_of, was_repaired
 from headprune.stock import CannotStateError, dense_class, stock_instance
 
-SIDECAR = "headprune.json"
 MAX_SHARD = "50GB"  # as transformers has it
+_COMMIT = (
+    "commit_message",
+    "commit_description",
+    "revision",
+    "create_pr",
+)  # what transformers' methods pass on to the Hub
 
 
 def save(
@@ -38,7 +47,9 @@ def save(
     """Save a model, pruned or not, to a folder that `load` reads.
 
     transformers loads the folder too, without headprune: ``AutoModel….from_pretrained(folder)`` where the stock class can state the
-    model (the same number of heads in every layer, for many classes), else with ``trust_remote_code=True``. `loading_of` says which.
+    model (the same number of heads in every layer, for many classes), else with ``trust_remote_code=True``. `loading_of` says which. Its
+    README.md is a model card, with the license and languages that the card of the folder says from which the model was loaded; that card is
+    kept as README-source.md.
 
     Args:
         model: A transformers model, or any module (`load` then needs a fresh instance of it). A PEFT model whose adapters were
@@ -102,11 +113,40 @@ def save_pretrained(
     folder.mkdir(parents=True, exist_ok=True)
     write(model, folder, state_dict=state_dict, max_shard_size=max_shard_size, same_tensors=True)
     if push_to_hub:
-        from huggingface_hub import HfApi
+        passed = {name: kwargs[name] for name in ("private", "token", *_COMMIT) if name in kwargs}
+        upload(folder, kwargs.get("repo_id") or folder.absolute().name, **passed)
 
-        api, repo = HfApi(token=kwargs.get("token")), kwargs.get("repo_id") or folder.name
-        repo = api.create_repo(repo, private=kwargs.get("private"), exist_ok=True).repo_id
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=kwargs.get("commit_message"))
+
+def push_to_hub(
+    model: nn.Module,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    max_shard_size: str | int | None = MAX_SHARD,
+    tags: Sequence[str] | None = None,
+    **commit: Any,
+) -> str:
+    """What takes the place of a pruned model's own ``push_to_hub``, which would put another card in the place of ours.
+
+    Args:
+        model: A pruned transformers model.
+        repo_id, private, token, max_shard_size, tags: As for transformers' method.
+        commit: ``commit_message``, ``commit_description``, ``revision`` and ``create_pr``, as there.
+
+    Returns:
+        The commit's address.
+
+    Raises:
+        HeadPruneError: The Hub cannot be reached or refuses; or adapters that are not merged.
+    """
+    if unknown := commit.keys() - set(_COMMIT):
+        raise TypeError(f"push_to_hub() got an unexpected keyword argument {min(unknown)!r}")
+    with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
+        model.save_pretrained(folder, max_shard_size=max_shard_size or MAX_SHARD)  # type: ignore[operator]
+        if tags and (Path(folder) / CARD).is_file():
+            add_tags(Path(folder), tags)
+        return upload(Path(folder), repo_id, private=private, token=token, **commit)
 
 
 def write(
@@ -127,6 +167,7 @@ def write(
     """
     from huggingface_hub import save_torch_state_dict
 
+    origin = Origin.of(model)
     if example is not None:
         remember(model, example)
     model, why = _as_stock(model, same_tensors)
@@ -144,13 +185,16 @@ def write(
             "dtype": str(dtype).removeprefix("torch."),
             "attention": getattr(config, "_attn_implementation", None),
             "fingerprint": fingerprint(model),
+            "heads": heads_before(model),
             "removed": removed(model),
+            "repaired": was_repaired(model),
             "structure": structure,
             "why_not_stock": why,
             "about": about or {},
         },
     )
     probe.keep(model, folder)
+    write_card(folder, origin)
 
 
 def _as_stock(model: nn.Module, same_tensors: bool) -> tuple[nn.Module, str]:
@@ -177,7 +221,8 @@ def _write_config(model: nn.Module, folder: Path, structure: Structure, cls: typ
     config: Any = copy.deepcopy(model.config)
     config.architectures, config.dtype = [cls.__name__], dtype
     if structure and cls.__module__.startswith("transformers."):
-        config.headprune = {**structure, "removed": removed(model)}
+        noted = {"removed": removed(model), "heads": heads_before(model), "repaired": was_repaired(model)}
+        config.headprune = {**structure, **noted}
         config.auto_map = remote_code.auto_map(cls)
         write_text(folder / remote_code.FILE, remote_code.code_for(cls, __version__))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.asked import numbers_in
-from headprune.cli.options import Device, Dtype, Loading, Manner, Seed, Task, Trust, by_groups, typed
+from headprune.cli.options import Device, Dtype, Loading, Manner, Task, Trust, by_groups, typed
 from headprune.cli.session import session
 from headprune.errors import HeadPruneError
 
@@ -17,7 +18,10 @@ from headprune.errors import HeadPruneError
 @app.command(epilog="Example: `headprune bench MODEL reports/digits/pruned-12 --batch-sizes 1,64`")
 @by_groups
 def bench(
-    dense: Annotated[str, typer.Argument(metavar="DENSE", help="The model to compare with.")],
+    dense: Annotated[
+        str,
+        typer.Argument(metavar="DENSE", help="The model to compare with (or an .onnx file, or an OpenVINO folder)."),
+    ],
     pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="The other model.")],
     manner: Manner,
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,8,32",
@@ -25,15 +29,26 @@ def bench(
     task: Task = None,
     device: Device = None,
     dtype: Dtype = None,
-    seed: Seed = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Time two models against each other, in turn, on the same inputs."""
+    """Time two models against each other, in turn, on the same inputs; or two files that `headprune export` wrote, in their engine."""
     with session(manner) as console:
-        from headprune import latency
+        from headprune import exporting, latency
         from headprune.app.models import check_length, dummy_input, load_model
 
         sizes, tokens = numbers_in("--batch-sizes", batch_sizes), numbers_in("--lengths", lengths)
+        files = {"dense": Path(dense), "pruned": Path(pruned)}
+        kinds = [exporting.is_exported(file) for file in files.values()]
+        if any(kinds):
+            if not all(kinds):
+                raise HeadPruneError(
+                    f"Only one of {dense} and {pruned} is for another engine.", "Export both, or compare two models."
+                )
+            with console.track("timing") as progress:
+                rows = exporting.bench_files(files, sizes, tokens, progress=progress)
+            tables.print_latency(console, rows)
+            console.document({"rows": [row.to_json() for row in rows]})
+            return
         loading = typed(Loading(task, device, dtype, trust_remote_code))
         first, second = (load_model(m, **loading, with_processor=False) for m in (dense, pruned))
         if first.task != second.task:
@@ -45,9 +60,7 @@ def bench(
             check_length(loaded, max(used))
         inputs = [(b, t, dummy_input(first, b, t or 1)) for t in used for b in sizes]
         with console.track("timing") as progress:
-            rows = latency.bench(
-                {"dense": first.model, "pruned": second.model}, inputs, seed=seed or 0, progress=progress
-            )
+            rows = latency.bench({"dense": first.model, "pruned": second.model}, inputs, progress=progress)
         before, after = (latency.parameters(loaded.model) for loaded in (first, second))
         tables.print_latency(console, rows)
         console.result(f"Parameters: {before:,} and {after:,} ({after / before - 1:+.1%})")

@@ -74,6 +74,9 @@ class Format:
         suffix: What its files end in, with the dot; what its folders end in, where a model is several files.
         folder: Whether a model is a folder.
         needs: Packages that write it; ``pip install headprune[NAME]`` installs them.
+        dtypes: What it can store weights in: some of `DTYPES`.
+        as_stored: Whether weights are best stored as the model's folder has them; else in float32, since engines compute in what the
+            file has, and few processors are fast in half precision.
         about: The first line of the writer's docstring.
         options: What can be asked of this format: the names of the writer's arguments by keyword alone.
     """
@@ -82,6 +85,8 @@ class Format:
     suffix: str
     folder: bool
     needs: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    as_stored: bool
     write: Writer
     about: str
     options: tuple[str, ...] = ()
@@ -112,7 +117,13 @@ FORMATS: dict[str, Format] = {}
 
 
 def exporter(
-    name: str, suffix: str, *, needs: tuple[str, ...] = (), folder: bool = False
+    name: str,
+    suffix: str,
+    *,
+    needs: tuple[str, ...] = (),
+    folder: bool = False,
+    dtypes: tuple[str, ...] = DTYPES,
+    as_stored: bool = True,
 ) -> Callable[[Writer], Writer]:
     """Register a function that writes a format; the first line of its docstring describes it, and its arguments by keyword alone
     (with defaults) are what can be asked of it.
@@ -125,7 +136,7 @@ def exporter(
         given = inspect.signature(write).parameters.values()
         options = tuple(p.name for p in given if p.kind is p.KEYWORD_ONLY)
         about = (write.__doc__ or "").strip().splitlines()[0]
-        FORMATS[name] = Format(name, suffix, folder, needs, write, about, options)
+        FORMATS[name] = Format(name, suffix, folder, needs, dtypes, as_stored, write, about, options)
         return write
 
     return register

@@ -14,7 +14,15 @@ from headprune.errors import first_line
 from headprune.forms import as_stored, guesses, made, remember_forms, remembered
 from headprune.inputs import model_device, move
 from headprune.probe import answered
-from headprune.pruned import note_removed, removed, structure_of
+from headprune.pruned import (
+    heads_before,
+    note_heads,
+    note_removed,
+    note_was_repaired,
+    removed,
+    structure_of,
+    was_repaired,
+)
 from headprune.stock.statement import CannotStateError, Statement, statements
 from headprune.surgery.proof import COARSEST, LAYERS, tolerance_of
 from headprune.surgery.watch import gap, largest
@@ -41,6 +49,9 @@ def stock_instance(model: nn.Module) -> Any:
             )
         else:
             note_removed(stock, removed(model))
+            note_heads(stock, heads_before(model))
+            if was_repaired(model):
+                note_was_repaired(stock)
             remember_forms(stock, remembered(model))
             return stock
     assert why is not None
