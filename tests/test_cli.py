@@ -44,6 +44,8 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
         "report.md",
         "importance.png",
         "agreement.png",
+        "heads.json",
+        "heads.png",
     }
     result = run("prune", "--keep", "50%")
     assert "tiny-bert-1/report.md" in result.stdout
@@ -53,6 +55,8 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
         "report.md",
         "importance.png",
         "agreement.png",
+        "heads.json",
+        "heads.png",
         "tradeoff.png",
         "orders.png",
         "latency.png",
@@ -395,6 +399,8 @@ def test_scoring_again_leaves_no_figures_of_the_old_prune(pruned: Path, bert_fol
         "run.json",
         "report.md",
         "importance.png",
+        "heads.json",
+        "heads.png",
     }
     assert "pruned-" not in (pruned / "report.md").read_text().split("## How it was measured")[0]
 
