@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from headprune import __version__
-from headprune.app.documents import Environment, Metrics, Run
+from headprune.app.documents import Environment, Heads, Metrics, Run
 from headprune.app.folders import Folder
 from headprune.errors import HeadPruneError
 from headprune.jsonio import read_json
@@ -22,7 +22,7 @@ REPORTS = Path("reports")
 # What a run is made of; a new one in its place replaces all of it.
 PARTS = (
     "scores.json", "run.json", "metrics.json", "plan*.json", "pruned-*",
-    "report.md", "importance.png", "agreement.png", "tradeoff.png", "latency.png",
+    "report.md", "report.html", "heads.json", "importance.png", "agreement.png", "tradeoff.png", "latency.png",
 )  # fmt: skip
 
 
@@ -46,6 +46,14 @@ class RunFolder(Folder):
     def report_path(self) -> Path:
         return self.path / "report.md"
 
+    @property
+    def page_path(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def heads_path(self) -> Path:
+        return self.path / "heads.json"
+
     def plan_path(self, keep: int, first: bool) -> Path:
         """The first budget's plan is plan.json; further ones carry their number."""
         return self.path / ("plan.json" if first else f"plan-{keep}.json")
@@ -68,6 +76,10 @@ class RunFolder(Folder):
 
     def read_metrics(self) -> Metrics | None:
         return Metrics.read(self.metrics_path) if self.pruned else None
+
+    def read_heads(self) -> Heads | None:
+        self.settle()
+        return Heads.read(self.heads_path) if self.heads_path.exists() else None
 
 
 def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "") -> RunFolder:

@@ -1,10 +1,10 @@
-"""The report of a run: markdown and figures, made from the run folder's documents alone."""
+"""The report of a run: markdown with figures and one HTML page, made from the run folder's documents alone."""
 
 from __future__ import annotations
 
 import jinja2
 
-from headprune.app.report import figures, markdown
+from headprune.app.report import figures, markdown, page
 from headprune.app.runs import RunFolder
 from headprune.errors import HeadPruneError
 from headprune.jsonio import write_text
@@ -13,7 +13,7 @@ __all__ = ["write"]
 
 
 def write(folder: RunFolder) -> None:
-    """Write ``report.md`` and its figures; doing it again gives the same text.
+    """Write ``report.md``, its figures and ``report.html``; doing it again gives the same text.
 
     Raises:
         HeadPruneError: A document is missing or damaged.
@@ -39,3 +39,4 @@ def _write(folder: RunFolder) -> None:
         figures.trade_off(folder.path / "tradeoff.png", metrics)
         figures.latency(folder.path / "latency.png", metrics.latency)
     write_text(folder.report_path, markdown.render(run, scores, metrics))
+    write_text(folder.page_path, page.render(run, scores, metrics, folder.read_heads()))
