@@ -38,6 +38,7 @@ function matrix(seen, width, chosen, then) {
       }),
     ],
   });
+  picture(svg);
   svg.addEventListener("click", (event) => {
     const box = svg.getBoundingClientRect();
     const top = (margin / svg.viewBox.baseVal.height) * box.height;
@@ -58,7 +59,7 @@ function keys(seen, row) {
     const weight = seen.at(row, key);
     const word = made("span", "", { class: "token", title: weight.toFixed(2) });
     const back = made("span", "", { class: "paint", "aria-hidden": "true" });
-    back.style.opacity = 0.65 * painted(weight);
+    back.style.opacity = painted(weight);
     word.append(back, made("span", labels[key] || " "));
     place.append(word);
   }
@@ -66,12 +67,14 @@ function keys(seen, row) {
     const [rows, columns] = grid;
     const box = made("div", "", { class: "patches", role: "img", "aria-label": `Attention over the image's ${rows} by ${columns} patches` });
     if (image?.startsWith("data:image/png;base64,")) box.append(made("img", "", { src: image, alt: "The example" }));
-    box.append(Plot.plot({
+    const patches = Plot.plot({
       width: columns * 20, height: rows * 20, margin: 0, axis: null, x: { type: "band", domain: d3.range(columns), padding: 0 }, y: { type: "band", domain: d3.range(rows), padding: 0 },
       marks: [Plot.cell(d3.range(rows * columns), {
         x: (i) => i % columns, y: (i) => Math.floor(i / columns), fill: "var(--patch)", fillOpacity: { value: (i) => 0.85 * painted(seen.at(row, before + i)), scale: null },
       })],
-    }));
+    });
+    unlabelled(patches);
+    box.append(patches);
     place.append(box);
   }
   return place;

@@ -6,14 +6,15 @@ if (data.curve) {
   const names = [...methods, ...(points.some((p) => p.method === "random") ? ["random"] : [])];
   const colour = (method) => (method === "random" ? "var(--grey)" : `var(--c${methods.indexOf(method) % 6})`);
   const dash = (method) => (method === "random" ? "6 4" : ["", "8 3", "2 3", "10 3 2 3", "5 5", "1 4"][methods.indexOf(method) % 6]);
+  const dense = data.sizes.filter((s) => !s.file && s.figure[0] !== null).map((s) => ({ at: s.figure[0] }));
   const measured = data.sizes.filter((s) => s.file && s.figure[0] !== null).map((s) => ({ ...s, at: s.figure[0], low: s.figure[1], high: s.figure[2] }));
   const fine = points.filter((p) => p.value !== null);
 
   const draw = drawn(by("curve"), (width) => {
     const size = data.sizes[state.size];
     const at = size.figure[0] === null ? [] : [{ ...size, at: size.figure[0] }];
-    return Plot.plot({
-      width, height: Math.max(260, Math.min(380, width * 0.6)), marginLeft: 54, marginBottom: 40, style: { fontSize: "12px" },
+    return picture(Plot.plot({
+      width, height: Math.max(260, Math.min(520, width * 0.95)), marginLeft: 54, marginBottom: 40, style: { fontSize: "12px" },
       ariaLabel: `${metric} against heads kept`,
       ariaDescription: "The table under this chart has the same figures.",
       x: { label: `heads kept, of ${total}`, domain: [0, total * 1.02], labelArrow: "none" },
@@ -23,13 +24,14 @@ if (data.curve) {
         Plot.areaY(fine, { x: "kept", y1: "low", y2: "high", z: "method", fill: { value: (p) => colour(p.method), scale: null }, fillOpacity: 0.1 }),
         ...names.map((name) => Plot.lineY(fine.filter((p) => p.method === name), { x: "kept", y: "value", stroke: colour(name), strokeWidth: 1.75, strokeDasharray: dash(name) })),
         Plot.dot(fine.filter((p) => p.kept < total), { x: "kept", y: "value", r: 3, fill: { value: (p) => colour(p.method), scale: null } }),
+        Plot.ruleY(dense, { y: "at", stroke: "var(--ink)", strokeDasharray: "1 4" }),
         Plot.ruleX(at, { x: "kept", stroke: "var(--ink)", strokeDasharray: "2 3" }),
         Plot.ruleX(measured, { x: "kept", y1: "low", y2: "high", stroke: "var(--ink)", strokeWidth: 1.5 }),
         Plot.dot(measured, { x: "kept", y: "at", symbol: "diamond", r: 5, fill: "var(--ink)", stroke: "var(--panel)" }),
         Plot.dot(at, { x: "kept", y: "at", r: 10, stroke: "var(--accent)", strokeWidth: 2.5 }),
         Plot.tip(fine, Plot.pointer({ x: "kept", y: "value", title: (p) => `${p.method}, ${p.kept} heads: ${p.said}`, fill: "var(--panel)", stroke: "var(--line)" })),
       ],
-    });
+    }));
   });
   on("size", draw);
 

@@ -2,13 +2,36 @@
 
 const panel = by("head");
 
-/** On a narrow screen the panel is a sheet over the page, and comes when a head is tapped. */
-function open() {
-  panel.classList.add("open");
+let held = false;
+
+/** A pointer is over a head: it is shown, unless another one is held. Fingers do not hover. */
+function hover(event, i) {
+  if (!held && event.pointerType !== "touch") choose("head", i);
 }
 
-function close() {
-  panel.classList.remove("open");
+/** The keyboard's focus is on a head: it is shown. */
+function reach(i) {
+  if (i !== state.head) release();
+  choose("head", i);
+}
+
+/** A head was clicked or tapped: it stays until it is clicked again. On a narrow screen the panel comes up. */
+function hold(i) {
+  const again = held && i === state.head;
+  choose("head", i);
+  held = !again;
+  tell();
+  if (document.activeElement !== document.body) document.activeElement.scrollIntoView({ block: "nearest" });
+}
+
+function release() {
+  held = false;
+  tell();
+}
+
+function tell() {
+  panel.classList.toggle("open", held);
+  by("head-pinned").textContent = held ? "Held: other heads that you point at do not replace it. Esc lets go." : "";
 }
 
 {
@@ -101,6 +124,6 @@ function close() {
     see();
   });
   on("head", show);
-  by("head-close").addEventListener("click", close);
-  document.addEventListener("keydown", (event) => event.key === "Escape" && close());
+  by("head-close").addEventListener("click", release);
+  document.addEventListener("keydown", (event) => event.key === "Escape" && release());
 }

@@ -7,7 +7,7 @@ if (data.latency.length) {
     const now = data.sizes[state.size].name;
     const strong = (m) => m.name === now;
     const chart = Plot.plot({
-      width, height: 26 * fine.length + 8, marginLeft: 78, marginRight: 112, marginTop: 2, marginBottom: 6, style: { fontSize: "12px" },
+      width, height: 22 * fine.length + 8, marginLeft: 78, marginRight: 112, marginTop: 2, marginBottom: 6, style: { fontSize: "12px" },
       ariaLabel: `Milliseconds of a forward pass, ${input}`,
       ariaDescription: fine.map((m) => `${m.name}: ${m.said}`).join("; "),
       x: { axis: null, domain: [0, d3.max(fine, (m) => Math.max(m.p95 ?? 0, m.median))] },
@@ -25,6 +25,6 @@ if (data.latency.length) {
         }),
       ],
     });
-    return [made("h3", input), chart];
+    return [made("h3", input), picture(chart)];
   })));
 }

@@ -17,10 +17,10 @@
   const draw = drawn(by("map"), (width) => {
     const widest = d3.max(data.layers, ([, count]) => count);
     const left = 34;
-    const side = Math.max(24, Math.min(44, Math.floor((width - left - 6) / widest)));
+    const side = Math.max(24, Math.min(64, Math.floor((width - left - 6) / widest)));
     const indices = d3.range(heads.length);
     const svg = Plot.plot({
-      width: left + 6 + side * widest, height: 26 + 4 + Math.min(side, 34) * data.layers.length,
+      width: left + 6 + side * widest, height: 26 + 4 + Math.min(side, 36) * data.layers.length,
       marginLeft: left, marginRight: 6, marginTop: 26, marginBottom: 4, style: { fontSize: "12px" },
       x: { type: "band", domain: d3.range(widest), axis: "top", label: null, tickSize: 0, padding: 0.06, ticks: null, tickFormat: (h) => (h % (side < 28 ? 2 : 1) ? "" : h) },
       y: { type: "band", domain: d3.range(data.layers.length), label: null, tickSize: 0, padding: 0.06, tickFormat: (l) => data.layers[l][0] },
@@ -39,15 +39,15 @@
     crosses = [...svg.querySelectorAll("g[aria-label=text] text")];
     for (const [i, cell] of cells.entries()) {
       cell.setAttribute("role", "button");
-      cell.addEventListener("pointerenter", (event) => event.pointerType !== "touch" && choose("head", i));
-      cell.addEventListener("focus", () => choose("head", i));
+      cell.addEventListener("pointerenter", (event) => hover(event, i));
+      cell.addEventListener("focus", () => reach(i));
       cell.addEventListener("click", () => {
         cell.focus();
-        open();
+        hold(i);
       });
       cell.addEventListener("keydown", (event) => move(event, i));
     }
-    svg.querySelector("g[aria-label=cell]").removeAttribute("aria-label");
+    unlabelled(svg);
     mark();
     return svg;
   });
@@ -72,7 +72,7 @@
       ArrowDown: () => within(Math.min(data.layers.length - 1, layer + 1), head), ArrowUp: () => within(Math.max(0, layer - 1), head),
       Home: () => within(layer, 0), End: () => within(layer, Infinity),
     }[event.key];
-    if (event.key === "Enter" || event.key === " ") open();
+    if (event.key === "Enter" || event.key === " ") hold(i);
     else if (to) cells[to()].focus();
     else return;
     event.preventDefault();
@@ -81,9 +81,11 @@
   function legend() {
     const m = method();
     const bar = made("span", "", { class: `ramp${m?.signed ? " signed" : ""}`, "aria-hidden": "true" });
-    const scale = m ? [made("span", m.signed ? `−${m.said}` : "0"), bar, made("span", `${m.said} or more`), made("span", m.unit.split(",")[0])] : [];
-    if (m?.signed) scale.push(made("span", "red: harmful"));
-    by("map-legend").replaceChildren(...scale, ...(data.sizes.length ? [made("span", "× pruned in the chosen size")] : []));
+    const ends = m?.signed ? [`−${m.said} or less`, `${m.said} or more`] : ["0", `${m?.said} or more`];
+    const scale = m ? [made("span", ends[0]), bar, made("span", ends[1])] : [];
+    const words = m ? [made("span", `${m.unit.split(",")[0]}${m.signed ? "; red: harmful" : ""}`, { class: "line" })] : [];
+    if (data.sizes.length) words.push(made("span", "×: pruned in the chosen size", { class: "line" }));
+    by("map-legend").replaceChildren(...scale, ...words);
   }
 
   for (const radio of document.querySelectorAll("[name=method]")) radio.addEventListener("change", () => (draw(), legend()));

@@ -24,6 +24,20 @@ function made(tag, text = "", attributes = {}) {
   return element;
 }
 
+/** A chart as one picture for those who do not see it: its label and description are what is read. */
+function picture(chart) {
+  for (const svg of [chart, ...chart.querySelectorAll("svg")].filter((e) => e.tagName === "svg")) {
+    svg.setAttribute("role", "img");
+    unlabelled(svg);
+  }
+  return chart;
+}
+
+/** Without the names that Plot gives its marks: they say nothing to a reader. */
+function unlabelled(svg) {
+  for (const group of svg.querySelectorAll("[aria-label]:not([role])")) group.removeAttribute("aria-label");
+}
+
 /** Draw into a place now, and again whenever its width changes; returns a function that draws again. */
 function drawn(place, draw) {
   let width = 0;

@@ -33,14 +33,10 @@
 
   const of = (event) => event.target.closest?.("tr[data-head]");
   body.addEventListener("pointerover", (event) => {
-    if (event.pointerType !== "touch" && of(event)) choose("head", Number(of(event).dataset.head));
+    if (of(event)) hover(event, Number(of(event).dataset.head));
   });
-  body.addEventListener("focusin", (event) => choose("head", Number(of(event).dataset.head)));
-  body.addEventListener("click", (event) => {
-    if (!of(event)) return;
-    choose("head", Number(of(event).dataset.head));
-    open();
-  });
+  body.addEventListener("focusin", (event) => reach(Number(of(event).dataset.head)));
+  body.addEventListener("click", (event) => of(event) && hold(Number(of(event).dataset.head)));
 
   let chosen = null;
   on("head", (i) => {
@@ -52,3 +48,4 @@
 
 // Everything is listening: what stands at first.
 if (data.sizes.length) choose("size", by("budget").valueAsNumber);
+choose("head", d3.greatestIndex(data.methods[0]?.values ?? [0], (value) => value ?? -Infinity));
