@@ -19,6 +19,8 @@ from headprune.app.documents.finetune import (
 )
 from headprune.app.documents.heads import Heads, LayerProfile, Positions, Sample, SampleLayer
 from headprune.app.documents.metrics import (
+    AlsoData,
+    AlsoMeasured,
     Asked,
     BudgetResult,
     ComparedOrder,
@@ -38,9 +40,9 @@ from headprune.app.documents.metrics import (
 from headprune.app.documents.run import LayerFacts, ModelFacts, Run
 
 __all__ = [
-    "Asked", "BudgetResult", "ComparedOrder", "ComparedPlan", "Cut", "Dense", "Document", "Environment", "Epoch",
-    "Examples", "File", "FinetuneFacts", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Heads", "Latency",
-    "LayerFacts", "LayerProfile", "Measured", "Metrics", "ModelFacts", "PlannedWork", "Planning", "Point", "Positions",
-    "Proved", "Refitted", "Repaired", "Run", "Sample", "SampleLayer", "StepTrial", "Trained", "Training",
-    "TrainingOptions",
+    "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "ComparedOrder", "ComparedPlan", "Cut", "Dense", "Document",
+    "Environment", "Epoch", "Examples", "File", "FinetuneFacts", "FinetuneRecord", "FinetunedChanges", "FinetunedModels",
+    "Heads", "Latency", "LayerFacts", "LayerProfile", "Measured", "Metrics", "ModelFacts", "PlannedWork", "Planning",
+    "Point", "Positions", "Proved", "Refitted", "Repaired", "Run", "Sample", "SampleLayer", "StepTrial", "Trained",
+    "Training", "TrainingOptions",
 ]  # fmt: skip

@@ -5,19 +5,22 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from headprune import latency
 from headprune.app import runs
+from headprune.app.data import load_also
 from headprune.app.documents import (
+    AlsoData,
     BudgetResult,
     ComparedOrder,
     Dense,
     Document,
     Environment,
+    Examples,
     Latency,
     Measured,
     Metrics,
@@ -25,7 +28,7 @@ from headprune.app.documents import (
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.workflow.checks import check_goal, check_scored
-from headprune.app.workflow.results import Control, Job, prune_to
+from headprune.app.workflow.results import Control, Job, guessing, prune_to
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.scoring import run_after, run_document, score_all
 from headprune.app.workflow.stages import publish, stages_of
@@ -80,6 +83,9 @@ class PruneRun:
             HeadPruneError: The goal makes no sense for them; the scores are another model's, or of examples that will be reported.
         """
         scene = open_scene(self.options, console)
+        scene = replace(scene, parts=load_also(self.options.data, scene.loaded, scene.parts))
+        for part in scene.parts.also:
+            console.say(f"Second data, to which nothing is fitted: {len(part)} examples of {part.name}.")
         check_goal(self.goal, scene)
         if self.source is not None:
             _check_same(scene, scores, self.source)
@@ -117,11 +123,13 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
             f"{asked.options.model} is stored in {str(half).removeprefix('torch.')}: pruned models are saved so, too."
         )
     methods = asked.methods if source or asked.goal.uses_scores else []
-    run = run_document(scene, methods) if source is None else run_after(source.read_run(), scene)
+    run = run_document(scene, methods, folder) if source is None else run_after(source.read_run(), scene, folder)
     before = 0.0
     if source is None:
         scores, before = score_all(scene, methods, folder, console)
-    facts = [asdict(asked.goal), list(methods), [s.to_json() for s in scores]]
+    # What is only measured there changes no other result, but nothing may be trained on it.
+    also = [part.content_hash() for part in scene.parts.also] if asked.goal.finetune else []
+    facts = [asdict(asked.goal), list(methods), [s.to_json() for s in scores], *also]
     stages = stages_of(folder, "prune", scene, *facts, say=console.say)
     content = RunFolder(stages.path / "content")
     job = Job(scene, asked.goal, trials_of(scene, asked.goal.repair, stages), stages, content, console)
@@ -148,7 +156,8 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
     fits = _kept_fits(job, environment, lambda: fits_of(scene, goal, orders, trials, console))
     fits = list({f.plan.asked: f for f in fits}.values())  # "50%" and "36" may be the same
     dense = job.measured("dense", scene.model, "measuring the dense model")
-    control = Control(dense, random_orders(scene, goal, fits))
+    also = [job.measured("dense", scene.model, f"measuring the dense model on {p.name}", p) for p in scene.parts.also]
+    control = Control(dense, random_orders(scene, goal, fits), also)
     curve = trade_off(shown(goal, orders, fits, trials), control.random, fits, trials, console)
     for note in dict.fromkeys(note for f in fits for note in f.plan.notes):
         console.say(note)
@@ -161,10 +170,15 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
             **Measured.of(dense, scene.metric).given(),
             parameters=latency.parameters(scene.model),
             flops=latency.flops(scene.model, scene.typical_input()),
+            guessing=guessing(scene),
         ),
         budgets=tuple(result for result, _ in made),
         curve=tuple(curve),
         latency=_timed(job, environment, made),
+        also=tuple(
+            AlsoData(name=part.name, data=Examples.of(part), dense=Measured.of(found, scene.metric))
+            for part, found in zip(scene.parts.also, also, strict=True)
+        ),
     )
     return fits, metrics
 

@@ -30,7 +30,7 @@ def score_run(
     for name in methods:
         method_named(name)
     scene = open_scene(options, console)
-    run = run_document(scene, methods)
+    run = run_document(scene, methods, folder)
     scores, before = score_all(scene, methods, folder, console)
     content = RunFolder(folder.unfinished / "content")
     shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
@@ -70,7 +70,7 @@ def score_all(
     return found, stages.before
 
 
-def run_document(scene: Scene, methods: Sequence[str]) -> Run:
+def run_document(scene: Scene, methods: Sequence[str], folder: RunFolder) -> Run:
     """What run.json says, but for the time that it took; made before the long work, so that it is known to be writable."""
     attention = getattr(scene.model.config, "_attn_implementation", None)
     parameter = next(scene.model.parameters())
@@ -93,14 +93,16 @@ def run_document(scene: Scene, methods: Sequence[str]) -> Run:
             heads=sum(layer.num_heads for layer in scene.layers),
             layers=tuple(LayerFacts.model_validate(layer) for layer in scene.layers),
         ),
+        folder=str(folder.path),
     )
 
 
-def run_after(run: Run, scene: Scene) -> Run:
+def run_after(run: Run, scene: Scene, folder: RunFolder) -> Run:
     """A scoring run's document where another run prunes by its scores: the data beside the scored part may be other data."""
     scored = run.options
     options = replace(scene.options, scoring=scored.scoring, distil=scored.distil, keep=scored.keep)
-    return run.changed(options=options, **_cut_of(scene), commands=(run.commands[0], runs.command_line()))
+    commands = (run.commands[0], runs.command_line())
+    return run.changed(options=options, **_cut_of(scene), commands=commands, folder=str(folder.path))
 
 
 def _cut_of(scene: Scene) -> dict[str, Any]:
