@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import shlex
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -13,12 +14,13 @@ import jinja2
 from markupsafe import Markup
 
 from headprune.app.documents import Heads, Metrics, Run
-from headprune.app.report import findings, numbers
+from headprune.app.report import findings, numbers, sentences
 from headprune.app.report.page import drawn
+from headprune.app.report.verdict import verdict
 from headprune.scoring.base import HeadScores
 
 # In the order of the page. A part is parts/NAME.html.j2, and parts/NAME.js where something in it moves.
-PARTS = ("opening", "budgets", "slider", "curve", "heads", "details")
+PARTS = ("opening", "sizes", "slider", "curve", "heads", "details")
 _SCRIPTS = ("state", "slider", "curve", "latency", "map", "attention", "head", "table")
 _VENDORED = ("d3.min.js", "plot.umd.min.js")
 
@@ -41,8 +43,10 @@ def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None, head
     }  # fmt: skip
     if metrics is not None:
         values |= {
-            "metric": metrics.metric, "fastest": drawn.largest(metrics.latency),
-            "chosen": drawn.chosen(metrics, sizes), "curves": findings.trade_off(metrics.curve),
+            "metric": metrics.metric, "chosen": drawn.chosen(metrics, sizes), "curves": findings.trade_off(metrics.curve),
+            "columns": sentences.table(metrics)[0], "found": verdict(metrics), "headline": sentences.headline(metrics),
+            "reasons": [sentences.rule(metrics), f"Better than random heads? {sentences.over_random(metrics)}"],
+            "changes": findings.trained_on_choosing(metrics) is not None, "cautions": sentences.cautions(run, metrics),
         }  # fmt: skip
     return _environment().get_template("page.html.j2").render(values)
 
@@ -54,7 +58,7 @@ def _environment() -> jinja2.Environment:
         loader=jinja2.PackageLoader("headprune.app.report.page", "."), undefined=jinja2.StrictUndefined, autoescape=True,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    made.filters |= {f.__name__: f for f in (numbers.value, numbers.ratio, numbers.shape, numbers.device)}
+    made.filters |= {f.__name__: f for f in (numbers.value, numbers.ratio, numbers.shape, numbers.device, shlex.quote)}
     made.filters |= {"fmt": format, "thousands": lambda number: f"{number:,}"}
     return made
 

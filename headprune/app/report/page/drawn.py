@@ -10,78 +10,56 @@ from typing import Any
 
 import numpy as np
 
-from headprune.app.documents import BudgetResult, Heads, Latency, Metrics, Run
-from headprune.app.report import findings, numbers
-from headprune.latency import LatencyRow
+from headprune.app.documents import Heads, Latency, Metrics, Point, Run
+from headprune.app.report import findings, numbers, sentences
+from headprune.app.report.verdict import verdict
 from headprune.scoring.base import HeadScores
 
 _WEIGHTS = 1_200_000  # bytes of attention weights in a page, at most: further samples are left out
-_LIMIT = 0.98  # the share of heads whose score has a colour of its own; those beyond have the last one
 
 
 @dataclass(frozen=True)
 class Size:
-    """A pruned model, or the dense one, in the words of the tables.
+    """A position of the slider: a pruned model, or the dense one.
 
     Attributes:
+        heads: In words.
         name: In the table of latencies.
         figure: The metric on the reporting part, with its 95 % interval.
-        speed: On the largest input that was timed.
-        file: The folder that it was saved to; "" for the dense model.
+        cells: Its row of the first table.
         gone: Addresses of the heads that went: layer name and index.
+        file: The folder that it was saved to; "" for the dense model.
     """
 
     kept: int
+    heads: str
     name: str
     figure: tuple[float, float, float]
-    heads: str
-    value: str
-    interval: str
-    change: str = ""
-    verdict: str = ""
-    random: str = ""
-    speed: str = ""
-    size: str = ""
-    file: str = ""
+    cells: tuple[str, ...]
     gone: frozenset[tuple[str, int]] = frozenset()
+    file: str = ""
 
 
 def sizes(metrics: Metrics) -> list[Size]:
     """The pruned models from the smallest up, then the dense one."""
-    metric, dense, total = metrics.metric, metrics.dense, metrics.budgets[0].total
+    metric, dense = metrics.metric, metrics.dense
+    (first, *rows), budgets = sentences.table(metrics)[1], findings.largest_first(metrics)
+    pruned = [
+        Size(
+            b.kept, f"{b.kept} of {b.total}", b.name, (b.pruned.metrics[metric], b.pruned.low, b.pruned.high), row.cells,
+            frozenset((name, h) for name, heads in b.drop.items() for h in heads), b.checkpoint,
+        )
+        for b, row in zip(budgets, rows, strict=True)
+    ]  # fmt: skip
+    total = budgets[0].total
     figure = (dense.metrics[metric], dense.low, dense.high)
-    last = Size(
-        total, "dense", figure, f"{total} (dense)", numbers.value(figure[0], metric), _interval(figure, metric),
-        size=f"{dense.parameters:,}",
-    )  # fmt: skip
-    return [*(_pruned(b, metrics) for b in reversed(findings.largest_first(metrics))), last]
-
-
-def _pruned(b: BudgetResult, metrics: Metrics) -> Size:
-    metric, row = metrics.metric, largest(metrics.latency)
-    figure = (b.pruned.metrics[metric], b.pruned.low, b.pruned.high)
-    return Size(
-        b.kept, b.name, figure, f"{b.kept} of {b.total}", numbers.value(figure[0], metric), _interval(figure, metric),
-        change=numbers.change(b.change, metric), verdict=b.change.verdict,
-        random=numbers.value(sum(b.random) / len(b.random), metric) if b.random else "",
-        speed=numbers.ratio(row.speedups[b.name]) if row and b.name in row.speedups else "",
-        size=f"{b.parameters:,} ({b.parameters / metrics.dense.parameters - 1:+.1%})", file=b.checkpoint,
-        gone=frozenset((name, h) for name, heads in b.drop.items() for h in heads),
-    )  # fmt: skip
-
-
-def _interval(figure: tuple[float, float, float], metric: str) -> str:
-    return f"{numbers.value(figure[1], metric)} to {numbers.value(figure[2], metric)}"
-
-
-def largest(latency: Latency) -> LatencyRow | None:
-    """The input with the most tokens (or examples) of those that were timed."""
-    return max(latency.rows, key=lambda row: row.batch * max(row.length, 1), default=None)
+    return [*reversed(pruned), Size(total, f"all {total}", "dense", figure, first.cells)]
 
 
 def chosen(metrics: Metrics, found: Sequence[Size]) -> int:
-    """Where the slider stands at first: at the budget that was asked for first."""
-    return next(i for i, size in enumerate(found) if size.name == metrics.budgets[0].name)
+    """Where the slider stands at first: at the model that the verdict is about."""
+    name = verdict(metrics).budget.name
+    return next(i for i, size in enumerate(found) if size.name == name)
 
 
 @dataclass(frozen=True)
@@ -133,49 +111,76 @@ def everything(
         "layers": [[f"L{a.index}", a.num_heads] for a in run.model.layers],
         "methods": [_method(s, addresses) for s in scores],
         "sizes": [
-            {**asdict(size), "gone": sorted(places[a] for a in size.gone if a in places)} for size in found
+            {
+                **asdict(size), "gone": sorted(places[a] for a in size.gone if a in places),
+                "use": f'headprune.load("{_folder(run, size)}")' if size.file else "the model as it is",
+            }
+            for size in found
         ],
-        "curve": _curve(metrics) if metrics else None,
+        "curve": _curve(metrics, found) if metrics else None,
         "latency": _latency(metrics.latency) if metrics else [],
         "profiles": _profiles(run, heads) if heads else None,
         "samples": _samples(heads) if heads else [],
     }  # fmt: skip
 
 
+def _folder(run: Run, size: Size) -> str:
+    return f"{run.folder}/{size.file}" if run.folder else size.file
+
+
 def _method(scores: HeadScores, addresses: Sequence[tuple[str, int]]) -> dict[str, Any]:
-    """A method's scores for the map, and the limit of its colours, beyond which few heads lie."""
+    """A method's scores for the map.
+
+    Colours are as in importance.png: even in size up to ``usual``, the median, and in ratio beyond it, up to ``most``.
+    """
     values = [value for _, value in (_score(scores, *address) for address in addresses)]
     found = [abs(value) for value in values if isinstance(value, float)]
-    limit = (float(np.quantile(found, _LIMIT)) or max(found)) if found else 0.0
+    most = max(found, default=0.0) or 1.0
     return {
-        "name": scores.method, "unit": scores.unit, "values": [None if v == "" else v for v in values],
-        "limit": limit, "said": f"{limit:.3g}", "signed": scores.signed and any(v < 0 for v in values if v != ""),
+        "name": scores.method, "unit": scores.unit.split(",")[0].split(" when ")[0],
+        "values": [None if v == "" else v for v in values],
+        "usual": max(float(np.median(found)) if found else most, most / 1000), "most": most, "said": f"{most:.3g}",
+        "signed": scores.signed and any(isinstance(v, float) and v < 0 for v in values),
     }  # fmt: skip
 
 
-def _curve(metrics: Metrics) -> dict[str, Any]:
-    """Every method's line, each from the dense model's point; of random draws, mean and range."""
-    metric, dense = metrics.metric, next(p for p in metrics.curve if p.method == "dense")
-    lines: dict[str, dict[int, list[tuple[float, float, float]]]] = {}
+def _curve(metrics: Metrics, found: Sequence[Size]) -> dict[str, Any]:
+    """Every order's line, each from the dense model's point; of random draws, mean and range; and the measured models.
+
+    As in tradeoff.png: where the dense model does far better on the choosing part, changes from the dense model.
+    """
+    metric, change = metrics.metric, findings.trained_on_choosing(metrics) is not None
+    dense = next(p for p in metrics.curve if p.method == "dense")
+
+    def drawn(value: float, base: float) -> float:
+        if not change:
+            return value
+        return value / base - 1 if metric == "perplexity" else value - base
+
+    lines: dict[str, dict[int, list[Point]]] = {}
     for p in metrics.curve:
         if p is not dense:
-            lines.setdefault(p.method, {}).setdefault(p.kept, []).append((p.value, p.low, p.high))
-    for line in lines.values():
-        line.setdefault(dense.kept, [(dense.value, dense.low, dense.high)])
-    if dense.kept in lines.get("random", {}):  # all draws of no heads are the same
-        lines["random"][dense.kept] = [(dense.value, dense.value, dense.value)]
-    points = [
-        {
-            "method": method, "kept": kept, "value": sum(v for v, _, _ in of) / len(of),
-            "low": min(v if method == "random" else low for v, low, _ in of),
-            "high": max(v if method == "random" else high for v, _, high in of),
-        }
-        for method, line in lines.items() for kept, of in sorted(line.items())
-    ]  # fmt: skip
-    for point in points:
-        point["said"] = numbers.value(point["value"], metric)
-    share = metric in ("accuracy", "f1")
-    return {"metric": metric, "share": share, "log": metric == "perplexity", "points": points, "total": dense.kept}
+            lines.setdefault(p.method, {}).setdefault(p.kept, []).append(p)
+    points = []
+    for method, line in lines.items():
+        for kept, of in sorted({**line, dense.kept: [dense]}.items()):
+            alone = method == "random"  # a draw's own interval is not the range of the draws
+            value = sum(p.value for p in of) / len(of)
+            low, high = min(p.value if alone else p.low for p in of), max(p.value if alone else p.high for p in of)
+            said = numbers.value(value, metric)
+            value, low, high = (drawn(v, dense.value) for v in (value, low, high))
+            points.append({"method": method, "kept": kept, "value": value, "low": low, "high": high, "said": said})
+    measured = []
+    for i, size in enumerate(found):
+        of_change = next((b.change for b in metrics.budgets if change and b.name == size.name), None)
+        ends = (of_change.value, of_change.low, of_change.high) if of_change else size.figure
+        ends = (0.0,) * 3 if change and not of_change else ends
+        measured.append({"size": i, "kept": size.kept, "value": ends[0], "low": ends[1], "high": ends[2]})
+    return {
+        "label": f"change of {metric} from dense" if change else metric, "change": change,
+        "share": metric in ("accuracy", "f1"), "log": metric == "perplexity" and not change, "points": points,
+        "measured": measured, "total": dense.kept,
+    }  # fmt: skip
 
 
 def _latency(latency: Latency) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 {
   const method = () => data.methods[Number(document.querySelector("[name=method]:checked")?.value ?? 0)];
   const value = (i) => method()?.values[i] ?? null;
-  const strength = (i) => (method() ? Math.min(1, Math.abs(value(i) ?? 0) / (method().limit || 1)) : 0.35);
+  const strength = (i) => (method() ? shade(Math.abs(value(i) ?? 0), method()) : 0.35);
   const gone = () => new Set(state.size === null ? [] : data.sizes[state.size].gone);
   const said = (i) => {
     const row = by("heads").querySelector(`[data-head="${i}"]`);
@@ -11,6 +11,8 @@
     const score = method() ? `, ${method().name} ${row.cells[place].textContent}` : "";
     return heads[i].label + score + (gone().has(i) ? ", pruned" : "");
   };
+  // Even in size up to the usual score and in ratio beyond it, so that a few large scores hide no other.
+  const shade = (v, { usual, most }) => Math.asinh(v / usual) / Math.asinh(most / usual);
   let cells = [];
   let crosses = [];
 
@@ -81,9 +83,9 @@
   function legend() {
     const m = method();
     const bar = made("span", "", { class: `ramp${m?.signed ? " signed" : ""}`, "aria-hidden": "true" });
-    const ends = m?.signed ? [`−${m.said} or less`, `${m.said} or more`] : ["0", `${m?.said} or more`];
+    const ends = m?.signed ? [`−${m.said}`, m.said] : ["0", m?.said];
     const scale = m ? [made("span", ends[0]), bar, made("span", ends[1])] : [];
-    const words = m ? [made("span", `${m.unit.split(",")[0]}${m.signed ? "; red: harmful" : ""}`, { class: "line" })] : [];
+    const words = m ? [made("span", `${m.unit}${m.signed ? "; red: harmful" : ""}; large scores closer together, so that they hide no small ones`, { class: "line" })] : [];
     if (data.sizes.length) words.push(made("span", "×: pruned in the chosen size", { class: "line" }));
     by("map-legend").replaceChildren(...scale, ...words);
   }

@@ -1,17 +1,17 @@
 // The sizes: the slider, what it says, and the row of the table.
 
 if (data.sizes.length) {
-  const slider = by("budget");
+  const slider = by("size");
   on("size", (i) => {
     const size = data.sizes[i];
-    const use = size.file ? `headprune.load("${size.file}")` : "the model as it was";
-    by("budget-heads").textContent = size.heads;
-    for (const place of document.querySelectorAll("[data-said]")) {
-      const what = place.dataset.said;
-      place.textContent = what === "use" ? use : what === "file" ? (size.file ? `${size.file}/` : "–") : size[what] || "–";
+    by("size-heads").textContent = size.heads;
+    for (const place of document.querySelectorAll("[data-cell]")) {
+      const [figure, ...more] = (size.cells[place.dataset.cell] || "–").split(" (");
+      place.replaceChildren(figure, ...(more.length ? [made("small", ` (${more.join(" (")}`)] : []));
     }
-    slider.setAttribute("aria-valuetext", `${size.heads} heads: ${size.value}${size.verdict && `, ${size.verdict}`}`);
-    for (const row of document.querySelectorAll("#budgets tbody tr")) row.classList.toggle("chosen", Number(row.dataset.budget) === i);
+    by("size-use").textContent = size.use;
+    slider.setAttribute("aria-valuetext", `${size.heads} heads: ${size.cells.slice(1, 4).join(", ")}`);
+    for (const row of document.querySelectorAll("#sizes tbody tr")) row.classList.toggle("chosen", Number(row.dataset.size) === i);
   });
   slider.addEventListener("input", () => choose("size", slider.valueAsNumber));
 }

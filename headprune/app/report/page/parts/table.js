@@ -47,5 +47,5 @@
 }
 
 // Everything is listening: what stands at first.
-if (data.sizes.length) choose("size", by("budget").valueAsNumber);
+if (data.sizes.length) choose("size", by("size").valueAsNumber);
 choose("head", d3.greatestIndex(data.methods[0]?.values ?? [0], (value) => value ?? -Infinity));
