@@ -22,7 +22,8 @@ REPORTS = Path("reports")
 # What a run is made of; a new one in its place replaces all of it.
 PARTS = (
     "scores.json", "run.json", "metrics.json", "plan*.json", "pruned-*",
-    "report.md", "report.html", "heads.json", "importance.png", "agreement.png", "tradeoff.png", "latency.png",
+    "heads.json", "report.md", "report.html",
+    "importance.png", "agreement.png", "tradeoff.png", "orders.png", "latency.png",
 )  # fmt: skip
 
 

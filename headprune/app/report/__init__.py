@@ -5,6 +5,7 @@ from __future__ import annotations
 import jinja2
 
 from headprune.app.report import figures, markdown, page
+from headprune.app.report.findings import several_orders
 from headprune.app.runs import RunFolder
 from headprune.errors import HeadPruneError
 from headprune.jsonio import write_text
@@ -32,11 +33,14 @@ def _write(folder: RunFolder) -> None:
     scores = folder.read_scores() if folder.scores_path.exists() else []  # a plan of the user's needs none
     if scores:
         figures.importance(folder.path / "importance.png", scores, metrics)
-    (folder.path / "agreement.png").unlink(missing_ok=True)  # of an earlier run with more methods
+    for name in ("agreement.png", "orders.png"):
+        (folder.path / name).unlink(missing_ok=True)  # of an earlier run with more methods
     if len([s for s in scores if s.method != "random"]) > 1:
         figures.agreement(folder.path / "agreement.png", scores)
     if metrics is not None:
         figures.trade_off(folder.path / "tradeoff.png", metrics)
+        if several_orders(metrics.curve):
+            figures.trade_off(folder.path / "orders.png", metrics, every=True)
         figures.latency(folder.path / "latency.png", metrics.latency)
     write_text(folder.report_path, markdown.render(run, scores, metrics))
     write_text(folder.page_path, page.render(run, scores, metrics, folder.read_heads()))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
 import jinja2
 
 from headprune.app.documents import Metrics, Run
-from headprune.app.report import findings, numbers
+from headprune.app.report import findings, numbers, sentences
+from headprune.app.report.verdict import verdict
 from headprune.latency import WARM_UP
 from headprune.scoring import METHODS
 from headprune.scoring.agreement import agreements, chance
@@ -24,7 +26,13 @@ def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None) -> s
         scores: Of every method, or none for a plan of the user's.
         metrics: The run's ``metrics.json``; None where nothing was pruned.
     """
-    values: dict[str, Any] = {"run": run, "scores": scores, "metrics": metrics, "pairs": agreements(scores)}
+    values: dict[str, Any] = {
+        "run": run,
+        "scores": scores,
+        "metrics": metrics,
+        "pairs": agreements(scores),
+        "repairs": [],
+    }
     values["rankings"] = [findings.ranking(s) for s in scores if s.method != "random"]
     if metrics is not None:
         values |= _of_metrics(metrics)
@@ -52,14 +60,15 @@ def _environment() -> jinja2.Environment:
     made.filters |= {
         f.__name__: f for f in (
             numbers.value, numbers.change, numbers.ratio, numbers.shape, numbers.flops, numbers.measured, numbers.ridge,
-            numbers.rank, numbers.known, numbers.with_error, numbers.device,
+            numbers.rank, numbers.known, numbers.measured_value, shlex.quote, numbers.with_error, numbers.device,
         )
     } | {"fmt": format, "thousands": lambda number: f"{number:,}"}  # fmt: skip
     made.globals |= {
         f.__name__: f for f in (
-            findings.chosen_by, findings.speed, findings.trained_on_choosing, findings.rests_on_few, findings.trade_off,
+            findings.chosen_by, findings.trade_off, findings.several_orders,
             findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.limits_metric, findings.fewest_rounds,
-            findings.closest_first, chance,
+            findings.closest_first, chance, verdict, sentences.headline, sentences.table, sentences.rule, sentences.over_random,
+            sentences.cautions, sentences.stay_though_low,
         )
     } | {"about": _about, "WARM_UP": WARM_UP}  # fmt: skip
     return made

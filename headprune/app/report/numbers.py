@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headprune.app.documents import Asked, BudgetResult, Environment
+from headprune.app.documents import Asked, BudgetResult, Environment, Measured
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow, Speedup
 
@@ -16,7 +16,34 @@ def change(found: Change, metric: str) -> str:
     """A change with its interval: perplexity's relative, others' in points."""
     if metric == "perplexity":
         return f"{found.value:+.1%} ({found.low:+.1%} to {found.high:+.1%})"
+    if metric == "loss":
+        return f"{found.value:+.3g} ({found.low:+.3g} to {found.high:+.3g})"
     return f"{100 * found.value:+.2f} points ({100 * found.low:+.2f} to {100 * found.high:+.2f})"
+
+
+def measured_value(found: Measured, metric: str) -> str:
+    """A metric's value with its interval."""
+    return f"{value(found.metrics[metric], metric)} ({value(found.low, metric)} to {value(found.high, metric)})"
+
+
+def amount(share: float, metric: str) -> str:
+    """An amount of loss: points of accuracy, or per cent of the dense model's value."""
+    return f"{100 * share:.3g} points" if metric == "accuracy" else f"{100 * share:.3g} %"
+
+
+def loss(found: Change, metric: str) -> str:
+    """The largest loss that a change's interval leaves possible."""
+    if metric == "accuracy":
+        return f"{-100 * found.low:.1f} points"
+    return f"{found.high:.1%}" if metric == "perplexity" else f"{found.high:.3g}"
+
+
+def size(count: int) -> str:
+    """Bytes in kB, MB or GB."""
+    for step, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= step:
+            return f"{count / step:.3g} {unit}"
+    return f"{count} bytes"
 
 
 def ratio(speedup: Speedup) -> str:
