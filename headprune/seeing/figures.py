@@ -18,6 +18,7 @@ class HeadProfile:
         evenness: Entropy as a share of the largest possible one, ln(keys that the query may see); 1 is a plain average.
         largest: A query's largest weight.
         distance: From a query to what it attends to, weighted: in tokens, or for images in patches (Euclidean).
+        reach: Distance as a share of what a plain average over the keys in sight would give.
         previous, next, itself: Shares of the keys at -1, +1 and 0 from the query.
         first: Share of the first token that is no padding.
         separator: Share of the separators, such as [SEP]; None where the data has none.
@@ -31,7 +32,8 @@ class HeadProfile:
         induction, duplicate: On random tokens repeated once: the shares of the key after the query's first occurrence, and of that
             occurrence itself. Of causal language models only.
         role: In words: what `headprune.seeing.roles` calls it.
-        because: The figure that justifies the role.
+        because: The figure that justifies the role, in words.
+        clarity: That figure, 0 to 1: of heads with the same role, the one with the largest shows it best.
     """
 
     queries: int
@@ -39,6 +41,7 @@ class HeadProfile:
     evenness: float | None = None
     largest: float = 0.0
     distance: float | None = None
+    reach: float | None = None
     previous: float | None = None
     next: float | None = None
     itself: float | None = None
@@ -54,3 +57,4 @@ class HeadProfile:
     duplicate: float | None = None
     role: str = ""
     because: str = ""
+    clarity: float = 0.0

@@ -80,7 +80,7 @@ class SampleLayer(Document):
     def unpacked(self) -> NDArray[np.float32]:
         """The weights ``[heads, queries, keys]``, to within 1/510."""
         data = np.frombuffer(base64.b64decode(self.weights), np.uint8).reshape(self.shape)
-        return (data / np.float32(255)).astype(np.float32)
+        return np.divide(data, 255, dtype=np.float32)
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
