@@ -77,6 +77,16 @@ class Parsed(HTMLParser):
             self.text += data
 
     @property
+    def headline(self) -> str:
+        """The verdict."""
+        return self._of("headline")
+
+    @property
+    def reasons(self) -> list[str]:
+        """The list below the first table."""
+        return [line for line in self._of("reasons").splitlines() if line]
+
+    @property
     def data(self) -> Any:
         """What the page's scripts draw."""
         return json.loads(next(text for attributes, text in self.scripts if attributes.get("id") == "data"))
@@ -102,7 +112,13 @@ def test_the_page_the_markdown_and_the_documents_say_the_same_numbers(name: str)
     run, scores, metrics, heads = folder.read_run(), folder.read_scores(), folder.read_metrics(), folder.read_heads()
     assert metrics is not None
     text, found = markdown.render(run, scores, metrics), Parsed(page.render(run, scores, metrics, heads))
-    assert found.tables["budgets"] == markdown_table(text, "| heads |")
+    shown_sizes = [[cell.replace(" recommended", "") for cell in row] for row in found.tables["sizes"]]
+    assert shown_sizes == markdown_table(text, "| heads |")
+    recommended = [row[0].split()[0] for row in found.tables["sizes"] if row[0].endswith(" recommended")]
+    assert recommended == re.findall(r"^\| \*\*(\d+)\*\* \|", text, re.M)
+    assert f"**{found.headline}**" in text
+    for reason in found.reasons:
+        assert f"- {reason}" in text.replace("**", "")
     assert found.tables["curve-table"] == markdown_table(text, "| heads kept |")
     assert found.tables["latency-table"][1:] == markdown_table(text, "| input |")[1:]
     raw = json.loads(folder.metrics_path.read_text())
@@ -211,7 +227,7 @@ def test_a_language_model() -> None:
     for point in metrics["curve"]:
         point |= {"value": 70.0, "low": 60.0, "high": math.inf}
     found = parsed(metrics, scores_of([0.3, 0.2, -0.1, 0.005]))
-    row = found.tables["budgets"][2]
+    row = found.tables["sizes"][2]
     assert row[1:3] == ["61.98 (58.2 to 66.1)", "+12.0% (+10.0% to +14.0%)"]
     assert found.data["curve"]["log"]
     assert not found.data["curve"]["share"]

@@ -15,7 +15,7 @@ from headprune.app.report import findings, numbers, sentences
 from headprune.app.report.verdict import verdict
 from headprune.scoring.base import HeadScores
 
-_WEIGHTS = 1_200_000  # bytes of attention weights in a page, at most: further samples are left out
+_WEIGHTS = 1_000_000  # bytes of attention weights in a page: samples beyond are left out, but for the first
 
 
 @dataclass(frozen=True)
@@ -226,11 +226,11 @@ def _profiles(run: Run, heads: Heads) -> dict[str, Any]:
 
 
 def _samples(heads: Heads) -> list[dict[str, Any]]:
-    """The samples, as many as fit a page."""
+    """The samples, as many as leave the page small."""
     held, found = 0, []
     for sample in heads.samples:
         held += sum(len(layer.weights) for layer in sample.layers)
-        if held > _WEIGHTS:
+        if found and held > _WEIGHTS:
             break
         found.append(sample.to_json())
     return found

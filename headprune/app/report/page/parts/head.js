@@ -118,7 +118,7 @@ function tell() {
     );
   }
 
-  for (const [k, held] of data.samples.entries()) by("sample").append(new Option(`${k + 1}: ${clipped(held.title, 40)}`, k));
+  for (const [k, held] of data.samples.entries()) by("sample").append(new Option(held.title ? `${k + 1}: ${clipped(held.title, 40)}` : k + 1, k));
   by("sample").addEventListener("change", () => {
     sample = Number(by("sample").value);
     see();
