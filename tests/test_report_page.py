@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import hashlib
+import html
 import json
 import math
 import re
@@ -23,11 +24,10 @@ from headprune.app.report.page import drawn
 from headprune.app.runs import RunFolder
 from headprune.scoring.base import HeadScores
 from headprune.seeing import HeadProfile
-from tests.support.documents import LAYER, METRICS, RUN, heads_document, scores_of
+from tests.support.documents import HOSTILE, LAYER, METRICS, RUN, heads_document, scores_of
 
 REPORTS = Path(__file__).parent.parent / "reports"
 VENDOR = Path(page.__file__).parent / "vendor"
-HOSTILE = """</script><script>alert("1")</script><img src=x onerror=alert(2)> & "'`{{ 7*7 }}"""
 
 
 class Parsed(HTMLParser):
@@ -38,10 +38,16 @@ class Parsed(HTMLParser):
         self.tables: dict[str, list[list[str]]] = {}
         self.scripts: list[tuple[dict[str, str | None], str]] = []
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
+        self.text, self.source = "", text
         self._table: list[list[str]] | None = None
         self._cell = self._script = False
         self.feed(text)
+
+    def _of(self, name: str) -> str:
+        """The text of the element with this id, its children's ends as line ends."""
+        return html.unescape(
+            re.sub(r"<[^>]*>", "", self.source.split(f'id="{name}">')[1].split("</p>")[0].split("</ul>")[0])
+        )
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
@@ -162,7 +168,9 @@ def test_texts_never_become_markup() -> None:
     found = parsed(metrics, scores_of([0.3, 0.2, -0.1, 0.005], HOSTILE), run=run, heads=heads)
     plain = parsed(METRICS, scores_of([0.3, 0.2, -0.1, 0.005]), heads=heads_document())
     counts = [sorted(tag for tag, _ in each.elements) for each in (found, plain)]
-    assert [tag for tag in counts[0] if tag in ("script", "img")] == [tag for tag in counts[1] if tag in ("script", "img")]
+    assert [tag for tag in counts[0] if tag in ("script", "img")] == [
+        tag for tag in counts[1] if tag in ("script", "img")
+    ]
     assert not [name for _, attributes in found.elements for name in attributes if name.startswith("on")]
     assert HOSTILE in found.text
     assert found.data["samples"][0]["title"] == HOSTILE
@@ -245,16 +253,22 @@ def test_the_curves_are_from_the_dense_model_down_and_random_is_a_mean_with_its_
     assert ablation == {2: (0.72, 0.6, 0.8), 4: (0.81, 0.74, 0.88)}
 
 
-def test_colours_have_a_limit_that_one_head_does_not_set() -> None:
-    layer = copy.copy(LAYER)
-    object.__setattr__(layer, "num_heads", 100)
-    run = copy.deepcopy(RUN)
-    run["model"]["layers"][0]["num_heads"] = 100
-    values = [0.01 * i for i in range(99)] + [1000.0]
-    found = parsed(None, scores_of(values, layer=layer), run=run).data["methods"][0]
-    assert 0.9 < found["limit"] < 1.1
-    assert not found["signed"]
-    assert parsed(None, scores_of([0.0] * 4)).data["methods"][0]["limit"] == 0
+def test_colours_are_in_ratio_beyond_the_usual_score() -> None:
+    """As importance.png's: one large score hides no other."""
+    found = parsed(None, scores_of([0.01, -0.03, 0.05, 10.0])).data["methods"][0]
+    assert (found["usual"], found["most"], found["signed"]) == (pytest.approx(0.04), 10.0, True)
+    assert parsed(None, scores_of([0.0] * 4)).data["methods"][0]["most"] == 1
+
+
+def test_curves_are_changes_where_the_model_was_trained_on_the_choosing_part() -> None:
+    metrics = copy.deepcopy(METRICS)
+    metrics["curve"][0] |= {"value": 0.97, "low": 0.95, "high": 0.99}
+    curve = parsed(metrics).data["curve"]
+    assert curve["label"] == "change of accuracy from dense"
+    ablation = {p["kept"]: (p["value"], p["said"]) for p in curve["points"] if p["method"] == "ablation"}
+    assert ablation == {2: (pytest.approx(0.72 - 0.97), "72.0 %"), 4: (0.0, "97.0 %")}
+    pruned, dense = curve["measured"]
+    assert (pruned["value"], pruned["low"], pruned["high"], dense["value"]) == (-0.1, -0.15, -0.05, 0)
 
 
 def test_what_heads_do_stands_beside_them() -> None:
@@ -294,7 +308,8 @@ def test_a_large_run_has_a_page_below_two_megabytes() -> None:
     metrics = copy.deepcopy(METRICS)
     drop = {f"layer.{i}": list(range(16)) for i in range(32)}
     metrics["budgets"] = [
-        {**metrics["budgets"][0], "kept": kept, "total": 1024, "drop": drop, "name": "2 heads"} for kept in (768, 512, 256)
+        {**metrics["budgets"][0], "kept": kept, "total": 1024, "drop": drop, "name": "2 heads"}
+        for kept in (768, 512, 256)
     ]
     of = [copy.copy(LAYER) for _ in range(32)]
     for i, layer in enumerate(of):
@@ -309,11 +324,18 @@ def test_a_large_run_has_a_page_below_two_megabytes() -> None:
         for method in ("ablation", "gradient")
     ]  # fmt: skip
     profile = HeadProfile(
-        900, 1.2345, 0.5, 0.9, 3.4, *[0.1] * 7, role="attends to the previous token", because="0.81 of its attention goes to it"
+        900,
+        1.2345,
+        0.5,
+        0.9,
+        3.4,
+        *[0.1] * 7,
+        role="attends to the previous token",
+        because="0.81 of its attention goes to it",
     )
     samples = tuple(
-        Sample(title=f"{i}", positions={"input": Positions(labels=("token",) * 32)}, layers=tuple(
-            SampleLayer.packed(n, rng.random((32, 32, 32), np.float32), "input", "input") for n in range(32)
+        Sample(title=f"{i}", positions={"input": Positions(labels=("token",) * 22)}, layers=tuple(
+            SampleLayer.packed(n, rng.random((32, 22, 22), np.float32), "input", "input") for n in range(32)
         )) for i in range(2)
     )  # fmt: skip
     heads = Heads(examples=1, tokens=2, unit="tokens", samples=samples, layers=tuple(

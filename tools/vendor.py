@@ -40,7 +40,9 @@ def taken(modules: Path, lock: dict[str, Any], package: str) -> dict[str, str]:
     """Copy a package's minified file; where it comes from."""
     content = (modules / package / FILES[package]).read_bytes()
     if b"</script" in content.lower() or b"<!--" in content:
-        raise SystemExit(f"{FILES[package]} cannot stand in a page as it is: it holds the end of a script, or a comment.")
+        raise SystemExit(
+            f"{FILES[package]} cannot stand in a page as it is: it holds the end of a script, or a comment."
+        )
     name = Path(FILES[package]).name
     (VENDOR / name).write_bytes(content)
     about = lock[f"node_modules/{package}"]

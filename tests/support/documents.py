@@ -12,6 +12,8 @@ from headprune.attention import AttentionLayer
 from headprune.scoring.base import HeadScores
 from headprune.seeing import HeadProfile
 
+# What a page or a terminal must show as it is.
+HOSTILE = """</script><script>alert("1")</script><img src=x onerror=alert(2)> & "'`{{ 7*7 }}"""
 LAYER = AttentionLayer("block.0.attn", 0, "encoder", 4, 4, 8)
 SPEED = {"ratio": 1.01, "low": 0.98, "high": 1.04, "verdict": "no measurable change"}
 TIMING = {"median": 2.0, "p95": 2.5, "runs": 20, "low": 1.9, "high": 2.1}
