@@ -167,6 +167,8 @@ def test_texts_never_become_markup() -> None:
     heads = heads_document(title=HOSTILE, token=HOSTILE, role=HOSTILE)
     found = parsed(metrics, scores_of([0.3, 0.2, -0.1, 0.005], HOSTILE), run=run, heads=heads)
     plain = parsed(METRICS, scores_of([0.3, 0.2, -0.1, 0.005]), heads=heads_document())
+    held = next(text for attributes, text in found.scripts if attributes.get("id") == "data")
+    assert not set("<>&") & set(held)
     counts = [sorted(tag for tag, _ in each.elements) for each in (found, plain)]
     assert [tag for tag in counts[0] if tag in ("script", "img")] == [
         tag for tag in counts[1] if tag in ("script", "img")
