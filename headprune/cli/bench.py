@@ -9,7 +9,7 @@ import typer
 from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.asked import numbers_in
-from headprune.cli.options import Device, Dtype, Loading, Manner, Seed, Task, Trust, by_groups, typed
+from headprune.cli.options import Device, Dtype, Loading, Manner, Task, Trust, by_groups, typed
 from headprune.cli.session import session
 from headprune.errors import HeadPruneError
 
@@ -25,7 +25,6 @@ def bench(
     task: Task = None,
     device: Device = None,
     dtype: Dtype = None,
-    seed: Seed = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Time two models against each other, in turn, on the same inputs."""
@@ -45,9 +44,7 @@ def bench(
             check_length(loaded, max(used))
         inputs = [(b, t, dummy_input(first, b, t or 1)) for t in used for b in sizes]
         with console.track("timing") as progress:
-            rows = latency.bench(
-                {"dense": first.model, "pruned": second.model}, inputs, seed=seed or 0, progress=progress
-            )
+            rows = latency.bench({"dense": first.model, "pruned": second.model}, inputs, progress=progress)
         before, after = (latency.parameters(loaded.model) for loaded in (first, second))
         tables.print_latency(console, rows)
         console.result(f"Parameters: {before:,} and {after:,} ({after / before - 1:+.1%})")

@@ -112,17 +112,18 @@ def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
 
     head, rows = sentences.table(metrics)
     table = Table(box=None, title="Dense and pruned", title_justify="left")
-    for column in head:
-        table.add_column(column)
+    shown = [i for i, name in enumerate(head) if name not in ("random heads", "saved in")]  # both are told below
+    for i in shown:
+        table.add_column(head[i])
     for row in rows:
-        table.add_row(*row.cells, style="bold" if row.recommended else None)
+        table.add_row(*(row.cells[i] for i in shown), style="bold" if row.recommended else None)
     console.result(f"\n{sentences.headline(metrics)}\n")
     console.table(table)
     console.result(f"\n{sentences.rule(metrics)}\nBetter than random heads? {sentences.over_random(metrics)}")
     for caution in sentences.cautions(run, metrics):
         console.result(f"Caution: {caution}")
-    for row in sentences.elsewhere_rows(metrics):
-        console.result(row)
+    for line in sentences.elsewhere_rows(metrics):
+        console.result(line)
     for b in metrics.budgets:
         if b.repair and (left_out := [t.step for t in b.repair.trials if not t.kept]):
             console.result(

@@ -56,9 +56,7 @@ def importance(path: Path, scores: Sequence[HeadScores], metrics: Metrics | None
                 dark = abs(shade - 0.5) > 0.33 if both else shade > 0.6
                 colour = "white" if dark else "black"
                 if written:
-                    value = grid[i, h] / 10**power
-                    text = f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
-                    axis.text(h, i, text.replace("-0.0", "0.0"), ha="center", va="center", fontsize=7, color=colour)
+                    axis.text(h, i, _short(grid[i, h] / 10**power), ha="center", va="center", fontsize=7, color=colour)
                 if budget is not None and h in budget.drop.get(layer.name, ()):
                     place = (h - 0.34, i - 0.3) if written else (h, i)
                     axis.plot(*place, marker="x", color=colour, markersize=4.5, markeredgewidth=1)
@@ -69,11 +67,28 @@ def importance(path: Path, scores: Sequence[HeadScores], metrics: Metrics | None
         step = max(1, len(layers) // 16)
         axis.set_yticks(range(0, len(layers), step), [f"L{a.index}" for a in layers[::step]])
         unit = s.unit.split(",")[0].split(" when ")[0]
-        scale = f"\n(in the cells: times 1e{power})" if written and power else ""
-        figure.colorbar(image, ax=axis, shrink=0.9).set_label(f"{unit}{scale}", fontsize=8)
+        scale = f", times 1e{power}" if power else ""
+        bar = figure.colorbar(image, ax=axis, shrink=0.9)
+        usual = norm.linear_width
+        ticks = [
+            t for t in (-5 * usual, -usual, 0, usual, 5 * usual, norm.vmax, norm.vmin) if norm.vmin <= t <= norm.vmax
+        ]
+        ticks = [
+            t
+            for t in ticks
+            if t in (norm.vmin, norm.vmax) or all(abs(norm(t) - norm(e)) > 0.07 for e in (norm.vmin, norm.vmax))
+        ]
+        bar.set_ticks(ticks, labels=[_short(t / 10**power) for t in ticks])
+        bar.ax.minorticks_off()
+        bar.set_label(f"{unit}{scale}", fontsize=8)
     if budget is not None:
         figure.supxlabel(f"×: removed to keep {budget.kept} of {budget.total} heads", fontsize=9)
     _save(figure, path)
+
+
+def _short(value: float) -> str:
+    text = f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
+    return "0.0" if text == "-0.0" else text
 
 
 def colours(grid: np.ndarray, both: bool) -> tuple[Any, int]:

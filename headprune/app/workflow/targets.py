@@ -105,8 +105,8 @@ def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> S
     """What a budget is measured on; before the search (without trials) only the dense model can be."""
     inputs = budget_input(scene) if budget.timed else scene.typical_input()
     if trials is not None:
-        return subject_of(trials, scene.example, inputs, scene.options.seed)
-    return Subject(scene.model, scene.layers, scene.example, inputs, seed=scene.options.seed, metric=scene.metric)
+        return subject_of(trials, scene.example, inputs)
+    return Subject(scene.model, scene.layers, scene.example, inputs, metric=scene.metric)
 
 
 def random_orders(scene: Scene, goal: Goal, fits: Sequence[Fit]) -> list[Order]:

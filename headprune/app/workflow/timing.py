@@ -33,7 +33,7 @@ def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) ->
         example = _shaped(scene, batch, length)
         inputs.append((batch, latency.example_shape(example)[1], example))
     with console.track("timing") as progress:
-        rows = latency.bench(models, inputs, seed=scene.options.seed, progress=progress)
+        rows = latency.bench(models, inputs, progress=progress)
     typical = latency.example_shape(scene.typical_input())[1]
     return Latency(rows=tuple(rows), bound=bound, bound_ghosts=ghosts, typical_length=typical)
 
