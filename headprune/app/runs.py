@@ -21,9 +21,8 @@ from headprune.scoring.base import HeadScores, load_scores
 REPORTS = Path("reports")
 # What a run is made of; a new one in its place replaces all of it.
 PARTS = (
-    "scores.json", "run.json", "metrics.json", "plan*.json", "pruned-*",
-    "heads.json", "report.md", "report.html",
-    "importance.png", "agreement.png", "tradeoff.png", "orders.png", "latency.png",
+    "scores.json", "run.json", "metrics.json", "heads.json", "plan*.json", "pruned-*", "report.md", "report.html",
+    "importance.png", "agreement.png", "tradeoff.png", "orders.png", "latency.png", "heads.png",
 )  # fmt: skip
 
 
@@ -44,16 +43,16 @@ class RunFolder(Folder):
         return self.path / "metrics.json"
 
     @property
+    def heads_path(self) -> Path:
+        return self.path / "heads.json"
+
+    @property
     def report_path(self) -> Path:
         return self.path / "report.md"
 
     @property
     def page_path(self) -> Path:
         return self.path / "report.html"
-
-    @property
-    def heads_path(self) -> Path:
-        return self.path / "heads.json"
 
     def plan_path(self, keep: int, first: bool) -> Path:
         """The first budget's plan is plan.json; further ones carry their number."""

@@ -156,14 +156,12 @@ def with_role(profile: HeadProfile) -> HeadProfile:
     for rule in RULES:
         if said := rule.said(profile):
             return replace(profile, role=rule.role, clarity=said[0], because=said[1])
-    shares = {
-        words: getattr(profile, figure) for figure, words in _SHARES.items() if getattr(profile, figure) is not None
-    }
-    most = max(shares, key=lambda words: shares[words], default=None)
-    if most is None:
+    shares = [(share, words) for figure, words in _SHARES.items() if (share := getattr(profile, figure)) is not None]
+    most = sorted(shares, reverse=True)[:2]
+    if not most:
         return replace(profile, role=MIXED, because=f"its largest weight is {percent(profile.largest)} on average")
-    because = f"no rule holds; of the places counted, most goes to {most}, {percent(shares[most])}"
-    return replace(profile, role=MIXED, clarity=shares[most], because=because)
+    told = " and ".join(f"{percent(share)} to {words}" for share, words in most)
+    return replace(profile, role=MIXED, clarity=most[0][0], because=f"no rule holds: {told}, the rest elsewhere")
 
 
 def percent(share: float) -> str:

@@ -7,6 +7,7 @@ import jinja2
 from headprune.app.report import figures, markdown, page
 from headprune.app.report.findings import several_orders
 from headprune.app.runs import RunFolder
+from headprune.app.seeing import draw_all
 from headprune.errors import HeadPruneError
 from headprune.jsonio import write_text
 
@@ -42,5 +43,9 @@ def _write(folder: RunFolder) -> None:
         if several_orders(metrics.curve):
             figures.trade_off(folder.path / "orders.png", metrics, every=True)
         figures.latency(folder.path / "latency.png", metrics.latency)
-    write_text(folder.report_path, markdown.render(run, scores, metrics))
-    write_text(folder.page_path, page.render(run, scores, metrics, folder.read_heads()))
+    heads = folder.read_heads()
+    (folder.path / "heads.png").unlink(missing_ok=True)
+    if heads is not None and heads.samples:
+        draw_all(folder.path / "heads.png", heads, heads.samples[-1], metrics.budgets[0].drop if metrics else None)
+    write_text(folder.report_path, markdown.render(run, scores, metrics, heads))
+    write_text(folder.page_path, page.render(run, scores, metrics, heads))

@@ -22,7 +22,7 @@ def of_text(loaded: LoadedModel, text: str) -> dict[str, Any]:
     """
     if loaded.task.modality != "text":
         raise HeadPruneError(f"{loaded.name} is for {loaded.task.name}: it takes no text.", "Use --image or --dataset.")
-    inputs = dict(loaded.processor(text, return_tensors="pt", truncation=True))
+    inputs: dict[str, Any] = dict(loaded.processor(text, return_tensors="pt", truncation=True))
     if not inputs["input_ids"].numel():
         raise HeadPruneError("The text has no tokens.", "Give a longer one.")
     model: Any = loaded.model

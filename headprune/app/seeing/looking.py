@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -56,7 +56,8 @@ def _document(
     longest: int, seed: int,
 ) -> Heads:  # fmt: skip
     started = time.monotonic()
-    separators = [getattr(loaded.processor, "sep_token_id", None), getattr(loaded.config, "sep_token_id", None)]
+    named = (getattr(loaded.processor, "sep_token_id", None), getattr(loaded.config, "sep_token_id", None))
+    separators = {i for i in named if isinstance(i, int)}
     profiler = Profiler(loaded.model, batches, layers, separators, seed)
     profiles = profiler.profiles()
     seen = [layer for layer in layers if layer.name not in profiler.unseen]
@@ -79,7 +80,8 @@ def _document(
 
 
 def _rounded(profile: HeadProfile) -> HeadProfile:
-    return HeadProfile(**{k: round(v, 5) if isinstance(v, float) else v for k, v in asdict(profile).items()})
+    short: dict[str, Any] = {k: round(v, 5) for k, v in asdict(profile).items() if isinstance(v, float)}
+    return replace(profile, **short)
 
 
 def _batches(part: Part, layers: Sequence[AttentionLayer]) -> Iterator[dict[str, Tensor]]:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# One colour for a family of roles, those of Okabe and Ito; a frame around a head has it.
+# The frame around a head: one colour for a family of roles; Okabe and Ito's, which colour-blind readers can tell apart.
 _COLOURS = {
     "previous token": "#0072B2", "next token": "#56B4E9", "relative position": "#56B4E9", "itself": "#F0E442", "same token": "#F0E442",
     "separator": "#D55E00", "first token": "#D55E00", "sink": "#D55E00", "induction": "#009E73", "duplicate token": "#009E73",
-    "rare words": "#CC79A7", "broad": "#E69F00", "near": "#0072B2", MIXED: "#bbbbbb",
+    "rare words": "#CC79A7", "broad": "#E69F00", "near": "#332288", MIXED: "#bbbbbb",
 }  # fmt: skip
 _CELL, _FRAME, _GAP = 44, 3, 5  # pixels
 
@@ -87,7 +87,7 @@ def draw_head(path: Path, sample: Sample, layer: SampleLayer, head: int, title: 
     rows = range(len(queries.labels)) if layer.rows is None else layer.rows
     figure, axis = _figure(2.6 + 0.2 * max(len(keys.labels), 6), 1.9 + 0.2 * max(len(rows), 6))
     image = axis.imshow(weights, cmap="Blues", vmin=0, vmax=1, aspect="equal")
-    plain = {"fontsize": 7, "parse_math": False}
+    plain: dict[str, Any] = {"fontsize": 7, "parse_math": False}
     axis.set_xticks(range(len(keys.labels)), keys.labels, rotation=90, **plain)
     axis.set_yticks(range(len(rows)), [queries.labels[r] for r in rows], **plain)
     axis.set_xlabel("attends to", fontsize=8)

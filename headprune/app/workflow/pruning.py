@@ -30,7 +30,7 @@ from headprune.app.runs import RunFolder
 from headprune.app.workflow.checks import check_goal, check_scored
 from headprune.app.workflow.results import Control, Job, guessing, prune_to
 from headprune.app.workflow.scene import Console, Scene, open_scene
-from headprune.app.workflow.scoring import run_after, run_document, score_all
+from headprune.app.workflow.scoring import run_after, run_document, score_all, write_heads
 from headprune.app.workflow.stages import publish, stages_of
 from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, trade_off, trials_of
 from headprune.app.workflow.timing import time_models
@@ -138,6 +138,10 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
         shutil.copyfile(source.scores_path, content.scores_path)
     elif scores:
         save_scores(content.scores_path, scores)
+    if source is not None and source.heads_path.exists():
+        shutil.copyfile(source.heads_path, content.heads_path)
+    else:
+        write_heads(scene, stages, content, console)
     for i, fitted in enumerate(fits):
         fitted.plan.save(content.plan_path(fitted.plan.asked, first=i == 0))
     took = before + stages.before + time.monotonic() - started
