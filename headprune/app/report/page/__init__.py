@@ -15,12 +15,13 @@ from markupsafe import Markup
 
 from headprune.app.documents import Heads, Metrics, Run
 from headprune.app.report import findings, numbers, sentences
+from headprune.app.report.heads import roles
 from headprune.app.report.page import drawn
 from headprune.app.report.verdict import verdict
 from headprune.scoring.base import HeadScores
 
 # In the order of the page. A part is parts/NAME.html.j2, and parts/NAME.js where something in it moves.
-PARTS = ("opening", "sizes", "slider", "curve", "heads", "details")
+PARTS = ("opening", "sizes", "slider", "curve", "heads", "roles", "details")
 _SCRIPTS = ("state", "slider", "curve", "latency", "map", "attention", "head", "table")
 _VENDORED = ("d3.min.js", "plot.umd.min.js")
 
@@ -36,9 +37,11 @@ def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None, head
     """
     shown = [s for s in scores if s.method != "random"] or list(scores)
     sizes = drawn.sizes(metrics) if metrics is not None else []
+    budgets = findings.largest_first(metrics) if metrics is not None else []
     values: dict[str, Any] = {
         "run": run, "scores": scores, "metrics": metrics, "shown": shown, "sizes": sizes, "parts": PARTS,
         "heads": drawn.head_rows(run, shown, sizes, heads), "profiles": heads is not None,
+        "looked": heads, "budgets": budgets, "kinds": roles(heads, budgets) if heads is not None else [],
         "data": Markup(drawn.to_json(drawn.everything(run, shown, metrics, sizes, heads))), **_assets(),
     }  # fmt: skip
     if metrics is not None:

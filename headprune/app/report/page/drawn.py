@@ -227,7 +227,7 @@ def _profiles(run: Run, heads: Heads) -> dict[str, Any]:
 
 def _samples(heads: Heads) -> list[dict[str, Any]]:
     """The samples, as many as leave the page small."""
-    held, found = 0, []
+    held, found = 0, list[dict[str, Any]]()
     for sample in heads.samples:
         held += sum(len(layer.weights) for layer in sample.layers)
         if found and held > _WEIGHTS:
