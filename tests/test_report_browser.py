@@ -6,6 +6,7 @@ axe-playwright-python of the extra ``dev``; without them these tests are skipped
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headprune.app.documents import Heads, LayerProfile, Positions, Run, Sample, SampleLayer
+from headprune.app.documents import Heads, LayerProfile, Metrics, Positions, Run, Sample, SampleLayer
 from headprune.app.report import page as pages
 from headprune.app.runs import RunFolder
 from headprune.seeing import HeadProfile
@@ -61,10 +62,32 @@ def seen_heads(run: Run, picture: bool) -> Heads:
     )  # fmt: skip
 
 
+def language_page() -> str:
+    """Of a language model: perplexities, one of them infinite; trained on the choosing part or not, both have to be drawn."""
+    source = RunFolder(REPORTS / "digits")
+    run, metrics = source.read_run(), source.read_metrics()
+    assert metrics is not None
+    given = metrics.to_json()
+    given["metric"] = "perplexity"
+    for place in (given["dense"], *(b["pruned"] for b in given["budgets"])):
+        value = 60 / place["metrics"]["accuracy"]
+        place |= {"metrics": {"perplexity": value, "loss": math.log(value)}, "low": 0.95 * value, "high": 1.05 * value}
+    for b in given["budgets"]:
+        b["change"] |= {"metric": "perplexity", "value": 0.1, "low": 0.05, "high": 0.15, "verdict": "worse"}
+        b["random"] = [80.0, math.inf]
+        b["repair"] = None
+    for p in given["curve"]:
+        value = 60 / p["value"] if p["kept"] > 5 else math.inf
+        p |= {"value": value, "low": 0.95 * value, "high": 1.05 * value}
+    return pages.render(run, source.read_scores(), Metrics.model_validate(given))
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages: of a text model, of an image model, of scores alone without heads.json, of a plan without scores."""
+    """Pages: of a text model, of an image model, of a language model, of scores alone without heads.json, of a plan without scores."""
     folder, found = tmp_path_factory.mktemp("pages"), {}
+    found["language"] = folder / "language.html"
+    found["language"].write_text(language_page())
     for name, of, scored, pruned, looked in (
         ("text", "minilm-rt", True, True, True), ("image", "digits", True, True, True), ("scored", "minilm-rt", True, False, False),
         ("planned", "digits", False, True, False),
@@ -123,6 +146,7 @@ def labels(page: Any) -> list[str]:
     [
         *(("text", width, scheme) for width in WIDTHS for scheme in ("light", "dark")),
         ("image", "phone", "light"), ("image", "wide", "dark"), ("scored", "phone", "dark"), ("planned", "wide", "light"),
+        ("language", "phone", "dark"),
     ],
 )  # fmt: skip
 def test_nothing_fails_and_everybody_can_read_it(visit: Any, name: str, width: str, scheme: str) -> None:
