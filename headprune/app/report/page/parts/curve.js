@@ -19,7 +19,7 @@ if (data.curve) {
       ariaLabel: `${label} against heads kept`,
       ariaDescription: "The table under this chart has the same figures.",
       x: { label: `heads kept, of ${total}`, domain: [0, total * 1.02], labelArrow: "none" },
-      y: { label: share && change ? `${label}, points` : label, type: log ? "log" : "linear", tickFormat: tick, ticks: 6, nice: true, labelArrow: "none" },
+      y: { label: share && change ? `${label}, points` : label, type: log ? "log" : "linear", tickFormat: tick, ticks: 6, nice: !log, labelArrow: "none" },
       marks: [
         Plot.gridY({ stroke: "var(--line)", strokeOpacity: 1 }),
         Plot.areaY(fine, { x: "kept", y1: "low", y2: "high", z: "method", fill: { value: (p) => colour(p.method), scale: null }, fillOpacity: 0.1 }),

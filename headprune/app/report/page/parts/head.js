@@ -114,7 +114,7 @@ function tell() {
     place.replaceChildren(
       label, keys(seen, query), most,
       matrix(seen, Math.max(200, Math.min(420, place.clientWidth || 320)), query, (r) => ((query = r), see())),
-      made("p", "Rows attend to columns; darker is more (square root of the weight, so that small ones are visible). Click a row to see it above.", { class: "muted" }),
+      made("p", "Rows attend to columns; the stronger the colour, the more (square root of the weight, so that small ones are visible). Click a row to see it above.", { class: "muted" }),
     );
   }
 
