@@ -42,15 +42,22 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
         "scores.json",
         "run.json",
         "report.md",
+        "report.html",
+        "heads.json",
+        "heads.png",
         "importance.png",
         "agreement.png",
     }
     result = run("prune", "--keep", "50%")
     assert "tiny-bert-1/report.md" in result.stdout
+    assert "tiny-bert-1/report.html" in result.stdout
     names = {
         "scores.json",
         "run.json",
         "report.md",
+        "report.html",
+        "heads.json",
+        "heads.png",
         "importance.png",
         "agreement.png",
         "tradeoff.png",
@@ -393,6 +400,9 @@ def test_scoring_again_leaves_no_figures_of_the_old_prune(pruned: Path, bert_fol
         "scores.json",
         "run.json",
         "report.md",
+        "report.html",
+        "heads.json",
+        "heads.png",
         "importance.png",
     }
     assert "pruned" not in (pruned / "report.md").read_text().split("## How it was measured")[0]
