@@ -5,7 +5,6 @@ from __future__ import annotations
 import jinja2
 
 from headprune.app.report import figures, markdown, page
-from headprune.app.report.findings import several_orders
 from headprune.app.runs import RunFolder
 from headprune.app.seeing import draw_all
 from headprune.errors import HeadPruneError
@@ -34,14 +33,12 @@ def _write(folder: RunFolder) -> None:
     scores = folder.read_scores() if folder.scores_path.exists() else []  # a plan of the user's needs none
     if scores:
         figures.importance(folder.path / "importance.png", scores, metrics)
-    for name in ("agreement.png", "orders.png"):
-        (folder.path / name).unlink(missing_ok=True)  # of an earlier run with more methods
+    (folder.path / "agreement.png").unlink(missing_ok=True)  # of an earlier run with more methods
     if len([s for s in scores if s.method != "random"]) > 1:
         figures.agreement(folder.path / "agreement.png", scores)
     if metrics is not None:
         figures.trade_off(folder.path / "tradeoff.png", metrics)
-        if several_orders(metrics.curve):
-            figures.trade_off(folder.path / "orders.png", metrics, every=True)
+        figures.orders(folder.path / "orders.png", metrics)
         figures.latency(folder.path / "latency.png", metrics.latency)
     heads = folder.read_heads()
     (folder.path / "heads.png").unlink(missing_ok=True)

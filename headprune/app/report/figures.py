@@ -99,10 +99,11 @@ def colours(grid: np.ndarray, both: bool) -> tuple[Any, int]:
     """
     from matplotlib.colors import AsinhNorm
 
-    sizes = np.abs(grid[np.isfinite(grid)])
+    found = grid[np.isfinite(grid)]
+    sizes = np.abs(found)
     most = float(sizes.max(initial=0.0)) or 1.0
     usual = max(float(np.median(sizes)) if len(sizes) else most, most / 1000)
-    low = -most if both else min(0.0, float(np.nanmin(grid)))
+    low = -most if both else float(found.min(initial=0.0))
     return AsinhNorm(linear_width=usual, vmin=low, vmax=most), 0 if 1 <= usual < 100 else int(np.floor(np.log10(usual)))
 
 
@@ -130,13 +131,50 @@ def agreement(path: Path, scores: Sequence[HeadScores]) -> None:
     _save(figure, path)
 
 
-def trade_off(path: Path, metrics: Metrics, *, every: bool = False) -> None:
-    """The metric against heads kept: by the order that was used (or ``every`` one), by random ones, and as measured at the end.
+def trade_off(path: Path, metrics: Metrics) -> None:
+    """The metric against heads kept, as it was measured at the end: the dense and the pruned models, and random heads."""
+    metric, dense = metrics.metric, metrics.dense
+    figure, (axis,) = _figure(7.2, 4.0, 1)
+    budgets = sorted(metrics.budgets, key=lambda b: b.kept)
+    total = budgets[0].total
+    models = [(b.kept, b.pruned) for b in budgets] + [(total, dense)]
+    x = [kept for kept, _ in models]
+    values = np.array([(m.metrics[metric], m.low, m.high) for _, m in models]).T
+    ends = np.maximum([values[0] - values[1], values[2] - values[0]], 0)
+    axis.errorbar(
+        x,
+        values[0],
+        ends,
+        fmt="D-",
+        color=_COLOURS[0],
+        markersize=6,
+        capsize=3,
+        zorder=5,
+        label="chosen heads stay (95 %)",
+    )
+    level = dense.metrics[metric]
+    draws = [b.random for b in budgets]
+    middle, low, high = ([*map(make, draws), level] for make in (np.mean, min, max))
+    axis.plot(x, middle, "--", color=_GREY, label=f"random heads stay, mean and range of {len(draws[0])}")
+    axis.fill_between(x, low, high, color=_GREY, alpha=0.2, lw=0)
+    axis.axhline(level, color="black", lw=0.8, ls=":", label="dense model")
+    axis.set_xticks(x)
+    axis.set_xlabel(f"heads kept, of {total}")
+    axis.set_ylabel(f"{metric}, on the reported examples")
+    if metric == "perplexity":
+        axis.set_yscale("log")
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8, frameon=False)
+    _save(figure, path)
 
-    The lines are of the choosing part, the diamonds of the reporting part. Where the dense model does far better on the
-    choosing part, so that the two levels would mislead, changes from the dense model are drawn instead.
+
+def orders(path: Path, metrics: Metrics) -> None:
+    """The metric on the choosing part against heads kept, by every order, with random as control, and the models measured at the end.
+
+    Where the dense model does far better on the choosing part than on the other, so that the two levels would mislead, changes from
+    the dense model are drawn instead.
     """
-    metric, curve, first = metrics.metric, metrics.curve, metrics.budgets[0]
+    metric, curve = metrics.metric, metrics.curve
     change = trained_on_choosing(metrics) is not None
     figure, (axis,) = _figure(7.2, 4.0, 1)
     dense = next(p for p in curve if p.method == "dense")
@@ -146,16 +184,12 @@ def trade_off(path: Path, metrics: Metrics, *, every: bool = False) -> None:
             return value / base - 1 if metric == "perplexity" else value - base
         return value
 
-    used = first.method or first.strategy or "plan"
     methods = [m for m in dict.fromkeys(p.method for p in curve) if m not in ("dense", "random")]
-    if not every:
-        methods = [used] if used in methods else methods[:1]
     for colour, method in zip(_COLOURS, methods, strict=False):
         points = sorted((p for p in (*curve, dense) if p.method in (method, "dense")), key=lambda p: p.kept)
         x = [p.kept for p in points]
         ends = [[drawn(getattr(p, end), dense.value) for p in points] for end in ("value", "low", "high")]
-        label = method if every else "chosen heads"
-        axis.plot(x, ends[0], marker="o", markersize=4, color=colour, label=f"{label}, where plans were chosen")
+        axis.plot(x, ends[0], marker="o", markersize=4, color=colour, label=f"{method} (choose)")
         axis.fill_between(x, ends[1], ends[2], color=colour, alpha=0.12, lw=0)
     draws: dict[int, list[float]] = {}
     for p in curve:
@@ -167,7 +201,7 @@ def trade_off(path: Path, metrics: Metrics, *, every: bool = False) -> None:
     low = [min(draws[k]) for k in x[:-1]] + [start]
     high = [max(draws[k]) for k in x[:-1]] + [start]
     number = max(map(len, draws.values()), default=0)
-    axis.plot(x, middle, "--", color=_GREY, label=f"random heads, mean and range of {number}")
+    axis.plot(x, middle, "--", color=_GREY, label=f"random, mean and range of {number} (choose)")
     axis.fill_between(x, low, high, color=_GREY, alpha=0.2, lw=0)
     level = metrics.dense.metrics[metric]
     for i, budget in enumerate(metrics.budgets):
@@ -176,9 +210,9 @@ def trade_off(path: Path, metrics: Metrics, *, every: bool = False) -> None:
         value, least, most = (moved.value, moved.low, moved.high) if change else interval
         axis.errorbar(
             budget.kept, value, [[max(value - least, 0.0)], [max(most - value, 0.0)]], fmt="D", color="black", markersize=6,
-            capsize=3, zorder=5, label="pruned model, measured at the end (95 %)" if i == 0 else None,
+            capsize=3, zorder=5, label="pruned, measured (report)" if i == 0 else None,
         )  # fmt: skip
-    axis.axhline(drawn(level, level), color="black", lw=0.8, ls=":", label="dense model, measured at the end")
+    axis.axhline(drawn(level, level), color="black", lw=0.8, ls=":", label="dense (report)")
     axis.set_xlabel(f"heads kept, of {dense.kept}")
     unit = {"accuracy": "parts of 1", "perplexity": "as a share"}.get(metric, "")
     axis.set_ylabel(f"change of {metric} from dense{f' ({unit})' if unit else ''}" if change else metric)

@@ -151,11 +151,6 @@ def shared_notes(budgets: Sequence[BudgetResult]) -> list[tuple[str, list[int] |
     return [(note, None if len(of) == len(repairs) else of) for note, of in kept.items()]
 
 
-def several_orders(curve: Sequence[Point]) -> bool:
-    """Whether more than one order was drawn, random ones aside."""
-    return len({p.method for p in curve} - {"dense", "random"}) > 1
-
-
 def kept_though_low(scores: HeadScores, budget: BudgetResult) -> list[str]:
     """Heads that stay although as many heads went as score lower or equally: by label, the lowest first."""
     gone = {(name, h) for name, heads in budget.drop.items() for h in heads}
