@@ -255,6 +255,14 @@ def test_the_curves_are_from_the_dense_model_down_and_random_is_a_mean_with_its_
     assert ablation == {2: (0.72, 0.6, 0.8), 4: (0.81, 0.74, 0.88)}
 
 
+def test_the_first_chart_is_of_the_reported_examples_alone() -> None:
+    curve = parsed(METRICS).data["curve"]
+    assert [(p["kept"], p["value"], p["low"], p["high"], p["said"]) for p in curve["random"]] == [
+        (2, pytest.approx(0.6), 0.5, 0.7, "60.0 %"), (4, 0.8, 0.8, 0.8, "80.0 %")
+    ]  # fmt: skip
+    assert curve["draws"] == 3
+
+
 def test_colours_are_in_ratio_beyond_the_usual_score() -> None:
     """As importance.png's: one large score hides no other."""
     found = parsed(None, scores_of([0.01, -0.03, 0.05, 10.0])).data["methods"][0]

@@ -145,9 +145,10 @@ def _method(scores: HeadScores, addresses: Sequence[tuple[str, int]]) -> dict[st
 
 
 def _curve(metrics: Metrics, found: Sequence[Size]) -> dict[str, Any]:
-    """Every order's line, each from the dense model's point; of random draws, mean and range; and the measured models.
+    """The reported models and random heads, as in tradeoff.png; and every order's line on the choosing part, as in orders.png.
 
-    As in tradeoff.png: where the dense model does far better on the choosing part, changes from the dense model.
+    Lines begin at the dense model's point; of random draws they have mean and range. Where the dense model does far better on the
+    choosing part, orders are drawn as changes from the dense model.
     """
     metric, change = metrics.metric, findings.trained_on_choosing(metrics) is not None
     dense = next(p for p in metrics.curve if p.method == "dense")
@@ -176,7 +177,14 @@ def _curve(metrics: Metrics, found: Sequence[Size]) -> dict[str, Any]:
         ends = (of_change.value, of_change.low, of_change.high) if of_change else size.figure
         ends = (0.0,) * 3 if change and not of_change else ends
         measured.append({"size": i, "kept": size.kept, "value": ends[0], "low": ends[1], "high": ends[2]})
+    dense_level = metrics.dense.metrics[metric]
+    draws = {b.kept: b.random for b in findings.largest_first(metrics)[::-1]} | {dense.kept: (dense_level,)}
+    random = [
+        {"kept": kept, "value": sum(of) / len(of), "low": min(of), "high": max(of), "said": numbers.value(sum(of) / len(of), metric)}
+        for kept, of in draws.items() if of
+    ]  # fmt: skip
     return {
+        "metric": metric, "random": random, "draws": len(metrics.budgets[0].random),
         "label": f"change of {metric} from dense" if change else metric, "change": change,
         "share": metric in ("accuracy", "f1"), "log": metric == "perplexity" and not change, "points": points,
         "measured": measured, "total": dense.kept,
