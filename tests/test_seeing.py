@@ -130,8 +130,10 @@ def test_windows_stand_one_behind_the_other() -> None:
     model, example = swin()
     eager, _ = swin("eager")
     with torch.no_grad():
-        expected = eager(**example, output_attentions=True).attentions[0]  # [images * windows, heads, queries, keys]
-    found = next(iter(hp.attention_weights(model, example).values()))
+        expected = eager(**example, output_attentions=True).attentions[
+            0
+        ]  # of the last layer: [images * windows, heads, queries, keys]
+    found = list(hp.attention_weights(model, example).values())[-1]
     assert found.shape == (2, 4, 64, 16)
     torch.testing.assert_close(
         found, expected.view(2, 4, 4, 16, 16).transpose(1, 2).flatten(2, 3), rtol=1e-4, atol=1e-5

@@ -90,6 +90,7 @@ def _print(heads: Heads, head: str | None, output: Path | None, profiled: bool, 
         all_heads,
         draw_all,
         draw_head,
+        figures_of,
         head_named,
         layer_of,
         one_head,
@@ -106,6 +107,7 @@ def _print(heads: Heads, head: str | None, output: Path | None, profiled: bool, 
         profile = layer.heads[number]
         name = f"L{layer.index}.H{number}"
         console.result(f"{name} ({layer.name}): {profile.role}: {profile.because} ({what}).")
+        console.show(figures_of(profile))
         seen = layer_of(sample, layer.index) if sample is not None else None
         if sample is not None and seen is not None:
             console.show(one_head(sample, seen, number, colours))

@@ -136,3 +136,18 @@ def heads_document(title: str = "", token: str = "a", role: str = "", samples: i
             ) for i in range(samples)
         ),
     )  # fmt: skip
+
+
+def _profile(role: str, clarity: float) -> dict[str, Any]:
+    """A head's figures, few of which matter to a report."""
+    return vars(HeadProfile(30, 1.0, 0.5, 0.4, 3.0, 1.0, role=role, because=f"{clarity:.0%} is there", clarity=clarity))
+
+
+HEADS: dict[str, Any] = {
+    "examples": 3, "tokens": 30, "repeated": 0, "unit": "tokens", "seconds": 0.1,
+    "layers": [{
+        "name": LAYER.name, "index": 0, "kind": "encoder", "unseen": "",
+        "heads": [_profile("next token", 0.6), _profile("broad", 0.96), _profile("next token", 0.9), _profile("mixed", 0.1)],
+    }],
+    "samples": [],
+}  # fmt: skip

@@ -230,6 +230,7 @@ class BudgetResult(Document):
         checkpoint: The folder beside metrics.json that it was saved to.
         size: Of that folder's files, in bytes.
         dtype: That its weights are saved in.
+        loads: The call that loads the folder where headprune is not installed; "" in older files.
     """
 
     name: str
@@ -254,6 +255,7 @@ class BudgetResult(Document):
     checkpoint: str
     size: int | None = None
     dtype: str | None = None
+    loads: str = ""
 
 
 class Point(Document):

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import jinja2
 
+from headprune import checkpoint
 from headprune.app.report import figures, markdown, page
 from headprune.app.runs import RunFolder
 from headprune.app.seeing import draw_all
 from headprune.errors import HeadPruneError
 from headprune.jsonio import write_text
 
-__all__ = ["write"]
+__all__ = ["write", "write_cards"]
+
+
+def write_cards(folder: RunFolder) -> None:
+    """Write into the models' cards what the run measured of each."""
+    run, metrics = folder.read_run(), folder.read_metrics()
+    if metrics is not None:
+        for budget in metrics.budgets:
+            checkpoint.add_figures(folder.path / budget.checkpoint, markdown.card(run, metrics, budget))
 
 
 def write(folder: RunFolder) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import jinja2
 
-from headprune.app.documents import Heads, Metrics, Run
+from headprune.app.documents import BudgetResult, Heads, Metrics, Run
 from headprune.app.report import findings, numbers, sentences
 from headprune.app.report import heads as seen
 from headprune.app.report.verdict import verdict
+from headprune.checkpoint import code
 from headprune.latency import WARM_UP
 from headprune.scoring import METHODS
 from headprune.scoring.agreement import agreements, chance
@@ -42,6 +43,15 @@ def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None, head
     return _environment().get_template("report.md.j2").render(values)
 
 
+def card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
+    """What the model card of one budget's folder says of its costs."""
+    values = {
+        "run": run, "metrics": metrics, "metric": metrics.metric, "dense": metrics.dense, "b": budget,
+        "latency": metrics.latency, "dataset": numbers.without_place(run.options.data.dataset),
+    }  # fmt: skip
+    return _environment().get_template("card.md.j2").render(values)
+
+
 def _of_metrics(metrics: Metrics) -> dict[str, Any]:
     """What several sections need."""
     budgets = findings.largest_first(metrics)
@@ -64,8 +74,9 @@ def _environment() -> jinja2.Environment:
         f.__name__: f for f in (
             numbers.value, numbers.change, numbers.ratio, numbers.shape, numbers.flops, numbers.measured, numbers.ridge,
             numbers.rank, numbers.known, numbers.measured_value, shlex.quote, numbers.with_error, numbers.device,
+            numbers.without_places,
         )
-    } | {"fmt": format, "thousands": lambda number: f"{number:,}", "plain": seen.plain}  # fmt: skip
+    } | {"code": code, "fmt": format, "thousands": lambda number: f"{number:,}", "plain": seen.plain}  # fmt: skip
     made.globals |= {
         f.__name__: f for f in (
             findings.chosen_by, findings.trade_off,

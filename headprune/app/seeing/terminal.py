@@ -12,6 +12,7 @@ from rich.text import Text
 
 from headprune.app.documents import Heads, Sample, SampleLayer
 from headprune.app.seeing.cells import cells, layer_of, resized
+from headprune.seeing import HeadProfile
 from headprune.seeing.roles import MIXED, RULES, UNKNOWN
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _SHORT = {rule.role: rule.short for rule in RULES} | {MIXED: "·", UNKNOWN: "?"}
 _SHADES = " ░▒▓█"
+_CUT = " (cut to be shown)"
 _LEAST, _MOST = 4, 16  # columns of a head
 _KEYS = 4  # that are named for a query, at most
 
@@ -30,7 +32,7 @@ def all_heads(heads: Heads, sample: Sample, width: int, colours: bool) -> Group:
         width: Columns of the terminal.
         colours: Whether it shows them.
     """
-    lines: list[Text] = [Text(sample.title)] if sample.title else []
+    lines: list[Text] = [Text(f"{sample.title}{_CUT if sample.shortened else ''}")] if sample.title else []
     for profile in heads.layers:
         layer = layer_of(sample, profile.index)
         if layer is None:
@@ -86,12 +88,22 @@ def one_head(sample: Sample, layer: SampleLayer, head: int, colours: bool) -> Re
         cells_ = [Text(queries.labels[row], "bold"), told]
         if picture:
             cells_.append(
-                Text.assemble(
-                    *[(label, f"{_ink(w)} on {_blue(w)}") for label, w in zip(keys.labels, seen, strict=True)]
+                Text(" ").join(
+                    Text(label, f"{_ink(w)} on {_blue(w)}") for label, w in zip(keys.labels, seen, strict=True)
                 )
             )
         table.add_row(*cells_)
     return table
+
+
+def figures_of(profile: HeadProfile) -> Text:
+    """Every figure that a head has, by its name in heads.json."""
+    told = [
+        f"{name} {value:.3g}"
+        for name, value in vars(profile).items()
+        if isinstance(value, int | float) and name != "clarity"
+    ]
+    return Text(", ".join(told))
 
 
 def role_table(heads: Heads) -> Table:
@@ -137,4 +149,4 @@ def _blue(weight: float) -> str:
 
 
 def _ink(weight: float) -> str:
-    return "white" if weight > 0.2 else "black"
+    return "rgb(255,255,255)" if weight > 0.39 else "rgb(0,0,0)"  # contrast of 4.5 or more

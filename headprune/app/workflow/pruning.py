@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from headprune import latency
-from headprune.app import runs
+from headprune.app import report, runs
 from headprune.app.data import load_also
 from headprune.app.documents import (
     AlsoData,
@@ -103,7 +103,7 @@ def plan_run(asked: PruneRun, console: Console) -> tuple[list[HeadScores], list[
         raise HeadPruneError("There are no scores to plan by.", "Run `headprune score` first.")
     scores = asked.scores()
     scene = asked.open(scores, console)
-    trials = trials_of(scene, goal.repair)
+    trials = trials_of(scene, goal)
     orders = {} if goal.plan else orders_of(goal.request(scene), asked.candidates(scores), trials, console)
     return scores, fits_of(scene, goal, orders, trials, console)
 
@@ -132,7 +132,7 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
     facts = [asdict(asked.goal), list(methods), [s.to_json() for s in scores], *also]
     stages = stages_of(folder, "prune", scene, *facts, say=console.say)
     content = RunFolder(stages.path / "content")
-    job = Job(scene, asked.goal, trials_of(scene, asked.goal.repair, stages), stages, content, console)
+    job = Job(scene, asked.goal, trials_of(scene, asked.goal, stages), stages, content, console)
     fits, metrics = _pruned_and_measured(job, asked.candidates(scores))
     if source is not None and source.scores_path.exists():
         shutil.copyfile(source.scores_path, content.scores_path)
@@ -148,6 +148,7 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
     run = run.changed(seconds=(*run.seconds[: len(run.commands) - 1], round(took, 1)))
     run.write(content.run_path)
     metrics.write(content.metrics_path)
+    report.write_cards(content)
     publish(folder, content)
     return metrics
 
