@@ -42,6 +42,9 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
         "scores.json",
         "run.json",
         "report.md",
+        "report.html",
+        "heads.json",
+        "heads.png",
         "importance.png",
         "agreement.png",
         "heads.json",
@@ -49,10 +52,14 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
     }
     result = run("prune", "--keep", "50%")
     assert "tiny-bert-1/report.md" in result.stdout
+    assert "tiny-bert-1/report.html" in result.stdout
     names = {
         "scores.json",
         "run.json",
         "report.md",
+        "report.html",
+        "heads.json",
+        "heads.png",
         "importance.png",
         "agreement.png",
         "heads.json",
@@ -398,6 +405,9 @@ def test_scoring_again_leaves_no_figures_of_the_old_prune(pruned: Path, bert_fol
         "scores.json",
         "run.json",
         "report.md",
+        "report.html",
+        "heads.json",
+        "heads.png",
         "importance.png",
         "heads.json",
         "heads.png",

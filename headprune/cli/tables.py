@@ -90,7 +90,7 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
     metrics = folder.read_metrics()
     assert metrics is not None
     _print_results(console, folder.read_run(), metrics)
-    console.result(f"\nReport: {folder.report_path}")
+    console.result(f"\nReport: {folder.report_path}\nPage:   {folder.page_path}")
     for b in metrics.budgets:
         console.result(f"Model:  {folder.path / b.checkpoint}")
         print_loading(console, folder.path / b.checkpoint)
