@@ -106,17 +106,26 @@ def benchmark(
     if not tensors(example):
         raise HeadPruneError("The example holds no tensor.", "Pass what the models' forward() takes.")
     for name, model in models.items():
-        try:
-            with evaluating(model), torch.inference_mode():
-                call(model, move(example, model_device(model)))
-        except Exception as error:
-            raise HeadPruneError(
-                f"The model {name!r} does not run on the example: {type(error).__name__}: {first_line(error)}.",
-                "Pass what the models' forward() takes: a dict of tensors, a tensor or a tuple.",
-            ) from error
+        check_runs(model, example, f"The model {name!r}")
     inputs = [(*example_shape(example), example)]
     (row,) = bench(models, inputs, seed=seed, min_runs=min_runs, min_seconds=min_seconds, progress=progress)
     return row
+
+
+def check_runs(model: nn.Module, example: Example, name: str = "The model") -> None:
+    """Run a model once.
+
+    Raises:
+        HeadPruneError: It does not run on the example.
+    """
+    try:
+        with evaluating(model), torch.inference_mode():
+            call(model, move(example, model_device(model)))
+    except Exception as error:
+        raise HeadPruneError(
+            f"{name} does not run on the example: {type(error).__name__}: {first_line(error)}.",
+            "Pass what the models' forward() takes: a dict of tensors, a tensor or a tuple.",
+        ) from error
 
 
 def without_labels(model: nn.Module, example: Example) -> Example:
@@ -150,14 +159,14 @@ def bench(
         for model in models.values():
             stack.enter_context(evaluating(model))
         for i, (batch, length, example) in enumerate(inputs):
-            times = _timed({name: _arm(model, example) for name, model in models.items()}, min_runs, least)
+            times = in_turn({name: timer(model, example) for name, model in models.items()}, min_runs, least)
             rows.append(_row(batch, length, times, seed))
             if progress:
                 progress(i + 1, len(inputs))
     return rows
 
 
-def _timed(arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds: float) -> dict[str, list[float]]:
+def in_turn(arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds: float) -> dict[str, list[float]]:
     """Milliseconds of each model in each round, after a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():
@@ -169,6 +178,13 @@ def _timed(arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds: 
             times[name].append(arms[name]())
         rounds += 1
     return times
+
+
+def timing(times: Sequence[float], seed: int = 0) -> Timing:
+    """What a model's times say, in milliseconds."""
+    return Timing(
+        float(np.median(times)), float(np.percentile(times, 95)), len(times), *_interval(np.asarray(times), seed)
+    )
 
 
 def speedup(dense: Sequence[float], other: Sequence[float], seed: int = 0) -> Speedup:
@@ -242,7 +258,7 @@ def cache_bytes(model: nn.Module, example: Example) -> float | None:
     return sum(t.nbytes for t in held) / tokens if tokens else None
 
 
-def _arm(model: nn.Module, example: Example) -> Callable[[], float]:
+def timer(model: nn.Module, example: Example) -> Callable[[], float]:
     """A function that runs the model once and gives the milliseconds it took."""
     device = model_device(model)
     moved = move(example, device)
@@ -270,10 +286,7 @@ def _arm(model: nn.Module, example: Example) -> Callable[[], float]:
 
 def _row(batch: int, length: int, times: Mapping[str, list[float]], seed: int) -> LatencyRow:
     first = next(iter(times))
-    timings = {
-        name: Timing(float(np.median(t)), float(np.percentile(t, 95)), len(t), *_interval(np.asarray(t), seed))
-        for name, t in times.items()
-    }
+    timings = {name: timing(t, seed) for name, t in times.items()}
     speedups = {name: speedup(times[first], t, seed) for name, t in times.items() if name != first}
     return LatencyRow(batch, length, timings, speedups)
 

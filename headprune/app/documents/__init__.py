@@ -32,6 +32,7 @@ from headprune.app.documents.metrics import (
     Refitted,
     Repaired,
     StepTrial,
+    TimeParts,
     Trained,
 )
 from headprune.app.documents.run import LayerFacts, ModelFacts, Run
@@ -40,5 +41,5 @@ __all__ = [
     "Asked", "BudgetResult", "ComparedOrder", "ComparedPlan", "Cut", "Dense", "Document", "Environment", "Epoch",
     "Examples", "File", "FinetuneFacts", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Latency",
     "LayerFacts", "Measured", "Metrics", "ModelFacts", "PlannedWork", "Planning", "Point", "Proved", "Refitted",
-    "Repaired", "Run", "StepTrial", "Trained", "Training", "TrainingOptions",
+    "Repaired", "Run", "StepTrial", "TimeParts", "Trained", "Training", "TrainingOptions",
 ]  # fmt: skip

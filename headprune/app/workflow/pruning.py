@@ -30,7 +30,7 @@ from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.scoring import run_after, run_document, score_all
 from headprune.app.workflow.stages import publish, stages_of
 from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, trade_off, trials_of
-from headprune.app.workflow.timing import time_models
+from headprune.app.workflow.timing import measure_energy, time_generation, time_models, time_parts
 from headprune.budgets import Fit, Reading
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
@@ -164,19 +164,33 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
         ),
         budgets=tuple(result for result, _ in made),
         curve=tuple(curve),
-        latency=_timed(job, environment, made),
+        **_timed(job, environment, made),
     )
     return fits, metrics
 
 
-def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult, nn.Module]]) -> Latency:
-    """The latency of all models; on another machine it is timed again."""
-    models = {r.name: model for r, model in sorted(made, key=lambda pair: -pair[0].kept)}
-    return job.stages.get(
-        f"latency {environment}",
-        lambda: time_models(job.scene, {"dense": job.scene.model, **models}, job.console).to_json(),
-        Latency.model_validate,
-    )
+def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult, nn.Module]]) -> dict[str, Any]:
+    """What is measured of time and energy, as fields of `Metrics`; on another machine it is measured again."""
+    scene, console, stages = job.scene, job.console, job.stages
+    largest = sorted(made, key=lambda pair: -pair[0].kept)
+    models = {"dense": scene.model, **{result.name: model for result, model in largest}}
+    plans = {result.name: {name: list(heads) for name, heads in result.drop.items()} for result, _ in largest}
+    return {
+        "latency": stages.get(
+            f"latency {environment}", lambda: time_models(scene, models, console).to_json(), Latency.model_validate
+        ),
+        "time": stages.get(
+            f"parts {environment}", lambda: [row.to_json() for row in time_parts(scene, plans, console)], tuple
+        ),
+        "generation": stages.get(
+            f"generation {environment}",
+            lambda: [row.to_json() for row in time_generation(scene, models, console)],
+            tuple,
+        ),
+        "energy": stages.get(
+            f"energy {environment}", lambda: (row := measure_energy(scene, models)) and row.to_json(), lambda row: row
+        ),
+    }
 
 
 class _KeptFit(Document):

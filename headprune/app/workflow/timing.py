@@ -1,17 +1,21 @@
-"""Latency of the dense and every pruned model, over shapes of input."""
+"""Latency of the dense and every pruned model over shapes of input, and where the time goes."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from headprune import latency
-from headprune.app.documents import Latency
+from headprune.app.documents import Latency, TimeParts
 from headprune.app.workflow.scene import Console, Scene
+from headprune.attention import Heads
 from headprune.errors import HeadPruneError
+from headprune.inputs import model_device
 from headprune.surgery import prune
+from headprune.timing import EnergyRow, GenerationRow, breakdown, energy, generation
 
 _BOUND_LIMIT = 2_000_000_000  # parameters; above this a third copy of the model is too much to ask
 
@@ -28,14 +32,62 @@ def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) ->
             models = {**models, bound: empty}
         except HeadPruneError as error:
             console.say(f"The bound could not be timed: {error.args[0]}")
-    inputs = []
-    for batch, length in _shapes(scene):
-        example = _shaped(scene, batch, length)
-        inputs.append((batch, latency.example_shape(example)[1], example))
     with console.track("timing") as progress:
-        rows = latency.bench(models, inputs, seed=scene.options.seed, progress=progress)
+        rows = latency.bench(models, inputs(scene), seed=scene.options.seed, progress=progress)
     typical = latency.example_shape(scene.typical_input())[1]
     return Latency(rows=tuple(rows), bound=bound, bound_ghosts=ghosts, typical_length=typical)
+
+
+def time_parts(scene: Scene, plans: Mapping[str, Heads], console: Console) -> list[TimeParts]:
+    """What the dense model's passes spend their time on, with the most that each plan can gain of it.
+
+    Args:
+        plans: The heads that go, by the name of the pruned model.
+    """
+    if model_device(scene.model).type not in ("cpu", "cuda"):
+        return []
+    found, shapes = [], inputs(scene)
+    with console.track("where the time goes") as progress:
+        for i, (batch, length, example) in enumerate(shapes):
+            made = breakdown(scene.model, example, layers=scene.layers)
+            bounds = {name: made.bound(drop) for name, drop in plans.items()}
+            found.append(
+                TimeParts(
+                    batch=batch,
+                    length=length,
+                    total=made.total,
+                    parts=made.parts,
+                    bounds=bounds,
+                    stand_ins=made.stand_ins,
+                )
+            )
+            progress(i + 1, len(shapes))
+    return found
+
+
+def time_generation(scene: Scene, models: Mapping[str, nn.Module], console: Console) -> list[GenerationRow]:
+    """How fast the dense and the pruned models write, from prompts of median length; [] where they do not."""
+    length, rows = _shapes(scene)[0][1], []
+    sizes = sorted({1, scene.options.data.batch_size})
+    with console.track("writing tokens") as progress:
+        for i, batch in enumerate(sizes):
+            row = generation(models, _shaped(scene, batch, length), seed=scene.options.seed)
+            if row is None:
+                return []
+            rows.append(row)
+            progress(i + 1, len(sizes))
+    return rows
+
+
+def measure_energy(scene: Scene, models: Mapping[str, nn.Module]) -> EnergyRow | None:
+    """The energy of a forward pass on the largest input; None where the machine does not count it."""
+    return energy(models, inputs(scene)[-1][2], seed=scene.options.seed)
+
+
+def inputs(scene: Scene) -> list[tuple[int, int, dict[str, Any]]]:
+    """What is timed, as (batch, tokens, example); the largest is the last."""
+    examples = [(batch, _shaped(scene, batch, length)) for batch, length in _shapes(scene)]
+    return [(batch, latency.example_shape(example)[1], example) for batch, example in examples]
 
 
 def budget_input(scene: Scene) -> dict[str, Any]:
