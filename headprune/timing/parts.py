@@ -63,7 +63,8 @@ class Parts:
         if (projection := self._innermost(name, self._projections)) is not None:
             return Place(PROJECTIONS, projection)
         if (attention := self._around(name)) is not None:
-            if name != attention and name in self._matrices:
+            weighted = name in self._matrices and not isinstance(self._modules[name], nn.Embedding)
+            if name != attention and weighted:
                 return Place(PROJECTIONS, attention)  # of no single head, such as an adapter's
             return Place(ATTENTION, attention)
         own = list(self._modules[name].parameters(recurse=False))

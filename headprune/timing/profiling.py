@@ -1,11 +1,12 @@
-"""One forward pass under PyTorch's profiler: which operations ran in which module, and for how long."""
+"""One forward pass under PyTorch's profiler: in which module operations ran, for how long, and how long nothing ran."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,20 +25,17 @@ _EMPTY = 64  # ranges without content, to find what a range costs
 
 @dataclass
 class Pass:
-    """A profiled forward pass.
+    """A profiled forward pass, in milliseconds by module: of its own time, not of the modules in it.
 
     Attributes:
-        busy: Milliseconds of operations by the module in which they ran: of the device's kernels on CUDA, else of the CPU.
-        launches: Operations by module.
-        started: When each module was first called, in microseconds of the profiler's clock.
-        wall: Milliseconds of the pass, without those that its ranges took; of no use on CUDA, where the profiler slows what
-            launches the kernels.
+        busy: Operations: on CUDA the kernels that they launched, else what the CPU took.
+        idle: The time between operations, on the CPU, without what the ranges cost.
+        started: When each module was first called, by the profiler's clock.
     """
 
     busy: dict[str, float] = field(default_factory=dict)
-    launches: dict[str, int] = field(default_factory=dict)
+    idle: dict[str, float] = field(default_factory=dict)
     started: dict[str, float] = field(default_factory=dict)
-    wall: float = 0.0
 
 
 def profiled(model: nn.Module, example: Example, device: torch.device) -> Pass:
@@ -45,43 +43,46 @@ def profiled(model: nn.Module, example: Example, device: torch.device) -> Pass:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # some builds of PyTorch note every profile on stderr
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    # What a range costs is measured beside the pass: the ranges' own time is not the model's.
     with profile(activities=activities) as found, torch.inference_mode(), uncompiled():
+        call(model, example)  # what the start of a profile has driven out of the caches comes back
         with wrapped(dict(model.named_modules()), _ranged):
-            begin = time.perf_counter()
             call(model, example)
-            wall = time.perf_counter() - begin
-        if cuda:
-            torch.cuda.synchronize(device)
-        begin = time.perf_counter()
         for _ in range(_EMPTY):
             with record_function("empty"):
                 pass
-        range_cost = (time.perf_counter() - begin) / _EMPTY
-    made, ranges = read(found.events(), on_device=cuda)
-    made.wall = max((wall - ranges * range_cost) * 1000, sum(made.busy.values()))
+        if cuda:
+            torch.cuda.synchronize(device)
+    return read(found.events(), on_device=cuda)
+
+
+def read(events: Iterable[Any], *, on_device: bool) -> Pass:
+    """What a profiler's events say (`torch.autograd.profiler_util.FunctionEvent`).
+
+    An operation counts with all that it calls, for the module in whose range it is. On a device it takes what its kernels take.
+    """
+    made = Pass()
+    events = [event for event in events if event.device_type == _CPU]  # others are kernels, or CUDA's copies of ranges
+    starts = sorted(event.time_range.start for event in events if event.name == "empty")
+    half = median([b - a for a, b in pairwise(starts)] or [0.0]) / 2  # of what a range costs: in it, and around it
+    for event in events:
+        parent, took = event.cpu_parent, event.time_range.elapsed_us()
+        around = parent.name.removeprefix(_MARK) if parent is not None and parent.name.startswith(_MARK) else None
+        if event.name.startswith(_MARK):
+            name, start = event.name.removeprefix(_MARK), event.time_range.start
+            made.started[name] = min(start, made.started.get(name, start))
+            _add(made.idle, name, took - half)
+            _add(made.busy, name, 0.0)
+            took += half
+        elif around is not None:
+            _add(made.busy, around, event.device_time_total if on_device else took)
+        if around is not None:
+            _add(made.idle, around, -took)
+    made.idle = {name: max(0.0, idle) for name, idle in made.idle.items()}
     return made
 
 
-def read(events: Iterable[Any], *, on_device: bool) -> tuple[Pass, int]:
-    """What a profiler's events say, and how many ranges there are.
-
-    An operation counts with all that it calls, for the module in whose range it is. What a device does for it is its kernels.
-    """
-    made, ranges = Pass(), 0
-    for event in events:
-        parent = event.cpu_parent
-        if event.name.startswith(_MARK):
-            if event.device_type == _CPU:  # CUDA has a copy of every range
-                ranges += 1
-                name, start = event.name.removeprefix(_MARK), event.time_range.start
-                made.started[name] = min(start, made.started.get(name, start))
-        elif event.device_type == _CPU and parent is not None and parent.name.startswith(_MARK):
-            name = parent.name.removeprefix(_MARK)
-            took = event.device_time_total if on_device else event.time_range.elapsed_us()
-            made.busy[name] = made.busy.get(name, 0.0) + took / 1000
-            made.launches[name] = made.launches.get(name, 0) + 1
-    return made, ranges
+def _add(times: dict[str, float], name: str, microseconds: float) -> None:
+    times[name] = times.get(name, 0.0) + microseconds / 1000
 
 
 def _ranged(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from time import monotonic
 
 from torch import nn
 
@@ -100,8 +100,8 @@ def breakdown(
 ) -> Breakdown:
     """What a forward pass spends its time on: attention, feed-forward, embeddings and head, launch overhead.
 
-    The passes run under PyTorch's profiler. The times are of one pass; shares are medians over the passes. Compare them with others of
-    the same device and threads only.
+    The total is the median time of passes; its parts are in proportion to those of passes under PyTorch's profiler, which costs less
+    than a microsecond an operation. So the launch overhead of models that take less than a few milliseconds is rough.
 
     Args:
         min_seconds: Time of all passes together, at least, but for at most 15 passes; by default 1 s.
@@ -122,40 +122,41 @@ def breakdown(
     stand_ins = any(convert(m) is not None for m in model.modules())
     with evaluating(model), exact_attention(model):
         latency.check_runs(model, given)
-        bare = latency.timer(model, given)
-        profiled(model, given, device)  # the first profile of a process takes longer
-        passes: list[Pass] = []
-        walls: list[float] = []
-        while len(passes) < MAX_PASSES and (len(passes) < MIN_PASSES or sum(walls) < least * 1000):
-            wall = bare() if device.type == "cuda" else None
+        times = latency.in_turn({"": latency.timer(model, given)}, MIN_PASSES, least / 2)
+        passes = [profiled(model, given, device)]  # the first profile of a process takes longer
+        begin = monotonic()
+        while len(passes) <= MAX_PASSES and (len(passes) <= MIN_PASSES or monotonic() - begin < least / 2):
             passes.append(profiled(model, given, device))
-            walls.append(passes[-1].wall if wall is None else wall)
-        return _broken_down(model, layers, latency.example_shape(given), passes, walls, stand_ins)
+        return _broken_down(model, layers, latency.example_shape(given), passes[1:], median(times[""]), stand_ins)
 
 
 def _broken_down(
-    model: nn.Module, layers: Sequence[AttentionLayer], shape: tuple[int, int], passes: Sequence[Pass], walls: Sequence[float],
+    model: nn.Module, layers: Sequence[AttentionLayer], shape: tuple[int, int], passes: Sequence[Pass], wall: float,
     stand_ins: bool,
 ) -> Breakdown:  # fmt: skip
-    """The parts, from passes and their times in milliseconds."""
-    total, launches, pairs = median(walls), Counter(passes[0].launches), list(zip(passes, walls, strict=True))
-    shares = {name: median(p.busy.get(name, 0.0) / wall for p, wall in pairs) for name in launches}
-    # Kernels that run at the same time may take more than the pass: then nothing is left for launching.
-    launch = median(max(0.0, wall - sum(p.busy.values())) / wall for p, wall in pairs)
-    scale = total / (sum(shares.values()) + launch)  # medians need not add up
+    """The parts, from passes and the milliseconds of a pass without the profiler."""
+    # By module: what interrupts a pass now and then, such as another process, is in few modules' time.
+    busy, idle = (
+        {name: median(getattr(p, what)[name] for p in passes) for name in passes[0].busy} for what in ("busy", "idle")
+    )
+    if model_device(model).type == "cuda":  # kernels are not slowed by the profiler; what launches them is
+        waiting = max(0.0, wall - sum(busy.values()))  # where kernels run at the same time, none
+        scale = waiting / (sum(idle.values()) or 1.0)
+        idle = {name: time * scale for name, time in idle.items()}
+    scale = wall / (sum(busy.values()) + sum(idle.values()))
 
     places = Parts(model, layers, passes[0].started)
-    parts = dict.fromkeys(PARTS, 0.0) | {LAUNCH: scale * launch}
+    parts = dict.fromkeys(PARTS, 0.0)
     owned: dict[tuple[str, str], tuple[float, float]] = {}
-    for name, share in shares.items():
+    for name in busy:
         place = places.place(name)
-        parts[place.part] += scale * share
+        parts[place.part] += scale * busy[name]
+        parts[LAUNCH] += scale * idle[name]
         if place.part in (PROJECTIONS, ATTENTION):
-            time, launching = owned.get(place, (0.0, 0.0))
-            mine = scale * launch * launches[name] / launches.total()
-            owned[place] = time + scale * share, launching + mine
+            time, launch = owned.get(place, (0.0, 0.0))
+            owned[place] = time + scale * busy[name], launch + scale * idle[name]
     costs = tuple(_cost(model, layers, part, name, *took) for (part, name), took in owned.items())
-    return Breakdown(*shape, total, parts, costs, tuple(layers), stand_ins)
+    return Breakdown(*shape, wall, parts, costs, tuple(layers), stand_ins)
 
 
 def _cost(model: nn.Module, layers: Sequence[AttentionLayer], part: str, name: str, time: float, launch: float) -> Cost:

@@ -14,7 +14,7 @@ from headprune.evaluation import Change
 from headprune.latency import LatencyRow
 from headprune.planning.effort import Effort
 from headprune.repairing import AnswersRepair, LayerRepair
-from headprune.timing import EnergyRow, GenerationRow
+from headprune.timing import Breakdown, EnergyRow, GenerationRow
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -265,6 +265,17 @@ class TimeParts(Document):
     parts: dict[str, float]
     bounds: dict[str, float]
     stand_ins: bool = False
+
+    @classmethod
+    def of(cls, found: Breakdown, bounds: dict[str, float], batch: int, length: int) -> Self:
+        return cls(
+            batch=batch, length=length, total=found.total, parts=found.parts, bounds=bounds, stand_ins=found.stand_ins
+        )
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Every part's share of the total."""
+        return {name: time / self.total for name, time in self.parts.items()}
 
 
 class Metrics(File):

@@ -38,4 +38,6 @@ def _write(folder: RunFolder) -> None:
     if metrics is not None:
         figures.trade_off(folder.path / "tradeoff.png", metrics)
         figures.latency(folder.path / "latency.png", metrics.latency)
+        if metrics.time:
+            figures.time_parts(folder.path / "time.png", metrics.time)
     write_text(folder.report_path, markdown.render(run, scores, metrics))

@@ -52,14 +52,14 @@ def _environment() -> jinja2.Environment:
     made.filters |= {
         f.__name__: f for f in (
             numbers.value, numbers.change, numbers.ratio, numbers.shape, numbers.flops, numbers.measured, numbers.ridge,
-            numbers.rank, numbers.known, numbers.with_error, numbers.device,
+            numbers.rank, numbers.known, numbers.with_error, numbers.device, numbers.cache, numbers.joules,
         )
     } | {"fmt": format, "thousands": lambda number: f"{number:,}"}  # fmt: skip
     made.globals |= {
         f.__name__: f for f in (
             findings.chosen_by, findings.speed, findings.trained_on_choosing, findings.rests_on_few, findings.trade_off,
             findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.limits_metric, findings.fewest_rounds,
-            findings.closest_first, chance,
+            findings.closest_first, findings.where_time_goes, chance,
         )
     } | {"about": _about, "WARM_UP": WARM_UP}  # fmt: skip
     return made

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -32,7 +33,7 @@ from headprune.app.workflow.stages import publish, stages_of
 from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, trade_off, trials_of
 from headprune.app.workflow.timing import measure_energy, time_generation, time_models, time_parts
 from headprune.budgets import Fit, Reading
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.plans import PruningPlan
 from headprune.scoring import HeadScores, save_scores
@@ -175,22 +176,26 @@ def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult
     largest = sorted(made, key=lambda pair: -pair[0].kept)
     models = {"dense": scene.model, **{result.name: model for result, model in largest}}
     plans = {result.name: {name: list(heads) for name, heads in result.drop.items()} for result, _ in largest}
-    return {
-        "latency": stages.get(
-            f"latency {environment}", lambda: time_models(scene, models, console).to_json(), Latency.model_validate
-        ),
-        "time": stages.get(
-            f"parts {environment}", lambda: [row.to_json() for row in time_parts(scene, plans, console)], tuple
-        ),
-        "generation": stages.get(
-            f"generation {environment}",
-            lambda: [row.to_json() for row in time_generation(scene, models, console)],
-            tuple,
-        ),
-        "energy": stages.get(
-            f"energy {environment}", lambda: (row := measure_energy(scene, models)) and row.to_json(), lambda row: row
-        ),
+    latencies = stages.get(
+        f"latency {environment}", lambda: time_models(scene, models, console).to_json(), Latency.model_validate
+    )
+    more: dict[str, Callable[[], Any]] = {
+        "time": lambda: [row.to_json() for row in time_parts(scene, plans, console)],
+        "generation": lambda: [row.to_json() for row in time_generation(scene, models, console)],
+        "energy": lambda: (row := measure_energy(scene, models)) and row.to_json(),
     }
+
+    def tried(name: str) -> Any:
+        try:
+            return more[name]()
+        except Exception as error:  # such as a model that does not go on from its own cache: the run is worth more
+            console.say(
+                f"No {name} is in the report: it could not be measured ({type(error).__name__}: {first_line(error)})."
+            )
+            return None
+
+    found = {name: stages.get(f"{name} {environment}", partial(tried, name), lambda made: made) for name in more}
+    return {"latency": latencies, **{name: value for name, value in found.items() if value}}
 
 
 class _KeptFit(Document):

@@ -13,9 +13,11 @@ from headprune.app.documents import Latency, TimeParts
 from headprune.app.workflow.scene import Console, Scene
 from headprune.attention import Heads
 from headprune.errors import HeadPruneError
-from headprune.inputs import model_device
 from headprune.surgery import prune
 from headprune.timing import EnergyRow, GenerationRow, breakdown, energy, generation
+
+NO_HEADS = "no heads"
+"""The name of the model without prunable heads."""
 
 _BOUND_LIMIT = 2_000_000_000  # parameters; above this a third copy of the model is too much to ask
 
@@ -23,12 +25,11 @@ _BOUND_LIMIT = 2_000_000_000  # parameters; above this a third copy of the model
 def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) -> Latency:
     """Latency of the dense and every pruned model, with the bound: the model without (nearly) all heads."""
     bound, ghosts = None, 0
-    everything = {layer.name: list(range(layer.num_heads)) for layer in scene.layers if layer.prunable}
     if latency.parameters(scene.model) < _BOUND_LIMIT:
         empty = copy.deepcopy(scene.model)
         try:
-            ghosts = len(prune(empty, everything, scene.example, layers=scene.layers).ghosts)
-            bound = "no heads"
+            ghosts = len(prune(empty, _everything(scene), scene.example, layers=scene.layers).ghosts)
+            bound = NO_HEADS
             models = {**models, bound: empty}
         except HeadPruneError as error:
             console.say(f"The bound could not be timed: {error.args[0]}")
@@ -44,23 +45,12 @@ def time_parts(scene: Scene, plans: Mapping[str, Heads], console: Console) -> li
     Args:
         plans: The heads that go, by the name of the pruned model.
     """
-    if model_device(scene.model).type not in ("cpu", "cuda"):
-        return []
     found, shapes = [], inputs(scene)
     with console.track("where the time goes") as progress:
         for i, (batch, length, example) in enumerate(shapes):
             made = breakdown(scene.model, example, layers=scene.layers)
-            bounds = {name: made.bound(drop) for name, drop in plans.items()}
-            found.append(
-                TimeParts(
-                    batch=batch,
-                    length=length,
-                    total=made.total,
-                    parts=made.parts,
-                    bounds=bounds,
-                    stand_ins=made.stand_ins,
-                )
-            )
+            bounds = {name: made.bound(drop) for name, drop in {**plans, NO_HEADS: _everything(scene)}.items()}
+            found.append(TimeParts.of(made, bounds, batch, length))
             progress(i + 1, len(shapes))
     return found
 
@@ -88,6 +78,11 @@ def inputs(scene: Scene) -> list[tuple[int, int, dict[str, Any]]]:
     """What is timed, as (batch, tokens, example); the largest is the last."""
     examples = [(batch, _shaped(scene, batch, length)) for batch, length in _shapes(scene)]
     return [(batch, latency.example_shape(example)[1], example) for batch, example in examples]
+
+
+def _everything(scene: Scene) -> Heads:
+    """Every head that can go."""
+    return {layer.name: list(range(layer.num_heads)) for layer in scene.layers if layer.prunable}
 
 
 def budget_input(scene: Scene) -> dict[str, Any]:
