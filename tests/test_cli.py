@@ -55,6 +55,7 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
         "agreement.png",
         "tradeoff.png",
         "latency.png",
+        "time.png",
         "plan.json",
         "metrics.json",
         "pruned-4",

@@ -22,7 +22,7 @@ REPORTS = Path("reports")
 # What a run is made of; a new one in its place replaces all of it.
 PARTS = (
     "scores.json", "run.json", "metrics.json", "plan*.json", "pruned-*",
-    "report.md", "importance.png", "agreement.png", "tradeoff.png", "latency.png",
+    "report.md", "importance.png", "agreement.png", "tradeoff.png", "latency.png", "time.png",
 )  # fmt: skip
 
 

@@ -31,13 +31,14 @@ from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.scoring import run_after, run_document, score_all
 from headprune.app.workflow.stages import publish, stages_of
 from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, trade_off, trials_of
-from headprune.app.workflow.timing import measure_energy, time_generation, time_models, time_parts
+from headprune.app.workflow.timing import inputs, time_generation, time_models, time_parts
 from headprune.budgets import Fit, Reading
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.plans import PruningPlan
 from headprune.scoring import HeadScores, save_scores
 from headprune.searching import candidates, orders_of
+from headprune.timing import energy
 
 
 @dataclass(frozen=True)
@@ -179,10 +180,14 @@ def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult
     latencies = stages.get(
         f"latency {environment}", lambda: time_models(scene, models, console).to_json(), Latency.model_validate
     )
+    shapes, seed = inputs(scene), scene.options.seed
     more: dict[str, Callable[[], Any]] = {
-        "time": lambda: [row.to_json() for row in time_parts(scene, plans, console)],
-        "generation": lambda: [row.to_json() for row in time_generation(scene, models, console)],
-        "energy": lambda: (row := measure_energy(scene, models)) and row.to_json(),
+        "time": lambda: [row.to_json() for row in time_parts(scene.model, scene.layers, shapes, plans, console)],
+        # From prompts of median length: they come first.
+        "generation": lambda: [
+            row.to_json() for row in time_generation(models, [s for s in shapes if s[1] == shapes[0][1]], seed, console)
+        ],
+        "energy": lambda: (row := energy(models, shapes[-1][2], seed=seed)) and row.to_json(),
     }
 
     def tried(name: str) -> Any:

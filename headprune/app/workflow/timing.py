@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,13 +11,16 @@ from torch import nn
 from headprune import latency
 from headprune.app.documents import Latency, TimeParts
 from headprune.app.workflow.scene import Console, Scene
-from headprune.attention import Heads
+from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.surgery import prune
-from headprune.timing import EnergyRow, GenerationRow, breakdown, energy, generation
+from headprune.timing import GenerationRow, breakdown, generation
 
 NO_HEADS = "no heads"
 """The name of the model without prunable heads."""
+
+Shapes = Sequence[tuple[int, int, Any]]
+"""Inputs as (batch, tokens, example)."""
 
 _BOUND_LIMIT = 2_000_000_000  # parameters; above this a third copy of the model is too much to ask
 
@@ -28,7 +31,7 @@ def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) ->
     if latency.parameters(scene.model) < _BOUND_LIMIT:
         empty = copy.deepcopy(scene.model)
         try:
-            ghosts = len(prune(empty, _everything(scene), scene.example, layers=scene.layers).ghosts)
+            ghosts = len(prune(empty, _everything(scene.layers), scene.example, layers=scene.layers).ghosts)
             bound = NO_HEADS
             models = {**models, bound: empty}
         except HeadPruneError as error:
@@ -39,39 +42,37 @@ def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) ->
     return Latency(rows=tuple(rows), bound=bound, bound_ghosts=ghosts, typical_length=typical)
 
 
-def time_parts(scene: Scene, plans: Mapping[str, Heads], console: Console) -> list[TimeParts]:
+def time_parts(
+    model: nn.Module, layers: Sequence[AttentionLayer], shapes: Shapes, plans: Mapping[str, Heads], console: Console
+) -> list[TimeParts]:
     """What the dense model's passes spend their time on, with the most that each plan can gain of it.
 
     Args:
-        plans: The heads that go, by the name of the pruned model.
+        plans: The heads that go, by the name of the pruned model; that of the model without heads is added.
     """
-    found, shapes = [], inputs(scene)
+    found, plans = [], {**plans, NO_HEADS: _everything(layers)}
     with console.track("where the time goes") as progress:
         for i, (batch, length, example) in enumerate(shapes):
-            made = breakdown(scene.model, example, layers=scene.layers)
-            bounds = {name: made.bound(drop) for name, drop in {**plans, NO_HEADS: _everything(scene)}.items()}
+            made = breakdown(model, example, layers=layers)
+            bounds = {name: made.bound(drop) for name, drop in plans.items()}
             found.append(TimeParts.of(made, bounds, batch, length))
             progress(i + 1, len(shapes))
     return found
 
 
-def time_generation(scene: Scene, models: Mapping[str, nn.Module], console: Console) -> list[GenerationRow]:
-    """How fast the dense and the pruned models write, from prompts of median length; [] where they do not."""
-    length, rows = _shapes(scene)[0][1], []
-    sizes = sorted({1, scene.options.data.batch_size})
+def time_generation(
+    models: Mapping[str, nn.Module], prompts: Shapes, seed: int, console: Console
+) -> list[GenerationRow]:
+    """How fast the dense and the pruned models write; [] where they do not."""
+    rows: list[GenerationRow] = []
     with console.track("writing tokens") as progress:
-        for i, batch in enumerate(sizes):
-            row = generation(models, _shaped(scene, batch, length), seed=scene.options.seed)
+        for i, (_, _, example) in enumerate(prompts):
+            row = generation(models, example, seed=seed)
             if row is None:
                 return []
             rows.append(row)
-            progress(i + 1, len(sizes))
+            progress(i + 1, len(prompts))
     return rows
-
-
-def measure_energy(scene: Scene, models: Mapping[str, nn.Module]) -> EnergyRow | None:
-    """The energy of a forward pass on the largest input; None where the machine does not count it."""
-    return energy(models, inputs(scene)[-1][2], seed=scene.options.seed)
 
 
 def inputs(scene: Scene) -> list[tuple[int, int, dict[str, Any]]]:
@@ -80,9 +81,9 @@ def inputs(scene: Scene) -> list[tuple[int, int, dict[str, Any]]]:
     return [(batch, latency.example_shape(example)[1], example) for batch, example in examples]
 
 
-def _everything(scene: Scene) -> Heads:
+def _everything(layers: Sequence[AttentionLayer]) -> Heads:
     """Every head that can go."""
-    return {layer.name: list(range(layer.num_heads)) for layer in scene.layers if layer.prunable}
+    return {layer.name: list(range(layer.num_heads)) for layer in layers if layer.prunable}
 
 
 def budget_input(scene: Scene) -> dict[str, Any]:
