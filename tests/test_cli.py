@@ -120,6 +120,11 @@ def test_a_causal_lm_with_groups(here: Path, llama_folder: Path, data_folder: Pa
     assert metrics["metric"] == "perplexity"
     assert metrics["budgets"][0]["kept"] == 4
     hp.load(here / "run" / "pruned-5")
+    written = metrics["generation"][0]
+    assert written["cache"]["4 heads"] < written["cache"]["dense"]
+    assert metrics["time"][0]["bounds"].keys() == {"4 heads", "no heads"}
+    assert "**Written tokens**" in (here / "run" / "report.md").read_text()
+    assert "tokens/s" in result.stdout
 
 
 def test_a_saved_folder_is_a_model(scored: Path, here: Path, data_folder: Path) -> None:
@@ -141,6 +146,7 @@ def test_a_saved_folder_is_a_model(scored: Path, here: Path, data_folder: Path) 
         ).stdout
     )
     assert rows["rows"][0]["batch"] == 1
+    assert sum(rows["time"][0]["parts"].values()) == pytest.approx(rows["time"][0]["total"])
 
 
 def test_dry_runs_write_nothing(here: Path, bert_folder: Path, data_folder: Path) -> None:
