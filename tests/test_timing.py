@@ -85,6 +85,12 @@ def places(model: nn.Module, example: Any) -> dict[str, str]:
     return {name: parts.place(name).part for name in started}
 
 
+@pytest.fixture
+def thrice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Medians of several passes, for tests of what takes long."""
+    monkeypatch.setattr("headprune.timing.shares.MIN_PASSES", 3)
+
+
 @pytest.mark.parametrize("name", ["bert", "llama", "t5", "vit", "mha"])
 def test_shares_add_up(name: str) -> None:
     model, example = ZOO[name]()
@@ -155,6 +161,7 @@ def test_parts_of_a_model_that_is_one_block() -> None:
     assert {name: found[name] for name in expected} == expected
 
 
+@pytest.mark.usefixtures("thrice")
 def test_a_slow_feed_forward_is_found() -> None:
     torch.manual_seed(0)
     model = Stack([Block(16, 4, 24, Slow), Block(16, 4, 24, Slow)], 16).eval()
@@ -165,13 +172,15 @@ def test_a_slow_feed_forward_is_found() -> None:
     assert found.bound(everything) < 1.6  # heads are not what takes the time
 
 
+@pytest.mark.usefixtures("thrice")
 def test_large_products_take_what_their_operations_say() -> None:
-    """Feed-forward layers of four times the projections' work, in products that are large enough to run at one speed."""
+    """Feed-forward layers of four times the projections' work, by matrix products of the same size."""
     torch.manual_seed(0)
-    model, example = Stack([Block(384, 4, 3072)], 384).eval(), torch.randn(6, 64, 384)
+    model, example = Stack([Block(256, 4, 256)], 256), torch.randn(4, 64, 256)
+    model.then[0].five = nn.Sequential(*(nn.Linear(256, 256) for _ in range(15)))
     found = hp.breakdown(model, example, min_seconds=0)
     assert 2 < found.parts[FEED_FORWARD] / found.parts[PROJECTIONS] < 8
-    assert found.shares[LAUNCH] < 0.2
+    assert found.shares[LAUNCH] < 0.3
 
 
 @pytest.mark.parametrize("make", [bert, llama, t5, mha])

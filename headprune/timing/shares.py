@@ -123,11 +123,11 @@ def breakdown(
     with evaluating(model), exact_attention(model):
         latency.check_runs(model, given)
         times = latency.in_turn({"": latency.timer(model, given)}, MIN_PASSES, least / 2)
-        passes = [profiled(model, given, device)]  # the first profile of a process takes longer
+        passes: list[Pass] = []
         begin = monotonic()
-        while len(passes) <= MAX_PASSES and (len(passes) <= MIN_PASSES or monotonic() - begin < least / 2):
+        while len(passes) < MAX_PASSES and (len(passes) < MIN_PASSES or monotonic() - begin < least / 2):
             passes.append(profiled(model, given, device))
-        return _broken_down(model, layers, latency.example_shape(given), passes[1:], median(times[""]), stand_ins)
+        return _broken_down(model, layers, latency.example_shape(given), passes, median(times[""]), stand_ins)
 
 
 def _broken_down(
