@@ -20,7 +20,7 @@ from headprune.timing.parts import ATTENTION, LAUNCH, PARTS, PROJECTIONS, Parts
 from headprune.timing.profiling import Pass, profiled
 from headprune.trace import evaluating
 
-MIN_PASSES, MAX_PASSES = 3, 15
+MIN_PASSES, MAX_PASSES = 5, 15
 
 
 @dataclass(frozen=True)
