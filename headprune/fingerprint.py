@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -17,7 +20,7 @@ def fingerprint(model: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     seen: set[int] = set()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in _plain(model.state_dict()):
         if not tensor.numel():
             continue  # it stands for weights that are gone
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
@@ -27,6 +30,23 @@ def fingerprint(model: nn.Module) -> str:
         seen.add(where)
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor only passes for one of its shape and type, as quantised weights do; one spread over devices does not count."""
+    return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements")
+
+
+def _plain(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors of a state dict; a quantised one is made of several."""
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            continue  # what a module notes beside its weights
+        if is_wrapper(value):
+            parts, _ = cast(Any, value).__tensor_flatten__()
+            yield from _plain({f"{name}.{part}": getattr(value, part) for part in parts})
+        else:
+            yield name, value
 
 
 @cache

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headprune.inputs import config_fields, is_encoder_decoder
+from headprune.pruned import home
 
 _FORMS = "_headprune_forms"
 ROWS, TOKENS = 2, 16  # of a probe
@@ -39,12 +40,12 @@ def remember(model: nn.Module, example: Any) -> None:
 def remember_forms(model: nn.Module, forms: list[Form]) -> None:
     """Note on a model what forms its inputs have, if any are known."""
     if forms:
-        model.__dict__[_FORMS] = forms
+        vars(home(model)[0])[_FORMS] = forms
 
 
 def remembered(model: nn.Module) -> list[Form]:
     """The forms that were noted, the smallest first."""
-    found: list[Form] = model.__dict__.get(_FORMS, [])
+    found: list[Form] = vars(home(model)[0]).get(_FORMS, [])
     return found
 
 
@@ -82,6 +83,23 @@ def guesses(model: nn.Module) -> list[Form]:
             own["decoder_input_ids"] = ids[: len(next(iter(own.values()))), :4]
         found.append(_form(own, "", _special(model), plain=True))
     return found
+
+
+def as_stored(model: nn.Module, forms: Sequence[Form]) -> list[Form]:
+    """Forms, and behind each the same in the type of the model's weights, which many ask for once they are converted."""
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+    def cast(form: Form) -> Form:
+        if "noise" in form:
+            return {**form, "dtype": str(own).removeprefix("torch.")}
+        if "tensor" in form:
+            return {"tensor": form["tensor"].to(own) if form["tensor"].is_floating_point() else form["tensor"]}
+        ((kind, what),) = form.items()
+        if kind == "dict":
+            return {kind: {k: cast(v) for k, v in what.items()}}
+        return {kind: [cast(v) for v in what]} if kind in ("list", "tuple") else form
+
+    return [each for form in forms for each in (form, cast(form))]
 
 
 def made(form: Form) -> Any:

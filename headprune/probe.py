@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError, first_line
 from headprune.facts import compared_config, differences, facts, telling, versions
-from headprune.forms import guesses, made, packed, remember, remember_forms, remembered, unpacked
+from headprune.forms import as_stored, guesses, made, packed, remember, remember_forms, remembered, unpacked
 from headprune.inputs import call, model_device, move, seeded
 from headprune.modules import uncompiled
 from headprune.surgery import answers
@@ -25,7 +25,7 @@ from headprune.surgery.proof import tolerance_of
 from headprune.surgery.watch import gap, largest
 from headprune.trace import attributes_kept, evaluating
 
-__all__ = ["FILE", "check", "edits", "keep", "restore_buffers"]
+__all__ = ["FILE", "check", "config_of", "edits", "keep", "restore_buffers"]
 
 FILE = "headprune.safetensors"
 SAMPLE = 4096  # numbers that are kept of each answer
@@ -46,9 +46,9 @@ def keep(model: nn.Module, folder: Path, example: Any = None) -> None:
     stored: dict[str, Tensor] = {}
     about: dict[str, Any] = {"versions": versions(), "facts": facts(model), "device": model_device(model).type}
     about["buffers"] = _pack_buffers(model, stored)
-    about["config"] = _config(folder)
+    about["config"] = config_of(folder)
     about["form"], about["why"] = None, "the model was never pruned, nor does its config say what it takes"
-    for form in (*remembered(model), *guesses(model)):
+    for form in as_stored(model, [*remembered(model), *guesses(model)]):
         try:
             first, again = (_answers(model, made(form), seed) for seed in (0, 1))
         except Exception as error:
@@ -94,7 +94,7 @@ def check(model: nn.Module, folder: Path) -> None:
             f"{folder} was saved without a probe, so whether the model answers as it did is not checked: save it again"
         )
         return
-    edited = compared_config(about["config"], _config(folder))
+    edited = compared_config(about["config"], config_of(folder))
     changed = telling(edited) or differences(about["facts"], facts(model)) or edited
     if about["form"] is None:
         missing = f"{folder} holds no answers to compare with: {about['why']}"
@@ -133,7 +133,7 @@ def edits(folder: Path) -> str:
     """What was changed in a folder's config.json, to be appended to an error's text; "" if that is not known."""
     try:
         about, _ = _read(folder)
-        found = compared_config(about["config"], _config(folder)) if about else []
+        found = compared_config(about["config"], config_of(folder)) if about else []
     except HeadPruneError:
         found = []
     return f" ({'; '.join(found[:3])})" if found else ""
@@ -152,7 +152,7 @@ def _read(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
         raise HeadPruneError(f"{folder / FILE} is damaged: {first_line(error)}.", "Save the model again.") from error
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json; empty if there is none, or if it cannot be read."""
     path = folder / "config.json"
     try:

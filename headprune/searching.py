@@ -29,7 +29,7 @@ from headprune.planning.effort import Work, effort_named
 from headprune.planning.search import dense_looks, work_of
 from headprune.plans import Keep, PruningPlan
 from headprune.rows import is_empty
-from headprune.scoring import DEFAULT_METHODS, HeadScores, score
+from headprune.scoring import DEFAULT_METHODS, HeadScores, maskable_of, score
 from headprune.scoring.base import Progress
 from headprune.trials import Trials
 
@@ -315,7 +315,7 @@ def search(
     if not given:
         raise HeadPruneError("There are no examples to search with.", "Give batches of at least one example.")
     layers = layers_for(model, layers, batches=given)
-    maskable = [layer for layer in layers if layer.maskable]
+    maskable = maskable_of(model, layers)
     constraints = Constraints.parse(protect, maskable, min_heads_per_layer)
     asked = _budgets(keep, budgets, maskable)
     request = Request(asked, strategy, constraints, effort, seed)

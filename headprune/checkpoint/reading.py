@@ -17,8 +17,8 @@ from headprune.checkpoint.writing import SIDECAR
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.jsonio import read_json
-from headprune.pruned import EmptyAttention, add_biases, restructure, save_by_headprune
-from headprune.surgery import Removal, note_removed, remove
+from headprune.pruned import EmptyAttention, add_biases, note_removed, restructure, save_by_headprune
+from headprune.surgery import Removal, remove
 
 _WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pruned.safetensors"  # the latter of pruned models, of 0.1
 
@@ -41,6 +41,11 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
     recovered(path)
     if not path.is_dir():
         raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that headprune saved.")
+    if not is_checkpoint(path) and "headprune" in probe.config_of(path):
+        raise HeadPruneError(
+            f"{path} was saved by transformers' save_pretrained, so it holds nothing to prove a load by.",
+            "Load it by from_pretrained(folder, trust_remote_code=True), and save that by headprune.save.",
+        )
     sidecar = read_json(path / SIDECAR, "checkpoint")
     files = _files(path, sidecar)
     skeleton = model if model is not None else _skeleton(path, sidecar)

@@ -14,11 +14,10 @@ from headprune import __version__, probe
 from headprune.checkpoint import remote_code
 from headprune.checkpoint.folders import replaced
 from headprune.errors import HeadPruneError
-from headprune.fingerprint import fingerprint
+from headprune.fingerprint import fingerprint, is_wrapper
 from headprune.inputs import Example
 from headprune.jsonio import write_json, write_text
-from headprune.pruned import Structure, structure_of
-from headprune.surgery import removed
+from headprune.pruned import Structure, removed, structure_of
 
 SIDECAR = "headprune.json"
 MAX_SHARD = "50GB"  # as transformers has it
@@ -51,10 +50,11 @@ def save(
         max_shard_size: The size from which on weights are split over several files, such as ``"5GB"``.
 
     Raises:
-        HeadPruneError: The folder exists and is not empty; or adapters (LoRA) that are not merged.
+        HeadPruneError: The folder exists and is not empty; adapters (LoRA) that are not merged; or quantised weights.
     """
     path = Path(path)
     check_merged(model)
+    check_plain(model, model.state_dict())
     with replaced(path, overwrite) as folder:
         write(model, folder, example=example, about=about or {}, max_shard_size=max_shard_size)
         if processor is not None:
@@ -95,6 +95,7 @@ def save_pretrained(
     if not is_main_process:
         return
     check_merged(model)
+    check_plain(model, state_dict or model.state_dict())
     folder = Path(save_directory)
     folder.mkdir(parents=True, exist_ok=True)
     write(model, folder, state_dict=state_dict, max_shard_size=max_shard_size)
@@ -147,7 +148,8 @@ def _write_config(model: nn.Module, folder: Path, structure: Structure, cls: typ
     config: Any = copy.deepcopy(model.config)
     config.architectures, config.dtype = [cls.__name__], dtype
     if structure and cls.__module__.startswith("transformers."):
-        config.headprune, config.auto_map = structure, remote_code.auto_map(cls)
+        config.headprune = {**structure, "removed": removed(model)}
+        config.auto_map = remote_code.auto_map(cls)
         write_text(folder / remote_code.FILE, remote_code.code_for(cls, __version__))
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
@@ -191,3 +193,21 @@ def check_merged(model: nn.Module) -> None:
                 f"{name or 'The model'} is PEFT's {type(module).__name__}: its adapters are not merged into the weights.",
                 "Save model.merge_and_unload(), or the adapters by PEFT's own save_pretrained.",
             )
+
+
+def check_plain(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Refuse quantised weights: `load` builds the model with plain ones.
+
+    Raises:
+        HeadPruneError: Something in the state dict that is no plain tensor; of a transformers model, also a parameter of integers
+            or of floats of one byte.
+    """
+    odd = {n: v for n, v in state.items() if not isinstance(v, Tensor) or is_wrapper(v)}
+    if dense_class(model).__module__.startswith("transformers."):
+        odd |= {n: p for n, p in model.named_parameters() if not p.is_floating_point() or p.element_size() == 1}
+    for name, value in odd.items():
+        kind = value.dtype if type(value) in (Tensor, nn.Parameter) else type(value).__name__
+        raise HeadPruneError(
+            f"{name} is quantised ({kind}), and headprune.save writes plain weights only.",
+            "Save the model before you quantise it; from_pretrained(folder, quantization_config=…) quantises as it loads.",
+        )

@@ -24,14 +24,18 @@ from headprune.pruned.carried import (
 )
 from headprune.pruned.empty import ConfigView, EmptyAttention, OnlyBias, emptied
 from headprune.pruned.saving import save_by_headprune
-from headprune.pruned.standins import MultiheadAttention, convert, rebuilt, stand_in
+from headprune.pruned.standins import MultiheadAttention, convert, is_ours, rebuilt, stand_in
 from headprune.pruned.structure import (
     Structure,
     add_biases,
     added_biases,
     ghosts,
     hold,
+    home,
+    note_ghosts,
+    note_removed,
     remove_biases,
+    removed,
     replace_by_stand_in,
     restructure,
     set_module,
@@ -41,6 +45,6 @@ from headprune.pruned.structure import (
 __all__ = [
     "Carried", "ConfigView", "Edited", "EmptyAttention", "Features", "HeadArgument", "HeadArguments", "MultiheadAttention",
     "Narrowing", "OnlyBias", "Placement", "Selection", "SharedPositionBias", "Structure", "add_biases", "added_biases", "convert",
-    "emptied", "from_ranges", "ghosts", "hold", "rebuilt", "remove_biases", "replace_by_stand_in", "restructure", "save_by_headprune", "set_module",
+    "emptied", "from_ranges", "ghosts", "hold", "home", "is_ours", "note_ghosts", "note_removed", "rebuilt", "remove_biases", "removed", "replace_by_stand_in", "restructure", "save_by_headprune", "set_module",
     "stand_in", "structure_of", "surviving", "to_ranges",
 ]  # fmt: skip

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from headprune.pruned.structure import home
+
 
 def save_by_headprune(model: nn.Module) -> None:
     """Replace the ``save_pretrained`` of this one model; nothing for a model that has none.
@@ -15,8 +17,9 @@ def save_by_headprune(model: nn.Module) -> None:
     The standard one writes a folder that loads with random weights where a layer lost all its heads, and without biases that
     a repair added. Trainer and others call it.
     """
-    if hasattr(type(model), "save_pretrained"):
-        vars(model)["save_pretrained"] = partial(_save_pretrained, model)
+    inner, _ = home(model)  # PEFT's wrapper goes on saving its adapters
+    if hasattr(type(inner), "save_pretrained"):
+        vars(inner)["save_pretrained"] = partial(_save_pretrained, inner)
 
 
 def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,6 @@
 """Exact stand-ins for attention modules that cannot hold an arbitrary number of heads.
 
-Copied into saved folders together with `headprune.structure`; so this file imports nothing of headprune.
+Copied into saved folders together with `headprune.pruned.structure`; so this file imports nothing of headprune.
 """
 
 from __future__ import annotations
@@ -11,6 +11,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+def is_ours(value: object, *classes: type) -> bool:
+    """Whether a value is of one of this package's classes, or of the copy of it in a saved folder's code.
+
+    A model that transformers loaded from such a folder is made of the copies.
+    """
+    names = {cls.__name__ for cls in classes}
+    return isinstance(value, classes) or any(
+        cls.__name__ in names and cls.__module__.endswith(".modeling_headprune") for cls in type(value).__mro__
+    )
 
 
 class MultiheadAttention(nn.Module):

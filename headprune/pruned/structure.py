@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from headprune.pruned.carried import CARRIED, Edited
 from headprune.pruned.empty import ConfigView, EmptyAttention, OnlyBias, emptied
-from headprune.pruned.standins import convert
+from headprune.pruned.standins import convert, is_ours
 
 Structure = dict[str, Any]
 """What `structure_of` gives: values that JSON can hold."""
 
 VERSION = 1
-_BIASES, _GHOSTS = "_headprune_biases", "_headprune_ghosts"
+_BIASES, _GHOSTS, _REMOVED = "_headprune_biases", "_headprune_ghosts", "_headprune_removed"
 
 
 def structure_of(model: nn.Module) -> Structure:
@@ -32,8 +32,8 @@ def structure_of(model: nn.Module) -> Structure:
     for name, module in model.named_modules():
         if replaced and name.startswith(replaced):
             continue  # what an emptied module holds in the place of its weights
-        if isinstance(module, EmptyAttention | OnlyBias):
-            modules[name] = module.to_json()
+        if is_ours(module, EmptyAttention, OnlyBias):
+            modules[name] = cast(Any, module).to_json()
             replaced += (f"{name}.",)
             continue
         entry = _entry(module)
@@ -58,7 +58,7 @@ def _entry(module: nn.Module) -> dict[str, Any]:
         entry["tensors"] = tensors
     if numbers := {n: getattr(module, n) for n in sorted(edited.numbers)}:
         entry["numbers"] = numbers
-    if configs := {n: dict(v.own) for n, v in vars(module).items() if isinstance(v, ConfigView)}:
+    if configs := {n: dict(v.own) for n, v in vars(module).items() if is_ours(v, ConfigView)}:
         entry["configs"] = configs
     if carried := {kind: cls.of(module).to_json() for kind, cls in CARRIED.items() if cls.of(module) is not None}:
         entry["carried"] = carried
@@ -70,6 +70,7 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
 
     Args:
         model: Dense, of the class and config that ``structure`` was read off; or its base model, or a model with a head on that.
+        structure: Of `structure_of`; it may also say which heads were ``removed``.
     """
     if not structure:
         return
@@ -112,6 +113,9 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
             CARRIED[kind].from_json(data).carried_by(module)
     vars(model)[_BIASES] = [n for n in (_renamed(model, b) for b in structure["biases"]) if n is not None]
     vars(model)[_GHOSTS] = {n for n in (_renamed(model, g) for g in structure["ghosts"]) if n is not None}
+    note_removed(
+        model, [{_renamed(model, n) or n: h for n, h in drop.items()} for drop in structure.get("removed", ())]
+    )
 
 
 def _renamed(model: nn.Module, saved: str) -> str | None:
@@ -174,34 +178,63 @@ def replace_by_stand_in(model: nn.Module, name: str) -> nn.Module:
 # -- what was added to a model as a whole -----------------------------------------------------------
 
 
+def home(model: nn.Module) -> tuple[nn.Module, str]:
+    """The model that notes are kept on, and what comes before its modules' names: of PEFT's wrapper the model within, which is
+    what stays once the adapters are merged."""
+    get = getattr(model, "get_base_model", None)
+    inner: nn.Module = get() if callable(get) else model
+    return inner, next((f"{name}." for name, module in model.named_modules() if module is inner and name), "")
+
+
 def added_biases(model: nn.Module) -> list[str]:
     """Modules of a repaired model that have got a bias."""
-    return list(vars(model).get(_BIASES, []))
+    inner, prefix = home(model)
+    return [prefix + name for name in vars(inner).get(_BIASES, [])]
 
 
 def add_biases(model: nn.Module, names: Sequence[str]) -> None:
     """Give modules a bias of zeros, as a repair had to."""
-    own = vars(model).setdefault(_BIASES, [])
-    modules = dict(model.named_modules())
+    inner, prefix = home(model)
+    own, modules = vars(inner).setdefault(_BIASES, []), dict(model.named_modules())
     for name in names:
-        if name not in own and name in modules:  # a stand-in's is there once it stays for good
+        if name.removeprefix(prefix) not in own and name in modules:  # a stand-in's is there once it stays for good
             weight: Any = modules[name].weight
             modules[name].bias = nn.Parameter(weight.new_zeros(weight.shape[0]), requires_grad=weight.requires_grad)
             Edited.add(modules[name], tensors=("bias",))
-            own.append(name)
+            own.append(name.removeprefix(prefix))
 
 
 def remove_biases(model: nn.Module, names: Sequence[str]) -> None:
     """Take away what `add_biases` gave."""
-    own = vars(model).setdefault(_BIASES, [])
+    inner, prefix = home(model)
+    own = vars(inner).setdefault(_BIASES, [])
     for name in names:
-        if name in own:
+        if (noted := name.removeprefix(prefix)) in own:
             module: Any = model.get_submodule(name)
             module.bias = None
-            own.remove(name)
+            own.remove(noted)
+
+
+def note_removed(model: nn.Module, removed: Sequence[Mapping[str, Sequence[int]]]) -> None:
+    """Note which heads a model has lost, prune by prune."""
+    inner, prefix = home(model)
+    noted = [{name.removeprefix(prefix): heads for name, heads in drop.items()} for drop in removed]
+    vars(inner)[_REMOVED] = [*vars(inner).get(_REMOVED, ()), *noted]
+
+
+def removed(model: nn.Module) -> list[dict[str, list[int]]]:
+    """Which heads a model has lost, prune by prune: each counts within what the prune before left."""
+    inner, prefix = home(model)
+    return [{prefix + name: heads for name, heads in drop.items()} for drop in vars(inner).get(_REMOVED, ())]
+
+
+def note_ghosts(model: nn.Module, names: Sequence[str]) -> None:
+    """Note layers whose heads were all removed, but that keep one head with zero output."""
+    inner, prefix = home(model)
+    vars(inner)[_GHOSTS] = {*vars(inner).get(_GHOSTS, ()), *(name.removeprefix(prefix) for name in names)}
 
 
 def ghosts(model: nn.Module) -> set[str]:
-    """Layers of a pruned model whose heads were all removed, but that keep one head with zero output."""
-    names: set[str] = vars(model).setdefault(_GHOSTS, set())
-    return names
+    """What `note_ghosts` was told."""
+    inner, prefix = home(model)
+    return {prefix + name for name in vars(inner).get(_GHOSTS, ())}

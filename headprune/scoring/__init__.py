@@ -95,7 +95,7 @@ def score(
     kept = _not_empty(model, batches)
     with _deterministic(model):
         kept = losses.prepare(kept)
-    maskable = _maskable(model, layers_for(model, layers, batches=kept))
+    maskable = maskable_of(model, layers_for(model, layers, batches=kept))
     own = fingerprint(model)  # before anything is swapped: parts of the model may have other names then
     with _deterministic(model):
         problem = _problem(model, maskable, kept, losses, seed, settings, progress)
@@ -118,7 +118,7 @@ def _not_empty(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
     return kept
 
 
-def _maskable(model: nn.Module, layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
+def maskable_of(model: nn.Module, layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     """The layers whose heads can be masked."""
     found = [layer for layer in layers if layer.maskable]
     if not found:

@@ -12,21 +12,19 @@ import torch
 from torch import nn
 
 from headprune.arguments import Plan, heads_of, layers_for
-from headprune.attention import AttentionLayer, Heads, check_heads, check_possible
+from headprune.attention import AttentionLayer, check_heads, check_possible
 from headprune.errors import PruneError
 from headprune.forms import remember
 from headprune.inputs import Example, model_device, move, usable
 from headprune.modules import forget_compiled, uncompiled
 from headprune.plans import PruningPlan
-from headprune.pruned import ghosts, save_by_headprune
+from headprune.pruned import note_ghosts, note_removed, save_by_headprune
 from headprune.surgery.journal import Journal
 from headprune.surgery.proof import Proof, answers, failing_alone, first_exact, inputs_for, references, tolerance_of
 from headprune.surgery.removal import Removal, check_present, left_as_ghosts, ways
 from headprune.trace import evaluating, example_for
 
-__all__ = ["Proof", "Removal", "answers", "note_removed", "prune", "remove", "removed"]
-
-_REMOVED = "_headprune_removed"
+__all__ = ["Proof", "Removal", "answers", "prune", "remove"]
 
 
 def prune(
@@ -93,15 +91,5 @@ def remove(model: nn.Module, removal: Removal) -> None:
 
 def _remember(model: nn.Module, removal: Removal) -> None:
     note_removed(model, [removal.drop])
-    ghosts(model).update(left_as_ghosts(removal.layers, removal.drop))
+    note_ghosts(model, left_as_ghosts(removal.layers, removal.drop))
     save_by_headprune(model)
-
-
-def note_removed(model: nn.Module, removed: Sequence[Heads]) -> None:
-    """Note which heads a model has lost, prune by prune."""
-    vars(model)[_REMOVED] = [*vars(model).get(_REMOVED, ()), *removed]
-
-
-def removed(model: nn.Module) -> list[Heads]:
-    """Which heads a model has lost, prune by prune: each counts within what the prune before left."""
-    return list(vars(model).get(_REMOVED, ()))

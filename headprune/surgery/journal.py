@@ -26,6 +26,7 @@ from headprune.pruned import (
     convert,
     emptied,
     hold,
+    is_ours,
     replace_by_stand_in,
     set_module,
     surviving,
@@ -74,8 +75,8 @@ class Journal:
             owner, _, name = table.name.rpartition(".")
             self._slice_table(model.get_submodule(owner), name, surviving(table.indices, kept), table.dim)
         self._cut_output(model, layer, kept, ghost)
-        if isinstance(attention, MultiheadAttention):
-            known = attention.kept_heads or list(range(layer.num_heads))
+        if is_ours(attention, MultiheadAttention):
+            known: Any = attention.kept_heads or list(range(layer.num_heads))
             self._set(attention, "kept_heads", [known[h] for h in kept])
             key = next(p for p in layer.projections if p.module.endswith("k_proj"))
             for name in ("bias_k", "bias_v"):
@@ -211,7 +212,7 @@ class Journal:
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         """Set a plain attribute."""
         before = dict(vars(module))
-        own = value.own if isinstance(value, ConfigView) else value
+        own = value.own if is_ours(value, ConfigView) else value
         self.changes.append(f"{id(module)} {name} {own if isinstance(own, int | dict | tuple | list) else type(own)}")
         vars(module)[name] = value
         self._undo.append(lambda: _restore(vars(module), before, (name,)))
@@ -222,9 +223,10 @@ class Journal:
         """Give a module a view of its config with its own counts of heads, where it has a config."""
         for attribute, value in list(vars(module).items()):
             if hasattr(value, "to_dict") and not isinstance(value, nn.Module):
-                fields = {**vars(value.original), **value.own} if isinstance(value, ConfigView) else vars(value)
+                viewed = is_ours(value, ConfigView)
+                fields = {**vars(value.original), **value.own} if viewed else vars(value)
                 if changed := counts.changed(fields):
-                    original, own = (value.original, value.own) if isinstance(value, ConfigView) else (value, {})
+                    original, own = (value.original, value.own) if viewed else (value, {})
                     self._set(module, attribute, ConfigView(original, {**own, **changed}))
 
     def _replace_module(self, model: nn.Module, name: str, new: nn.Module) -> None:

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, first_line
-from headprune.forms import guesses, made, remembered
+from headprune.forms import as_stored, guesses, made, remembered
 from headprune.inputs import Example, call, check_weights, model_device, move, usable
 from headprune.modules import exact_attention, uncompiled
-from headprune.pruned import EmptyAttention
+from headprune.pruned import EmptyAttention, is_ours
 from headprune.trace.layers import read_layers
 from headprune.trace.meta import Materialised
 from headprune.trace.tracer import Tracer
@@ -79,7 +79,7 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
                     f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
                     "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
                 ) from error
-    if not layers and not any(isinstance(m, EmptyAttention) for m in model.modules()):
+    if not layers and not any(is_ours(m, EmptyAttention) for m in model.modules()):
         raise HeadPruneError(
             f"{type(model).__name__} has no softmax attention that headprune can see.",
             "If attention only runs on longer or other inputs, pass such an example.",
@@ -94,7 +94,7 @@ def example_for(model: nn.Module) -> Example:
     Raises:
         HeadPruneError: It is not known what the model takes.
     """
-    for form in (*reversed(remembered(model)), *guesses(model)):
+    for form in as_stored(model, [*reversed(remembered(model)), *guesses(model)]):
         example: Example = made(form)
         try:
             with torch.no_grad(), uncompiled(), evaluating(model), exact_attention(model):

@@ -90,7 +90,8 @@ def merge(into: dict[Key, list[set[int]]], rows: Mapping[Key, list[set[int]]]) -
 
 def used(gradient: Tensor) -> set[int]:
     """Indices of the last dimension that are not zero everywhere."""
-    flat = gradient.detach().nan_to_num().reshape(-1, gradient.shape[-1])
+    gradient = gradient.detach() if gradient.element_size() > 1 else gradient.detach().float()  # float8 is for storage
+    flat = gradient.nan_to_num().reshape(-1, gradient.shape[-1])
     return set((flat != 0).any(dim=0).nonzero().flatten().tolist())
 
 

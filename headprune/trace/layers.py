@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, HeadFeatures, HeadTable, is_inside
-from headprune.pruned import HeadArgument, MultiheadAttention, ghosts
+from headprune.pruned import HeadArgument, MultiheadAttention, ghosts, is_ours
 from headprune.trace.graphs import apart, is_matrix, leaves_of, nodes_of, overlap
 from headprune.trace.record import Attention
 from headprune.trace.tracer import Tracer
@@ -80,6 +80,8 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
         reason, output = "all of its heads were pruned; one stays with zero output, for the cache", None
     cut = [part for part in (output, *projections) if part and not (part is output and attention.concatenated)]
     reason = reason or _uncuttable(trace, attention, cut, output, tables)
+    if not attention.output and _is_quantised(trace, attention):
+        reason += " (its weights are quantised: prune first, then quantise)"
     return AttentionLayer(
         name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=_kv_heads(attention, groups), groups=groups,
         head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
@@ -136,7 +138,7 @@ def _tables(trace: Tracer, attention: Attention) -> tuple[HeadTable, ...]:
 
 def _bypass(trace: Tracer, attention: Attention, kind: str) -> str:
     """How the layer is taken out when all of its heads go (`AttentionLayer.bypass`)."""
-    if isinstance(trace.modules[attention.module], MultiheadAttention):
+    if is_ours(trace.modules[attention.module], MultiheadAttention):
         return "slice"
     seen = trace.seen[attention.module]
     if (
@@ -189,10 +191,42 @@ def _uncuttable(
             return _unsliceable(part.module, trace.modules[part.module])
         if hasattr(weight, "placements"):
             return f"the weight of {part.module} is spread over devices (tensor parallel): prune before distributing it"
+        if not _can_be_cut(weight):
+            return f"{part.module}.weight is quantised ({_kind(weight)}): prune first, then quantise"
+    for table in tables:
+        owner, _, own = table.name.rpartition(".")
+        if not _can_be_cut(held := getattr(trace.modules[owner], own)):
+            return f"{table.name} is quantised ({_kind(held)}): prune first, then quantise"
     for part in cut:
         if idle := _idle(trace, attention, part, "in" if part is output else "out"):
             return f"{idle} does not run, but would no longer fit (an adapter that is not active: merge or delete it first)"
     return ""
+
+
+def _can_be_cut(weight: Tensor) -> bool:
+    """Whether rows can be taken out of a weight: not out of most that hold scales beside their numbers."""
+    if _is_byte_float(weight):
+        return False
+    try:
+        weight.detach().index_select(0, torch.zeros(1, dtype=torch.long, device=weight.device))
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def _is_byte_float(weight: Tensor) -> bool:
+    """Whether numbers are of 8 bits, a type to store and not to compute in."""
+    return weight.is_floating_point() and weight.element_size() == 1
+
+
+def _kind(weight: Tensor) -> str:
+    """What a weight is, for an error's text."""
+    return str(weight.dtype).removeprefix("torch.") if type(weight) in (Tensor, nn.Parameter) else type(weight).__name__
+
+
+def _is_quantised(trace: Tracer, attention: Attention) -> bool:
+    """Whether a module within an attention module holds packed numbers."""
+    return any(is_inside(n, attention.module) and not _is_plain(m) for n, m in trace.modules.items())
 
 
 def _unsliceable(name: str, module: nn.Module) -> str:
@@ -302,7 +336,9 @@ def _head_arguments(trace: Tracer, attention: Attention) -> tuple[HeadArgument, 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a module has no packed numbers, as quantised layers have."""
     held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return not any(t.dtype in (torch.int8, torch.uint8, torch.int32) and t.numel() > 1 for t in held)
+    return not any(
+        t.numel() > 1 and (t.dtype in (torch.int8, torch.uint8, torch.int32) or _is_byte_float(t)) for t in held
+    )
 
 
 def _separable(attention: Attention) -> str:

@@ -102,6 +102,20 @@ def t5(attention: str = "sdpa") -> Made:
     return randomise(tf.T5ForConditionalGeneration(config)), text(decoder=5)
 
 
+def whisper(attention: str = "sdpa") -> Made:
+    config = tf.WhisperConfig(
+        vocab_size=100, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=10,
+        max_target_positions=40, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        attn_implementation=attention,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    return randomise(tf.WhisperForConditionalGeneration(config)), {
+        "input_features": torch.randn(3, 8, 20, generator=generator),
+        "decoder_input_ids": torch.randint(3, 90, (3, 5), generator=generator),
+    }
+
+
 class TorchEncoder(nn.Module):
     """PyTorch's own encoder, behind a classifier."""
 
