@@ -18,11 +18,13 @@ import torch
 from document import replace_section
 
 from headprune.evaluation import Measurement, compare, interval
+from headprune.latency import speedup
 from headprune.scoring.base import standard_error
 from headprune.uncertainty import FEW, carried_by
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 SIZES = (8, 20, 50, 200, 1500)
+ROUNDS = (20, 50, 100, 400)
 RESAMPLES = 200
 
 
@@ -146,6 +148,26 @@ def scores(n: int, rate: float, draws: int, rng: np.random.Generator) -> dict[st
     }
 
 
+def rounds(n: int, factor: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Times of two models in n rounds, on a machine that changes its speed and is sometimes interrupted."""
+    drift = 1 + 0.3 * np.sin(np.linspace(0, 3, n) + rng.uniform(0, 6))
+    noise = np.exp(rng.normal(0, 0.03, (2, n))) * (1 + (rng.random((2, n)) < 0.05) * rng.exponential(1, (2, n)))
+    return drift * noise[0], drift * noise[1] * factor
+
+
+def speeds(n: int, factor: float, draws: int, rng: np.random.Generator) -> tuple[float, float]:
+    """How often a model that takes ``factor`` of the time is told apart; before, by a bootstrap of the median."""
+    before, after = [], []
+    for _ in range(draws):
+        dense, other = rounds(n, factor, rng)
+        after.append(speedup(dense, other).verdict != "no measurable change")
+        ratios = dense / other
+        medians = np.median(ratios[rng.integers(0, n, size=(RESAMPLES * 5, n))], axis=1)
+        low, high = np.percentile(medians, [2.5, 97.5])
+        before.append(low > 1 or high < 1)
+    return float(np.mean(before)), float(np.mean(after))
+
+
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows), ""]
 
@@ -193,6 +215,16 @@ def tables(draws: int, sizes: tuple[int, ...] = SIZES) -> list[str]:
         ["", *head],
         [row(f"accuracy {p:g}", lambda n, p=p: single(n, p, draws, rng), "coverage") for p in (0.7, 0.95, 1.0)],
     )
+    lines += [
+        "How often a model is told apart from the dense one by its times, in n rounds (equally fast: should be at most .05):",
+        "",
+    ]
+    made = {
+        name: [speeds(n, factor, max(draws, 20), rng) for n in ROUNDS]
+        for name, factor in (("equally fast", 1.0), ("2 % slower", 1.02), ("10 % slower", 1.1), ("10 % faster", 0.9))
+    }
+    rows = [[name, *(f"{before:.3f} → {after:.3f}" for before, after in found)] for name, found in made.items()]
+    lines += table(["", *(f"n = {n}" for n in ROUNDS)], rows)
     lines += [
         "How often a head score ± 1.96 standard errors contains the truth, with an effect in 2 % of the examples:",
         "",

@@ -31,6 +31,7 @@ from headprune.plans import Keep, PruningPlan
 from headprune.rows import is_empty
 from headprune.scoring import DEFAULT_METHODS, HeadScores, maskable_of, score
 from headprune.scoring.base import Progress
+from headprune.stock import Counts
 from headprune.trials import Trials
 
 AUTO = "auto"
@@ -240,7 +241,7 @@ def merit_of(fits: Sequence[Fit], trials: Trials) -> tuple[float, float]:
     return (-sum(f.plan.kept for f in drops), sum(trials.merit(f.plan) for f in fits))
 
 
-def subject_of(trials: Trials, example: Example, inputs: Example, seed: int) -> Subject:
+def subject_of(trials: Trials, example: Example, inputs: Example) -> Subject:
     """What budgets are measured on: the dense model, with what trials know of it.
 
     Args:
@@ -248,7 +249,13 @@ def subject_of(trials: Trials, example: Example, inputs: Example, seed: int) -> 
         inputs: What is timed, and what operations are counted on.
     """
     biases = trials.calibration.weights.new_biases if trials.repair else ()
-    return Subject(trials.model, trials.layers, example, inputs, biases, seed, trials.metric, trials.change_at)
+    return Subject(trials.model, trials.layers, example, inputs, biases, trials.metric, trials.change_at)
+
+
+def may_add_biases(strategy: str, model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
+    """Whether repair may add biases: not to plans that the stock class can state without them, and not with them."""
+    counts = Counts.of(model, layers) if strategy == "uniform" else None
+    return counts is None or counts.has_place_for_biases()
 
 
 def candidates(scores: Sequence[HeadScores]) -> list[HeadScores]:
@@ -331,16 +338,25 @@ def search(
         fitted_to, chooses = usable(_parted(given, choose, compares))
         inputs = without_labels(model, inputs_of(model, fitted_to[0]))
         metric = _metric(model, chooses, loss_fn) if by_metric else "loss"
-        _check_dense(asked, Subject(model, layers, inputs, inputs, seed=seed, metric=metric))
+        _check_dense(asked, Subject(model, layers, inputs, inputs, metric=metric))
         for method in methods:
             with listener.track(f"scoring by {method}") as heard:
                 made = score(
                     model, fitted_to, method, loss_fn=loss_fn, distil=distil, layers=layers, seed=seed, progress=heard
                 )
             by = [*(by or ()), made]
-        trials = Trials(model, layers, fitted_to, chooses, repair=repair, metric=metric, loss_fn=loss_fn)
+        trials = Trials(
+            model,
+            layers,
+            fitted_to,
+            chooses,
+            repair=repair,
+            metric=metric,
+            loss_fn=loss_fn,
+            biases=may_add_biases(strategy, model, layers),
+        )
         orders = orders_of(request, candidates(by or ()), trials, listener)
-        subject = subject_of(trials, inputs, inputs, seed)
+        subject = subject_of(trials, inputs, inputs)
         return [fitted.plan for fitted in fits_of(request, orders, trials, listener, lambda budget: subject)]
 
 

@@ -54,6 +54,7 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
         "importance.png",
         "agreement.png",
         "tradeoff.png",
+        "orders.png",
         "latency.png",
         "time.png",
         "plan.json",
@@ -402,7 +403,7 @@ def test_scoring_again_leaves_no_figures_of_the_old_prune(pruned: Path, bert_fol
         "report.md",
         "importance.png",
     }
-    assert "pruned" not in (pruned / "report.md").read_text().split("## How it was measured")[0]
+    assert "pruned-" not in (pruned / "report.md").read_text().split("## How it was measured")[0]
 
 
 def test_latency_says_where_it_was_timed(scored: Path) -> None:

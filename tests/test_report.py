@@ -29,17 +29,22 @@ def render(
 
 def test_figures_and_bad_news() -> None:
     text = render()
-    assert "goes from 80.0 % to 70.0 %: -10.00 points (-15.00 to -5.00): **worse**" in text
-    assert "Random heads in the same number give 60.0 % (mean of 3, 50.0 % to 70.0 %)" in text
-    assert "**It is not measurably faster anywhere it was timed**" in text
-    assert "it would be 1.20 times as fast" in text
+    assert (
+        "**It costs to remove half of the heads (2 of 4): accuracy 70.0 % against 80.0 % (-10.0 points, worse by more than chance), not "
+        "measurably faster at batch 1 x 9 tokens (1.01x (0.98 to 1.04)); even without any head it would not be.**"
+    ) in text
+    assert (
+        "| 2 | 70.0 % (64.0 % to 76.0 %) | -10.00 points (-15.00 to -5.00) | worse | 60.0 % (50.0 % to 70.0 %) |"
+        in text
+    )
     assert "900 (-10.0%)" in text
     assert (
         "1 of 4 heads are harmful (more than 1.96 standard errors below 0), and 1 cannot be told from 0 (less than 1.96"
         in text
     )
     assert "L0 (block.0.attn): H1, H2" in text
-    assert "Caution" not in text
+    assert text.count("Caution") == 1  # 70.0 % is no better than the best of the random draws
+    assert "The chosen heads do no better than random ones in the same number" in text
 
 
 def test_a_control_that_was_repaired_by_less_stands_beside_heads_repaired_alike() -> None:
@@ -48,13 +53,15 @@ def test_a_control_that_was_repaired_by_less_stands_beside_heads_repaired_alike(
     alone = {**MEASURED, "metrics": {"accuracy": 0.65}}
     metrics["budgets"][0]["repair"] = repaired(answers=step, layers_alone=alone)
     text = render(metrics)
-    assert "repaired layer by layer alone, give 60.0 %" in text
-    assert "repaired in the same way, the chosen heads give 65.0 %" in text
+    assert (
+        "Random heads: 3 draws in the same number, repaired layer by layer alone; to compare, the chosen heads were repaired"
+        in text
+    )
     assert "| heads | accuracy without | layer by layer alone | repaired |" in text
     assert "| 2 | 60.0 % | 65.0 % | 70.0 % |" in text
     metrics["budgets"][0]["repair"] |= {"answers": None, "layers_alone": None}
     text = render(metrics)
-    assert "repaired as well, give 60.0 %" in text
+    assert "Random heads: 3 draws in the same number, repaired as well." in text
     assert "last step" not in text
 
 
@@ -75,19 +82,33 @@ def test_the_effort_and_what_it_left_out_are_told() -> None:
 
 def test_no_measurable_change() -> None:
     metrics = copy.deepcopy(METRICS)
-    metrics["budgets"][0]["change"] |= {"low": -0.15, "high": 0.01, "verdict": "no measurable change"}
-    assert "**no measurable change**" in render(metrics)
+    metrics["budgets"][0]["change"] |= {"value": 0.001, "low": -0.01, "high": 0.012, "verdict": "no measurable change"}
+    text = render(metrics)
+    assert "**Half of the heads (2 of 4) can go: accuracy 70.0 % against 80.0 % (no measurable change), not" in text
+    assert "| **2** |" in text
+    assert (
+        "Recommended: 2 heads, since no loss was measured and one of more than 2.5 points is ruled out (at 95 %)."
+        in text
+    )
 
 
 def test_a_choosing_part_that_was_trained_on() -> None:
     metrics = copy.deepcopy(METRICS)
     metrics["curve"][0] |= {"value": 0.97, "low": 0.95, "high": 0.99}
-    assert "**Caution:** the dense model's accuracy is 97.0 % on the choosing part" in render(metrics)
+    assert (
+        "**Caution:** The dense model's accuracy is 97.0 % where plans were chosen (`validation`) and 80.0 % on"
+        in render(metrics)
+    )
 
 
 def test_scores_alone() -> None:
     text = render(None)
-    assert "## Dense and pruned" not in text
+    assert (
+        "**Nothing is pruned yet: this run has only scored the heads, so it has no plan and no pruned model.**" in text
+    )
+    assert "headprune prune --keep 50%\n" in text
+    assert "headprune prune --keep 50% -o 'my runs/a'\n" in render(None, run={**RUN, "folder": "my runs/a"})
+    assert "## All metrics" not in text
     assert "highest: L0.H0 0.3" in text
 
 
@@ -140,7 +161,7 @@ def test_a_plan_without_scores() -> None:
     metrics = copy.deepcopy(METRICS)
     metrics["budgets"][0] |= {"method": "", "strategy": "", "budget": {"asked": "plan my.json"}}
     text = render(metrics, scored=False)
-    assert "(as `my.json` says)" in text
+    assert "(as <code>my.json</code> says)" in text
     assert "## Importance" not in text
     assert "Nothing was scored" in text
 
@@ -167,7 +188,7 @@ def test_what_repair_was_fitted_to_is_told() -> None:
 def test_a_note_says_which_budget_it_is_of() -> None:
     metrics = copy.deepcopy(METRICS)
     first, second = metrics["budgets"][0], copy.deepcopy(metrics["budgets"][0])
-    metrics["budgets"].append(second | {"kept": 3, "name": "3 heads"})
+    metrics["budgets"].append(second | {"kept": 3})
     first["repair"] = repaired(notes=["All alike.", "No step."])
     metrics["budgets"][1]["repair"] = repaired(notes=["All alike."])
     report = render(metrics)
@@ -196,8 +217,9 @@ def test_scores_that_rest_on_few_examples() -> None:
 def test_what_users_named_is_written_as_it_is() -> None:
     run = {**RUN, "options": {**RUN["options"], "model": "<a> & {{ b }}  c"}, "columns": {"items": "x"}}
     text = render(None, run=run)
-    assert text.startswith("# Attention heads of <a> & {{ b }}  c\n\nM, t, ")
+    assert text.startswith("# Attention heads of <a> & {{ b }}  c\n\n**")
     assert "- Columns: items = `x`." in text
+    assert "- The model: M, t, " in text
     assert text.endswith("timings do not.\n")
 
 

@@ -36,7 +36,7 @@ class Latency(Limit):
             if not plan.drop and self.relative:
                 return Reading.exact(1.0)
             models = {"dense": subject.model, "pruned": subject.pruned(plan)}
-            (row,) = latency.bench(models, inputs, seed=subject.seed, min_runs=runs, min_seconds=seconds)
+            (row,) = latency.bench(models, inputs, min_runs=runs, min_seconds=seconds)
             if self.relative:
                 speedup = row.speedups["pruned"]
                 return Reading(1 / speedup.ratio, 1 / speedup.high, 1 / speedup.low)

@@ -30,7 +30,6 @@ class Subject:
         example: For the proof of every prune.
         inputs: What is timed, and what operations are counted on.
         biases: Modules that the repair may give a bias, which costs something too.
-        seed: For the intervals of what is timed.
         metric: What `change` tells of: ``"accuracy"`` or ``"perplexity"``.
         change: The change of the metric from the dense model to a plan, repaired, on the examples that choose; the same for the
             same plan.
@@ -41,7 +40,6 @@ class Subject:
     example: Example
     inputs: Example
     biases: Sequence[str] = ()
-    seed: int = 0
     metric: str = "accuracy"
     change: Callable[[PruningPlan], Change] = _unmeasured
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.asked import numbers_in
-from headprune.cli.options import Device, Dtype, Loading, Manner, Seed, Task, Trust, by_groups, typed
+from headprune.cli.options import Device, Dtype, Loading, Manner, Task, Trust, by_groups, typed
 from headprune.cli.session import session
 from headprune.errors import HeadPruneError
 
@@ -17,7 +18,10 @@ from headprune.errors import HeadPruneError
 @app.command(epilog="Example: `headprune bench MODEL reports/digits/pruned-12 --batch-sizes 1,64`")
 @by_groups
 def bench(
-    dense: Annotated[str, typer.Argument(metavar="DENSE", help="The model to compare with.")],
+    dense: Annotated[
+        str,
+        typer.Argument(metavar="DENSE", help="The model to compare with (or an .onnx file, or an OpenVINO folder)."),
+    ],
     pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="The other model.")],
     manner: Manner,
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,8,32",
@@ -25,18 +29,29 @@ def bench(
     task: Task = None,
     device: Device = None,
     dtype: Dtype = None,
-    seed: Seed = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Time two models against each other, in turn, on the same inputs, and say where the first one's time goes."""
+    """Time two models in turn, and say where the first one's time goes; or two files that `headprune export` wrote, in their engine."""
     with session(manner) as console:
-        from headprune import latency
+        from headprune import exporting, latency
         from headprune.app.models import check_length, dummy_input, load_model
         from headprune.app.workflow import timing
         from headprune.timing import energy
         from headprune.trace import find_attention
 
         sizes, tokens = numbers_in("--batch-sizes", batch_sizes), numbers_in("--lengths", lengths)
+        files = {"dense": Path(dense), "pruned": Path(pruned)}
+        kinds = [exporting.is_exported(file) for file in files.values()]
+        if any(kinds):
+            if not all(kinds):
+                raise HeadPruneError(
+                    f"Only one of {dense} and {pruned} is for another engine.", "Export both, or compare two models."
+                )
+            with console.track("timing") as progress:
+                rows = exporting.bench_files(files, sizes, tokens, progress=progress)
+            tables.print_latency(console, rows)
+            console.document({"rows": [row.to_json() for row in rows]})
+            return
         loading = typed(Loading(task, device, dtype, trust_remote_code))
         first, second = (load_model(m, **loading, with_processor=False) for m in (dense, pruned))
         if first.task != second.task:
@@ -47,17 +62,17 @@ def bench(
         for loaded in (first, second) if any(used) else ():
             check_length(loaded, max(used))
         inputs = [(b, t, dummy_input(first, b, t or 1)) for t in used for b in sizes]
-        models, seed = {"dense": first.model, "pruned": second.model}, seed or 0
+        models = {"dense": first.model, "pruned": second.model}
         with console.track("timing") as progress:
-            rows = latency.bench(models, inputs, seed=seed, progress=progress)
+            rows = latency.bench(models, inputs, progress=progress)
         parts = []
         try:
             layers = find_attention(first.model, dummy_input(first, 2, min(used) or 1))
             parts = timing.time_parts(first.model, layers, inputs, {}, console)
         except HeadPruneError as error:  # such as a model without attention: its latency is known all the same
             console.say(f"Where the time goes is not known: {error.args[0]}")
-        written = timing.time_generation(models, inputs[: len(sizes)], seed, console)
-        used_energy = energy(models, inputs[-1][2], seed=seed)
+        written = timing.time_generation(models, inputs[: len(sizes)], console)
+        used_energy = energy(models, inputs[-1][2])
         before, after = (latency.parameters(loaded.model) for loaded in (first, second))
         tables.print_latency(console, rows)
         console.result(f"Parameters: {before:,} and {after:,} ({after / before - 1:+.1%})")

@@ -39,6 +39,7 @@ def options_of(
     loading: Loading,
     seed: int | None,
     keep: str | None,
+    also: list[str] | None = None,
 ) -> Options:
     """What was typed, over what the scores' run was made with, over the defaults.
 
@@ -53,7 +54,7 @@ def options_of(
 
     known = {"model": model, "seed": seed, "keep": keep, "distil": scoring.distil or None}
     own = {**typed(loading), **{k: v for k, v in known.items() if v is not None}}
-    examples = {**typed(data), **({} if seed is None else {"seed": seed})}
+    examples = {**typed(data), **({} if seed is None else {"seed": seed}), **({"also": tuple(also)} if also else {})}
     told = typed(scoring)
     told.pop("distil", None)
     if "max_memory" in told:

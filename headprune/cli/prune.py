@@ -44,6 +44,14 @@ def prune(
             metavar="EPOCHS", help="Train afterwards, with distillation from the dense model.", rich_help_panel="Repair"
         ),
     ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Second data, to measure dense and pruned on; nothing is fitted to it. Repeatable [for language models a small "
+            "English text].",
+            rich_help_panel="Data",
+        ),
+    ] = None,
     scores: Annotated[Path | None, typer.Option(help="Scores to use: a run folder or its scores.json.")] = None,
     method: Annotated[
         list[str] | None,
@@ -60,6 +68,7 @@ def prune(
     key = key_of(
         "prune", budgets, planning, data, scoring, loading, writing,
         model=model, no_repair=no_repair, finetune=finetune, scores=scores, method=method, seed=seed,
+        also=also,
     )  # fmt: skip
     with session(manner) as console:
         from headprune.app import runs, workflow
@@ -74,7 +83,7 @@ def prune(
         )
         refuse_unused(source, goal, {**vars(scoring), "method": method})
         keep = None if source else next(iter(budgets.asked.get("keep", [])), None)
-        options = options_of(source, model, data, scoring, loading, seed, keep)
+        options = options_of(source, model, data, scoring, loading, seed, keep, also)
         choose = partial(prune_folder, source, writing.output, options.model, writing.overwrite, key)
         methods = asked or (list(methods_for(goal.strategy)) if source is None and goal.uses_scores else [])
         if methods and not asked:

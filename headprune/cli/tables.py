@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from headprune.app.console import Console
-    from headprune.app.documents import FinetuneRecord, Metrics, TimeParts
+    from headprune.app.documents import FinetuneRecord, Metrics, Run, TimeParts
     from headprune.app.runs import RunFolder
     from headprune.budgets import Fit
     from headprune.latency import LatencyRow
@@ -88,13 +90,22 @@ def print_layers(console: Console, name: str, layers: list[Any]) -> None:
 def print_pruned(console: Console, folder: RunFolder) -> None:
     metrics = folder.read_metrics()
     assert metrics is not None
-    _print_results(console, metrics)
+    _print_results(console, folder.read_run(), metrics)
     console.result(f"\nReport: {folder.report_path}")
     for b in metrics.budgets:
-        console.result(
-            f"Model:  {folder.path / b.checkpoint}  (for headprune.load, or from_pretrained with trust_remote_code=True)"
-        )
+        console.result(f"Model:  {folder.path / b.checkpoint}")
+        print_loading(console, folder.path / b.checkpoint)
     print_document(console, folder)
+
+
+def print_loading(console: Console, folder: Path) -> None:
+    """How a saved model loads, and why not without an option."""
+    from headprune.checkpoint import loading_of
+
+    loading = loading_of(folder)
+    console.result(f"        loads with {loading.call()}")
+    if loading.why:
+        console.say(f"The folder needs trust_remote_code=True: {loading.why}")
 
 
 def print_document(console: Console, folder: RunFolder) -> None:
@@ -105,31 +116,29 @@ def print_document(console: Console, folder: RunFolder) -> None:
         console.document({"folder": str(folder.path), "headprune": metrics.kind, "schema": SCHEMA, **metrics.to_json()})
 
 
-def _print_results(console: Console, metrics: Metrics) -> None:
+def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
+    """What the report's first screen says, in the same words and figures."""
     from rich.table import Table
 
+    from headprune.app.report import sentences
     from headprune.app.report.findings import where_time_goes
     from headprune.app.report.numbers import shape
 
-    metric, dense = metrics.metric, metrics.dense
-    table = Table(box=None, title="Dense and pruned, on the reporting part", title_justify="left")
-    for column in ("heads", metric, "change (95 %)", "random", "parameters", "by"):
-        table.add_column(column)
-    show: Callable[[float], str] = (lambda v: f"{100 * v:.1f} %") if metric == "accuracy" else (lambda v: f"{v:,.4g}")
-    sign: Callable[[float], str] = (lambda v: f"{100 * v:+.2f}") if metric == "accuracy" else (lambda v: f"{v:+.1%}")
-    total = metrics.budgets[0].total
-    table.add_row(f"{total} (dense)", show(dense.metrics[metric]), "", "", f"{dense.parameters:,}", "")
-    for b in metrics.budgets:
-        c = b.change
-        table.add_row(
-            str(b.kept), show(b.pruned.metrics[metric]), f"{sign(c.value)} ({sign(c.low)} to {sign(c.high)})",
-            show(sum(b.random) / len(b.random)),
-            f"{b.parameters:,} ({b.parameters / dense.parameters - 1:+.1%})", b.method or b.strategy,
-        )  # fmt: skip
-    console.result("")
+    head, rows = sentences.table(metrics)
+    table = Table(box=None, title="Dense and pruned", title_justify="left")
+    shown = [i for i, name in enumerate(head) if name not in ("random heads", "saved in")]  # both are told below
+    for i in shown:
+        table.add_column(head[i])
+    for row in rows:
+        table.add_row(*(row.cells[i] for i in shown), style="bold" if row.recommended else None)
+    console.result(f"\n{sentences.headline(metrics)}\n")
     console.table(table)
+    console.result(f"\n{sentences.rule(metrics)}\nBetter than random heads? {sentences.over_random(metrics)}")
+    for caution in sentences.cautions(run, metrics):
+        console.result(f"Caution: {caution}")
+    for line in sentences.elsewhere_rows(metrics):
+        console.result(line)
     for b in metrics.budgets:
-        console.result(f"{b.kept} heads: {b.change.verdict}.")
         if b.repair and (left_out := [t.step for t in b.repair.trials if not t.kept]):
             console.result(
                 f"{b.kept} heads: repair of {', '.join(left_out)} did no better on held-out examples; left out."

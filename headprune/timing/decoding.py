@@ -17,7 +17,7 @@ from headprune.inputs import LABELS, call, is_encoder_decoder, model_device, mov
 from headprune.latency import Speedup, Timing
 from headprune.trace import evaluating
 
-NEW_TOKENS, MIN_ROUNDS = 16, 5
+NEW_TOKENS, MIN_ROUNDS = 16, 6
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,6 @@ def generation(
     models: Mapping[str, nn.Module],
     example: Mapping[str, Any],
     *,
-    seed: int = 0,
     new: int = NEW_TOKENS,
     min_rounds: int = MIN_ROUNDS,
     min_seconds: float | None = None,
@@ -91,10 +90,10 @@ def generation(
         batch,
         length,
         new,
-        prefill={name: latency.timing(took, seed) for name, took in prefill.items()},
-        token={name: latency.timing(took, seed) for name, took in step.items()},
-        prefill_speedups={name: latency.speedup(prefill[first], prefill[name], seed) for name in others},
-        token_speedups={name: latency.speedup(step[first], step[name], seed) for name in others},
+        prefill={name: latency.timing(took) for name, took in prefill.items()},
+        token={name: latency.timing(took) for name, took in step.items()},
+        prefill_speedups={name: latency.speedup(prefill[first], prefill[name]) for name in others},
+        token_speedups={name: latency.speedup(step[first], step[name]) for name in others},
         tokens_per_second={name: 1000 * batch / float(np.median(took)) for name, took in step.items()},
         cache={name: size for name, size in cache.items() if size is not None},
     )

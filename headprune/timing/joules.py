@@ -18,7 +18,7 @@ from headprune.inputs import Example, model_device, move
 from headprune.trace import evaluating
 
 POWERCAP = Path("/sys/class/powercap")
-ROUNDS, SECONDS = 5, 0.5  # NVML counts anew about every 100 ms
+ROUNDS, SECONDS = 6, 0.5  # NVML counts anew about every 100 ms
 
 Counter = Callable[[], float]
 """Joules since some time in the past."""
@@ -31,7 +31,7 @@ class EnergyRow:
     Attributes:
         counter: ``"RAPL"`` or ``"NVML"``.
         joules: By model: the median over rounds.
-        ratios: By model, but for the first (dense): the dense model's energy over this one's, with its 95 % bootstrap interval, as
+        ratios: By model, but for the first (dense): the dense model's energy over this one's, with its 95 % interval, as
             (ratio, low, high).
     """
 
@@ -49,7 +49,6 @@ def energy(
     models: Mapping[str, nn.Module],
     example: Example,
     *,
-    seed: int = 0,
     seconds: float = SECONDS,
     counter: Counter | None = None,
 ) -> EnergyRow | None:
@@ -78,7 +77,7 @@ def energy(
     if any(min(joules) <= 0 for joules in used.values()):
         return None
     first = next(iter(used))
-    ratios = {other: latency.speedup(used[first], joules, seed) for other, joules in used.items() if other != first}
+    ratios = {other: latency.speedup(used[first], joules) for other, joules in used.items() if other != first}
     return EnergyRow(
         *latency.example_shape(example), name, {model: float(np.median(joules)) for model, joules in used.items()},
         {model: (found.ratio, found.low, found.high) for model, found in ratios.items()},

@@ -9,6 +9,6 @@ rows serve which part; `encoders` has one class a task, which makes rows feature
 
 from headprune.app.data.options import DataOptions
 from headprune.app.data.part import Part, Parts
-from headprune.app.data.parts import load_parts, load_train
+from headprune.app.data.parts import load_also, load_parts, load_train
 
-__all__ = ["DataOptions", "Part", "Parts", "load_parts", "load_train"]
+__all__ = ["DataOptions", "Part", "Parts", "load_also", "load_parts", "load_train"]

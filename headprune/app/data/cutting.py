@@ -68,6 +68,18 @@ def _serving(usable: Mapping[str, Any], options: DataOptions) -> tuple[str, str 
     return scoring, choosing, reporting
 
 
+def reported_of(splits: Mapping[str, Any], dataset: str) -> str:
+    """The split of a second dataset to measure on: one for tests, or the first that has labels.
+
+    Raises:
+        HeadPruneError: No labelled rows.
+    """
+    usable = [name for name, data in splits.items() if len(data) and not hidden_labels(data)]
+    if not usable:
+        raise HeadPruneError(f"{dataset} holds no labelled rows.", "Check the files.")
+    return next((name for name in _REPORT_SPLITS if name in usable), usable[0])
+
+
 def shuffled(count: int, seed: int) -> list[int]:
     """The order in which a split's rows are taken: the same for all splits of one size."""
     generator = torch.Generator().manual_seed(seed)

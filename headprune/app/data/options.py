@@ -12,7 +12,11 @@ from headprune.errors import HeadPruneError
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Where the data is and how to read it."""
+    """Where the data is and how to read it.
+
+    Attributes:
+        also: Second datasets, on which models are only measured.
+    """
 
     dataset: str
     subset: str | None = None
@@ -26,6 +30,7 @@ class DataOptions:
     max_length: int | None = None
     batch_size: int = 32
     seed: int = 0
+    also: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Refuse what cannot be right, before anything is loaded.
@@ -43,4 +48,5 @@ class DataOptions:
             raise HeadPruneError(
                 f"--text-column {self.text_column} names more than two columns.", "Name one, or two for pairs."
             )
-        check_local(self.dataset)
+        for dataset in (self.dataset, *self.also):
+            check_local(dataset)

@@ -17,12 +17,13 @@ class Part:
     """Encoded examples of one purpose.
 
     Attributes:
-        name: ``"score"``, ``"choose"``, ``"report"`` or ``"train"``.
+        name: ``"score"``, ``"choose"``, ``"report"`` or ``"train"``; of a second dataset, its own.
         split: The split they are from.
         rows: Their row numbers in that split.
         features: One dict of plain lists or tensors per example; images and sounds to train on are encoded when they are read.
         batch_size: Examples per batch.
         inputs: A hash of every example's input, where parts were cut by it.
+        shortened: How many were cut to the length that the model accepts, or that was asked for.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Part:
     collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]]
     batch_size: int
     inputs: tuple[str, ...] = ()
+    shortened: int = 0
 
     def __len__(self) -> int:
         return len(self.features)
@@ -71,13 +73,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """The three disjoint parts, the columns that were guessed, and notes on what was left out."""
+    """The three disjoint parts, the columns that were guessed, and notes on what was left out.
+
+    Attributes:
+        also: Second datasets, to which nothing is fitted; they share no input with the first two parts.
+    """
 
     score: Part
     choose: Part
     report: Part
     columns: dict[str, str]
     notes: list[str] = field(default_factory=list)
+    also: tuple[Part, ...] = ()
 
 
 class OnDemand(Sequence[dict[str, Any]]):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from headprune.app.data.cutting import cut_rows, shuffled
+from headprune.app.data.cutting import cut_rows, reported_of, shuffled
 from headprune.app.data.encoders import ENCODERS
+from headprune.app.data.encoders.language import CausalLM, MaskedLM
 from headprune.app.data.options import DataOptions
 from headprune.app.data.part import OnDemand, Part, Parts, content_hash
 from headprune.app.data.reading import place, read_splits
 from headprune.app.models import LoadedModel
 from headprune.errors import HeadPruneError, first_line
+
+PLAIN_TEXT = Path(__file__).parent / "plain-english.txt"  # a passage a line; its source is in plain-english.md
 
 
 def load_parts(options: DataOptions, loaded: LoadedModel) -> Parts:
@@ -32,8 +36,9 @@ def load_parts(options: DataOptions, loaded: LoadedModel) -> Parts:
             raise _nothing_left(name, reader.place(split), len(rows), found.repeated, reader)
         seen.update(found.inputs)  # the same input in two parts would make them depend on each other
         parts[name] = Part(
-            name, split, found.rows, found.features, encoder.collate, options.batch_size, tuple(found.inputs)
-        )
+            name, split, found.rows, found.features, encoder.collate, options.batch_size, tuple(found.inputs),
+            found.shortened,
+        )  # fmt: skip
     if repeated := sum(found.repeated for found in chosen.values()):
         notes.append(f"{repeated} examples whose input had already been used were left out of the later parts.")
     if any(found.shortened for found in chosen.values()):
@@ -65,7 +70,7 @@ def load_train(
     data = reader.splits[split]
     held_out = (parts.choose, parts.report)
     taken = {row for part in held_out if part.split == split for row in part.rows}
-    seen = {content_hash(encoder.identity(feature)) for part in held_out for feature in part.features}
+    seen = {content_hash(encoder.identity(feature)) for part in (*held_out, *parts.also) for feature in part.features}
     rows = (row for row in shuffled(len(data), options.seed) if row not in taken)
     texts = loaded.task.modality == "text"
     found = reader.encode(split, rows, seen, limit, keep=texts)
@@ -86,6 +91,53 @@ def load_train(
     later = OnDemand(lambda row: encoder.encode(data[row], row), found.rows, found.feature_hashes)
     features = found.features if texts else later
     return Part("train", split, found.rows, features, encoder.collate, options.batch_size), notes
+
+
+def load_also(options: DataOptions, loaded: LoadedModel, parts: Parts) -> Parts:
+    """The parts, with one of every second dataset beside them: a test split where there is one, `DataOptions.report_limit` rows at most.
+
+    Language models that no second dataset is named for get a small text that comes with headprune. No input is taken
+    that scores heads or chooses plans, and `load_train` leaves out all of them: nothing is fitted to these.
+
+    Raises:
+        HeadPruneError: As `load_parts`.
+    """
+    own = not options.also and ENCODERS[loaded.task.name] in (CausalLM, MaskedLM)
+    found, notes = [], list(parts.notes)
+    for dataset in (str(PLAIN_TEXT),) if own else options.also:
+        try:
+            part, note = _also(options, dataset, loaded, parts, PLAIN_TEXT.name if own else dataset)
+        except HeadPruneError as error:
+            if not own:
+                raise
+            notes.append(f"{PLAIN_TEXT.name} was not measured: {error.args[0]}")  # a language without these letters
+            continue
+        found.append(part)
+        notes.extend([note] if note else [])
+    return replace(parts, also=tuple(found), notes=notes)
+
+
+def _also(options: DataOptions, dataset: str, loaded: LoadedModel, parts: Parts, name: str) -> tuple[Part, str]:
+    """The part of a second dataset, and a note on what was cut off."""
+    splits = read_splits(dataset)
+    split = reported_of(splits, dataset)
+    given = {flag: getattr(options, flag) for flag in ("text_column", "label_column")}
+    there = splits[split].column_names  # other columns than the first dataset's are guessed
+    known: dict[str, Any] = {
+        k: v if v and all(c.strip() in there for c in v.split(",")) else None for k, v in given.items()
+    }
+    reader = _Reader(replace(options, dataset=dataset, subset=None, **known), loaded, splits)
+    seen = {*parts.score.inputs, *parts.choose.inputs}
+    rows = shuffled(len(splits[split]), options.seed)
+    found = reader.encode(split, rows, seen, options.report_limit)
+    if not found.rows:
+        raise _nothing_left("measure", reader.place(split), len(rows), found.repeated, reader)
+    note = f"{reader.encoder.cut_note}: {found.shortened} of {len(found.rows)} of {name}." if found.shortened else ""
+    part = Part(
+        name, split, found.rows, found.features, reader.encoder.collate, options.batch_size, tuple(found.inputs),
+        found.shortened,
+    )  # fmt: skip
+    return part, note
 
 
 @dataclass
@@ -110,9 +162,9 @@ class _Encoded:
 class _Reader:
     """A dataset's splits, and the encoder of the model's task for their rows."""
 
-    def __init__(self, options: DataOptions, loaded: LoadedModel) -> None:
+    def __init__(self, options: DataOptions, loaded: LoadedModel, splits: dict[str, Any] | None = None) -> None:
         self.dataset = options.dataset
-        self.splits = read_splits(options.dataset, options.subset)
+        self.splits = read_splits(options.dataset, options.subset) if splits is None else splits
         columns = next(iter(self.splits.values())).column_names
         self.encoder = ENCODERS[loaded.task.name](options, loaded, columns)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, Field
 
@@ -39,19 +39,22 @@ class Examples(Document):
     Attributes:
         rows_hash: Of their row numbers in the split.
         content_hash: Of their token ids and labels; not there for images and sounds, whose values may differ between machines.
+        shortened: How many were cut at their end, since they were too long.
     """
 
     split: str
     examples: int
     rows_hash: str
     content_hash: str | None = None
+    shortened: int = 0
 
     @classmethod
     def of(cls, part: Part) -> Self:
         # Token ids are the same everywhere; pixels and sounds may differ in their last digit between machines.
         texts = not isinstance(part.features, OnDemand) and "input_ids" in part.features[0]
-        content = {"content_hash": part.content_hash()} if texts else {}
-        return cls(split=part.split, examples=len(part), rows_hash=content_hash(part.rows), **content)
+        content: dict[str, Any] = {"content_hash": part.content_hash()} if texts else {}
+        cut: dict[str, Any] = {"shortened": part.shortened} if part.shortened else {}
+        return cls(split=part.split, examples=len(part), rows_hash=content_hash(part.rows), **content, **cut)
 
     def same(self, other: Examples) -> bool:
         """Whether these are the same examples, as far as both sides say."""

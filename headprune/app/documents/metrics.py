@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from headprune.app.documents.base import Document, File
-from headprune.app.documents.common import Environment, Measured, Training
+from headprune.app.documents.common import Environment, Examples, Measured, Training
 from headprune.app.options import FinetuneOptions
 from headprune.budgets import Budget, Reading, kind_named
 from headprune.evaluation import Change
@@ -21,10 +21,17 @@ if TYPE_CHECKING:
 
 
 class Dense(Measured):
-    """The dense model on the reporting part; ``flops`` are of one forward pass on an example of median length."""
+    """The dense model on the reporting part.
+
+    Attributes:
+        flops: Of one forward pass on an example of median length.
+        guessing: The metric of a model that knows nothing: the share of the most frequent label, or as a perplexity the number
+            of tokens in the vocabulary; None where that is not known.
+    """
 
     parameters: int
     flops: int
+    guessing: float | None = None
 
 
 class PlannedWork(Document):
@@ -152,10 +159,12 @@ class Repaired(Refitted):
     Attributes:
         without: The pruned model without the repair.
         layers_alone: The same heads repaired layer by layer alone, as the random control is; None where that is the repair.
+        gain: The change by repair (and training, if there was any), paired by example.
     """
 
     without: Measured
     layers_alone: Measured | None = None
+    gain: Change | None = None
 
 
 class Trained(Training):
@@ -180,6 +189,31 @@ class Proved(Document):
     reload_difference: float
 
 
+class AlsoMeasured(Document):
+    """A pruned model on a second dataset.
+
+    Attributes:
+        change: From the dense model, paired by example.
+        gain: The change by repair (and training, if there was any); None where no weight was changed.
+    """
+
+    pruned: Measured
+    change: Change
+    gain: Change | None = None
+
+
+class AlsoData(Document):
+    """A second dataset, that nothing was fitted to, and the dense model on it.
+
+    Attributes:
+        name: The dataset as the user named it, or the file of headprune's own text.
+    """
+
+    name: str
+    data: Examples
+    dense: Measured
+
+
 class BudgetResult(Document):
     """A pruned model.
 
@@ -191,9 +225,13 @@ class BudgetResult(Document):
         pruned: On the reporting part, as it was saved and loaded again.
         change: From the dense model, paired by example.
         random: The metric with as many heads drawn at random, of each draw.
+        over_random: The change from random heads (the mean of the draws) to the chosen ones, both repaired alike, paired by example.
+        also: On every dataset of `Metrics.also`.
         flops: As of `Dense`.
         checkpoint: The folder beside metrics.json that it was saved to.
+        size: Of that folder's files, in bytes.
         dtype: That its weights are saved in.
+        loads: The call that loads the folder where headprune is not installed; "" in older files.
     """
 
     name: str
@@ -208,13 +246,17 @@ class BudgetResult(Document):
     pruned: Measured
     change: Change
     random: tuple[float, ...]
+    over_random: Change | None = None
+    also: tuple[AlsoMeasured, ...] = ()
     repair: Repaired | None = None
     finetune: Trained | None = None
     proof: Proved
     parameters: int
     flops: int
     checkpoint: str
+    size: int | None = None
     dtype: str | None = None
+    loads: str = ""
 
 
 class Point(Document):
@@ -287,6 +329,7 @@ class Metrics(File):
         time: For each input of ``latency.rows``; none where the device's time cannot be looked into.
         generation: For models that write text.
         energy: On the largest input; None where the machine does not count it.
+        also: Second datasets.
     """
 
     kind = "metrics"
@@ -301,3 +344,4 @@ class Metrics(File):
     time: tuple[TimeParts, ...] = ()
     generation: tuple[GenerationRow, ...] = ()
     energy: EnergyRow | None = None
+    also: tuple[AlsoData, ...] = ()

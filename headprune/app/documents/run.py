@@ -59,6 +59,7 @@ class Run(File):
         methods: That scored.
         columns: Of the dataset, by what they were used for.
         notes: What was guessed or left out on the way.
+        folder: The run folder, as it was named when it was written.
     """
 
     kind = "run"
@@ -73,6 +74,7 @@ class Run(File):
     columns: dict[str, str]
     notes: tuple[str, ...]
     model: ModelFacts
+    folder: str = ""
 
     @field_validator("options", mode="before")
     @classmethod

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headprune.app.documents import Latency, Metrics, TimeParts
+from headprune.app.report.findings import trained_on_choosing
+from headprune.app.report.verdict import verdict
 from headprune.scoring.agreement import agreements, chance
 from headprune.scoring.base import HeadScores
 
@@ -20,40 +22,89 @@ if TYPE_CHECKING:
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _GREY = "#7f7f7f"
 _COLUMNS = 3  # heat maps side by side
+_WRITTEN = 160  # heads up to which every cell has its value
 
 
 def importance(path: Path, scores: Sequence[HeadScores], metrics: Metrics | None) -> None:
-    """A heat map per method, layers by heads; crosses mark the heads that the first budget removed."""
+    """A heat map per method, layers by heads; crosses mark the heads that went from the model that the report is about.
+
+    Colours are even in size near 0 and in ratio beyond the median, so that a layer with large scores hides no other. With few heads,
+    every cell has its value.
+    """
     shown = [s for s in scores if s.method != "random"] or list(scores)
     layers = shown[0].layers
     widest = max(layer.num_heads for layer in layers)
-    size = (1.6 + 0.42 * max(widest, 6), 1.2 + 0.36 * max(len(layers), 4))
-    columns = min(len(shown), _COLUMNS)
+    written = sum(layer.num_heads for layer in layers) <= _WRITTEN
+    cell = (0.5, 0.42) if written else (0.42, 0.36)
+    size = (1.6 + cell[0] * max(widest, 6), 1.35 + cell[1] * max(len(layers), 4))
+    columns = min(len(shown), 2 if written else _COLUMNS)
     rows = -(-len(shown) // columns)
     figure, axes = _figure(size[0] * columns, size[1] * rows, columns, rows)
     for axis in axes[len(shown) :]:
         axis.set_visible(False)
-    drop = metrics.budgets[0].drop if metrics else {}
+    budget = verdict(metrics).budget if metrics else None
     for axis, s in zip(axes, shown, strict=False):
         grid = np.full((len(layers), widest), np.nan)
         for i, layer in enumerate(layers):
             grid[i, : layer.num_heads] = s.values[layer.name].numpy()
-        if s.signed and np.nanmin(grid) < 0:
-            limit = float(np.nanmax(np.abs(grid))) or 1.0
-            image = axis.imshow(grid, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
-        else:
-            image = axis.imshow(grid, cmap="Blues", vmin=min(0.0, float(np.nanmin(grid))), aspect="auto")
+        both = s.signed and np.nanmin(grid) < 0
+        norm, power = colours(grid, both)
+        image = axis.imshow(grid, cmap="RdBu" if both else "Blues", norm=norm, aspect="auto")
         for i, layer in enumerate(layers):
-            for h in drop.get(layer.name, ()):
-                axis.plot(h, i, marker="x", color="black", markersize=5, markeredgewidth=1)
+            for h in range(layer.num_heads):
+                shade = float(norm(grid[i, h]))
+                dark = abs(shade - 0.5) > 0.33 if both else shade > 0.6
+                colour = "white" if dark else "black"
+                if written:
+                    axis.text(h, i, _short(grid[i, h] / 10**power), ha="center", va="center", fontsize=7, color=colour)
+                if budget is not None and h in budget.drop.get(layer.name, ()):
+                    place = (h - 0.34, i - 0.3) if written else (h, i)
+                    axis.plot(*place, marker="x", color=colour, markersize=4.5, markeredgewidth=1)
         axis.set_title(s.method)
         axis.set_xlabel("head")
         axis.set_ylabel("layer")
         axis.set_xticks(range(0, widest, max(1, widest // 12)))
         step = max(1, len(layers) // 16)
         axis.set_yticks(range(0, len(layers), step), [f"L{a.index}" for a in layers[::step]])
-        figure.colorbar(image, ax=axis, shrink=0.9).set_label(s.unit.split(",")[0].split(" when ")[0], fontsize=8)
+        unit = s.unit.split(",")[0].split(" when ")[0]
+        scale = f", times 1e{power}" if power else ""
+        bar = figure.colorbar(image, ax=axis, shrink=0.9)
+        usual = norm.linear_width
+        ticks = [
+            t for t in (-5 * usual, -usual, 0, usual, 5 * usual, norm.vmax, norm.vmin) if norm.vmin <= t <= norm.vmax
+        ]
+        ticks = [
+            t
+            for t in ticks
+            if t in (norm.vmin, norm.vmax) or all(abs(norm(t) - norm(e)) > 0.07 for e in (norm.vmin, norm.vmax))
+        ]
+        bar.set_ticks(ticks, labels=[_short(t / 10**power) for t in ticks])
+        bar.ax.minorticks_off()
+        bar.set_label(f"{unit}{scale}", fontsize=8)
+    if budget is not None:
+        figure.supxlabel(f"×: removed to keep {budget.kept} of {budget.total} heads", fontsize=9)
     _save(figure, path)
+
+
+def _short(value: float) -> str:
+    text = f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
+    return "0.0" if text == "-0.0" else text
+
+
+def colours(grid: np.ndarray, both: bool) -> tuple[Any, int]:
+    """What makes scores ``[layers, heads]`` colours, and the power of ten to write them in: a middling one has a digit before the point.
+
+    Args:
+        both: Whether 0 is the middle of the colours, and not their end.
+    """
+    from matplotlib.colors import AsinhNorm
+
+    found = grid[np.isfinite(grid)]
+    sizes = np.abs(found)
+    most = float(sizes.max(initial=0.0)) or 1.0
+    usual = max(float(np.median(sizes)) if len(sizes) else most, most / 1000)
+    low = -most if both else float(found.min(initial=0.0))
+    return AsinhNorm(linear_width=usual, vmin=low, vmax=most), 0 if 1 <= usual < 100 else int(np.floor(np.log10(usual)))
 
 
 def agreement(path: Path, scores: Sequence[HeadScores]) -> None:
@@ -81,38 +132,91 @@ def agreement(path: Path, scores: Sequence[HeadScores]) -> None:
 
 
 def trade_off(path: Path, metrics: Metrics) -> None:
-    """The metric on the choosing part against heads kept, with random as control, and the measured budgets."""
+    """The metric against heads kept, as it was measured at the end: the dense and the pruned models, and random heads."""
+    metric, dense = metrics.metric, metrics.dense
+    figure, (axis,) = _figure(7.2, 4.0, 1)
+    budgets = sorted(metrics.budgets, key=lambda b: b.kept)
+    total = budgets[0].total
+    models = [(b.kept, b.pruned) for b in budgets] + [(total, dense)]
+    x = [kept for kept, _ in models]
+    values = np.array([(m.metrics[metric], m.low, m.high) for _, m in models]).T
+    ends = np.maximum([values[0] - values[1], values[2] - values[0]], 0)
+    axis.errorbar(
+        x,
+        values[0],
+        ends,
+        fmt="D-",
+        color=_COLOURS[0],
+        markersize=6,
+        capsize=3,
+        zorder=5,
+        label="chosen heads stay (95 %)",
+    )
+    level = dense.metrics[metric]
+    draws = [b.random for b in budgets]
+    middle, low, high = ([*map(make, draws), level] for make in (np.mean, min, max))
+    axis.plot(x, middle, "--", color=_GREY, label=f"random heads stay, mean and range of {len(draws[0])}")
+    axis.fill_between(x, low, high, color=_GREY, alpha=0.2, lw=0)
+    axis.axhline(level, color="black", lw=0.8, ls=":", label="dense model")
+    axis.set_xticks(x)
+    axis.set_xlabel(f"heads kept, of {total}")
+    axis.set_ylabel(f"{metric}, on the reported examples")
+    if metric == "perplexity":
+        axis.set_yscale("log")
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8, frameon=False)
+    _save(figure, path)
+
+
+def orders(path: Path, metrics: Metrics) -> None:
+    """The metric on the choosing part against heads kept, by every order, with random as control, and the models measured at the end.
+
+    Where the dense model does far better on the choosing part than on the other, so that the two levels would mislead, changes from
+    the dense model are drawn instead.
+    """
     metric, curve = metrics.metric, metrics.curve
-    figure, (axis,) = _figure(7.2, 4.4, 1)
+    change = trained_on_choosing(metrics) is not None
+    figure, (axis,) = _figure(7.2, 4.0, 1)
     dense = next(p for p in curve if p.method == "dense")
+
+    def drawn(value: float, base: float) -> float:
+        if change:
+            return value / base - 1 if metric == "perplexity" else value - base
+        return value
+
     methods = [m for m in dict.fromkeys(p.method for p in curve) if m not in ("dense", "random")]
     for colour, method in zip(_COLOURS, methods, strict=False):
         points = sorted((p for p in (*curve, dense) if p.method in (method, "dense")), key=lambda p: p.kept)
         x = [p.kept for p in points]
-        axis.plot(x, [p.value for p in points], marker="o", markersize=4, color=colour, label=f"{method} (choose)")
-        axis.fill_between(x, [p.low for p in points], [p.high for p in points], color=colour, alpha=0.12, lw=0)
+        ends = [[drawn(getattr(p, end), dense.value) for p in points] for end in ("value", "low", "high")]
+        axis.plot(x, ends[0], marker="o", markersize=4, color=colour, label=f"{method} (choose)")
+        axis.fill_between(x, ends[1], ends[2], color=colour, alpha=0.12, lw=0)
     draws: dict[int, list[float]] = {}
     for p in curve:
         if p.method == "random":
-            draws.setdefault(p.kept, []).append(p.value)
+            draws.setdefault(p.kept, []).append(drawn(p.value, dense.value))
+    start = drawn(dense.value, dense.value)
     x = [*sorted(draws), dense.kept]
-    middle = [float(np.mean(draws[k])) for k in x[:-1]] + [dense.value]
-    low = [min(draws[k]) for k in x[:-1]] + [dense.value]
-    high = [max(draws[k]) for k in x[:-1]] + [dense.value]
+    middle = [float(np.mean(draws[k])) for k in x[:-1]] + [start]
+    low = [min(draws[k]) for k in x[:-1]] + [start]
+    high = [max(draws[k]) for k in x[:-1]] + [start]
     number = max(map(len, draws.values()), default=0)
     axis.plot(x, middle, "--", color=_GREY, label=f"random, mean and range of {number} (choose)")
     axis.fill_between(x, low, high, color=_GREY, alpha=0.2, lw=0)
+    level = metrics.dense.metrics[metric]
     for i, budget in enumerate(metrics.budgets):
-        measured = budget.pruned
-        value = measured.metrics[metric]
+        measured, moved = budget.pruned, budget.change
+        interval = (measured.metrics[metric], measured.low, measured.high)
+        value, least, most = (moved.value, moved.low, moved.high) if change else interval
         axis.errorbar(
-            budget.kept, value, [[value - measured.low], [measured.high - value]], fmt="D", color="black",
-            markersize=6, capsize=3, zorder=5, label="pruned, measured (report)" if i == 0 else None,
+            budget.kept, value, [[max(value - least, 0.0)], [max(most - value, 0.0)]], fmt="D", color="black", markersize=6,
+            capsize=3, zorder=5, label="pruned, measured (report)" if i == 0 else None,
         )  # fmt: skip
-    axis.axhline(metrics.dense.metrics[metric], color="black", lw=0.8, ls=":", label="dense (report)")
+    axis.axhline(drawn(level, level), color="black", lw=0.8, ls=":", label="dense (report)")
     axis.set_xlabel(f"heads kept, of {dense.kept}")
-    axis.set_ylabel(metric)
-    if metric == "perplexity":
+    unit = {"accuracy": "parts of 1", "perplexity": "as a share"}.get(metric, "")
+    axis.set_ylabel(f"change of {metric} from dense{f' ({unit})' if unit else ''}" if change else metric)
+    if metric == "perplexity" and not change:
         axis.set_yscale("log")
     axis.grid(alpha=0.25)
     axis.legend(fontsize=8, frameon=False)

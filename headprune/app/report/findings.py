@@ -221,6 +221,15 @@ def shared_notes(budgets: Sequence[BudgetResult]) -> list[tuple[str, list[int] |
     return [(note, None if len(of) == len(repairs) else of) for note, of in kept.items()]
 
 
+def kept_though_low(scores: HeadScores, budget: BudgetResult) -> list[str]:
+    """Heads that stay although as many heads went as score lower or equally: by label, the lowest first."""
+    gone = {(name, h) for name, heads in budget.drop.items() for h in heads}
+    heads = [(layer.name, h) for layer in scores.layers for h in range(layer.num_heads)]
+    flat, labels = scores.flat(), scores.labels()
+    lowest = flat.argsort(stable=True).tolist()[: len(gone)]
+    return [labels[i] for i in lowest if heads[i] not in gone]
+
+
 def notes_in_common(budgets: Sequence[BudgetResult]) -> list[str]:
     """Notes on how plans were made that are of several budgets, and of all."""
     return [n for n in budgets[0].notes if len(budgets) > 1 and all(n in b.notes for b in budgets)]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from headprune.app.documents import Asked, BudgetResult, Environment, TimeParts
+import os
+import shlex
+from pathlib import Path
+
+from headprune.app.documents import Asked, BudgetResult, Environment, Measured, TimeParts
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow, Speedup
 from headprune.timing import EnergyRow, GenerationRow
@@ -17,7 +21,34 @@ def change(found: Change, metric: str) -> str:
     """A change with its interval: perplexity's relative, others' in points."""
     if metric == "perplexity":
         return f"{found.value:+.1%} ({found.low:+.1%} to {found.high:+.1%})"
+    if metric == "loss":
+        return f"{found.value:+.3g} ({found.low:+.3g} to {found.high:+.3g})"
     return f"{100 * found.value:+.2f} points ({100 * found.low:+.2f} to {100 * found.high:+.2f})"
+
+
+def measured_value(found: Measured, metric: str) -> str:
+    """A metric's value with its interval."""
+    return f"{value(found.metrics[metric], metric)} ({value(found.low, metric)} to {value(found.high, metric)})"
+
+
+def amount(share: float, metric: str) -> str:
+    """An amount of loss: points of accuracy, or per cent of the dense model's value."""
+    return f"{100 * share:.3g} points" if metric == "accuracy" else f"{100 * share:.3g} %"
+
+
+def loss(found: Change, metric: str) -> str:
+    """The largest loss that a change's interval leaves possible."""
+    if metric == "accuracy":
+        return f"{-100 * found.low:.1f} points"
+    return f"{found.high:.1%}" if metric == "perplexity" else f"{found.high:.3g}"
+
+
+def size(count: int) -> str:
+    """Bytes in kB, MB or GB."""
+    for step, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= step:
+            return f"{count / step:.3g} {unit}"
+    return f"{count} bytes"
 
 
 def ratio(speedup: Speedup) -> str:
@@ -82,3 +113,13 @@ def device(environment: Environment, dtype: str) -> str:
     count = environment.threads
     threads = f", {count} thread{'s' * (count != 1)}" if environment.device == "cpu" else ""
     return f"{environment.device_name} ({environment.device}{threads}, {dtype})"
+
+
+def without_place(text: str) -> str:
+    """A dataset's or model's name; of a path its last part: where it lies on this machine is nobody's business."""
+    return Path(text).name if os.sep in text and Path(text).exists() else text
+
+
+def without_places(command: str) -> str:
+    """A command line, its paths likewise."""
+    return shlex.join(without_place(part) for part in shlex.split(command))

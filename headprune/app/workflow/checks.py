@@ -96,5 +96,5 @@ def seen_before(parts: Parts, before: Parts, same_data: bool) -> int:
 
 def changed_options(before: DataOptions, now: DataOptions) -> list[str]:
     """The flags by which examples are cut otherwise than before."""
-    names = [f.name for f in fields(DataOptions) if f.name != "batch_size"]
+    names = [f.name for f in fields(DataOptions) if f.name not in ("batch_size", "also")]
     return [f"--{n.replace('_', '-')}" for n in names if getattr(before, n) != getattr(now, n)]

@@ -5,20 +5,23 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from headprune import latency
-from headprune.app import runs
+from headprune.app import report, runs
+from headprune.app.data import load_also
 from headprune.app.documents import (
+    AlsoData,
     BudgetResult,
     ComparedOrder,
     Dense,
     Document,
     Environment,
+    Examples,
     Latency,
     Measured,
     Metrics,
@@ -26,9 +29,9 @@ from headprune.app.documents import (
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.workflow.checks import check_goal, check_scored
-from headprune.app.workflow.results import Control, Job, prune_to
+from headprune.app.workflow.results import Control, Job, guessing, prune_to
 from headprune.app.workflow.scene import Console, Scene, open_scene
-from headprune.app.workflow.scoring import run_after, run_document, score_all
+from headprune.app.workflow.scoring import run_after, run_document, score_all, write_heads
 from headprune.app.workflow.stages import publish, stages_of
 from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, trade_off, trials_of
 from headprune.app.workflow.timing import inputs, time_generation, time_models, time_parts
@@ -82,6 +85,9 @@ class PruneRun:
             HeadPruneError: The goal makes no sense for them; the scores are another model's, or of examples that will be reported.
         """
         scene = open_scene(self.options, console)
+        scene = replace(scene, parts=load_also(self.options.data, scene.loaded, scene.parts))
+        for part in scene.parts.also:
+            console.say(f"Second data, to which nothing is fitted: {len(part)} examples of {part.name}.")
         check_goal(self.goal, scene)
         if self.source is not None:
             _check_same(scene, scores, self.source)
@@ -99,7 +105,7 @@ def plan_run(asked: PruneRun, console: Console) -> tuple[list[HeadScores], list[
         raise HeadPruneError("There are no scores to plan by.", "Run `headprune score` first.")
     scores = asked.scores()
     scene = asked.open(scores, console)
-    trials = trials_of(scene, goal.repair)
+    trials = trials_of(scene, goal)
     orders = {} if goal.plan else orders_of(goal.request(scene), asked.candidates(scores), trials, console)
     return scores, fits_of(scene, goal, orders, trials, console)
 
@@ -119,25 +125,32 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
             f"{asked.options.model} is stored in {str(half).removeprefix('torch.')}: pruned models are saved so, too."
         )
     methods = asked.methods if source or asked.goal.uses_scores else []
-    run = run_document(scene, methods) if source is None else run_after(source.read_run(), scene)
+    run = run_document(scene, methods, folder) if source is None else run_after(source.read_run(), scene, folder)
     before = 0.0
     if source is None:
         scores, before = score_all(scene, methods, folder, console)
-    facts = [asdict(asked.goal), list(methods), [s.to_json() for s in scores]]
+    # What is only measured there changes no other result, but nothing may be trained on it.
+    also = [part.content_hash() for part in scene.parts.also] if asked.goal.finetune else []
+    facts = [asdict(asked.goal), list(methods), [s.to_json() for s in scores], *also]
     stages = stages_of(folder, "prune", scene, *facts, say=console.say)
     content = RunFolder(stages.path / "content")
-    job = Job(scene, asked.goal, trials_of(scene, asked.goal.repair, stages), stages, content, console)
+    job = Job(scene, asked.goal, trials_of(scene, asked.goal, stages), stages, content, console)
     fits, metrics = _pruned_and_measured(job, asked.candidates(scores))
     if source is not None and source.scores_path.exists():
         shutil.copyfile(source.scores_path, content.scores_path)
     elif scores:
         save_scores(content.scores_path, scores)
+    if source is not None and source.heads_path.exists():
+        shutil.copyfile(source.heads_path, content.heads_path)
+    else:
+        write_heads(scene, stages, content, console)
     for i, fitted in enumerate(fits):
         fitted.plan.save(content.plan_path(fitted.plan.asked, first=i == 0))
     took = before + stages.before + time.monotonic() - started
     run = run.changed(seconds=(*run.seconds[: len(run.commands) - 1], round(took, 1)))
     run.write(content.run_path)
     metrics.write(content.metrics_path)
+    report.write_cards(content)
     publish(folder, content)
     return metrics
 
@@ -150,7 +163,8 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
     fits = _kept_fits(job, environment, lambda: fits_of(scene, goal, orders, trials, console))
     fits = list({f.plan.asked: f for f in fits}.values())  # "50%" and "36" may be the same
     dense = job.measured("dense", scene.model, "measuring the dense model")
-    control = Control(dense, random_orders(scene, goal, fits))
+    also = [job.measured("dense", scene.model, f"measuring the dense model on {p.name}", p) for p in scene.parts.also]
+    control = Control(dense, random_orders(scene, goal, fits), also)
     curve = trade_off(shown(goal, orders, fits, trials), control.random, fits, trials, console)
     for note in dict.fromkeys(note for f in fits for note in f.plan.notes):
         console.say(note)
@@ -163,10 +177,15 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
             **Measured.of(dense, scene.metric).given(),
             parameters=latency.parameters(scene.model),
             flops=latency.flops(scene.model, scene.typical_input()),
+            guessing=guessing(scene),
         ),
         budgets=tuple(result for result, _ in made),
         curve=tuple(curve),
         **_timed(job, environment, made),
+        also=tuple(
+            AlsoData(name=part.name, data=Examples.of(part), dense=Measured.of(found, scene.metric))
+            for part, found in zip(scene.parts.also, also, strict=True)
+        ),
     )
     return fits, metrics
 
@@ -180,14 +199,14 @@ def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult
     latencies = stages.get(
         f"latency {environment}", lambda: time_models(scene, models, console).to_json(), Latency.model_validate
     )
-    shapes, seed = inputs(scene), scene.options.seed
+    shapes = inputs(scene)
     more: dict[str, Callable[[], Any]] = {
         "time": lambda: [row.to_json() for row in time_parts(scene.model, scene.layers, shapes, plans, console)],
         # From prompts of median length: they come first.
         "generation": lambda: [
-            row.to_json() for row in time_generation(models, [s for s in shapes if s[1] == shapes[0][1]], seed, console)
+            row.to_json() for row in time_generation(models, [s for s in shapes if s[1] == shapes[0][1]], console)
         ],
-        "energy": lambda: (row := energy(models, shapes[-1][2], seed=seed)) and row.to_json(),
+        "energy": lambda: (row := energy(models, shapes[-1][2])) and row.to_json(),
     }
 
     def tried(name: str) -> Any:

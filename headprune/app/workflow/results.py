@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -10,11 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
-from headprune import latency
-from headprune.app.data import load_train
+from headprune import checkpoint, latency
+from headprune.app.data import Part, load_train
 from headprune.app.documents import (
+    AlsoMeasured,
     Asked,
     BudgetResult,
     Document,
@@ -35,10 +38,12 @@ from headprune.app.workflow.targets import Goal
 from headprune.app.workflow.timing import budget_input
 from headprune.attention import Heads
 from headprune.budgets import Fit
+from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
 from headprune.planning import Order
 from headprune.plans import PruningPlan
+from headprune.pruned import note_was_repaired
 from headprune.surgery import prune
 from headprune.trials import Trials
 
@@ -58,11 +63,16 @@ class Job:
     content: RunFolder
     console: Console
 
-    def measured(self, name: str, model: nn.Module, label: str) -> Measurement:
-        """A model on the reporting part, as the stage ``name``; ``label`` is what a waiting person is told."""
-        batches = self.scene.parts.report.batches()
+    def measured(self, name: str, model: nn.Module, label: str, also: Part | None = None) -> Measurement:
+        """A model on the reporting part, or on a second dataset, as the stage ``name``; ``label`` is what a waiting person is told."""
+        batches = (also or self.scene.parts.report).batches()
         with self.console.track(label) as progress:
-            return self.stages.measurement(name, lambda: evaluate(model, batches, progress=progress))
+            return self.stages.measurement(stage_on(name, also), lambda: evaluate(model, batches, progress=progress))
+
+
+def stage_on(name: str, also: Part | None) -> str:
+    """A stage's name where it is made on a second dataset: which ones there are is no part of what a computation is known by."""
+    return name if also is None else f"{name} on {also.name} {also.content_hash()}"
 
 
 @dataclass(frozen=True)
@@ -72,10 +82,12 @@ class Control:
     Attributes:
         dense: The dense model on the reporting part.
         random: Orders of heads drawn at random.
+        also: The dense model on every second dataset.
     """
 
     dense: Measurement
     random: Sequence[Order]
+    also: Sequence[Measurement] = ()
 
 
 class _Made(Document):
@@ -96,7 +108,9 @@ def prune_to(fitted: Fit, control: Control, job: Job) -> tuple[BudgetResult, nn.
     if made.note:
         job.console.say(made.note)
     pruned = job.measured(f"pruned {plan.asked}", model, f"measuring with {plan.kept} heads")
-    masked = _Masked(job, plan, list(scene.parts.report.batches()))
+    masked = _Masked(job, plan, pruned)
+    repair = None if made.repair is None else masked.repaired(made.repair)
+    random = masked.random(control.random)
     result = BudgetResult(
         name=f"{plan.kept} heads",
         asked=plan.asked,
@@ -109,54 +123,103 @@ def prune_to(fitted: Fit, control: Control, job: Job) -> tuple[BudgetResult, nn.
         drop={name: tuple(heads) for name, heads in plan.drop.items()},
         pruned=Measured.of(pruned, scene.metric),
         change=compare(control.dense, pruned, scene.metric),
-        random=masked.random(control.random),
-        repair=None if made.repair is None else masked.repaired(made.repair),
+        random=tuple(found.metrics[scene.metric] for found in random),
+        over_random=compare(mean_of(random), masked.like_random(made.repair), scene.metric),
+        also=tuple(
+            _on_also(job, plan, model, part, dense) for part, dense in zip(scene.parts.also, control.also, strict=True)
+        ),
+        repair=repair,
         finetune=made.finetune,
         proof=made.proof,
         parameters=latency.parameters(model),
         flops=latency.flops(model, scene.typical_input()),
         checkpoint=path.name,
+        size=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
         dtype=made.dtype,
+        loads=checkpoint.loading_of(path).call(),
     )
     return result, model
 
 
 @dataclass(frozen=True)
 class _Masked:
-    """What a plan's pruned model is set beside: the dense model with heads masked, on the batches of the reporting part."""
+    """What a plan's pruned model is set beside: the dense model with heads masked, on the reporting part."""
 
     job: Job
     plan: PruningPlan
-    batches: list[Any]
+    pruned: Measurement
 
-    def random(self, orders: Sequence[Order]) -> tuple[float, ...]:
-        """The metric with as many heads drawn at random, by each order."""
+    def random(self, orders: Sequence[Order]) -> list[Measurement]:
+        """As many heads drawn at random, by each order."""
         found = []
         with self.job.console.track(f"random control with {self.plan.kept} heads") as progress:
             for i, order in enumerate(orders):
-                make = partial(self._metric_without, order.plan(self.plan.kept).drop)
-                found.append(self.job.stages.get(f"control {self.plan.asked} {i}", make, float))
+                make = partial(self._layers_alone, order.plan(self.plan.kept).drop)
+                found.append(self.job.stages.measurement(f"random {self.plan.asked} {i}", make))
                 progress(i + 1, len(orders))
-        return tuple(found)
+        return found
 
     def repaired(self, repair: Refitted) -> Repaired:
         """A repair, and what it was worth."""
-        metric, asked, drop = self.job.scene.metric, self.plan.asked, self.plan.drop
-        stages, trials = self.job.stages, self.job.trials
-        without = stages.measurement(f"unrepaired {asked}", lambda: trials.masked(drop, self.batches))
-        alone = None
-        if repair.answers is not None or any(not trial.kept for trial in repair.trials):
-            found = stages.measurement(f"like control {asked}", lambda: self._layers_alone(drop))
-            alone = Measured.of(found, metric)
-        return Repaired(**repair.given(), without=Measured.of(without, metric), layers_alone=alone)
+        metric, without = self.job.scene.metric, self.without()
+        alone = Measured.of(self.like_random(repair), metric) if _did_more(repair) else None
+        gain = compare(without, self.pruned, metric)
+        return Repaired(**repair.given(), without=Measured.of(without, metric), layers_alone=alone, gain=gain)
 
-    def _metric_without(self, drop: Heads) -> float:
-        return self._layers_alone(drop).metrics[self.job.scene.metric]
+    def without(self, also: Part | None = None) -> Measurement:
+        """The plan's heads masked and nothing repaired."""
+        part = also or self.job.scene.parts.report
+        make = partial(self.job.trials.masked, self.plan.drop, list(part.batches()))
+        return self.job.stages.measurement(stage_on(f"unrepaired {self.plan.asked}", also), make)
+
+    def like_random(self, repair: Refitted | None) -> Measurement:
+        """The plan's heads, repaired as random ones are."""
+        if not _did_more(repair) and not self.job.goal.finetune:
+            return self.pruned
+        return self.job.stages.measurement(
+            f"like control {self.plan.asked}", lambda: self._layers_alone(self.plan.drop)
+        )
 
     def _layers_alone(self, drop: Heads) -> Measurement:
         """As the control is measured: fitted layer by layer, all fits kept. A whole repair of each would take long."""
         with self.job.trials.repaired(drop):
-            return self.job.trials.masked(drop, self.batches)
+            return self.job.trials.masked(drop, list(self.job.scene.parts.report.batches()))
+
+
+def _did_more(repair: Refitted | None) -> bool:
+    """Whether a repair is not what the random control gets."""
+    return repair is not None and (repair.answers is not None or any(not trial.kept for trial in repair.trials))
+
+
+def _on_also(job: Job, plan: PruningPlan, model: nn.Module, part: Part, dense: Measurement) -> AlsoMeasured:
+    """A pruned model on a second dataset."""
+    metric, label = job.scene.metric, f"measuring with {plan.kept} heads on {part.name}"
+    pruned = job.measured(f"pruned {plan.asked}", model, label, part)
+    found = AlsoMeasured(pruned=Measured.of(pruned, metric), change=compare(dense, pruned, metric))
+    if not job.goal.repair and not job.goal.finetune:
+        return found
+    return found.changed(gain=compare(_Masked(job, plan, pruned).without(part), pruned, metric))
+
+
+def mean_of(found: Sequence[Measurement]) -> Measurement:
+    """The mean over models of what they did on each example, for `compare`; it has no metrics of its own."""
+    loss, correct = (np.mean([getattr(m, name) for m in found], axis=0) for name in ("loss", "correct"))
+    return Measurement({}, loss, correct, found[0].tokens)
+
+
+def guessing(scene: Scene) -> float | None:
+    """The metric of a model that knows nothing, as `headprune.app.documents.Dense` has it."""
+    if scene.metric == "perplexity":
+        size = getattr(scene.loaded.config.get_text_config(), "vocab_size", None)
+        return float(size) if isinstance(size, int) else None
+    labels: Counter[int] = Counter()
+    for feature in scene.parts.report.features:
+        found = feature.get("labels")
+        several: list[Any] = found if isinstance(found, list) else [found]
+        if not all(isinstance(label, int) for label in several):
+            return None  # no classes, or several at a time
+        labels.update(label for label in several if label != IGNORED)
+    return max(labels.values()) / labels.total() if labels else None
 
 
 def _made(job: Job, plan: PruningPlan, path: Path) -> tuple[_Made, nn.Module]:
@@ -183,6 +246,8 @@ def _make(job: Job, plan: PruningPlan, path: Path) -> _Made:
     doing = console.track(f"repairing {plan.kept} heads") if trials.repair else nullcontext()
     with doing, trials.repaired(plan.drop, whole=True) as repair:
         model = copy.deepcopy(scene.model)
+    if repair is not None:
+        note_was_repaired(model)
     # The plan was made for the dense model's weights; some of them are repaired now.
     proof = prune(model, plan.drop, scene.example, layers=scene.layers)
     trained = None

@@ -11,11 +11,13 @@ from typing import Any
 
 from headprune import latency
 from headprune.app import runs
-from headprune.app.documents import Cut, LayerFacts, ModelFacts, Run
+from headprune.app.documents import Cut, Heads, LayerFacts, ModelFacts, Run
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
+from headprune.app.seeing import look
 from headprune.app.workflow.scene import Console, Scene, open_scene
-from headprune.app.workflow.stages import publish, stages_of
+from headprune.app.workflow.stages import Stages, publish, stages_of
+from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.plans import heads_to_keep
 from headprune.scoring import HeadScores, method_named, save_scores, score
@@ -30,11 +32,12 @@ def score_run(
     for name in methods:
         method_named(name)
     scene = open_scene(options, console)
-    run = run_document(scene, methods)
+    run = run_document(scene, methods, folder)
     scores, before = score_all(scene, methods, folder, console)
     content = RunFolder(folder.unfinished / "content")
     shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
     save_scores(content.scores_path, scores)
+    write_heads(scene, stages_of(folder, "score", scene, say=lambda _: None), content, console)
     run.changed(seconds=(round(before + time.monotonic() - started, 1),)).write(content.run_path)
     publish(folder, content)
     return scene, scores
@@ -70,7 +73,20 @@ def score_all(
     return found, stages.before
 
 
-def run_document(scene: Scene, methods: Sequence[str]) -> Run:
+def write_heads(scene: Scene, stages: Stages, content: RunFolder, console: Console) -> None:
+    """Look what the heads do, and write heads.json; a model whose weights cannot be seen has none."""
+
+    def made() -> dict[str, Any]:
+        with console.track("looking at what the heads do"):
+            return look(scene.loaded, scene.parts.score, scene.layers, scene.options.seed).to_json()
+
+    try:
+        stages.get("heads", made, Heads.model_validate).write(content.heads_path)
+    except HeadPruneError as error:
+        console.say(f"What the heads do cannot be shown: {error.args[0]}")
+
+
+def run_document(scene: Scene, methods: Sequence[str], folder: RunFolder) -> Run:
     """What run.json says, but for the time that it took; made before the long work, so that it is known to be writable."""
     attention = getattr(scene.model.config, "_attn_implementation", None)
     parameter = next(scene.model.parameters())
@@ -93,14 +109,16 @@ def run_document(scene: Scene, methods: Sequence[str]) -> Run:
             heads=sum(layer.num_heads for layer in scene.layers),
             layers=tuple(LayerFacts.model_validate(layer) for layer in scene.layers),
         ),
+        folder=str(folder.path),
     )
 
 
-def run_after(run: Run, scene: Scene) -> Run:
+def run_after(run: Run, scene: Scene, folder: RunFolder) -> Run:
     """A scoring run's document where another run prunes by its scores: the data beside the scored part may be other data."""
     scored = run.options
     options = replace(scene.options, scoring=scored.scoring, distil=scored.distil, keep=scored.keep)
-    return run.changed(options=options, **_cut_of(scene), commands=(run.commands[0], runs.command_line()))
+    commands = (run.commands[0], runs.command_line())
+    return run.changed(options=options, **_cut_of(scene), commands=commands, folder=str(folder.path))
 
 
 def _cut_of(scene: Scene) -> dict[str, Any]:

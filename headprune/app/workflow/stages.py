@@ -98,7 +98,7 @@ def stages_of(folder: Folder, name: str, scene: Scene, *facts: Any, say: Callabl
         facts: What else it depends on.
     """
     options = asdict(scene.options)
-    del options["trust_remote_code"], options["scoring"]["max_memory"]  # change no number
+    del options["trust_remote_code"], options["scoring"]["max_memory"], options["data"]["also"]  # change no number here
     parts = [digest(*part.batches(), part.rows) for part in (scene.parts.score, scene.parts.choose, scene.parts.report)]
     device = next((p.device.type for p in scene.model.parameters()), "cpu")
     own = folder.unfinished / f"{name}-{digest(versions(), device, options, parts, list(facts), scene.model)}"

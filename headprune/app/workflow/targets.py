@@ -77,11 +77,12 @@ class Goal:
         return found.changed(compared=trials.compared) if trials.compared else found
 
 
-def trials_of(scene: Scene, repair: bool, stages: Stages | None = None) -> Trials:
+def trials_of(scene: Scene, goal: Goal, stages: Stages | None = None) -> Trials:
     """Plans tried on the scene's choosing part."""
     return Trials(
-        scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()), repair=repair,
-        metric=scene.metric, results=stages,
+        scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()),
+        repair=goal.repair, biases=searching.may_add_biases(goal.strategy, scene.model, scene.layers), metric=scene.metric,
+        results=stages,
     )  # fmt: skip
 
 
@@ -105,8 +106,8 @@ def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> S
     """What a budget is measured on; before the search (without trials) only the dense model can be."""
     inputs = budget_input(scene) if budget.timed else scene.typical_input()
     if trials is not None:
-        return subject_of(trials, scene.example, inputs, scene.options.seed)
-    return Subject(scene.model, scene.layers, scene.example, inputs, seed=scene.options.seed, metric=scene.metric)
+        return subject_of(trials, scene.example, inputs)
+    return Subject(scene.model, scene.layers, scene.example, inputs, metric=scene.metric)
 
 
 def random_orders(scene: Scene, goal: Goal, fits: Sequence[Fit]) -> list[Order]:

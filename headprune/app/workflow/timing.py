@@ -37,7 +37,7 @@ def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) ->
         except HeadPruneError as error:
             console.say(f"The bound could not be timed: {error.args[0]}")
     with console.track("timing") as progress:
-        rows = latency.bench(models, inputs(scene), seed=scene.options.seed, progress=progress)
+        rows = latency.bench(models, inputs(scene), progress=progress)
     typical = latency.example_shape(scene.typical_input())[1]
     return Latency(rows=tuple(rows), bound=bound, bound_ghosts=ghosts, typical_length=typical)
 
@@ -60,14 +60,12 @@ def time_parts(
     return found
 
 
-def time_generation(
-    models: Mapping[str, nn.Module], prompts: Shapes, seed: int, console: Console
-) -> list[GenerationRow]:
+def time_generation(models: Mapping[str, nn.Module], prompts: Shapes, console: Console) -> list[GenerationRow]:
     """How fast the dense and the pruned models write; [] where they do not."""
     rows: list[GenerationRow] = []
     with console.track("writing tokens") as progress:
         for i, (_, _, example) in enumerate(prompts):
-            row = generation(models, example, seed=seed)
+            row = generation(models, example)
             if row is None:
                 return []
             rows.append(row)
