@@ -85,7 +85,8 @@ def examine(model_type: str) -> dict[str, Any]:
             try:
                 done = export(model, Path(folder, "dense.onnx"), "onnx")
             except hp.HeadPruneError as error:
-                return {**row, "dense": coverage.why(error).removeprefix("HeadPruneError: ")}
+                row["dense"] = coverage.why(error).removeprefix("HeadPruneError: ")
+                return row
             row |= {"dense": "", "free": free(done)}
             step = "pruned"
             layers = hp.find_attention(model, example)
