@@ -22,7 +22,7 @@ REPORTS = Path("reports")
 # What a run is made of; a new one in its place replaces all of it.
 PARTS = (
     "scores.json", "run.json", "metrics.json", "heads.json", "plan*.json", "pruned-*", "report.md", "report.html",
-    "importance.png", "agreement.png", "tradeoff.png", "orders.png", "latency.png", "heads.png",
+    "importance.png", "agreement.png", "tradeoff.png", "orders.png", "latency.png", "time.png", "heads.png",
 )  # fmt: skip
 
 

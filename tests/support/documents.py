@@ -112,6 +112,21 @@ def repaired(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+TIME: dict[str, Any] = {
+    "batch": 1, "length": 9, "total": 2.0, "bounds": {"2 heads": 1.25, "no heads": 1.6},
+    "parts": {
+        "attention projections": 0.5, "attention itself": 0.25, "feed-forward": 0.85, "embeddings and head": 0.1, "the rest": 0.1,
+        "launch overhead": 0.2,
+    },
+}  # fmt: skip
+GENERATION: dict[str, Any] = {
+    "batch": 1, "length": 9, "new": 16, "prefill": {"dense": TIMING, "2 heads": TIMING},
+    "token": {"dense": TIMING, "2 heads": {**TIMING, "median": 1.6}}, "prefill_speedups": {"2 heads": SPEED},
+    "token_speedups": {"2 heads": {**SPEED, "ratio": 1.25, "low": 1.2, "high": 1.3, "verdict": "faster"}},
+    "tokens_per_second": {"dense": 500.0, "2 heads": 625.0}, "cache": {"dense": 12288.0, "2 heads": 6144.0},
+}  # fmt: skip
+
+
 def scores_of(values: list[float], method: str = "ablation", layer: AttentionLayer = LAYER) -> HeadScores:
     """Scores of one layer's heads."""
     return HeadScores(

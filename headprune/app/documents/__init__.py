@@ -37,6 +37,7 @@ from headprune.app.documents.metrics import (
     Refitted,
     Repaired,
     StepTrial,
+    TimeParts,
     Trained,
 )
 from headprune.app.documents.run import LayerFacts, ModelFacts, Run
@@ -46,5 +47,5 @@ __all__ = [
     "EngineLatency", "Environment", "Epoch", "Examples", "ExportedModel", "File", "FinetuneFacts", "FinetuneRecord",
     "FinetunedChanges", "FinetunedModels", "Heads", "Latency", "LayerFacts", "LayerProfile", "Measured", "Metrics",
     "ModelFacts", "PlannedWork", "Planning", "Point", "Positions", "Proved", "Refitted", "Repaired", "Run", "Sample",
-    "SampleLayer", "StepTrial", "Trained", "Training", "TrainingOptions",
+    "SampleLayer", "StepTrial", "TimeParts", "Trained", "Training", "TrainingOptions",
 ]  # fmt: skip

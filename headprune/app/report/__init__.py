@@ -49,6 +49,8 @@ def _write(folder: RunFolder) -> None:
         figures.trade_off(folder.path / "tradeoff.png", metrics)
         figures.orders(folder.path / "orders.png", metrics)
         figures.latency(folder.path / "latency.png", metrics.latency)
+        if metrics.time:
+            figures.time_parts(folder.path / "time.png", metrics.time)
     heads = folder.read_heads()
     (folder.path / "heads.png").unlink(missing_ok=True)
     if heads is not None and heads.samples:
