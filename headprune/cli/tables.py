@@ -94,6 +94,13 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
     for b in metrics.budgets:
         console.result(f"Model:  {folder.path / b.checkpoint}")
         print_loading(console, folder.path / b.checkpoint)
+    for made in metrics.exports:
+        told = (
+            f"{folder.path / made.file}  {made.summary}"
+            if made.file
+            else f"not written for {made.name}: {made.summary}"
+        )
+        console.result(f"{made.format}: {told}")
     print_document(console, folder)
 
 

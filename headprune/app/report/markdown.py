@@ -79,7 +79,7 @@ def _environment() -> jinja2.Environment:
     } | {"code": code, "fmt": format, "thousands": lambda number: f"{number:,}", "plain": seen.plain}  # fmt: skip
     made.globals |= {
         f.__name__: f for f in (
-            findings.chosen_by, findings.trade_off,
+            findings.chosen_by, findings.speed, findings.trade_off,
             findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.limits_metric, findings.fewest_rounds,
             findings.closest_first, chance, verdict, sentences.headline, sentences.table, sentences.rule, sentences.over_random,
             sentences.cautions, sentences.stay_though_low, seen.roles, seen.told_removed,

@@ -27,6 +27,7 @@ from headprune.app.documents import (
 )
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
+from headprune.app.workflow import exports
 from headprune.app.workflow.checks import check_goal, check_scored
 from headprune.app.workflow.results import Control, Job, guessing, prune_to
 from headprune.app.workflow.scene import Console, Scene, open_scene
@@ -50,12 +51,14 @@ class PruneRun:
         goal: The budgets, or the plan.
         methods: Scores to plan by. Of a ``source``, () takes all that it has, but random.
         source: The run whose scores to use; None scores first, if the goal needs scores.
+        exports: Formats to write the pruned models in as well, names of `headprune.exporting.FORMATS`.
     """
 
     options: Options
     goal: Goal
     methods: Sequence[str] = ()
     source: RunFolder | None = None
+    exports: Sequence[str] = ()
 
     def scores(self) -> list[HeadScores]:
         """What ``source`` has.
@@ -80,8 +83,9 @@ class PruneRun:
         """The model and the data.
 
         Raises:
-            HeadPruneError: The goal makes no sense for them; the scores are another model's, or of examples that will be reported.
+            HeadPruneError: A format of an export is not there; the goal makes no sense for the model; the scores are another model's, or of examples that will be reported.
         """
+        exports.check(self.exports)
         scene = open_scene(self.options, console)
         scene = replace(scene, parts=load_also(self.options.data, scene.loaded, scene.parts))
         for part in scene.parts.also:
@@ -134,6 +138,7 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
     content = RunFolder(stages.path / "content")
     job = Job(scene, asked.goal, trials_of(scene, asked.goal, stages), stages, content, console)
     fits, metrics = _pruned_and_measured(job, asked.candidates(scores))
+    metrics = _with_exports(job, metrics, asked.exports)
     if source is not None and source.scores_path.exists():
         shutil.copyfile(source.scores_path, content.scores_path)
     elif scores:
@@ -186,6 +191,15 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
         ),
     )
     return fits, metrics
+
+
+def _with_exports(job: Job, metrics: Metrics, formats: Sequence[str]) -> Metrics:
+    """The same, with the pruned models in other formats and their times there."""
+    if not formats:
+        return metrics
+    made = exports.exported(job, formats, sorted(metrics.budgets, key=lambda b: -b.kept))
+    environment = metrics.environment or runs.environment("cpu")
+    return metrics.changed(exports=made, engines=exports.timed(job, made, environment))
 
 
 def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult, nn.Module]]) -> Latency:
