@@ -41,11 +41,11 @@ def browser() -> Iterator[Any]:
 
 
 def seen_heads(run: Run, picture: bool) -> Heads:
-    """A heads.json of a run: head h attends to position h alone; a hostile token, or patches of an image."""
+    """A heads.json of a run: head h attends to position h alone; a hostile token, or patches of an image, whose weights are scaled."""
     side = 10
     weights = np.zeros((run.model.layers[0].num_heads, side, side), np.float32)
     for h in range(len(weights)):
-        weights[h, :, h % side] = 1
+        weights[h, :, h % side] = 0.25 if picture else 1
     positions = Positions(labels=(HOSTILE, *(f"t{i}" for i in range(1, side))))
     if picture:
         dot = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -56,7 +56,7 @@ def seen_heads(run: Run, picture: bool) -> Heads:
         layers=tuple(LayerProfile(name=a.name, index=a.index, kind=a.kind, heads=(profile,) * a.num_heads) for a in run.model.layers),
         samples=tuple(
             Sample(title=f"{HOSTILE} {k}", positions={"input": positions}, layers=tuple(
-                SampleLayer.packed(a.index, weights, "input", "input") for a in run.model.layers
+                SampleLayer.packed(a.index, weights, "input", "input", tuple(range(side)) if picture else None) for a in run.model.layers
             )) for k in range(2)
         ),
     )  # fmt: skip
@@ -268,6 +268,8 @@ def test_on_a_phone_a_tap_brings_a_head_up_and_its_button_closes_it(visit: Any) 
 
 def test_an_image_is_shown_with_what_is_attended_to(visit: Any) -> None:
     page = visit("image")
+    page.locator("#map rect[role=button]").nth(0).hover()
+    assert page.locator("#attention .token").first.get_attribute("title") == "0.25"
     page.locator("#map rect[role=button]").nth(2).hover()
     assert page.locator("#attention img").get_attribute("src").startswith("data:image/png;base64,")
     assert page.evaluate("document.querySelector('#attention img').naturalWidth") == 1

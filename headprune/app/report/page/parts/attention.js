@@ -2,16 +2,17 @@
 
 const weights = new Map();
 
-/** A head's weights in a sample, or null: {queries, keys, rows, at(row, key)} with positions' labels. */
+/** A head's weights in a sample, or null: {queries, keys, rows, scale, at(row, key)} with positions' labels; `scale` is the largest weight that is held. */
 function attention(sample, layer, head) {
   const found = sample.layers.find((held) => held.layer === layer);
   if (!found || head >= found.shape[0]) return null;
   if (!weights.has(found)) weights.set(found, Uint8Array.from(atob(found.weights), (c) => c.charCodeAt(0)));
   const [, rows, keys] = found.shape;
   const bytes = weights.get(found);
+  const scale = found.scale ?? 1;
   return {
-    queries: sample.positions[found.queries], keys: sample.positions[found.keys], count: keys,
-    rows: found.rows ?? d3.range(rows), at: (row, key) => bytes[(head * rows + row) * keys + key] / 255,
+    queries: sample.positions[found.queries], keys: sample.positions[found.keys], count: keys, scale,
+    rows: found.rows ?? d3.range(rows), at: (row, key) => (bytes[(head * rows + row) * keys + key] / 255) * scale,
   };
 }
 
@@ -32,7 +33,7 @@ function matrix(seen, width, chosen, then) {
     y: { type: "band", domain: d3.range(seen.rows.length), axis: named ? "left" : null, label: null, tickSize: 0, tickFormat: (i) => label(seen.queries, seen.rows[i]), padding: 0 },
     marks: [
       Plot.frame({ stroke: "var(--line)" }),
-      Plot.cell(cells.filter((c) => c.weight), { x: "key", y: "row", fill: "var(--seq)", fillOpacity: { value: (c) => painted(c.weight), scale: null } }),
+      Plot.cell(cells.filter((c) => c.weight), { x: "key", y: "row", fill: "var(--seq)", fillOpacity: { value: (c) => painted(c.weight / seen.scale), scale: null } }),
       Plot.cell([...new Set(cells.map((c) => c.row))].filter((row) => row === chosen).map((row) => ({ row })), {
         y: "row", fill: "none", stroke: "var(--ink)", strokeWidth: 1.25,
       }),
@@ -59,7 +60,7 @@ function keys(seen, row) {
     const weight = seen.at(row, key);
     const word = made("span", "", { class: "token", title: weight.toFixed(2) });
     const back = made("span", "", { class: "paint", "aria-hidden": "true" });
-    back.style.opacity = painted(weight);
+    back.style.opacity = painted(weight / seen.scale);
     word.append(back, made("span", labels[key] || " "));
     place.append(word);
   }
@@ -70,7 +71,7 @@ function keys(seen, row) {
     const patches = Plot.plot({
       width: columns * 20, height: rows * 20, margin: 0, axis: null, x: { type: "band", domain: d3.range(columns), padding: 0 }, y: { type: "band", domain: d3.range(rows), padding: 0 },
       marks: [Plot.cell(d3.range(rows * columns), {
-        x: (i) => i % columns, y: (i) => Math.floor(i / columns), fill: "var(--patch)", fillOpacity: { value: (i) => 0.85 * painted(seen.at(row, before + i)), scale: null },
+        x: (i) => i % columns, y: (i) => Math.floor(i / columns), fill: "var(--patch)", fillOpacity: { value: (i) => 0.85 * painted(seen.at(row, before + i) / seen.scale), scale: null },
       })],
     });
     unlabelled(patches);
