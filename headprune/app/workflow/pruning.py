@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -27,19 +28,21 @@ from headprune.app.documents import (
 )
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
+from headprune.app.workflow import exports
 from headprune.app.workflow.checks import check_goal, check_scored
 from headprune.app.workflow.results import Control, Job, guessing, prune_to
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.scoring import run_after, run_document, score_all, write_heads
 from headprune.app.workflow.stages import publish, stages_of
 from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, trade_off, trials_of
-from headprune.app.workflow.timing import time_models
+from headprune.app.workflow.timing import inputs, time_generation, time_models, time_parts
 from headprune.budgets import Fit, Reading
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.plans import PruningPlan
 from headprune.scoring import HeadScores, save_scores
 from headprune.searching import candidates, orders_of
+from headprune.timing import energy
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,14 @@ class PruneRun:
         goal: The budgets, or the plan.
         methods: Scores to plan by. Of a ``source``, () takes all that it has, but random.
         source: The run whose scores to use; None scores first, if the goal needs scores.
+        exports: Formats to write the pruned models in as well, names of `headprune.exporting.FORMATS`.
     """
 
     options: Options
     goal: Goal
     methods: Sequence[str] = ()
     source: RunFolder | None = None
+    exports: Sequence[str] = ()
 
     def scores(self) -> list[HeadScores]:
         """What ``source`` has.
@@ -80,8 +85,9 @@ class PruneRun:
         """The model and the data.
 
         Raises:
-            HeadPruneError: The goal makes no sense for them; the scores are another model's, or of examples that will be reported.
+            HeadPruneError: A format of an export is not there; the goal makes no sense for the model; the scores are another model's, or of examples that will be reported.
         """
+        exports.check(self.exports)
         scene = open_scene(self.options, console)
         scene = replace(scene, parts=load_also(self.options.data, scene.loaded, scene.parts))
         for part in scene.parts.also:
@@ -134,6 +140,7 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
     content = RunFolder(stages.path / "content")
     job = Job(scene, asked.goal, trials_of(scene, asked.goal, stages), stages, content, console)
     fits, metrics = _pruned_and_measured(job, asked.candidates(scores))
+    metrics = _with_exports(job, metrics, asked.exports)
     if source is not None and source.scores_path.exists():
         shutil.copyfile(source.scores_path, content.scores_path)
     elif scores:
@@ -179,7 +186,7 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
         ),
         budgets=tuple(result for result, _ in made),
         curve=tuple(curve),
-        latency=_timed(job, environment, made),
+        **_timed(job, environment, made),
         also=tuple(
             AlsoData(name=part.name, data=Examples.of(part), dense=Measured.of(found, scene.metric))
             for part, found in zip(scene.parts.also, also, strict=True)
@@ -188,14 +195,45 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
     return fits, metrics
 
 
-def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult, nn.Module]]) -> Latency:
-    """The latency of all models; on another machine it is timed again."""
-    models = {r.name: model for r, model in sorted(made, key=lambda pair: -pair[0].kept)}
-    return job.stages.get(
-        f"latency {environment}",
-        lambda: time_models(job.scene, {"dense": job.scene.model, **models}, job.console).to_json(),
-        Latency.model_validate,
+def _with_exports(job: Job, metrics: Metrics, formats: Sequence[str]) -> Metrics:
+    """The same, with the pruned models in other formats and their times there."""
+    if not formats:
+        return metrics
+    made = exports.exported(job, formats, sorted(metrics.budgets, key=lambda b: -b.kept))
+    environment = metrics.environment or runs.environment("cpu")
+    return metrics.changed(exports=made, engines=exports.timed(job, made, environment))
+
+
+def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult, nn.Module]]) -> dict[str, Any]:
+    """What is measured of time and energy, as fields of `Metrics`; on another machine it is measured again."""
+    scene, console, stages = job.scene, job.console, job.stages
+    largest = sorted(made, key=lambda pair: -pair[0].kept)
+    models = {"dense": scene.model, **{result.name: model for result, model in largest}}
+    plans = {result.name: {name: list(heads) for name, heads in result.drop.items()} for result, _ in largest}
+    latencies = stages.get(
+        f"latency {environment}", lambda: time_models(scene, models, console).to_json(), Latency.model_validate
     )
+    shapes = inputs(scene)
+    more: dict[str, Callable[[], Any]] = {
+        "time": lambda: [row.to_json() for row in time_parts(scene.model, scene.layers, shapes, plans, console)],
+        # From prompts of median length: they come first.
+        "generation": lambda: [
+            row.to_json() for row in time_generation(models, [s for s in shapes if s[1] == shapes[0][1]], console)
+        ],
+        "energy": lambda: (row := energy(models, shapes[-1][2])) and row.to_json(),
+    }
+
+    def tried(name: str) -> Any:
+        try:
+            return more[name]()
+        except Exception as error:  # such as a model that does not go on from its own cache: the run is worth more
+            console.say(
+                f"No {name} is in the report: it could not be measured ({type(error).__name__}: {first_line(error)})."
+            )
+            return None
+
+    found = {name: stages.get(f"{name} {environment}", partial(tried, name), lambda made: made) for name in more}
+    return {"latency": latencies, **{name: value for name, value in found.items() if value}}
 
 
 class _KeptFit(Document):
