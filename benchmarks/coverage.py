@@ -41,14 +41,17 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import headprune as hp
+from headprune.checkpoint import loading_of
 from headprune.convention import find
 from headprune.errors import first_line
 from headprune.evaluation import evaluate
 from headprune.inputs import call
 from headprune.modules import exact_attention
+from headprune.stock import Counts
 from headprune.surgery import answers
 
 STATUSES = ("exact", "in part", "masked", "refused", "no attention", "not built", "too slow", "WRONG", "CRASH")
+LOADS = ("stock", "both")  # where a folder loads with headprune and with transformers
 LIMIT = 40  # seconds for one type
 
 
@@ -269,6 +272,8 @@ def trial(model: nn.Module, example: dict[str, Any]) -> dict[str, Any]:
             reasons.append(failed)
     if done:
         row["folder"] = folder_of(done[0], example)
+        if row["folder"] == "both" and (other := uniform_folder(model, layers, example)):
+            row["folder"] = other
     if any(r.startswith("WRONG") for r in reasons):
         return {**row, "status": "WRONG", "why": next(r for r in reasons if r.startswith("WRONG"))}
     status = "exact" if pruned == len(layers) else "in part" if pruned else "masked" if maskable else "refused"
@@ -284,7 +289,9 @@ def first_unit(layer: Any) -> list[int]:
 
 
 def folder_of(pruned: nn.Module, example: dict[str, Any]) -> str:
-    """Who loads a pruned model's folder with the same answers: ``"both"``, or who does not and why."""
+    """Who loads a pruned model's folder with the same answers: ``"stock"`` (headprune, and transformers without any option),
+    ``"both"`` (transformers with ``trust_remote_code=True``), or who does not and why.
+    """
     expected, found = answer(pruned, example), []
     with tempfile.TemporaryDirectory() as here:
         folder = Path(here) / f"m{id(pruned)}"
@@ -307,13 +314,34 @@ def folder_of(pruned: nn.Module, example: dict[str, Any]) -> str:
                     found.append(f"WRONG: {name} gives other answers")
             except Exception as error:
                 found.append(f"not {name}: {why(error)}")
+        stock = not loading_of(folder).remote
+        load.pop("trust_remote_code")
         try:
+            loaded = transformers.AutoModel.from_pretrained(folder, **load).eval()
             # Where a layer's only head went, one stays with zero output: a stock class can hold that.
-            if not close(answer(transformers.AutoModel.from_pretrained(folder).eval(), example), expected):
+            if not close(answer(loaded, example), expected):
                 found.append("WRONG: a stock class loads it, and gives other answers")
-        except Exception:  # as it should be
-            pass
-    return "; ".join(found) or "both"
+        except Exception as error:  # as it should be
+            if stock:
+                found.append(f"WRONG: no stock class loads it: {why(error)}")
+    return "; ".join(found) or ("stock" if stock else "both")
+
+
+def uniform_folder(model: nn.Module, layers: list[Any], example: dict[str, Any]) -> str:
+    """`folder_of` a prune that leaves a number of heads that the stock class can have; "" if there is none."""
+    able = [layer for layer in layers if layer.prunable and len(layer.units) > 1]
+    counts = Counts.of(model, layers)
+    for gone in range(1, max((len(layer.units) for layer in able), default=0)) if counts else ():
+        drop = {a.name: sorted(h for unit in a.units[: min(gone, len(a.units) - 1)] for h in unit) for a in able}
+        if counts.statement(drop) is None:
+            continue
+        pruned = copy.deepcopy(model)
+        try:
+            hp.prune(pruned, drop, example, layers=layers)
+        except hp.PruneError:
+            return ""
+        return folder_of(pruned, example)
+    return ""
 
 
 def removal_fails(
@@ -341,7 +369,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, int]:
     return {
         **counts, "attention": len(have), "masked_all": sum(r["mask"] == r["layers"] for r in have),
         "causal": sum(map(bool, losses)), "next": losses.count("next"), "same": losses.count("same"), "own": losses.count("own"),
-        "saved": len(folders), "both": folders.count("both"),
+        "saved": len(folders), "both": folders.count("both") + folders.count("stock"), "stock": folders.count("stock"),
     }  # fmt: skip
 
 
@@ -363,7 +391,8 @@ def table(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
         f"{counts['causal']}**, on padded texts. Logits are compared with the next token in {counts['next']}, with the token in their own "
         f"place in {counts['same']}; in {counts['own']} the loss is another, and asked of the model.",
         f"- **Saved pruned, {counts['both']} of {counts['saved']} load both by `headprune.load` and by transformers' "
-        "`from_pretrained(…, trust_remote_code=True)`**, with the same answers (to 1e-4 of the largest), and no stock class loads them.",
+        "`from_pretrained(…, trust_remote_code=True)`**, with the same answers (to 1e-4 of the largest). Of these, "
+        f'**{counts["stock"]} need no option** once every layer keeps the same number of heads, one that the class can have ("stock").',
         "",
         "A mask is right if it does what zeros in place of the head's attention do (set by a `TorchFunctionMode` that knows nothing of "
         "the trace). A prune is right if the pruned model answers as the masked one, on the proof's inputs and on one that the proof "
@@ -418,7 +447,7 @@ def loads(table: Path) -> set[str]:
     cells = [
         [c.strip() for c in line.split("|")[1:-1]] for line in table.read_text().splitlines() if line.startswith("| ")
     ]
-    return {c[0] for c in cells if len(c) == 8 and c[6] == "both"}
+    return {c[0] for c in cells if len(c) == 8 and c[6] in LOADS}
 
 
 def main() -> None:
@@ -470,7 +499,7 @@ def main() -> None:
         unsaved = {
             r["type"]: r["folder"]
             for r in rows
-            if r.get("folder", "both") != "both" and r["type"] in loads(options.output)
+            if r.get("folder", "both") not in LOADS and r["type"] in loads(options.output)
         }
         print(f"folders that no longer load in both ways: {unsaved or 'none'}")
         wrong = {r["type"]: r["loss"] for r in rows if r["loss"].startswith("WRONG")}

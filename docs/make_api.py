@@ -14,6 +14,7 @@ import headprune as hp
 PATH = Path(__file__).parent / "api.md"
 GROUPS = {
     "Find and mask": ["find_attention", "AttentionLayer", "mask"],
+    "See": ["attention_weights", "profile_heads", "HeadProfile"],
     "Score": ["score", "HeadScores", "agreement"],
     "Plan": ["search", "plan", "PruningPlan"],
     "Repair and prune": ["repair", "Repair", "Trial", "prune", "Proof", "stand_in"],

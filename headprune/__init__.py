@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from headprune.scoring import score as score
     from headprune.scoring.agreement import agreement as agreement
     from headprune.searching import search as search
+    from headprune.seeing import HeadProfile as HeadProfile
+    from headprune.seeing import attention_weights as attention_weights
+    from headprune.seeing import profile_heads as profile_heads
     from headprune.surgery import Proof as Proof
     from headprune.surgery import prune as prune
     from headprune.trace import find_attention as find_attention
@@ -69,6 +72,9 @@ _HOME = {
     "agreement": "scoring",
     "score": "scoring",
     "search": "searching",
+    "HeadProfile": "seeing",
+    "attention_weights": "seeing",
+    "profile_heads": "seeing",
     "Proof": "surgery",
     "prune": "surgery",
     "find_attention": "trace",

@@ -23,6 +23,21 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def uncached(model: nn.Module) -> Iterator[None]:
+    """No key/value cache: no text is generated, and a block that runs twice would find its own keys in it."""
+    # A decoder may have a config of its own.
+    configs: dict[int, Any] = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
+    caching = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
+    try:
+        for config in caching:
+            config.use_cache = False
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
+
+
 def forget_compiled() -> None:
     """Let `torch.compile` compile again: code from before a module changed may not notice the change."""
     if "torch._dynamo" in sys.modules:

@@ -13,6 +13,7 @@ from headprune.attention import AttentionLayer, Heads, check_heads, check_possib
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.jsonio import read_json, write_json
+from headprune.pruned import note_was_repaired
 
 Keep = int | float | str
 
@@ -152,6 +153,7 @@ _REPAIRED = "_headprune_repaired"
 def note_repaired(model: nn.Module, dense: str, drop: Heads) -> None:
     """Note on a model that it was repaired for the removal of ``drop``, starting from the model with fingerprint ``dense``."""
     model.__dict__[_REPAIRED] = Repaired(dense, fingerprint(model), drop)
+    note_was_repaired(model)
 
 
 def keep_of(keep: Keep) -> int | float:

@@ -25,7 +25,7 @@ from headprune.surgery.proof import tolerance_of
 from headprune.surgery.watch import gap, largest
 from headprune.trace import attributes_kept, evaluating
 
-__all__ = ["FILE", "check", "config_of", "edits", "keep", "restore_buffers"]
+__all__ = ["FILE", "answered", "check", "config_of", "edits", "keep", "restore_buffers"]
 
 FILE = "headprune.safetensors"
 SAMPLE = 4096  # numbers that are kept of each answer
@@ -50,7 +50,7 @@ def keep(model: nn.Module, folder: Path, example: Any = None) -> None:
     about["form"], about["why"] = None, "the model was never pruned, nor does its config say what it takes"
     for form in as_stored(model, [*remembered(model), *guesses(model)]):
         try:
-            first, again = (_answers(model, made(form), seed) for seed in (0, 1))
+            first, again = (answered(model, made(form), seed) for seed in (0, 1))
         except Exception as error:
             about["why"] = f"it did not run on a made-up input ({type(error).__name__}: {first_line(error)})"
             continue
@@ -108,7 +108,7 @@ def check(model: nn.Module, folder: Path) -> None:
         else "Load it with the same library versions, or pass model= built as the saved one was."
     )  # fmt: skip
     try:
-        got = _answers(model, made(form), 0)
+        got = answered(model, made(form), 0)
     except Exception as error:
         if "not implemented for" in str(error):
             _warn(f"{folder}: whether the model answers as it did is not checked ({first_line(error)})")
@@ -182,7 +182,7 @@ def _pack_buffers(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, tupl
     return found
 
 
-def _answers(model: nn.Module, example: Any, seed: int) -> list[Tensor]:
+def answered(model: nn.Module, example: Any, seed: int) -> list[Tensor]:
     """A model's answers in evaluation mode, by full float32 arithmetic; the model stays as it was."""
     exact = torch.backends.cudnn.flags(allow_tf32=False)
     with exact, seeded(model, seed), uncompiled(), attributes_kept(model), evaluating(model), torch.no_grad():

@@ -31,6 +31,7 @@ from headprune.plans import Keep, PruningPlan
 from headprune.rows import is_empty
 from headprune.scoring import DEFAULT_METHODS, HeadScores, maskable_of, score
 from headprune.scoring.base import Progress
+from headprune.stock import Counts
 from headprune.trials import Trials
 
 AUTO = "auto"
@@ -251,6 +252,12 @@ def subject_of(trials: Trials, example: Example, inputs: Example) -> Subject:
     return Subject(trials.model, trials.layers, example, inputs, biases, trials.metric, trials.change_at)
 
 
+def may_add_biases(strategy: str, model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
+    """Whether repair may add biases: not to plans that the stock class can state without them, and not with them."""
+    counts = Counts.of(model, layers) if strategy == "uniform" else None
+    return counts is None or counts.has_place_for_biases()
+
+
 def candidates(scores: Sequence[HeadScores]) -> list[HeadScores]:
     """The scores to plan by: random ones only if there is nothing else."""
     return [s for s in scores if s.method != "random"] or list(scores)
@@ -338,7 +345,16 @@ def search(
                     model, fitted_to, method, loss_fn=loss_fn, distil=distil, layers=layers, seed=seed, progress=heard
                 )
             by = [*(by or ()), made]
-        trials = Trials(model, layers, fitted_to, chooses, repair=repair, metric=metric, loss_fn=loss_fn)
+        trials = Trials(
+            model,
+            layers,
+            fitted_to,
+            chooses,
+            repair=repair,
+            metric=metric,
+            loss_fn=loss_fn,
+            biases=may_add_biases(strategy, model, layers),
+        )
         orders = orders_of(request, candidates(by or ()), trials, listener)
         subject = subject_of(trials, inputs, inputs)
         return [fitted.plan for fitted in fits_of(request, orders, trials, listener, lambda budget: subject)]

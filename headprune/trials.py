@@ -55,6 +55,7 @@ class Trials:
         batches: Examples that repair is fitted to, and that heads are ranked by.
         choose: Others, that plans are compared on.
         repair: Whether the heads that stay are refitted in a plan that is tried.
+        biases: Whether repair may give output projections a bias that have none.
         metric: Of a point of the trade-off curve, and of a budget of lost accuracy.
         loss_fn: As for `headprune.evaluate`.
         results: Where what is measured is kept.
@@ -72,11 +73,13 @@ class Trials:
         choose: Sequence[Any],
         *,
         repair: bool = True,
+        biases: bool = True,
         metric: str = "loss",
         loss_fn: LossFn | None = None,
         results: Results | None = None,
     ) -> None:
         self.model, self.layers, self.batches, self.choose = model, layers, list(batches), list(choose)
+        self.biases = biases
         self.repair, self.metric, self.loss_fn, self.results = repair, metric, loss_fn, results or Results()
         self.work: dict[str, dict[str, Any]] = {}
         self.compared: list[dict[str, Any]] = []
@@ -89,7 +92,9 @@ class Trials:
     @cached_property
     def calibration(self) -> Calibration:
         """The dense weights, and the examples that repair is fitted to."""
-        return calibrate(self.model, self.layers, self.batches, values=self.repair, mixtures=self.repair)
+        return calibrate(
+            self.model, self.layers, self.batches, values=self.repair, mixtures=self.repair, biases=self.biases
+        )
 
     @cached_property
     def refit(self) -> Refit:

@@ -111,7 +111,8 @@ def _undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
     """Pictures are put together, but not painted: that is a fifth of a run's time. Tests marked ``drawn`` paint."""
     with pytest.MonkeyPatch.context() as patch:  # one of its own: tests undo theirs
         if not request.node.get_closest_marker("drawn"):
-            patch.setattr("headprune.app.report.figures._save", lambda _, path: path.write_bytes(b""))
+            for room in ("report.figures", "seeing.pictures"):
+                patch.setattr(f"headprune.app.{room}._save", lambda _, path: path.write_bytes(b""))
         yield
 
 

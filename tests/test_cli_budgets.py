@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import headprune as hp
 from headprune import latency, trials
@@ -104,9 +105,14 @@ def test_the_cache_of_a_decoder(here: Path, llama_folder: Path, data_folder: Pat
 
 
 def test_uniform_plans_are_uniform(here: Path, llama_folder: Path, data_folder: Path) -> None:
-    run("prune", llama_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "-k", "50%", "-s", "uniform", "-o", "run", "-q")  # fmt: skip
+    told = run("prune", llama_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "-k", "50%", "-s", "uniform", "-o", "run").stdout  # fmt: skip
+    loads = "AutoModelForCausalLM.from_pretrained(folder)"
+    assert f"loads with {loads}" in told
+    assert f"loads with <code>{loads}</code>" in (here / "run" / "report.md").read_text()
     budget = budget_of(here / "run")
     assert budget["kept"] == 4
+    assert budget["loads"] == loads
+    assert transformers.AutoModelForCausalLM.from_pretrained(here / "run" / "pruned-4").config.num_attention_heads == 2
     assert [len(heads) for heads in budget["drop"].values()] == [2, 2]
     model = hp.load(here / "run" / "pruned-4")
     assert len({tuple(layer.self_attn.q_proj.weight.shape) for layer in model.model.layers}) == 1

@@ -16,18 +16,18 @@ from pydantic import BaseModel, ValidationError
 
 import headprune as hp
 from headprune.app.data import DataOptions
-from headprune.app.documents import Cut, Document, File, FinetuneRecord, Metrics, Run
+from headprune.app.documents import Cut, Document, File, FinetuneRecord, Heads, Metrics, Run
 from headprune.app.options import Options
 from headprune.app.report import finetuned
 from headprune.jsonio import dumps, loads, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores
 from tests.support.commands import run
-from tests.support.documents import FINETUNE, METRICS, RUN, TRAINED, repaired
+from tests.support.documents import FINETUNE, HEADS, METRICS, RUN, TRAINED, repaired
 
 ROOT = Path(__file__).parent.parent
 REPORTS = sorted((ROOT / "reports").glob("*/"))
-FULL: dict[type[File], dict[str, Any]] = {Run: RUN, Metrics: METRICS, FinetuneRecord: FINETUNE}
+FULL: dict[type[File], dict[str, Any]] = {Run: RUN, Metrics: METRICS, FinetuneRecord: FINETUNE, Heads: HEADS}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -42,7 +42,7 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("folder", REPORTS, ids=lambda path: path.name)
 def test_committed_reports_are_written_again_as_they_are(folder: Path, tmp_path: Path) -> None:
     """A key that is renamed, dropped or added breaks the folders that users have."""
-    for kind in (Run, Metrics):
+    for kind in (Run, Metrics, *([Heads] if (folder / "heads.json").exists() else [])):
         name = f"{kind.kind}.json"
         kind.read(folder / name).write(tmp_path / name)
     save_scores(tmp_path / "scores.json", load_scores(folder / "scores.json"))
@@ -191,6 +191,7 @@ def test_the_report_of_a_fine_tuning() -> None:
 # What no report and no command reads: for people and for other programs.
 FOR_PEOPLE = {
     "biases", "patience", "strength", "train", "weight_decay",
+    "entropy", "induction", "duplicate", "itself", "next", "previous", "separator", "sink",
 }  # fmt: skip
 
 
@@ -210,7 +211,7 @@ def models(kind: Any) -> Iterator[type]:
 
 def test_every_field_is_read_by_a_report_or_a_command() -> None:
     """A field that nothing reads may go, unless it is listed above."""
-    rooms = ("app/documents", "app/report", "app/workflow", "cli")
+    rooms = ("app/documents", "app/report", "app/seeing", "app/workflow", "cli", "seeing")
     files = [p for room in rooms for p in (ROOT / "headprune" / room).rglob("*") if p.suffix in (".py", ".j2")]
     files += [ROOT / "headprune" / "app" / "finetune_run.py"]
     read = set(re.findall(r"(?:\.|attribute=\")(\w+)", "\n".join(path.read_text() for path in files)))

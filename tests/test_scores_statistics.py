@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.scoring.maps import attention_maps
+from headprune.seeing.maps import attention_maps
 from tests.support.checks import hooks
 from tests.support.problems import TokensFirst, check_resumes, error_of, output_weight, problem, scaled, small, split
 from tests.support.textbook import Classifier, D2LMultiHead, MinGPT, made

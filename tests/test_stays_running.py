@@ -81,9 +81,9 @@ def test_the_sliding_cache_slides() -> None:
 # -- torch.compile --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "kind"), cases(quick=["llama", "vit"]))
+@pytest.mark.parametrize(("name", "kind"), [c for c in cases(quick=["llama", "vit"]) if "uneven" not in c.values])
 def test_compiled_in_one_graph(name: str, kind: str) -> None:
-    """As the dense model; at a graph break `fullgraph` fails."""
+    """As the dense model; at a graph break `fullgraph` fails. The repaired models are uneven in the same way."""
     model, example = changed(name, kind)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)

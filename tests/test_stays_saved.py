@@ -66,14 +66,14 @@ def test_the_record_of_what_went_outlives_transformers(tmp_path: Path) -> None:
     assert '"encoder.layer.0.attention.self"' in (tmp_path / "base" / "headprune.json").read_text()
 
 
-def rows(example: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-    """Eight examples with labels."""
+def rows(example: dict[str, Any], causal: bool) -> list[dict[str, torch.Tensor]]:
+    """Eight examples with labels; of a decoder the labels are its tokens."""
     batch = {k: v for k, v in like(example, 7, 8).items() if not k.startswith("decoder_")}
     if "decoder_input_ids" in example:
         labels = torch.randint(3, 90, (8, 5), generator=torch.Generator().manual_seed(3))
     else:
-        labels = batch["input_ids"] if example.get("causal") else torch.arange(8) % 2
-    return [{**{k: v[i] for k, v in batch.items() if k != "causal"}, "labels": labels[i]} for i in range(8)]
+        labels = batch["input_ids"] if causal else torch.arange(8) % 2
+    return [{**{k: v[i] for k, v in batch.items()}, "labels": labels[i]} for i in range(8)]
 
 
 def trainer(model: Any, example: dict[str, Any], folder: Path) -> tf.Trainer:
@@ -83,9 +83,7 @@ def trainer(model: Any, example: dict[str, Any], folder: Path) -> tf.Trainer:
         per_device_train_batch_size=4, load_best_model_at_end=True, learning_rate=1e-2, report_to=[], use_cpu=True,
         disable_tqdm=True, logging_strategy="no", seed=0,
     )  # fmt: skip
-    if "Causal" in type(model).__name__ or "LMHead" in type(model).__name__:
-        example = {**example, "causal": torch.zeros(1, 1)}
-    data = rows(example)
+    data = rows(example, causal="Causal" in type(model).__name__ or "LMHead" in type(model).__name__)
     return tf.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
 
 

@@ -83,7 +83,7 @@ def never(budget: Any) -> Any:
 def planned(model: Path, data: Path, **goal: Any) -> tuple[dict[str, Order], Trials, list[str]]:
     console = Silent()
     scene = open_scene(Options(str(model), DataOptions(str(data), limit=24, batch_size=8)), console)
-    trials = trials_of(scene, repair=True)
+    trials = trials_of(scene, Goal())
     wanted = Goal(budgets=(budget_of("keep 2"),), **goal)
     return orders_of(wanted.request(scene), [], trials, console), trials, console.said
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from rich.console import Console as RichConsole
+from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -45,8 +46,12 @@ class Console:
 
     def table(self, table: Table) -> None:
         """A table of the result."""
+        self.show(table)
+
+    def show(self, made: RenderableType) -> None:
+        """Something of the result that is no line of text."""
         if not self.as_json:
-            self.out.print(table)
+            self.out.print(made)
 
     def document(self, data: Any) -> None:
         """The result as one JSON document, with --json."""

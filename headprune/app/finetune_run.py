@@ -28,7 +28,7 @@ from headprune.app.finetune import Finetuned, finetune
 from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import LoadedModel, load_model, numbers_given, pruned_in
 from headprune.app.options import FinetuneOptions, Options
-from headprune.app.report.finetuned import render
+from headprune.app.report.finetuned import card, render
 from headprune.app.runs import RunFolder, check_free
 from headprune.app.workflow import Console
 from headprune.app.workflow.checks import changed_options, seen_before
@@ -150,6 +150,7 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
     )
     record.write(content / DOCUMENT)
     write_text(content / REPORT, render(folder.path.name, record))
+    checkpoint.add_figures(content, card(record))
     folder.publish(content, ["*"])
 
 

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from headprune import __version__
-from headprune.app.documents import Environment, Metrics, Run
+from headprune.app.documents import Environment, Heads, Metrics, Run
 from headprune.app.folders import Folder
 from headprune.errors import HeadPruneError
 from headprune.jsonio import read_json
@@ -21,9 +21,8 @@ from headprune.scoring.base import HeadScores, load_scores
 REPORTS = Path("reports")
 # What a run is made of; a new one in its place replaces all of it.
 PARTS = (
-    "scores.json", "run.json", "metrics.json", "plan*.json", "pruned-*",
-    "report.md", "importance.png", "agreement.png", "tradeoff.png", "orders.png",
-    "latency.png",
+    "scores.json", "run.json", "metrics.json", "heads.json", "plan*.json", "pruned-*",
+    "report.md", "importance.png", "agreement.png", "tradeoff.png", "orders.png", "latency.png", "heads.png",
 )  # fmt: skip
 
 
@@ -42,6 +41,10 @@ class RunFolder(Folder):
     @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.json"
+
+    @property
+    def heads_path(self) -> Path:
+        return self.path / "heads.json"
 
     @property
     def report_path(self) -> Path:
@@ -69,6 +72,10 @@ class RunFolder(Folder):
 
     def read_metrics(self) -> Metrics | None:
         return Metrics.read(self.metrics_path) if self.pruned else None
+
+    def read_heads(self) -> Heads | None:
+        self.settle()
+        return Heads.read(self.heads_path) if self.heads_path.exists() else None
 
 
 def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "") -> RunFolder:

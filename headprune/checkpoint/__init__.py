@@ -3,25 +3,36 @@
 A folder holds the weights (``model.safetensors``, sharded where they are large), the model's config, a processor, and
 
 - ``headprune.json``: the class, how the model's modules differ from that class (`headprune.pruned`), which heads went;
+- ``README.md``: the model card (`card`);
 - ``headprune.safetensors``: a probe, inputs and the answers to them (`headprune.probe`);
-- for pruned transformers models ``modeling_headprune.py``, the code that transformers runs for
-  ``from_pretrained(folder, trust_remote_code=True)`` where headprune is not installed (`remote_code`).
+- for pruned transformers models that their stock class cannot state (`headprune.stock`) ``modeling_headprune.py``, the code that
+  transformers runs for ``from_pretrained(folder, trust_remote_code=True)`` where headprune is not installed (`remote_code`).
 
-`writing` makes all of them, `reading` loads a folder, `folders` replaces a folder as a whole.
+`writing` makes all of them, `reading` loads a folder, `loading` says how it loads, `folders` replaces a folder as a whole, `hub` uploads
+one.
 """
 
+from headprune.checkpoint.card import add_figures, code
 from headprune.checkpoint.folders import replaced
+from headprune.checkpoint.hub import upload
+from headprune.checkpoint.loading import SIDECAR, Loading, loading_of
 from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load
-from headprune.checkpoint.writing import SIDECAR, save, save_pretrained
+from headprune.checkpoint.writing import push_to_hub, save, save_pretrained
 
 __all__ = [
     "SIDECAR",
+    "Loading",
     "about",
+    "add_figures",
     "check_attention",
+    "code",
     "damaged",
     "is_checkpoint",
     "load",
+    "loading_of",
+    "push_to_hub",
     "replaced",
     "save",
     "save_pretrained",
+    "upload",
 ]

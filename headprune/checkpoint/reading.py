@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 from pathlib import Path
@@ -13,11 +12,20 @@ from torch import nn
 
 from headprune import probe
 from headprune.checkpoint.folders import recovered
-from headprune.checkpoint.writing import SIDECAR
+from headprune.checkpoint.loading import SIDECAR
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.jsonio import read_json
-from headprune.pruned import EmptyAttention, add_biases, note_removed, restructure, save_by_headprune
+from headprune.pruned import (
+    EmptyAttention,
+    add_biases,
+    note_heads,
+    note_removed,
+    note_was_repaired,
+    restructure,
+    save_by_headprune,
+)
+from headprune.stock import built, configs_in
 from headprune.surgery import Removal, remove
 
 _WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pruned.safetensors"  # the latter of pruned models, of 0.1
@@ -67,7 +75,10 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
     other = "structure" not in sidecar and any(isinstance(m, EmptyAttention) for m in skeleton.modules())
     if not other and (now := fingerprint(skeleton)) != sidecar["fingerprint"]:
         raise HeadPruneError(f"The weights in {path} are not those that were saved ({now}).", "Save it again.")
+    note_heads(skeleton, sidecar.get("heads", {}))
     note_removed(skeleton, sidecar.get("removed", []))
+    if sidecar.get("repaired"):
+        note_was_repaired(skeleton)
     if sidecar.get("structure"):
         save_by_headprune(skeleton)
     probe.check(skeleton, path)
@@ -182,37 +193,22 @@ def _skeleton(path: Path, sidecar: dict[str, Any]) -> nn.Module:
     # Weight initialisation costs more than everything else here, and every weight is overwritten.
     try:
         with no_init_weights():
-            instance: Any = _built(cls, config, attention)
+            instance: Any = built(cls, config, attention)
         instance.tie_weights()
     except Exception as error:
         raise HeadPruneError(
             f"{qualified} cannot be built from {path / 'config.json'}: {first_line(error)}{probe.edits(path)}.",
             "Put config.json back as it was, or use the transformers version that saved the model.",
         ) from error
-    built: nn.Module = instance
-    return built
-
-
-def _built(cls: Any, config: Any, attention: str | None) -> Any:
-    """A model of a class, with an implementation of attention where its parts have that."""
-    try:
-        return cls._from_config(copy.deepcopy(config), attn_implementation=attention)
-    except ValueError:  # a part has another, such as a convolutional backbone: each takes its own
-        config._attn_implementation = None
-        return cls._from_config(config)
+    made: nn.Module = instance
+    return made
 
 
 def check_attention(source: str | Path, config: Any) -> None:
     """Refuse a config that lets a kernel from the Hub compute attention: that is code, too."""
-    names = {getattr(c, "_attn_implementation", None) for c in _configs(config)}
+    names = {getattr(c, "_attn_implementation", None) for c in configs_in(config)}
     if kernels := sorted(n for n in names if isinstance(n, str) and "/" in n):
         raise HeadPruneError(
             f"{source} asks for the attention kernel {kernels[0]} from the Hub, which is code that would run here.",
             "Look at it first; --trust-remote-code allows it for a dense model. Or take it out of the folder's JSON files.",
         )
-
-
-def _configs(config: Any) -> list[Any]:
-    """A config and those in it."""
-    below = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
-    return [config, *(c for sub in below if sub is not None for c in _configs(sub))]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,25 @@ from torch import Tensor, nn
 
 from headprune import __version__, probe
 from headprune.checkpoint import remote_code
+from headprune.checkpoint.card import CARD, Origin, add_tags, write_card
 from headprune.checkpoint.folders import replaced
+from headprune.checkpoint.hub import upload
+from headprune.checkpoint.loading import SIDECAR
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint, is_wrapper
+from headprune.forms import remember
 from headprune.inputs import Example
 from headprune.jsonio import write_json, write_text
-from headprune.pruned import Structure, removed, structure_of
+from headprune.pruned import Structure, heads_before, removed, structure_of, was_repaired
+from headprune.stock import CannotStateError, dense_class, stock_instance
 
-SIDECAR = "headprune.json"
 MAX_SHARD = "50GB"  # as transformers has it
+_COMMIT = (
+    "commit_message",
+    "commit_description",
+    "revision",
+    "create_pr",
+)  # what transformers' methods pass on to the Hub
 
 
 def save(
@@ -35,8 +46,10 @@ def save(
 ) -> Path:
     """Save a model, pruned or not, to a folder that `load` reads.
 
-    transformers loads the folder too, without headprune: ``AutoModel….from_pretrained(folder, trust_remote_code=True)``
-    (without that option only if the model was not pruned).
+    transformers loads the folder too, without headprune: ``AutoModel….from_pretrained(folder)`` where the stock class can state the
+    model (the same number of heads in every layer, for many classes), else with ``trust_remote_code=True``. `loading_of` says which. Its
+    README.md is a model card, with the license and languages that the card of the folder says from which the model was loaded; that card is
+    kept as README-source.md.
 
     Args:
         model: A transformers model, or any module (`load` then needs a fresh instance of it). A PEFT model whose adapters were
@@ -98,13 +111,42 @@ def save_pretrained(
     check_plain(model, state_dict or model.state_dict())
     folder = Path(save_directory)
     folder.mkdir(parents=True, exist_ok=True)
-    write(model, folder, state_dict=state_dict, max_shard_size=max_shard_size)
+    write(model, folder, state_dict=state_dict, max_shard_size=max_shard_size, same_tensors=True)
     if push_to_hub:
-        from huggingface_hub import HfApi
+        passed = {name: kwargs[name] for name in ("private", "token", *_COMMIT) if name in kwargs}
+        upload(folder, kwargs.get("repo_id") or folder.absolute().name, **passed)
 
-        api, repo = HfApi(token=kwargs.get("token")), kwargs.get("repo_id") or folder.name
-        repo = api.create_repo(repo, private=kwargs.get("private"), exist_ok=True).repo_id
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=kwargs.get("commit_message"))
+
+def push_to_hub(
+    model: nn.Module,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    max_shard_size: str | int | None = MAX_SHARD,
+    tags: Sequence[str] | None = None,
+    **commit: Any,
+) -> str:
+    """What takes the place of a pruned model's own ``push_to_hub``, which would put another card in the place of ours.
+
+    Args:
+        model: A pruned transformers model.
+        repo_id, private, token, max_shard_size, tags: As for transformers' method.
+        commit: ``commit_message``, ``commit_description``, ``revision`` and ``create_pr``, as there.
+
+    Returns:
+        The commit's address.
+
+    Raises:
+        HeadPruneError: The Hub cannot be reached or refuses; or adapters that are not merged.
+    """
+    if unknown := commit.keys() - set(_COMMIT):
+        raise TypeError(f"push_to_hub() got an unexpected keyword argument {min(unknown)!r}")
+    with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
+        model.save_pretrained(folder, max_shard_size=max_shard_size or MAX_SHARD)  # type: ignore[operator]
+        if tags and (Path(folder) / CARD).is_file():
+            add_tags(Path(folder), tags)
+        return upload(Path(folder), repo_id, private=private, token=token, **commit)
 
 
 def write(
@@ -115,10 +157,20 @@ def write(
     about: Mapping[str, Any] | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
     max_shard_size: str | int = MAX_SHARD,
+    same_tensors: bool = False,
 ) -> None:
-    """All files of a model, into a folder that exists."""
+    """All files of a model, into a folder that exists: a folder of its stock class, where that can state it.
+
+    Args:
+        same_tensors: Only where the stock class has the very tensors that the model has, by name and shape: Trainer loads what it
+            saved into the model in memory.
+    """
     from huggingface_hub import save_torch_state_dict
 
+    origin = Origin.of(model)
+    if example is not None:
+        remember(model, example)
+    model, why = _as_stock(model, same_tensors)
     structure, cls = structure_of(model), dense_class(model)
     tensors = stored_once(model, state_dict or model.state_dict())
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
@@ -133,12 +185,33 @@ def write(
             "dtype": str(dtype).removeprefix("torch."),
             "attention": getattr(config, "_attn_implementation", None),
             "fingerprint": fingerprint(model),
+            "heads": heads_before(model),
             "removed": removed(model),
+            "repaired": was_repaired(model),
             "structure": structure,
+            "why_not_stock": why,
             "about": about or {},
         },
     )
-    probe.keep(model, folder, example)
+    probe.keep(model, folder)
+    write_card(folder, origin)
+
+
+def _as_stock(model: nn.Module, same_tensors: bool) -> tuple[nn.Module, str]:
+    """A pruned model as its stock class has it, and ""; or the model itself, and why the class has no such model."""
+    if not structure_of(model) or not hasattr(getattr(model, "config", None), "save_pretrained"):
+        return model, ""
+    try:
+        stock = stock_instance(model)
+    except CannotStateError as error:
+        return model, error.args[0]
+    ours, theirs = ({n: t.shape for n, t in m.state_dict().items()} for m in (model, stock))
+    if same_tensors and ours != theirs:
+        return (
+            model,
+            "Its stock class has tensors of other shapes than the model in memory (headprune.save writes these).",
+        )
+    return stock, ""
 
 
 def _write_config(model: nn.Module, folder: Path, structure: Structure, cls: type, dtype: torch.dtype) -> Any:
@@ -148,21 +221,16 @@ def _write_config(model: nn.Module, folder: Path, structure: Structure, cls: typ
     config: Any = copy.deepcopy(model.config)
     config.architectures, config.dtype = [cls.__name__], dtype
     if structure and cls.__module__.startswith("transformers."):
-        config.headprune = {**structure, "removed": removed(model)}
+        noted = {"removed": removed(model), "heads": heads_before(model), "repaired": was_repaired(model)}
+        config.headprune = {**structure, **noted}
         config.auto_map = remote_code.auto_map(cls)
         write_text(folder / remote_code.FILE, remote_code.code_for(cls, __version__))
+    else:
+        (folder / remote_code.FILE).unlink(missing_ok=True)  # of another model that was saved there
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
         model.generation_config.save_pretrained(folder)  # type: ignore[union-attr,operator]
     return config
-
-
-def dense_class(model: nn.Module) -> type:
-    """The class of a model; where that came out of a pruned folder's own code, the class of transformers that it builds on."""
-    cls = type(model)
-    if not cls.__module__.startswith("transformers_modules."):
-        return cls
-    return next((c for c in cls.__mro__ if c.__module__.startswith("transformers.models.")), cls)
 
 
 def stored_once(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,7 +18,10 @@ from headprune.errors import HeadPruneError
 @app.command(epilog="Example: `headprune bench MODEL reports/digits/pruned-12 --batch-sizes 1,64`")
 @by_groups
 def bench(
-    dense: Annotated[str, typer.Argument(metavar="DENSE", help="The model to compare with.")],
+    dense: Annotated[
+        str,
+        typer.Argument(metavar="DENSE", help="The model to compare with (or an .onnx file, or an OpenVINO folder)."),
+    ],
     pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="The other model.")],
     manner: Manner,
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,8,32",
@@ -27,12 +31,24 @@ def bench(
     dtype: Dtype = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Time two models against each other, in turn, on the same inputs."""
+    """Time two models against each other, in turn, on the same inputs; or two files that `headprune export` wrote, in their engine."""
     with session(manner) as console:
-        from headprune import latency
+        from headprune import exporting, latency
         from headprune.app.models import check_length, dummy_input, load_model
 
         sizes, tokens = numbers_in("--batch-sizes", batch_sizes), numbers_in("--lengths", lengths)
+        files = {"dense": Path(dense), "pruned": Path(pruned)}
+        kinds = [exporting.is_exported(file) for file in files.values()]
+        if any(kinds):
+            if not all(kinds):
+                raise HeadPruneError(
+                    f"Only one of {dense} and {pruned} is for another engine.", "Export both, or compare two models."
+                )
+            with console.track("timing") as progress:
+                rows = exporting.bench_files(files, sizes, tokens, progress=progress)
+            tables.print_latency(console, rows)
+            console.document({"rows": [row.to_json() for row in rows]})
+            return
         loading = typed(Loading(task, device, dtype, trust_remote_code))
         first, second = (load_model(m, **loading, with_processor=False) for m in (dense, pruned))
         if first.task != second.task:

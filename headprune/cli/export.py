@@ -12,19 +12,30 @@ from headprune.cli.options import Manner, Model, Task, Trust, by_groups
 from headprune.cli.session import session
 
 
-@app.command(epilog="Example: `headprune export reports/MODEL-1/pruned-36 --to gguf`")
+@app.command(epilog="Example: `headprune export reports/MODEL-1/pruned-36 --to onnx`")
 @by_groups
 def export(
     model: Model,
-    to: Annotated[str, typer.Option(help="The format: gguf (llama.cpp; Llama-like decoders).")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="onnx (a file for onnxruntime and others), openvino (a folder), gguf (llama.cpp; Llama-like decoders), or stock "
+            "(transformers without any option)."
+        ),
+    ],
     manner: Manner,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file or folder [beside MODEL, with its name].")
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="What weights are stored in: float32, float16 or bfloat16 [as in MODEL]."),
+        typer.Option(
+            help="What weights are stored in: float32, float16 or bfloat16 (gguf alone) [as in MODEL; onnx: float32]."
+        ),
     ] = None,
+    pad: Annotated[
+        bool, typer.Option("--pad", help="stock: fill uneven models up with heads of zeros, which saves nothing.")
+    ] = False,
     task: Task = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     trust_remote_code: Trust = False,
@@ -34,23 +45,26 @@ def export(
         from headprune import exporting
         from headprune.app.models import load_model, resolved
 
-        suffix = exporting.format_named(to).suffix
+        chosen = exporting.format_named(to)
         model = resolved(model)
         source = Path(model.rstrip("/"))
-        file = output or (source.parent if source.is_dir() else Path()) / f"{source.name}{suffix}"
-        exporting.check_asked(file, to, dtype or "float32", overwrite)
+        file = output or (source.parent if source.is_dir() else Path()) / f"{source.name}{chosen.suffix}"
+        options = {name: value for name, value in {"pad": pad}.items() if value}
+        exporting.check_asked(file, to, dtype or "float32", overwrite, options)
         loaded = load_model(model, task=task, device="cpu", trust_remote_code=trust_remote_code)
         for note in loaded.notes:
             console.say(note)
         stored = str(loaded.stored or "float32").removeprefix("torch.")
+        console.say(f"writing {file} and trying it …")
         done = exporting.export(
             loaded.model,
             file,
             to,
             processor=loaded.processor,
-            dtype=dtype or stored,
+            dtype=dtype or (stored if chosen.as_stored and stored in chosen.dtypes else "float32"),
             name=loaded.name,
             overwrite=overwrite,
+            **options,
         )
         for note in done.notes:
             console.say(note)

@@ -66,7 +66,6 @@ def finetune(
             console,
         )  # fmt: skip
         tables.print_finetuned(console, record)
-        console.result(
-            f"\nReport: {folder / room.REPORT}\nModel:  {folder}  (for headprune.load, or from_pretrained with trust_remote_code=True)"
-        )
+        console.result(f"\nReport: {folder / room.REPORT}\nModel:  {folder}")
+        tables.print_loading(console, folder)
         console.document({"folder": str(folder), **record.to_json()})

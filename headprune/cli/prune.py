@@ -53,6 +53,14 @@ def prune(
         ),
     ] = None,
     scores: Annotated[Path | None, typer.Option(help="Scores to use: a run folder or its scores.json.")] = None,
+    export: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Write the pruned models for another engine too, as `headprune export` does; onnx and openvino are timed there. "
+            "Repeatable.",
+        ),
+    ] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,7 +76,7 @@ def prune(
     key = key_of(
         "prune", budgets, planning, data, scoring, loading, writing,
         model=model, no_repair=no_repair, finetune=finetune, scores=scores, method=method, seed=seed,
-        also=also,
+        also=also, export=export,
     )  # fmt: skip
     with session(manner) as console:
         from headprune.app import runs, workflow
@@ -88,7 +96,7 @@ def prune(
         methods = asked or (list(methods_for(goal.strategy)) if source is None and goal.uses_scores else [])
         if methods and not asked:
             console.say(scores_first(goal, methods))
-        wanted = workflow.PruneRun(options, goal, methods, source)
+        wanted = workflow.PruneRun(options, goal, methods, source, export or ())
         if writing.dry_run:
             _dry_run(wanted, choose(), console)
             return

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from headprune.app.console import Console
     from headprune.app.documents import FinetuneRecord, Metrics, Run
     from headprune.app.runs import RunFolder
@@ -90,10 +92,26 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
     _print_results(console, folder.read_run(), metrics)
     console.result(f"\nReport: {folder.report_path}")
     for b in metrics.budgets:
-        console.result(
-            f"Model:  {folder.path / b.checkpoint}  (for headprune.load, or from_pretrained with trust_remote_code=True)"
+        console.result(f"Model:  {folder.path / b.checkpoint}")
+        print_loading(console, folder.path / b.checkpoint)
+    for made in metrics.exports:
+        told = (
+            f"{folder.path / made.file}  {made.summary}"
+            if made.file
+            else f"not written for {made.name}: {made.summary}"
         )
+        console.result(f"{made.format}: {told}")
     print_document(console, folder)
+
+
+def print_loading(console: Console, folder: Path) -> None:
+    """How a saved model loads, and why not without an option."""
+    from headprune.checkpoint import loading_of
+
+    loading = loading_of(folder)
+    console.result(f"        loads with {loading.call()}")
+    if loading.why:
+        console.say(f"The folder needs trust_remote_code=True: {loading.why}")
 
 
 def print_document(console: Console, folder: RunFolder) -> None:

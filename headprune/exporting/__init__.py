@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from torch import nn
 
 from headprune.checkpoint import replaced
 from headprune.errors import HeadPruneError, check_writable
-from headprune.exporting import gguf
+from headprune.exporting import gguf, onnx, openvino, stock
 from headprune.exporting.base import DTYPES, FORMATS, Exported, Format, Request, exporter, format_named
+from headprune.exporting.timing import bench_files, is_exported, time_onnx
 from headprune.locks import Lock
 
 __all__ = [
@@ -24,11 +26,17 @@ __all__ = [
     "Exported",
     "Format",
     "Request",
+    "bench_files",
     "check_asked",
     "export",
     "exporter",
     "format_named",
     "gguf",
+    "is_exported",
+    "onnx",
+    "openvino",
+    "stock",
+    "time_onnx",
 ]
 
 
@@ -41,6 +49,7 @@ def export(
     dtype: str = "float32",
     name: str | None = None,
     overwrite: bool = False,
+    **options: Any,
 ) -> Exported:
     """Write a model, pruned or not, for another engine.
 
@@ -53,6 +62,7 @@ def export(
         dtype: What weights are stored in: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
         name: What the model is called inside the file; by default the name of the file or folder.
         overwrite: Replace what is there.
+        options: What the format has beside (`Format.options`): ``pad=True`` of ``"stock"``.
 
     Returns:
         `Exported`: where it is, whether it was tried, and figures.
@@ -62,7 +72,7 @@ def export(
             or it does not give the model's answers. Nothing is written then.
     """
     path = Path(path)
-    chosen = check_asked(path, to, dtype, overwrite)
+    chosen = check_asked(path, to, dtype, overwrite, options)
     for where, parameter in model.named_parameters():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             raise HeadPruneError(
@@ -75,7 +85,7 @@ def export(
     try:
         model.eval()
         with (replaced if chosen.folder else _replaced_file)(path, overwrite) as new:
-            done = chosen.write(Request(model, processor, new, dtype, name or path.stem))
+            done = chosen.write(Request(model, processor, new, dtype, name or path.stem), **options)
     finally:
         model.train(was_training)
     return replace(done, path=path)
@@ -83,27 +93,37 @@ def export(
 
 @contextmanager
 def _replaced_file(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A new file beside ``path`` to write; it takes the place of ``path`` when the block ends without an error."""
-    new = path.with_name(f".{path.name}.new")
+    """A new file to write, in a folder of its own; it, and what is beside it, moves to ``path`` when the block ends without an error."""
+    folder = path.with_name(f".{path.name}.new")
     with Lock(path.with_name(f".{path.name}.lock")).holding(f"The file {path}", "headprune export"):
+        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed while it wrote
+        folder.mkdir()
         try:
-            yield new
+            yield folder / path.name  # its own name, which files beside it may refer to
             _check_free(path, overwrite)  # another process may have written it meanwhile
-            os.replace(new, path)
+            beside = [file for file in folder.iterdir() if file.name != path.name]
+            if beside:  # no old file with new ones beside it
+                path.unlink(missing_ok=True)
+            for file in (*beside, folder / path.name):
+                os.replace(file, path.with_name(file.name))
         finally:
-            new.unlink(missing_ok=True)  # what a failure, or a process that was killed, left
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_asked(path: Path, to: str, dtype: str, overwrite: bool) -> Format:
+def check_asked(path: Path, to: str, dtype: str, overwrite: bool, options: Iterable[str] = ()) -> Format:
     """Refuse, before any model is loaded, what could not be written.
 
     Raises:
-        HeadPruneError: An unknown format or type, a package that is not installed, or no place for the file.
+        HeadPruneError: An unknown format, type or option, a package that is not installed, or no place for the file.
     """
     chosen = format_named(to)
+    chosen.check_options(options)
     chosen.check_installed()
-    if dtype not in DTYPES:
-        raise HeadPruneError(f"There is no type {dtype!r} to store weights in.", f"Choose from {', '.join(DTYPES)}.")
+    if dtype not in chosen.dtypes:
+        raise HeadPruneError(
+            f"There is no type {dtype!r} to store weights in ({chosen.name}).",
+            f"Choose from {', '.join(chosen.dtypes)}.",
+        )
     if chosen.folder and path.is_file():
         raise HeadPruneError(f"{path} is a file.", "Name a folder with -o.")
     if path.is_dir() and not chosen.folder:

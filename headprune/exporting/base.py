@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ class Exported:
         }  # fmt: skip
 
 
-Writer = Callable[[Request], Exported]
+Writer = Callable[..., Exported]
+"""A function of a `Request`; arguments by keyword alone are options of its format."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,34 @@ class Format:
         suffix: What its files end in, with the dot; what its folders end in, where a model is several files.
         folder: Whether a model is a folder.
         needs: Packages that write it; ``pip install headprune[NAME]`` installs them.
+        dtypes: What it can store weights in: some of `DTYPES`.
+        as_stored: Whether weights are best stored as the model's folder has them; else in float32, since engines compute in what the
+            file has, and few processors are fast in half precision.
         about: The first line of the writer's docstring.
+        options: What can be asked of this format: the names of the writer's arguments by keyword alone.
     """
 
     name: str
     suffix: str
     folder: bool
     needs: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    as_stored: bool
     write: Writer
     about: str
+    options: tuple[str, ...] = ()
+
+    def check_options(self, options: Iterable[str]) -> None:
+        """Raise HeadPruneError for an option that this format does not have."""
+        for name in options:
+            if name not in self.options:
+                having = [other.name for other in FORMATS.values() if name in other.options]
+                raise HeadPruneError(
+                    f"The format {self.name} has no option {name!r}.",
+                    f"Only {' and '.join(having)} has it."
+                    if having
+                    else f"It has {', '.join(self.options) or 'none'}.",
+                )
 
     def check_installed(self) -> None:
         """Raise HeadPruneError, with what to type, unless every package is there that writes this format."""
@@ -96,16 +117,26 @@ FORMATS: dict[str, Format] = {}
 
 
 def exporter(
-    name: str, suffix: str, *, needs: tuple[str, ...] = (), folder: bool = False
+    name: str,
+    suffix: str,
+    *,
+    needs: tuple[str, ...] = (),
+    folder: bool = False,
+    dtypes: tuple[str, ...] = DTYPES,
+    as_stored: bool = True,
 ) -> Callable[[Writer], Writer]:
-    """Register a function that writes a format; the first line of its docstring describes it.
+    """Register a function that writes a format; the first line of its docstring describes it, and its arguments by keyword alone
+    (with defaults) are what can be asked of it.
 
     It raises HeadPruneError for what the format cannot express, before it writes anything, and for a file that does not give
     the model's answers.
     """
 
     def register(write: Writer) -> Writer:
-        FORMATS[name] = Format(name, suffix, folder, needs, write, (write.__doc__ or "").strip().splitlines()[0])
+        given = inspect.signature(write).parameters.values()
+        options = tuple(p.name for p in given if p.kind is p.KEYWORD_ONLY)
+        about = (write.__doc__ or "").strip().splitlines()[0]
+        FORMATS[name] = Format(name, suffix, folder, needs, dtypes, as_stored, write, about, options)
         return write
 
     return register

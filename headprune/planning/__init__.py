@@ -8,6 +8,7 @@ from dataclasses import replace
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.planning import search as search  # registers its strategies
+from headprune.planning import uniform as uniform  # and this its own
 from headprune.planning.order import Order
 from headprune.planning.strategies import STRATEGIES, Search, Strategy, strategy
 from headprune.planning.units import GROUPS, SLICES, Constraints
@@ -112,8 +113,13 @@ def arrange(
     judged = judged or levels
     common = [k for k in judged if all(o.least <= k for o in orders)]
 
-    def merit(order: Order) -> tuple[int, float, int]:
-        return sum(order.least <= k for k in judged), sum(judge(order.plan(k)) for k in common), -order.least
+    def merit(order: Order) -> tuple[bool, int, float, int]:
+        return (
+            order.stock,
+            sum(order.least <= k for k in judged),
+            sum(judge(order.plan(k)) for k in common),
+            -order.least,
+        )
 
     return max(orders, key=merit)  # the first, groups, on a tie
 

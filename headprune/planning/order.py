@@ -24,6 +24,7 @@ class Order:
         model: Fingerprint of the model it is for.
         stays: Why the heads that are in no step stay.
         notes: What else a reader should know.
+        stock: Whether every plan is one that the model's stock class can state, as far as names and shapes tell.
     """
 
     heads: dict[str, int]
@@ -33,6 +34,7 @@ class Order:
     model: str = ""
     stays: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    stock: bool = False
 
     @classmethod
     def of(cls, layers: Sequence[AttentionLayer], steps: Sequence[Heads], **about: Any) -> Order:
@@ -93,6 +95,7 @@ class Order:
         return {
             "heads": self.heads, "steps": list(self.steps), "strategy": self.strategy, "method": self.method,
             "model": self.model, "stays": list(self.stays), "notes": list(self.notes),
+            "stock": self.stock,
         }  # fmt: skip
 
     @classmethod
@@ -100,7 +103,7 @@ class Order:
         steps = tuple({name: list(heads) for name, heads in step.items()} for step in data["steps"])
         return cls(
             dict(data["heads"]), steps, data["strategy"], data["method"], data["model"], tuple(data["stays"]),
-            tuple(data["notes"]),
+            tuple(data["notes"]), data.get("stock", False),
         )  # fmt: skip
 
 

@@ -82,7 +82,10 @@ class Search:
 
     def step(self, *units: Unit) -> Heads:
         """Units that go together, as a step of an order."""
-        return {self.layers[unit.layer].name: list(unit.heads) for unit in units}
+        step: Heads = {}
+        for unit in units:
+            step.setdefault(self.layers[unit.layer].name, []).extend(unit.heads)
+        return step
 
 
 @dataclass(frozen=True)
@@ -144,36 +147,6 @@ def per_layer(search: Search, levels: Sequence[int]) -> Order:
             queue.append(((gone + len(unit.heads) / 2) / layer.num_heads, unit))
             gone += len(unit.heads)
     return search.order([search.step(unit) for _, unit in sorted(queue)], "per-layer")
-
-
-@strategy("uniform")
-def uniform(search: Search, levels: Sequence[int]) -> Order:
-    """The same number of heads in every layer, as stock classes want it; in each, the most important ones.
-
-    A step takes a unit from every layer that has as many heads and groups; where a model has layers of several sizes
-    (stages), each size keeps about its share.
-    """
-    alike: dict[tuple[int, int], list[list[Unit]]] = {}
-    for layer, units in zip(search.layers, search.units(), strict=True):
-        alike.setdefault((layer.num_heads, layer.num_kv_heads), []).append(units)
-    queue: list[tuple[float, int, tuple[Unit, ...]]] = []
-    stays = []
-    for (heads, _), columns in alike.items():
-        rows = list(zip(*columns, strict=False))  # the layer that must keep most decides for all
-        least, most = min(map(len, columns)), max(map(len, columns))
-        if least < most:
-            held = next(
-                layer
-                for layer, u in zip(search.layers, search.units(), strict=True)
-                if u in columns and len(u) == least
-            )
-            stays.append(f"{held.name} can lose no more, and every layer keeps as many")
-        gone = 0
-        for row in rows:
-            size = len(row[0].heads)
-            queue.append(((gone + size / 2) / heads, row[0].layer, row))
-            gone += size
-    return search.order([search.step(*row) for *_, row in sorted(queue)], "uniform", stays=stays)
 
 
 @strategy("layers")

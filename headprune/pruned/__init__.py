@@ -30,21 +30,25 @@ from headprune.pruned.structure import (
     add_biases,
     added_biases,
     ghosts,
+    heads_before,
     hold,
     home,
     note_ghosts,
+    note_heads,
     note_removed,
+    note_was_repaired,
     remove_biases,
     removed,
     replace_by_stand_in,
     restructure,
     set_module,
     structure_of,
+    was_repaired,
 )
 
 __all__ = [
     "Carried", "ConfigView", "Edited", "EmptyAttention", "Features", "HeadArgument", "HeadArguments", "MultiheadAttention",
     "Narrowing", "OnlyBias", "Placement", "Selection", "SharedPositionBias", "Structure", "add_biases", "added_biases", "convert",
-    "emptied", "from_ranges", "ghosts", "hold", "home", "is_ours", "note_ghosts", "note_removed", "rebuilt", "remove_biases", "removed", "replace_by_stand_in", "restructure", "save_by_headprune", "set_module",
-    "stand_in", "structure_of", "surviving", "to_ranges",
+    "emptied", "from_ranges", "ghosts", "heads_before", "hold", "home", "is_ours", "note_ghosts", "note_heads", "note_removed", "note_was_repaired", "rebuilt", "remove_biases", "removed", "replace_by_stand_in", "restructure", "save_by_headprune", "set_module",
+    "stand_in", "structure_of", "surviving", "to_ranges", "was_repaired",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 class Carried:
@@ -249,6 +250,31 @@ class _NarrowTensor(Tensor):
         return swapped if last else _NarrowTensor.of(swapped, self.claimed)
 
 
+_CLAIMS = "_headprune_claims"
+
+
+class _Claims(TorchFunctionMode):
+    """What `_NarrowTensor` does, for `torch.export`, whose tensors can have no other class."""
+
+    def __init__(self, claimed: int) -> None:
+        super().__init__()
+        self.claimed = claimed
+        self.narrow: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not args or not any(args[0] is t for t in self.narrow):
+            return out
+        whole, given = args[0], [*args[1:], *(kwargs or {}).values()]
+        if func is Tensor.transpose and len({d % whole.ndim for d in given} - {whole.ndim - 1}) == 2:
+            self.narrow.append(out)
+        elif func is Tensor.shape.__get__ or (func is Tensor.size and not given):  # type: ignore[attr-defined]
+            return torch.Size((*out[:-1], self.claimed))
+        elif func is Tensor.size and given[0] % whole.ndim == whole.ndim - 1:
+            return self.claimed
+        return out
+
+
 @dataclass(frozen=True)
 class Narrowing(Carried):
     """What a module's inputs claim about their last dimension: ``claimed`` where it is ``width``."""
@@ -258,7 +284,10 @@ class Narrowing(Carried):
     claimed: int
 
     def hooks(self, module: nn.Module) -> list[Any]:
-        return [module.register_forward_pre_hook(_narrowed, with_kwargs=True)]
+        return [
+            module.register_forward_pre_hook(_narrowed, with_kwargs=True),
+            module.register_forward_hook(_narrow_no_more, always_call=True),
+        ]
 
     def to_json(self) -> dict[str, Any]:
         return {"width": self.width, "claimed": self.claimed}
@@ -271,12 +300,30 @@ class Narrowing(Carried):
 def _narrowed(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Forward pre-hook: inputs that claim to be as narrow as the heads are now."""
     own = Narrowing.of(module)
+    exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # the first since torch 2.7
+    claims = _Claims(own.claimed) if exporting() else None
 
     def claim(value: Any) -> Any:
         features = isinstance(value, Tensor) and value.is_floating_point() and value.ndim in (2, 3)
-        return _NarrowTensor.of(value, own.claimed) if features and value.shape[-1] == own.width else value
+        if not features or value.shape[-1] != own.width:
+            return value
+        if claims is None:
+            return _NarrowTensor.of(value, own.claimed)
+        claims.narrow.append(value)
+        return value
 
-    return tuple(map(claim, args)), {k: claim(v) for k, v in kwargs.items()}
+    given = tuple(map(claim, args)), {k: claim(v) for k, v in kwargs.items()}
+    if claims is not None:
+        vars(module)[_CLAIMS] = claims
+        claims.__enter__()  # type: ignore[no-untyped-call] # until the call ends
+    return given
+
+
+def _narrow_no_more(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook: the end of `_narrowed`."""
+    claims = vars(module).pop(_CLAIMS, None)
+    if claims is not None:
+        claims.__exit__(None, None, None)
 
 
 # T5's position bias, the one thing a trace cannot see: the first layer computes a bias for all heads, and every later layer

@@ -16,6 +16,7 @@ Structure = dict[str, Any]
 
 VERSION = 1
 _BIASES, _GHOSTS, _REMOVED = "_headprune_biases", "_headprune_ghosts", "_headprune_removed"
+_HEADS, _WAS_REPAIRED = "_headprune_heads", "_headprune_was_repaired"
 
 
 def structure_of(model: nn.Module) -> Structure:
@@ -70,7 +71,8 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
 
     Args:
         model: Dense, of the class and config that ``structure`` was read off; or its base model, or a model with a head on that.
-        structure: Of `structure_of`; it may also say which heads were ``removed``.
+        structure: Of `structure_of`; it may also say which heads were ``removed``, of how many (``heads``), and whether it
+            was ``repaired``.
     """
     if not structure:
         return
@@ -116,6 +118,9 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
     note_removed(
         model, [{_renamed(model, n) or n: h for n, h in drop.items()} for drop in structure.get("removed", ())]
     )
+    note_heads(model, {_renamed(model, n) or n: count for n, count in structure.get("heads", {}).items()})
+    if structure.get("repaired"):
+        note_was_repaired(model)
 
 
 def _renamed(model: nn.Module, saved: str) -> str | None:
@@ -226,6 +231,28 @@ def removed(model: nn.Module) -> list[dict[str, list[int]]]:
     """Which heads a model has lost, prune by prune: each counts within what the prune before left."""
     inner, prefix = home(model)
     return [{prefix + name: heads for name, heads in drop.items()} for drop in vars(inner).get(_REMOVED, ())]
+
+
+def note_heads(model: nn.Module, heads: Mapping[str, int]) -> None:
+    """Note how many heads each layer has before its first prune."""
+    inner, prefix = home(model)
+    vars(inner)[_HEADS] = {name.removeprefix(prefix): count for name, count in heads.items()}
+
+
+def heads_before(model: nn.Module) -> dict[str, int]:
+    """How many heads each layer had before the first prune, in the layers' order; {} if there was none, or it is not known."""
+    inner, prefix = home(model)
+    return {prefix + name: count for name, count in vars(inner).get(_HEADS, {}).items()}
+
+
+def note_was_repaired(model: nn.Module) -> None:
+    """Note that a repair refitted a model."""
+    vars(home(model)[0])[_WAS_REPAIRED] = True
+
+
+def was_repaired(model: nn.Module) -> bool:
+    """What `note_was_repaired` was told."""
+    return _WAS_REPAIRED in vars(home(model)[0])
 
 
 def note_ghosts(model: nn.Module, names: Sequence[str]) -> None:

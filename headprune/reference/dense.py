@@ -148,6 +148,7 @@ def calibrate(
     *,
     values: bool = True,
     mixtures: bool = True,
+    biases: bool = True,
 ) -> Calibration:
     """A model as it is now, which from here on is the dense one, and its examples.
 
@@ -157,10 +158,11 @@ def calibrate(
         values: Whether values are to be refitted too, where they can be.
         mixtures: Whether mixtures of the examples are to be fitted to as well, where they can be
             (`headprune.reference.mixtures`).
+        biases: Whether output projections that have no bias can be given one.
     """
     notes: list[str] = []
     with torch.inference_mode(False):
-        projections = list(output_projections(model, layers, notes))
+        projections = list(output_projections(model, layers, notes, biases))
     runner = Runner(model, projections, batches)
     found = _refittable(runner, notes) if values else {}
     times = min(_MIXTURES, _MOST_EXAMPLES // runner.examples - 1) if mixtures else 0

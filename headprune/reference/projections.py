@@ -81,9 +81,13 @@ class OutputProjection:
 
 
 def output_projections(
-    model: nn.Module, layers: Sequence[AttentionLayer], notes: list[str]
+    model: nn.Module, layers: Sequence[AttentionLayer], notes: list[str], biases: bool = True
 ) -> Iterator[OutputProjection]:
-    """The output projections that can be refitted, in the order of the layers; why others cannot is added to ``notes``."""
+    """The output projections that can be refitted, in the order of the layers; why others cannot is added to ``notes``.
+
+    Args:
+        biases: Whether one that has no bias can be given one.
+    """
     by_module: dict[str, list[AttentionLayer]] = {}
     real = dict(model.named_modules())
     for layer in layers:
@@ -104,7 +108,9 @@ def output_projections(
                 notes.append(f"{those[0].name} keeps its old weights: {name} {why}.")
             else:
                 matrix, bias = matrix_of(projection), getattr(projection, "bias", None)
-                can = bias is not None or (isinstance(projection, nn.Linear) and real.get(name) is projection)
+                can = bias is not None or (
+                    biases and isinstance(projection, nn.Linear) and real.get(name) is projection
+                )
                 zeros = matrix.new_zeros(matrix.shape[1])
                 start = zeros if bias is None else bias.detach().double().clone()
                 alone = len(those) == 1 and those[0].values and sources[those[0].values.module] == 1

@@ -55,6 +55,7 @@ def repair(
     values: bool = True,
     mixtures: bool = True,
     answers: bool = True,
+    biases: bool = True,
     progress: Progress | None = None,
 ) -> Repair:
     """Refit a model in place, so that the heads of a plan can go.
@@ -84,6 +85,8 @@ def repair(
             (`headprune.reference.mixtures`): then the passes are over up to three times as many.
         answers: Whether all W_O that lose heads are then moved together towards the dense model's answers, where these are
             one vector of logits an example (`headprune.repairing.steps.logits`). Not where a ridge is given.
+        biases: Whether a W_O that has no bias gets one, which takes up the removed heads' mean. A stock class may have no place for
+            it: without, a model that is pruned evenly can still be saved as a stock one.
         progress: Called with (passes done, passes in all, note).
 
     Returns:
@@ -99,7 +102,9 @@ def repair(
     drop, before = check_heads(heads_of(plan), layers), fingerprint(model)
     fits = ridge != math.inf
     with torch.inference_mode(False):
-        calibration = calibrate(model, layers, batches, values=values and fits, mixtures=mixtures and fits)
+        calibration = calibrate(
+            model, layers, batches, values=values and fits, mixtures=mixtures and fits, biases=biases
+        )
         done = _repaired(calibration, drop, ridge, answers and ridge is None, progress)
     note_repaired(model, before, drop)
     remember(model, inputs_of(model, calibration.runner.batches[0]))

@@ -18,7 +18,7 @@ from headprune.fingerprint import fingerprint
 from headprune.inputs import check_weights, model_device, move, too_long, usable
 from headprune.loss import ExampleLoss, LossFn
 from headprune.memory import is_out_of_memory
-from headprune.modules import exact_attention, uncompiled
+from headprune.modules import exact_attention, uncached, uncompiled
 from headprune.rows import is_empty
 from headprune.scoring import ablation, gradient, learned, path, random, shapley, statistics
 from headprune.scoring.agreement import agreement
@@ -176,23 +176,8 @@ def _scores(chosen: Method, problem: Problem, estimate: Estimate, own: str) -> H
 @contextmanager
 def _deterministic(model: nn.Module) -> Iterator[None]:
     """A model with the same answers each time: in evaluation mode, not compiled, with separate heads and no cache."""
-    with torch.inference_mode(False), uncompiled(), evaluating(model), exact_attention(model), _uncached(model):
+    with torch.inference_mode(False), uncompiled(), evaluating(model), exact_attention(model), uncached(model):
         yield
-
-
-@contextmanager
-def _uncached(model: nn.Module) -> Iterator[None]:
-    """No key/value cache: no text is generated, and a block that runs twice would find its own keys in it."""
-    # A decoder may have a config of its own.
-    configs: dict[int, Any] = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
-    caching = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
-    try:
-        for config in caching:
-            config.use_cache = False
-        yield
-    finally:
-        for config in caching:
-            config.use_cache = True
 
 
 def _normalised(problem: Problem, estimate: Estimate) -> Estimate:

@@ -21,7 +21,7 @@ from headprune.inputs import is_encoder_decoder, widened
 from headprune.loss import inputs_of
 from headprune.scoring.base import Batches, Estimate, Problem, Samples, method
 from headprune.scoring.gradient import in_singles, separate, together_or_singly
-from headprune.scoring.maps import attention_maps
+from headprune.seeing.maps import Weights, attention_maps
 from headprune.trace.graphs import is_matrix
 
 Measure = Callable[[Any, int], Tensor]
@@ -113,10 +113,12 @@ def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor])
     """The mean over queries of a statistic of attention weights: ``[..., queries, keys]`` to ``[..., queries]``."""
 
     def measure(batch: Any, size: int) -> Tensor:
-        def keep(layer: AttentionLayer, weights: Tensor) -> Tensor:
-            counted = weights.sum(dim=-1) > 0  # a query that may look nowhere says nothing about the head
+        def keep(layer: AttentionLayer, weights: Weights) -> Tensor:
+            blocks = [(statistic(some), some.sum(dim=-1) > 0) for _, some in weights.blocks()]
+            values, counted = (torch.cat(parts, dim=-1) for parts in zip(*blocks, strict=True))
+            # A query that may look nowhere says nothing about the head.
             real = real_tokens(problem, layer, batch, weights.shape[2])
-            return _mean(statistic(weights), counted if real is None else counted & real)
+            return _mean(values, counted if real is None else counted & real)
 
         with attention_maps(problem.model, problem.layers, size, keep) as found:
             losses = problem.losses(batch)

@@ -18,7 +18,7 @@ from headprune.forms import remember
 from headprune.inputs import Example, model_device, move, usable
 from headprune.modules import forget_compiled, uncompiled
 from headprune.plans import PruningPlan
-from headprune.pruned import note_ghosts, note_removed, save_by_headprune
+from headprune.pruned import note_ghosts, note_heads, note_removed, removed, save_by_headprune, structure_of
 from headprune.surgery.journal import Journal
 from headprune.surgery.proof import Proof, answers, failing_alone, first_exact, inputs_for, references, tolerance_of
 from headprune.surgery.removal import Removal, check_present, left_as_ghosts, ways
@@ -58,6 +58,7 @@ def prune(
     if isinstance(plan, PruningPlan):
         plan.check_model(model, repaired_for=drop)
     touched = [layer for layer in layers if layer.name in drop]
+    whole = not removed(model) and not structure_of(model).get("modules")  # else it once had more heads
     modes = {layer.module: model.get_submodule(layer.module).training for layer in touched if layer.prunable}
     for layer in touched:
         check_possible(layer, drop[layer.name])
@@ -75,6 +76,8 @@ def prune(
                 f"The heads of {names} cannot be removed exactly: {cut.failure}. The model is unchanged.",
                 "Mask them instead (headprune.mask), or leave that layer out of the plan.",
             )
+    if whole:
+        note_heads(model, {layer.name: layer.num_heads for layer in layers})
     forget_compiled()
     for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of what it replaced
         model.get_submodule(name).train(training)

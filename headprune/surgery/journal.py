@@ -186,10 +186,10 @@ class Journal:
         old = held.get(name)
         if old is None:
             return 0
-        index = features.index(old.shape[dim], old.device)
+        index = features.index(old.shape[dim], torch.device("cpu"))
         key = (id(old), dim, tuple(index.tolist()))
         if key not in self._slices:
-            new: Tensor = old.detach().index_select(dim, index)
+            new: Tensor = old.detach().index_select(dim, index.to(old.device))
             self._slices[key] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
         passing = name in module._non_persistent_buffers_set
         hold(module, name, self._slices[key])

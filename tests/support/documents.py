@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headprune.attention import AttentionLayer
+from headprune.seeing import HeadProfile
 
 LAYER = AttentionLayer("block.0.attn", 0, "encoder", 4, 4, 8)
 SPEED = {"ratio": 1.01, "low": 0.98, "high": 1.04, "verdict": "no measurable change"}
@@ -102,3 +103,18 @@ def repaired(**more: Any) -> dict[str, Any]:
         "layers": {LAYER.name: fit}, "examples": 100, "mixtures": 0, "passes": 9, "biases": [], "notes": [],
         "answers": None, "without": MEASURED, **more,
     }  # fmt: skip
+
+
+def _profile(role: str, clarity: float) -> dict[str, Any]:
+    """A head's figures, few of which matter to a report."""
+    return vars(HeadProfile(30, 1.0, 0.5, 0.4, 3.0, 1.0, role=role, because=f"{clarity:.0%} is there", clarity=clarity))
+
+
+HEADS: dict[str, Any] = {
+    "examples": 3, "tokens": 30, "repeated": 0, "unit": "tokens", "seconds": 0.1,
+    "layers": [{
+        "name": LAYER.name, "index": 0, "kind": "encoder", "unseen": "",
+        "heads": [_profile("next token", 0.6), _profile("broad", 0.96), _profile("next token", 0.9), _profile("mixed", 0.1)],
+    }],
+    "samples": [],
+}  # fmt: skip

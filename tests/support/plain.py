@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headprune.forms import remember
 from tests.support.zoo import randomise
 
 WIDTH, HEADS = 32, 4
@@ -59,3 +60,21 @@ class Pair(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.second(x + self.first(x))
+
+
+class Summed(nn.Module):
+    """A model whose graph takes no time to make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.inner(x).relu()
+        return {"summed": self.outer(hidden).sum(1), "x": hidden if scale is None else hidden * scale}
+
+
+def summed() -> nn.Module:
+    model = randomise(Summed())
+    remember(model, {"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))})
+    return model

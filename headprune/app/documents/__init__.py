@@ -1,6 +1,6 @@
 """What a run folder's JSON files hold: one definition each, by which they are written, read and reported.
 
-`Run` is run.json, `Metrics` is metrics.json and `FinetuneRecord` is finetune.json. The files of scores and plans hold values of the
+`Run` is run.json, `Metrics` is metrics.json, `Heads` is heads.json and `FinetuneRecord` is finetune.json. The files of scores and plans hold values of the
 library, which writes and reads them itself (`headprune.scoring.HeadScores`, `headprune.plans.PruningPlan`).
 
 An unknown key is an error: what this version does not understand could make its report wrong. A field that has a default was added
@@ -17,6 +17,7 @@ from headprune.app.documents.finetune import (
     FinetuneRecord,
     TrainingOptions,
 )
+from headprune.app.documents.heads import Heads, LayerProfile, Positions, Sample, SampleLayer
 from headprune.app.documents.metrics import (
     AlsoData,
     AlsoMeasured,
@@ -25,6 +26,8 @@ from headprune.app.documents.metrics import (
     ComparedOrder,
     ComparedPlan,
     Dense,
+    EngineLatency,
+    ExportedModel,
     Latency,
     Metrics,
     PlannedWork,
@@ -39,8 +42,5 @@ from headprune.app.documents.metrics import (
 from headprune.app.documents.run import LayerFacts, ModelFacts, Run
 
 __all__ = [
-    "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "ComparedOrder", "ComparedPlan", "Cut", "Dense", "Document", "Environment", "Epoch",
-    "Examples", "File", "FinetuneFacts", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Latency",
-    "LayerFacts", "Measured", "Metrics", "ModelFacts", "PlannedWork", "Planning", "Point", "Proved", "Refitted",
-    "Repaired", "Run", "StepTrial", "Trained", "Training", "TrainingOptions",
+    "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "ComparedOrder", "ComparedPlan", "Cut", "Dense", "Document", "EngineLatency", "Environment", "Epoch", "Examples", "ExportedModel", "File", "FinetuneFacts", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Heads", "Latency", "LayerFacts", "LayerProfile", "Measured", "Metrics", "ModelFacts", "PlannedWork", "Planning", "Point", "Positions", "Proved", "Refitted", "Repaired", "Run", "Sample", "SampleLayer", "StepTrial", "Trained", "Training", "TrainingOptions",
 ]  # fmt: skip

@@ -230,6 +230,7 @@ class BudgetResult(Document):
         checkpoint: The folder beside metrics.json that it was saved to.
         size: Of that folder's files, in bytes.
         dtype: That its weights are saved in.
+        loads: The call that loads the folder where headprune is not installed; "" in older files.
     """
 
     name: str
@@ -254,6 +255,7 @@ class BudgetResult(Document):
     checkpoint: str
     size: int | None = None
     dtype: str | None = None
+    loads: str = ""
 
 
 class Point(Document):
@@ -288,6 +290,33 @@ class Latency(Document):
     typical_length: int
 
 
+class ExportedModel(Document):
+    """A pruned model for another engine, as it was asked for (``--export``).
+
+    Attributes:
+        format: Its name in `headprune.exporting.FORMATS`.
+        name: In the tables of times, as `BudgetResult.name`.
+        checkpoint: The folder that it was made from.
+        file: The file or folder beside metrics.json; None if the format cannot express the model.
+        summary: The file, and how it was tried, in a line; or why there is none.
+    """
+
+    format: str
+    name: str
+    checkpoint: str
+    file: str | None
+    proved: bool
+    summary: str
+    notes: tuple[str, ...] = ()
+
+
+class EngineLatency(Document):
+    """Times of exported models in the engine that they are for, the dense one first, as `Latency`."""
+
+    format: str
+    rows: tuple[LatencyRow, ...]
+
+
 class Metrics(File):
     """What was measured of the dense model and of the pruned ones.
 
@@ -307,3 +336,5 @@ class Metrics(File):
     curve: tuple[Point, ...]
     latency: Latency
     also: tuple[AlsoData, ...] = ()
+    exports: tuple[ExportedModel, ...] = ()
+    engines: tuple[EngineLatency, ...] = ()

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import jinja2
 
+from headprune import checkpoint
 from headprune.app.report import figures, markdown
 from headprune.app.runs import RunFolder
+from headprune.app.seeing import draw_all
 from headprune.errors import HeadPruneError
 from headprune.jsonio import write_text
 
-__all__ = ["write"]
+__all__ = ["write", "write_cards"]
+
+
+def write_cards(folder: RunFolder) -> None:
+    """Write into the models' cards what the run measured of each."""
+    run, metrics = folder.read_run(), folder.read_metrics()
+    if metrics is not None:
+        for budget in metrics.budgets:
+            checkpoint.add_figures(folder.path / budget.checkpoint, markdown.card(run, metrics, budget))
 
 
 def write(folder: RunFolder) -> None:
@@ -39,4 +49,8 @@ def _write(folder: RunFolder) -> None:
         figures.trade_off(folder.path / "tradeoff.png", metrics)
         figures.orders(folder.path / "orders.png", metrics)
         figures.latency(folder.path / "latency.png", metrics.latency)
-    write_text(folder.report_path, markdown.render(run, scores, metrics))
+    heads = folder.read_heads()
+    (folder.path / "heads.png").unlink(missing_ok=True)
+    if heads is not None and heads.samples:
+        draw_all(folder.path / "heads.png", heads, heads.samples[-1], metrics.budgets[0].drop if metrics else None)
+    write_text(folder.report_path, markdown.render(run, scores, metrics, heads))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headprune.app.documents import FinetuneRecord
 from headprune.app.report import numbers
+from headprune.checkpoint import code
 
 _NAMES = {"dense": "dense", "pruned": "pruned", "finetuned": "pruned, fine-tuned"}
 
@@ -17,11 +18,18 @@ def render(name: str, record: FinetuneRecord) -> str:
 def _opening(d: FinetuneRecord) -> str:
     metric, change, gain = d.metric, d.changes.finetuned, d.changes.gain
     return (
-        f"`{d.pruned}` after training with distillation from `{d.teacher}`. On {change.examples:,} examples that "
+        f"{code(d.pruned)} after training with distillation from {code(d.teacher)}. On {change.examples:,} examples that "
         f"decided nothing, {metric} is {numbers.value(d.models.finetuned.metrics[metric], metric)}: against the dense "
         f"model {numbers.change(change, metric)}, **{change.verdict}**; against the pruned one before training "
         f"{numbers.change(gain, metric)}, **{gain.verdict}**."
     )
+
+
+def card(record: FinetuneRecord) -> str:
+    """What the model card of the folder says."""
+    named = {name: numbers.without_place(getattr(record, name)) for name in ("pruned", "teacher")}
+    made = code(numbers.without_places(record.command))
+    return "\n\n".join([_opening(record.changed(**named)), _results(record), f"Made by {made}."])
 
 
 def rows(d: FinetuneRecord) -> list[list[str]]:

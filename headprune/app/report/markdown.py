@@ -9,27 +9,31 @@ from typing import Any
 
 import jinja2
 
-from headprune.app.documents import Metrics, Run
+from headprune.app.documents import BudgetResult, Heads, Metrics, Run
 from headprune.app.report import findings, numbers, sentences
+from headprune.app.report import heads as seen
 from headprune.app.report.verdict import verdict
+from headprune.checkpoint import code
 from headprune.latency import WARM_UP
 from headprune.scoring import METHODS
 from headprune.scoring.agreement import agreements, chance
 from headprune.scoring.base import HeadScores
 
 
-def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None) -> str:
+def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None, heads: Heads | None = None) -> str:
     """The whole report.
 
     Args:
         run: The run's ``run.json``.
         scores: Of every method, or none for a plan of the user's.
         metrics: The run's ``metrics.json``; None where nothing was pruned.
+        heads: The run's ``heads.json``; None in a run from before there was one, or of a model whose weights cannot be seen.
     """
     values: dict[str, Any] = {
         "run": run,
         "scores": scores,
         "metrics": metrics,
+        "heads": heads,
         "pairs": agreements(scores),
         "repairs": [],
     }
@@ -37,6 +41,15 @@ def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None) -> s
     if metrics is not None:
         values |= _of_metrics(metrics)
     return _environment().get_template("report.md.j2").render(values)
+
+
+def card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
+    """What the model card of one budget's folder says of its costs."""
+    values = {
+        "run": run, "metrics": metrics, "metric": metrics.metric, "dense": metrics.dense, "b": budget,
+        "latency": metrics.latency, "dataset": numbers.without_place(run.options.data.dataset),
+    }  # fmt: skip
+    return _environment().get_template("card.md.j2").render(values)
 
 
 def _of_metrics(metrics: Metrics) -> dict[str, Any]:
@@ -61,14 +74,15 @@ def _environment() -> jinja2.Environment:
         f.__name__: f for f in (
             numbers.value, numbers.change, numbers.ratio, numbers.shape, numbers.flops, numbers.measured, numbers.ridge,
             numbers.rank, numbers.known, numbers.measured_value, shlex.quote, numbers.with_error, numbers.device,
+            numbers.without_places,
         )
-    } | {"fmt": format, "thousands": lambda number: f"{number:,}"}  # fmt: skip
+    } | {"code": code, "fmt": format, "thousands": lambda number: f"{number:,}", "plain": seen.plain}  # fmt: skip
     made.globals |= {
         f.__name__: f for f in (
-            findings.chosen_by, findings.trade_off,
+            findings.chosen_by, findings.speed, findings.trade_off,
             findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.limits_metric, findings.fewest_rounds,
             findings.closest_first, chance, verdict, sentences.headline, sentences.table, sentences.rule, sentences.over_random,
-            sentences.cautions, sentences.stay_though_low,
+            sentences.cautions, sentences.stay_though_low, seen.roles, seen.told_removed,
         )
     } | {"about": _about, "WARM_UP": WARM_UP}  # fmt: skip
     return made

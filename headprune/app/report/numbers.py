@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+from pathlib import Path
+
 from headprune.app.documents import Asked, BudgetResult, Environment, Measured
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow, Speedup
@@ -98,3 +102,13 @@ def device(environment: Environment, dtype: str) -> str:
     count = environment.threads
     threads = f", {count} thread{'s' * (count != 1)}" if environment.device == "cpu" else ""
     return f"{environment.device_name} ({environment.device}{threads}, {dtype})"
+
+
+def without_place(text: str) -> str:
+    """A dataset's or model's name; of a path its last part: where it lies on this machine is nobody's business."""
+    return Path(text).name if os.sep in text and Path(text).exists() else text
+
+
+def without_places(command: str) -> str:
+    """A command line, its paths likewise."""
+    return shlex.join(without_place(part) for part in shlex.split(command))

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from headprune import latency
-from headprune.app import runs
+from headprune.app import report, runs
 from headprune.app.data import load_also
 from headprune.app.documents import (
     AlsoData,
@@ -27,10 +27,11 @@ from headprune.app.documents import (
 )
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
+from headprune.app.workflow import exports
 from headprune.app.workflow.checks import check_goal, check_scored
 from headprune.app.workflow.results import Control, Job, guessing, prune_to
 from headprune.app.workflow.scene import Console, Scene, open_scene
-from headprune.app.workflow.scoring import run_after, run_document, score_all
+from headprune.app.workflow.scoring import run_after, run_document, score_all, write_heads
 from headprune.app.workflow.stages import publish, stages_of
 from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, trade_off, trials_of
 from headprune.app.workflow.timing import time_models
@@ -50,12 +51,14 @@ class PruneRun:
         goal: The budgets, or the plan.
         methods: Scores to plan by. Of a ``source``, () takes all that it has, but random.
         source: The run whose scores to use; None scores first, if the goal needs scores.
+        exports: Formats to write the pruned models in as well, names of `headprune.exporting.FORMATS`.
     """
 
     options: Options
     goal: Goal
     methods: Sequence[str] = ()
     source: RunFolder | None = None
+    exports: Sequence[str] = ()
 
     def scores(self) -> list[HeadScores]:
         """What ``source`` has.
@@ -80,8 +83,9 @@ class PruneRun:
         """The model and the data.
 
         Raises:
-            HeadPruneError: The goal makes no sense for them; the scores are another model's, or of examples that will be reported.
+            HeadPruneError: A format of an export is not there; the goal makes no sense for the model; the scores are another model's, or of examples that will be reported.
         """
+        exports.check(self.exports)
         scene = open_scene(self.options, console)
         scene = replace(scene, parts=load_also(self.options.data, scene.loaded, scene.parts))
         for part in scene.parts.also:
@@ -103,7 +107,7 @@ def plan_run(asked: PruneRun, console: Console) -> tuple[list[HeadScores], list[
         raise HeadPruneError("There are no scores to plan by.", "Run `headprune score` first.")
     scores = asked.scores()
     scene = asked.open(scores, console)
-    trials = trials_of(scene, goal.repair)
+    trials = trials_of(scene, goal)
     orders = {} if goal.plan else orders_of(goal.request(scene), asked.candidates(scores), trials, console)
     return scores, fits_of(scene, goal, orders, trials, console)
 
@@ -132,18 +136,24 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
     facts = [asdict(asked.goal), list(methods), [s.to_json() for s in scores], *also]
     stages = stages_of(folder, "prune", scene, *facts, say=console.say)
     content = RunFolder(stages.path / "content")
-    job = Job(scene, asked.goal, trials_of(scene, asked.goal.repair, stages), stages, content, console)
+    job = Job(scene, asked.goal, trials_of(scene, asked.goal, stages), stages, content, console)
     fits, metrics = _pruned_and_measured(job, asked.candidates(scores))
+    metrics = _with_exports(job, metrics, asked.exports)
     if source is not None and source.scores_path.exists():
         shutil.copyfile(source.scores_path, content.scores_path)
     elif scores:
         save_scores(content.scores_path, scores)
+    if source is not None and source.heads_path.exists():
+        shutil.copyfile(source.heads_path, content.heads_path)
+    else:
+        write_heads(scene, stages, content, console)
     for i, fitted in enumerate(fits):
         fitted.plan.save(content.plan_path(fitted.plan.asked, first=i == 0))
     took = before + stages.before + time.monotonic() - started
     run = run.changed(seconds=(*run.seconds[: len(run.commands) - 1], round(took, 1)))
     run.write(content.run_path)
     metrics.write(content.metrics_path)
+    report.write_cards(content)
     publish(folder, content)
     return metrics
 
@@ -181,6 +191,15 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
         ),
     )
     return fits, metrics
+
+
+def _with_exports(job: Job, metrics: Metrics, formats: Sequence[str]) -> Metrics:
+    """The same, with the pruned models in other formats and their times there."""
+    if not formats:
+        return metrics
+    made = exports.exported(job, formats, sorted(metrics.budgets, key=lambda b: -b.kept))
+    environment = metrics.environment or runs.environment("cpu")
+    return metrics.changed(exports=made, engines=exports.timed(job, made, environment))
 
 
 def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult, nn.Module]]) -> Latency:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from headprune import latency
+from headprune import checkpoint, latency
 from headprune.app.data import Part, load_train
 from headprune.app.documents import (
     AlsoMeasured,
@@ -43,6 +43,7 @@ from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
 from headprune.planning import Order
 from headprune.plans import PruningPlan
+from headprune.pruned import note_was_repaired
 from headprune.surgery import prune
 from headprune.trials import Trials
 
@@ -135,6 +136,7 @@ def prune_to(fitted: Fit, control: Control, job: Job) -> tuple[BudgetResult, nn.
         checkpoint=path.name,
         size=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
         dtype=made.dtype,
+        loads=checkpoint.loading_of(path).call(),
     )
     return result, model
 
@@ -244,6 +246,8 @@ def _make(job: Job, plan: PruningPlan, path: Path) -> _Made:
     doing = console.track(f"repairing {plan.kept} heads") if trials.repair else nullcontext()
     with doing, trials.repaired(plan.drop, whole=True) as repair:
         model = copy.deepcopy(scene.model)
+    if repair is not None:
+        note_was_repaired(model)
     # The plan was made for the dense model's weights; some of them are repaired now.
     proof = prune(model, plan.drop, scene.example, layers=scene.layers)
     trained = None

@@ -11,11 +11,13 @@ from typing import Any
 
 from headprune import latency
 from headprune.app import runs
-from headprune.app.documents import Cut, LayerFacts, ModelFacts, Run
+from headprune.app.documents import Cut, Heads, LayerFacts, ModelFacts, Run
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
+from headprune.app.seeing import look
 from headprune.app.workflow.scene import Console, Scene, open_scene
-from headprune.app.workflow.stages import publish, stages_of
+from headprune.app.workflow.stages import Stages, publish, stages_of
+from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.plans import heads_to_keep
 from headprune.scoring import HeadScores, method_named, save_scores, score
@@ -35,6 +37,7 @@ def score_run(
     content = RunFolder(folder.unfinished / "content")
     shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
     save_scores(content.scores_path, scores)
+    write_heads(scene, stages_of(folder, "score", scene, say=lambda _: None), content, console)
     run.changed(seconds=(round(before + time.monotonic() - started, 1),)).write(content.run_path)
     publish(folder, content)
     return scene, scores
@@ -68,6 +71,19 @@ def score_all(
             stages.get(name, partial(scored, name), lambda data: HeadScores.from_json(data, scene.maskable))
         )  # fmt: skip
     return found, stages.before
+
+
+def write_heads(scene: Scene, stages: Stages, content: RunFolder, console: Console) -> None:
+    """Look what the heads do, and write heads.json; a model whose weights cannot be seen has none."""
+
+    def made() -> dict[str, Any]:
+        with console.track("looking at what the heads do"):
+            return look(scene.loaded, scene.parts.score, scene.layers, scene.options.seed).to_json()
+
+    try:
+        stages.get("heads", made, Heads.model_validate).write(content.heads_path)
+    except HeadPruneError as error:
+        console.say(f"What the heads do cannot be shown: {error.args[0]}")
 
 
 def run_document(scene: Scene, methods: Sequence[str], folder: RunFolder) -> Run:

@@ -77,11 +77,12 @@ class Goal:
         return found.changed(compared=trials.compared) if trials.compared else found
 
 
-def trials_of(scene: Scene, repair: bool, stages: Stages | None = None) -> Trials:
+def trials_of(scene: Scene, goal: Goal, stages: Stages | None = None) -> Trials:
     """Plans tried on the scene's choosing part."""
     return Trials(
-        scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()), repair=repair,
-        metric=scene.metric, results=stages,
+        scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()),
+        repair=goal.repair, biases=searching.may_add_biases(goal.strategy, scene.model, scene.layers), metric=scene.metric,
+        results=stages,
     )  # fmt: skip
 
 

@@ -28,14 +28,16 @@ def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) ->
             models = {**models, bound: empty}
         except HeadPruneError as error:
             console.say(f"The bound could not be timed: {error.args[0]}")
-    inputs = []
-    for batch, length in _shapes(scene):
-        example = _shaped(scene, batch, length)
-        inputs.append((batch, latency.example_shape(example)[1], example))
     with console.track("timing") as progress:
-        rows = latency.bench(models, inputs, progress=progress)
+        rows = latency.bench(models, timed_inputs(scene), progress=progress)
     typical = latency.example_shape(scene.typical_input())[1]
     return Latency(rows=tuple(rows), bound=bound, bound_ghosts=ghosts, typical_length=typical)
+
+
+def timed_inputs(scene: Scene) -> list[tuple[int, int, dict[str, Any]]]:
+    """What is timed: (batch, tokens, example) each."""
+    examples = [(batch, _shaped(scene, batch, length)) for batch, length in _shapes(scene)]
+    return [(batch, latency.example_shape(example)[1], example) for batch, example in examples]
 
 
 def budget_input(scene: Scene) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""heads.json."""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import model_validator
+
+from headprune.app.documents.base import Document, File
+from headprune.seeing.figures import HeadProfile
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import Self
+
+
+class LayerProfile(Document):
+    """What the heads of a layer do.
+
+    Attributes:
+        name: As in run.json.
+        index: People see head 7 of index 3 as ``L3.H7``.
+        kind: ``"encoder"``, ``"decoder"`` or ``"cross"``.
+        heads: One for each of the dense model's heads; () if they could not be seen.
+        unseen: Why not; "" if they could.
+    """
+
+    name: str
+    index: int
+    kind: str
+    heads: tuple[HeadProfile, ...]
+    unseen: str = ""
+
+
+class Positions(Document):
+    """What stands at the positions of a sequence that is attended from or to.
+
+    Attributes:
+        labels: One for each position, to be shown: a token of a text with its space as ``·`` or as the tokenizer writes it, or for
+            an image ``"[CLS]"`` and ``"row,column"``.
+        grid: Rows and columns of an image's patches, which are the last ``rows * columns`` positions; None for a text.
+        image: The image itself as the model sees it, small, as a ``data:image/png;base64,…`` URI; None for a text.
+    """
+
+    labels: tuple[str, ...]
+    grid: tuple[int, int] | None = None
+    image: str | None = None
+
+
+class SampleLayer(Document):
+    """The attention of a layer's heads in one example.
+
+    Attributes:
+        layer: Its index; the same as in the profiles.
+        queries, keys: Which of the sample's ``positions`` these are.
+        rows: The positions of the queries that are held, where those are not all (an image has too many); None if they are all.
+        shape: Heads, queries that are held, keys.
+        weights: Bytes in base64, in the order of ``shape`` (keys fastest): each a weight times 255, rounded.
+    """
+
+    layer: int
+    queries: str
+    keys: str
+    rows: tuple[int, ...] | None = None
+    shape: tuple[int, int, int]
+    weights: str
+
+    @classmethod
+    def packed(
+        cls, layer: int, weights: NDArray[np.float32], queries: str, keys: str, rows: tuple[int, ...] | None = None
+    ) -> Self:
+        """From weights ``[heads, queries, keys]`` between 0 and 1."""
+        data = base64.b64encode(np.rint(weights * 255).astype(np.uint8).tobytes()).decode()
+        heads, held, seen = weights.shape
+        return cls(layer=layer, queries=queries, keys=keys, rows=rows, shape=(heads, held, seen), weights=data)
+
+    def unpacked(self) -> NDArray[np.float32]:
+        """The weights ``[heads, queries, keys]``, to within 1/510."""
+        data = np.frombuffer(base64.b64decode(self.weights), np.uint8).reshape(self.shape)
+        return np.divide(data, 255, dtype=np.float32)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if len(base64.b64decode(self.weights)) != math.prod(self.shape):
+            raise ValueError("weights do not have the shape that is given")
+        return self
+
+
+class Sample(Document):
+    """One example as the heads see it.
+
+    Attributes:
+        title: For people: the beginning of the text, or the image's name.
+        positions: By a name such as ``"input"``, or ``"source"`` and ``"target"``.
+        layers: Those whose weights could be had.
+        shortened: Whether the example was cut to be shown.
+    """
+
+    title: str
+    positions: dict[str, Positions]
+    layers: tuple[SampleLayer, ...]
+    shortened: bool = False
+
+
+class Heads(File):
+    """What the dense model's heads do, on examples of the scoring part.
+
+    Attributes:
+        examples, tokens: What the profiles rest on.
+        repeated: Sequences of repeated random tokens that induction and duplicate-token scores rest on; 0 where there are none.
+        unit: Of distances: ``"tokens"`` or ``"patches"``.
+        seconds: That it took.
+    """
+
+    kind = "heads"
+
+    examples: int
+    tokens: int
+    repeated: int = 0
+    unit: str
+    layers: tuple[LayerProfile, ...]
+    samples: tuple[Sample, ...]
+    seconds: float = 0.0

@@ -1,0 +1,152 @@
+"""Attention in the terminal. What comes from data is text, never markup; colours come with a background of their own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from headprune.app.documents import Heads, Sample, SampleLayer
+from headprune.app.seeing.cells import cells, layer_of, resized
+from headprune.seeing import HeadProfile
+from headprune.seeing.roles import MIXED, RULES, UNKNOWN
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_SHORT = {rule.role: rule.short for rule in RULES} | {MIXED: "·", UNKNOWN: "?"}
+_SHADES = " ░▒▓█"
+_CUT = " (cut to be shown)"
+_LEAST, _MOST = 4, 16  # columns of a head
+_KEYS = 4  # that are named for a query, at most
+
+
+def all_heads(heads: Heads, sample: Sample, width: int, colours: bool) -> Group:
+    """All heads as small multiples, a row of them for each layer.
+
+    Args:
+        width: Columns of the terminal.
+        colours: Whether it shows them.
+    """
+    lines: list[Text] = [Text(f"{sample.title}{_CUT if sample.shortened else ''}")] if sample.title else []
+    for profile in heads.layers:
+        layer = layer_of(sample, profile.index)
+        if layer is None:
+            continue
+        tables = cells(sample, layer)
+        each = max(_LEAST, min(_MOST, max(tables.shape[1:]), (width - 5) // len(tables) - 1))
+        across = max(1, (width - 5) // (each + 1))
+        for start in range(0, len(tables), across):
+            some = range(start, min(start + across, len(tables)))
+            label = f"L{profile.index}" if start == 0 else ""
+            lines.append(
+                Text(
+                    f"{label:<4} " + " ".join(f"H{h} {_short(profile.heads[h].role)}"[:each].ljust(each) for h in some),
+                    "bold",
+                )
+            )
+            lines.extend(
+                _strip([resized(tables[h], 2 * -(-each // 4) * (2 if each > 8 else 1), each) for h in some], colours)
+            )
+    return Group(*lines)
+
+
+def _strip(tables: list[NDArray[np.float32]], colours: bool) -> list[Text]:
+    """Tables side by side, two rows of numbers in each line."""
+    lines = []
+    for r in range(0, len(tables[0]), 2):
+        line = Text("     ")
+        for table in tables:
+            for top, bottom in zip(table[r], table[r + 1], strict=True):
+                if colours:
+                    line.append("▀", f"{_blue(top)} on {_blue(bottom)}")
+                else:
+                    line.append(_SHADES[min(4, int(np.sqrt(max(top, bottom)) * 5))])
+            line.append(" ")
+        lines.append(line)
+    return lines
+
+
+def one_head(sample: Sample, layer: SampleLayer, head: int, colours: bool) -> RenderableType:
+    """One head: for each token what it attends to, and the text with its weights as backgrounds."""
+    queries, keys = sample.positions[layer.queries], sample.positions[layer.keys]
+    weights = layer.unpacked()[head]
+    rows = range(len(queries.labels)) if layer.rows is None else layer.rows
+    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    picture = colours and keys.grid is None
+    if picture:
+        table.add_column()
+    for row, seen in zip(rows, weights, strict=True):
+        named = [j for j in np.argsort(-seen, kind="stable")[:_KEYS] if seen[j] >= 0.05]
+        told = Text("  ").join(Text(f"{keys.labels[j]} {seen[j]:.0%}") for j in named)
+        cells_ = [Text(queries.labels[row], "bold"), told]
+        if picture:
+            cells_.append(
+                Text(" ").join(
+                    Text(label, f"{_ink(w)} on {_blue(w)}") for label, w in zip(keys.labels, seen, strict=True)
+                )
+            )
+        table.add_row(*cells_)
+    return table
+
+
+def figures_of(profile: HeadProfile) -> Text:
+    """Every figure that a head has, by its name in heads.json."""
+    told = [
+        f"{name} {value:.3g}"
+        for name, value in vars(profile).items()
+        if isinstance(value, int | float) and name != "clarity"
+    ]
+    return Text(", ".join(told))
+
+
+def role_table(heads: Heads) -> Table:
+    """Layers by heads, each with its role in short."""
+    widest = max(len(layer.heads) for layer in heads.layers)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("")
+    for h in range(widest):
+        table.add_column(f"H{h}")
+    for layer in heads.layers:
+        roles = [Text(_short(profile.role), "dim" if profile.role == MIXED else "") for profile in layer.heads]
+        table.add_row(f"L{layer.index}", *(roles or [Text("?")]))
+    return table
+
+
+def role_counts(heads: Heads) -> list[str]:
+    """A line for each role, most frequent first: how many heads have it, and the one that shows it best in its own words."""
+    counts = Counter(profile.role for layer in heads.layers for profile in layer.heads)
+    lines = []
+    for role, count in counts.most_common():
+        label, profile = max(
+            (
+                (f"L{layer.index}.H{h}", p)
+                for layer in heads.layers
+                for h, p in enumerate(layer.heads)
+                if p.role == role
+            ),
+            key=lambda pair: pair[1].clarity,
+        )
+        lines.append(f"{_short(role):>5}  {count:>3}  {role}: {label}, {profile.because}")
+    return lines
+
+
+def _short(role: str) -> str:
+    return _SHORT.get(role, role)
+
+
+def _blue(weight: float) -> str:
+    """From near white to dark blue, by the square root of a weight."""
+    share = float(np.sqrt(min(max(float(weight), 0.0), 1.0)))
+    low, high = (244, 247, 252), (8, 48, 107)
+    return "rgb({},{},{})".format(*(round(a + (b - a) * share) for a, b in zip(low, high, strict=True)))
+
+
+def _ink(weight: float) -> str:
+    return "rgb(255,255,255)" if weight > 0.39 else "rgb(0,0,0)"  # contrast of 4.5 or more

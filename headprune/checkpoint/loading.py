@@ -1,0 +1,68 @@
+"""How a saved folder loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from headprune.checkpoint import remote_code
+from headprune.jsonio import read_json
+
+SIDECAR = "headprune.json"
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a folder that headprune saved loads.
+
+    Attributes:
+        through: The class of transformers that loads it, such as ``"AutoModelForCausalLM"``; "" where `headprune.load` alone does.
+        remote: Whether ``trust_remote_code=True`` is needed: the stock class cannot state the model.
+        why: Why it cannot; "" if it can, or if that is not known.
+    """
+
+    through: str
+    remote: bool = False
+    why: str = ""
+
+    def call(self, folder: str = "folder") -> str:
+        """The call, for people.
+
+        >>> Loading("AutoModel", True).call()
+        'AutoModel.from_pretrained(folder, trust_remote_code=True)'
+        """
+        if not self.through:
+            return f"headprune.load({folder})"
+        return f"{self.through}.from_pretrained({folder}{', trust_remote_code=True' if self.remote else ''})"
+
+
+def loading_of(folder: str | Path) -> Loading:
+    """How a folder that `save` wrote loads.
+
+    Raises:
+        HeadPruneError: It is no such folder, or damaged.
+    """
+    import transformers
+
+    path = Path(folder)
+    why = str(read_json(path / SIDECAR, "checkpoint").get("why_not_stock", ""))
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        name = str(config["architectures"][0])
+    except (OSError, ValueError, LookupError, TypeError):
+        return Loading("")
+    if "headprune" in config:
+        own = f"{remote_code.FILE.removesuffix('.py')}.{name}"
+        auto = _usual(auto for auto, cls in dict(config.get("auto_map", {})).items() if cls == own)
+        return Loading(auto, bool(auto), why)
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        return Loading("")
+    return Loading(_usual(auto for auto, own in remote_code.auto_classes(cls).items() if own == name) or name)
+
+
+def _usual(autos: Iterable[str]) -> str:
+    """The auto class by which people load a model, of those that serve its class; "" for none."""
+    return min(autos, key=lambda auto: (auto == "AutoModelForPreTraining", auto != "AutoModel", auto), default="")

@@ -1,0 +1,35 @@
+"""`headprune push`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headprune.cli.app import app
+from headprune.cli.options import Manner, by_groups
+from headprune.cli.session import session
+
+
+@app.command(epilog="Example: `headprune push reports/MODEL-1/pruned-36 me/smaller --private`")
+@by_groups
+def push(
+    folder: Annotated[Path, typer.Argument(help="A folder that headprune saved; or a run folder with one.")],
+    repo: Annotated[str, typer.Argument(help="Where to: user/name. It is made if it is not there.")],
+    manner: Manner,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+) -> None:
+    """Upload a saved model to the Hugging Face Hub, with its model card. Needs `hf auth login`, or HF_TOKEN."""
+    with session(manner) as console:
+        from headprune import checkpoint
+        from headprune.app.models import pruned_in
+
+        source = pruned_in(folder)
+        if (source / "config.json").is_file():
+            checkpoint.load(source)  # what is damaged should not be what others get
+        url = checkpoint.upload(
+            source, repo, private=private or None, commit_message="Upload a model pruned by headprune"
+        )
+        console.result(url)
+        console.document({"folder": str(source), "url": url})

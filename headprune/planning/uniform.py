@@ -1,0 +1,146 @@
+"""Plans with one number of heads for all layers, within what the model's stock class can state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from headprune.planning.order import Order
+from headprune.planning.strategies import Search, strategy
+from headprune.planning.units import Unit
+from headprune.pruned import SharedPositionBias
+from headprune.stock import Counts, alike, pattern
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Layers that keep one number of heads.
+
+    Attributes:
+        layers: Their positions.
+        rows: What goes, first to last: a unit of every layer at a time.
+        stops: After how many rows the model may stay as it is.
+    """
+
+    layers: list[int]
+    rows: list[tuple[Unit, ...]]
+    stops: list[int]
+
+
+@strategy("uniform")
+def uniform(search: Search, levels: Sequence[int]) -> Order:
+    """The same number of heads in every layer, as the stock class can state it; in each, the most important ones.
+
+    Which numbers it can state is tried on copies of the model without weights; a step goes from one such number to the next. Where layers
+    share something for each head (T5's position bias), they lose the same heads: those with the least score in sum. Parts of the model
+    that cannot be stated (such as the image encoder of a language model that sees) keep all heads. If no part can, or if the model is
+    not seen (`headprune.plan`), a step takes a unit from every layer that has as many heads and groups.
+    """
+    columns, groups = search.units(), alike(search.layers)
+    counts = Counts.of(search.model, search.layers)
+    parts = [part for same in groups for part in _stated(search, counts, same, columns)] if counts else []
+    stays, notes, stated = list[str](), list[str](), bool(parts)
+    if counts and parts:
+        there = {i for part in parts for i in part.layers}
+        if left := [layer.name for i, layer in enumerate(search.layers) if i not in there and layer.prunable]:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            stays.append(f"{left[0]}{more}: {counts.name} cannot have another number of heads there")
+        if any(part.stops[-1] < len(part.rows) for part in parts):
+            stays.append(f"{counts.name} cannot have fewer heads in every layer")
+        if not counts.has_place_for_biases():
+            notes.append(
+                f"{counts.name} has no place for biases that its output projections lack, so repair adds none."
+            )
+        notes += [_possible(search, counts, part, len(parts) > 1) for part in parts]
+    else:
+        rows = [_rows(same, columns) for same in groups]
+        parts = [_Part(same, r, list(range(1, len(r) + 1))) for same, r in zip(groups, rows, strict=True)]
+        if counts:
+            notes.append(
+                f"{counts.name} cannot have another number of heads, so the folder loads with trust_remote_code=True "
+                "(headprune export FOLDER --to stock --pad makes one that loads without, as large as the dense model)."
+            )
+    queue: list[tuple[float, int, list[Unit]]] = []
+    for part in parts:
+        heads = search.layers[part.layers[0]].num_heads
+        lengths = [len(columns[i]) for i in part.layers]
+        if min(lengths) < max(lengths):  # the layer that must keep most decides for all
+            held = search.layers[part.layers[lengths.index(min(lengths))]].name
+            stays.append(f"{held} can lose no more, and every layer keeps as many")
+        for start, stop in zip([0, *part.stops], part.stops, strict=False):
+            sizes = [len(row[0].heads) for row in part.rows[:stop]]
+            middle = (sum(sizes[:start]) + sum(sizes)) / 2 / heads
+            queue.append((middle, part.layers[0], [unit for row in part.rows[start:stop] for unit in row]))
+    steps = [search.step(*units) for *_, units in sorted(queue)]
+    return replace(search.order(steps, "uniform", *notes, stays=stays), stock=stated)
+
+
+def _stated(search: Search, counts: Counts, same: list[int], columns: Sequence[list[Unit]]) -> list[_Part]:
+    """The parts of some layers with numbers of heads that the stock class can have: all of them, or else those of one kind each."""
+    whole = _best(search, counts, same, columns)
+    if whole.stops:
+        return [whole]
+    kinds = _kinds(search, same)
+    return [part for kind in kinds if len(kinds) > 1 and (part := _best(search, counts, kind, columns)).stops]
+
+
+def _kinds(search: Search, layers: Sequence[int]) -> list[list[int]]:
+    """Layers whose names differ by numbers alone."""
+    found: dict[str, list[int]] = {}
+    for i in layers:
+        found.setdefault(pattern(search.layers[i].name), []).append(i)
+    return list(found.values())
+
+
+def _best(search: Search, counts: Counts, layers: list[int], columns: Sequence[list[Unit]]) -> _Part:
+    """Each layer loses the heads that it misses least, or, where the class can state more models so, layers of a kind the same."""
+
+    def tried(kinds: Sequence[Sequence[int]]) -> _Part:
+        rows = _rows(layers, _tied(columns, kinds))
+        found = cache(
+            lambda stop: counts.statement(search.step(*(unit for row in rows[:stop] for unit in row))) is not None
+        )
+        few = {1, len(rows) // 2, len(rows) - 1, len(rows)}  # a class that has none of these has none
+        stops = range(1, len(rows) + 1) if any(found(stop) for stop in few if 0 < stop <= len(rows)) else ()
+        return _Part(layers, rows, [stop for stop in stops if found(stop)])
+
+    free, kinds = tried([]), [kind for kind in _kinds(search, layers) if _may_share(search, kind)]
+    if not kinds or len((best := tried(kinds)).stops) <= len(free.stops):
+        return free
+    for kind in list(kinds):  # not all of them need to lose the same
+        others = [k for k in kinds if k != kind]
+        if (part := tried(others)).stops == best.stops:
+            kinds, best = others, part
+    return best
+
+
+def _may_share(search: Search, layers: Sequence[int]) -> bool:
+    """Whether some layers take something for each head that is made for all of them."""
+    of = [search.layers[i] for i in layers]
+    assert search.model is not None
+    return any(a.arguments or SharedPositionBias.needed_by(search.model.get_submodule(a.module)) for a in of)
+
+
+def _tied(columns: Sequence[list[Unit]], kinds: Sequence[Sequence[int]]) -> list[list[Unit]]:
+    """What each layer may lose, where layers of some kinds lose the same: in the order of the layers' mean scores."""
+    found = list(columns)
+    for kind in kinds:
+        scores = [{unit.heads: unit.score for unit in columns[i]} for i in kind]
+        common = [heads for heads in scores[0] if all(heads in own for own in scores)]
+        ranked = sorted(common, key=lambda heads: (sum(own[heads] for own in scores), heads))
+        for i, own in zip(kind, scores, strict=True):
+            found[i] = [Unit(own[heads], i, heads) for heads in ranked]
+    return found
+
+
+def _rows(layers: Sequence[int], columns: Sequence[list[Unit]]) -> list[tuple[Unit, ...]]:
+    return list(zip(*(columns[i] for i in layers), strict=False))
+
+
+def _possible(search: Search, counts: Counts, part: _Part, several: bool) -> str:
+    """The numbers of heads that the class can have, in words."""
+    first = search.layers[part.layers[0]]
+    kept = [first.num_heads - sum(len(row[0].heads) for row in part.rows[:stop]) for stop in (0, *part.stops)]
+    where = f"layers such as {first.name}" if several else "every layer"
+    return f"{counts.name} can have {', '.join(map(str, kept))} heads in {where}."
