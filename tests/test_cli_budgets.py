@@ -134,7 +134,7 @@ def test_a_plan_edited_by_hand(scored: Path, bert_folder: Path, data_folder: Pat
     }  # fmt: skip
     assert len(budget_of(here / "own")["random"]) == 3
     text = (here / "own" / "report.md").read_text()
-    assert "(as `mine.json` says)" in text
+    assert "(as <code>mine.json</code> says)" in text
     assert "Nothing was scored" in text
     model = hp.load(here / "own" / "pruned-5")
     assert [layer.attention.self.query.out_features for layer in model.bert.encoder.layer] == [24, 16]

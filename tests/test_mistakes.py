@@ -58,11 +58,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 SCORE = ["score", "{bert}", "-d", "{data}"]
 PRUNE = ["prune", "{bert}", "-d", "{data}"]
+ALSO = [*PRUNE, "-k", "4", "--also"]
 BENCH = ["bench", "{bert}", "{bert}"]
 HUGE = "99999999999999999999"
 
 # (what is typed, what stderr says, exit code). None of these may load a model.
 EARLY: list[tuple[list[str], str, int]] = [
+    # second data that are none
+    ([*ALSO, "{files}/gone.jsonl"], "There is no file or folder", 1),
+    ([*ALSO, "{files}/empty.jsonl"], "empty.jsonl is empty", 1),
+    ([*ALSO, " "], "names no dataset", 1),
     # a model that is none
     (["score", "", "-d", "{data}"], "No model was named", 1),
     (["score", "  ", "-d", "{data}"], "No model was named", 1),

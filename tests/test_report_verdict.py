@@ -21,7 +21,6 @@ from headprune.app.documents import Metrics, Run
 from headprune.app.report import findings, markdown, numbers, sentences
 from headprune.app.report.figures import colours
 from headprune.app.report.verdict import Kind, against_random, elsewhere, headline_row, loss_within, verdict
-from headprune.app.runs import RunFolder
 from headprune.attention import AttentionLayer
 from headprune.cli import tables
 from headprune.evaluation import Measurement, compare
@@ -218,7 +217,7 @@ def test_repair_that_helped_here_and_hurt_there() -> None:
     assert not elsewhere(read(on_other_data("no measurable change", "better")))
     text = markdown.render(run, [], read(on_other_data("worse", "better")))
     assert "## On other data" in text
-    assert "| notes.txt, 200 examples | 4 (dense) | 60.0 % (50.0 % to 70.0 %) |" in text
+    assert "| `notes.txt`, 200 examples | 4 (dense) | 60.0 % (50.0 % to 70.0 %) |" in text
 
 
 def test_texts_that_were_cut_are_told() -> None:
@@ -255,23 +254,20 @@ def test_no_layers_colours_hide_anothers() -> None:
     assert float(middle(0.0)) == pytest.approx(0.5)
 
 
-def shown(run: Run, metrics: Metrics, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def shown(run: Run, metrics: Metrics, folder: Path) -> str:
     console = Console()
     console.out = RichConsole(file=io.StringIO(), width=400, highlight=False)
-    run.write(folder / "run.json")
     metrics.write(folder / "metrics.json")
-    tables.print_pruned(console, RunFolder(folder))
+    tables._print_results(console, run, metrics)
     found = console.out.file.getvalue()  # type: ignore[attr-defined]
     return re.sub(r" +", " ", found)
 
 
 @pytest.mark.parametrize("path", [*REPORTS, None], ids=lambda p: p.parent.name if p else "other-data")
-def test_report_terminal_and_json_say_the_same(
-    path: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_terminal_and_json_say_the_same(path: Path | None, tmp_path: Path) -> None:
     run = Run.read(path.parent / "run.json") if path else Run.model_validate(RUN)
     metrics = Metrics.read(path) if path else read(on_other_data("worse", "worse"))
-    text, screen = markdown.render(run, [], metrics), shown(run, metrics, tmp_path, monkeypatch)
+    text, screen = markdown.render(run, [], metrics), shown(run, metrics, tmp_path)
     data = json.loads((tmp_path / "metrics.json").read_text())
     first = "\n".join(text.splitlines()[:25])
     head, rows = sentences.table(metrics)
@@ -401,7 +397,7 @@ def test_language_models_are_measured_on_a_text_that_comes_with_headprune(
     (also,) = json.loads((here / "run" / "metrics.json").read_text())["also"]
     assert also["name"] == "plain-english.txt"
     assert also["data"]["examples"] == 40
-    assert "plain-english.txt, 40 examples" in (here / "run" / "report.md").read_text()
+    assert "`plain-english.txt`, 40 examples" in (here / "run" / "report.md").read_text()
 
 
 def test_second_data_that_are_not_there_or_do_not_fit(here: Path, bert_folder: Path, data_folder: Path) -> None:

@@ -29,7 +29,7 @@ def check_local(dataset: str) -> None:
         raise HeadPruneError(f"{dataset} cannot be read: {error.strerror}.", "Check the path.") from None
     if not dataset.strip():
         raise HeadPruneError(
-            "--dataset names no dataset.", "Pass a Hub id, a folder, or a .jsonl, .csv or .parquet file."
+            "--dataset or --also names no dataset.", "Pass a Hub id, a folder, or a .jsonl, .csv or .parquet file."
         )
     if empty:
         raise HeadPruneError(f"{path} is empty.", "Pass a folder or a file with data in it.")

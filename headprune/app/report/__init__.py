@@ -6,6 +6,7 @@ import jinja2
 
 from headprune import checkpoint
 from headprune.app.report import figures, markdown, page
+from headprune.app.report.verdict import verdict
 from headprune.app.runs import RunFolder
 from headprune.app.seeing import draw_all
 from headprune.errors import HeadPruneError
@@ -54,6 +55,6 @@ def _write(folder: RunFolder) -> None:
     heads = folder.read_heads()
     (folder.path / "heads.png").unlink(missing_ok=True)
     if heads is not None and heads.samples:
-        draw_all(folder.path / "heads.png", heads, heads.samples[-1], metrics.budgets[0].drop if metrics else None)
+        draw_all(folder.path / "heads.png", heads, heads.samples[-1], verdict(metrics).budget.drop if metrics else None)
     write_text(folder.report_path, markdown.render(run, scores, metrics, heads))
     write_text(folder.page_path, page.render(run, scores, metrics, heads))
