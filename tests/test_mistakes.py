@@ -276,6 +276,8 @@ def test_a_mistake_is_told_before_anything_is_loaded(
 
 # What only the loaded model can tell, but before any long work.
 LATER: list[tuple[list[str], str]] = [
+    (["show", "{bert}", "--image", "{files}/gone.png"], "it takes no image. Use --text"),
+    (["show", "{bert}", "--text", "a", "--head", "H"], "'H' is no head of this model. Write it as L3.H7"),
     ([*PRUNE, "-L", "10", "--keep", "8"], "keeps all 8 heads, so there is nothing to prune"),
     ([*PRUNE, "-L", "10", "--keep", "2", "--keep", "9"], "more than all 8 heads"),
     ([*PRUNE, "-L", "10", "--keep", "1%"], "leaves no head"),
@@ -340,6 +342,7 @@ def test_every_option_is_in_the_table() -> None:
         "--label-column",
         "--teacher",
         "--train-limit",
+        "--text",
     }
     command: Any = get_command(app)
     tried = {a for arguments, *_ in [*EARLY, *LATER] for a in arguments if a.startswith("-")}

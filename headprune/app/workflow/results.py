@@ -91,13 +91,18 @@ class Control:
 
 
 class _Made(Document):
-    """A pruned model that was saved; ``dtype`` and ``note`` as in `saving.Saved`."""
+    """A pruned model that was saved; ``dtype`` and ``note`` as in `saving.Saved`.
+
+    Attributes:
+        size: Bytes of its folder, before its card is written with the figures of the run.
+    """
 
     repair: Refitted | None
     finetune: Trained | None
     proof: Proved
     dtype: str
     note: str
+    size: int
 
 
 def prune_to(fitted: Fit, control: Control, job: Job) -> tuple[BudgetResult, nn.Module]:
@@ -134,7 +139,7 @@ def prune_to(fitted: Fit, control: Control, job: Job) -> tuple[BudgetResult, nn.
         parameters=latency.parameters(model),
         flops=latency.flops(model, scene.typical_input()),
         checkpoint=path.name,
-        size=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+        size=made.size,
         dtype=made.dtype,
         loads=checkpoint.loading_of(path).call(),
     )
@@ -260,6 +265,7 @@ def _make(job: Job, plan: PruningPlan, path: Path) -> _Made:
         proof=Proved(**asdict(proof), reload_difference=saved.difference),
         dtype=saved.dtype,
         note=saved.note,
+        size=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
     )
 
 
