@@ -178,13 +178,13 @@ def test_chosen_heads_beside_random_ones() -> None:
     metrics = read(data)
     assert (
         sentences.over_random(metrics)
-        == "Yes with 3 heads (+10.00 points, +5.00 to +15.00); no measurable difference with 2 heads."
+        == "Yes with 3 heads (+10.00 points, +5.00 to +15.00); no measurable difference with 2 heads (+10.00 points, +5.00 to +15.00)."
     )
     assert not [c for c in sentences.cautions(Run.model_validate(RUN), metrics) if "random" in c]
     data["budgets"][0]["random"] = [0.5, 0.75]  # beyond chance for these examples, but one draw was better
     metrics = read(data)
-    assert sentences.over_random(metrics) == "No measurable difference."
-    assert "do no better than random ones" in sentences.cautions(Run.model_validate(RUN), metrics)[0]
+    assert sentences.over_random(metrics).startswith("No measurable difference with 3 heads (+10.00 points,")
+    assert "do not measurably better than random ones" in sentences.cautions(Run.model_validate(RUN), metrics)[0]
     assert not sentences.cautions(Run.model_validate(RUN), metrics.changed(planning={"plan": "my.json"}))
 
 
