@@ -5,11 +5,11 @@ BIN := $(VENV)/bin
 # Workers for pytest: two, like the smallest machine this is developed on.
 JOBS ?= 2
 
-.PHONY: demo test test-slow coverage wheel lint types install clean
+.PHONY: demo test test-slow coverage wheel vendor lint types install clean
 
 demo: install  ## train, score, prune and report on scikit-learn's digits
 	@$(BIN)/headprune demo
-	@echo "The report is reports/digits/report.md"
+	@echo "The report is reports/digits/report.md; for a browser, reports/digits/report.html"
 
 test: install  ## the tests that take minutes, not hours
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow"
@@ -28,6 +28,10 @@ wheel: install  ## what `pip install headprune` will install, built and tried ap
 	cp -r reports/digits dist/run
 	cd dist && PYTHONPATH=$$(../$(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])") venv/bin/headprune report run
 	cmp dist/run/report.md reports/digits/report.md
+	cmp dist/run/report.html reports/digits/report.html
+
+vendor: install  ## report.html's chart libraries again, from npm (tools/vendor.py takes other versions)
+	$(BIN)/python tools/vendor.py
 
 lint: install
 	$(BIN)/ruff check .

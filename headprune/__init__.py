@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from headprune.seeing import profile_heads as profile_heads
     from headprune.surgery import Proof as Proof
     from headprune.surgery import prune as prune
+    from headprune.timing import Breakdown as Breakdown
+    from headprune.timing import breakdown as breakdown
     from headprune.trace import find_attention as find_attention
 
 # Loaded on first use, so that `headprune --help` does not wait for torch.
@@ -77,6 +79,8 @@ _HOME = {
     "profile_heads": "seeing",
     "Proof": "surgery",
     "prune": "surgery",
+    "Breakdown": "timing",
+    "breakdown": "timing",
     "find_attention": "trace",
 }
 __all__ = ["__version__", *_HOME]

@@ -107,17 +107,26 @@ def benchmark(
     if not tensors(example):
         raise HeadPruneError("The example holds no tensor.", "Pass what the models' forward() takes.")
     for name, model in models.items():
-        try:
-            with evaluating(model), torch.inference_mode():
-                call(model, move(example, model_device(model)))
-        except Exception as error:
-            raise HeadPruneError(
-                f"The model {name!r} does not run on the example: {type(error).__name__}: {first_line(error)}.",
-                "Pass what the models' forward() takes: a dict of tensors, a tensor or a tuple.",
-            ) from error
+        check_runs(model, example, f"The model {name!r}")
     inputs = [(*example_shape(example), example)]
     (row,) = bench(models, inputs, min_runs=min_runs, min_seconds=min_seconds, progress=progress)
     return row
+
+
+def check_runs(model: nn.Module, example: Example, name: str = "The model") -> None:
+    """Run a model once.
+
+    Raises:
+        HeadPruneError: It does not run on the example.
+    """
+    try:
+        with evaluating(model), torch.inference_mode():
+            call(model, move(example, model_device(model)))
+    except Exception as error:
+        raise HeadPruneError(
+            f"{name} does not run on the example: {type(error).__name__}: {first_line(error)}.",
+            "Pass what the models' forward() takes: a dict of tensors, a tensor or a tuple.",
+        ) from error
 
 
 def without_labels(model: nn.Module, example: Example) -> Example:
@@ -150,7 +159,7 @@ def bench(
         for model in models.values():
             stack.enter_context(evaluating(model))
         for i, (batch, length, example) in enumerate(inputs):
-            times = _timed({name: _arm(model, example) for name, model in models.items()}, min_runs, least)
+            times = in_turn({name: timer(model, example) for name, model in models.items()}, min_runs, least)
             rows.append(_row(batch, length, times))
             if progress:
                 progress(i + 1, len(inputs))
@@ -171,7 +180,7 @@ def bench_calls(
         calls: By name; the others are compared with the first.
         batch, length: What the row says of their input.
     """
-    times = _timed(
+    times = in_turn(
         {name: partial(_clocked, once) for name, once in calls.items()}, min_runs, MIN_SECONDS if min_seconds is None else min_seconds
     )  # fmt: skip
     return _row(batch, length, times)
@@ -183,7 +192,7 @@ def _clocked(once: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1000
 
 
-def _timed(arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds: float) -> dict[str, list[float]]:
+def in_turn(arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds: float) -> dict[str, list[float]]:
     """Milliseconds of each model in each round, after a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():
@@ -195,6 +204,11 @@ def _timed(arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds: 
             times[name].append(arms[name]())
         rounds += 1
     return times
+
+
+def timing(times: Sequence[float]) -> Timing:
+    """What a model's times say, in milliseconds."""
+    return Timing(float(np.median(times)), float(np.percentile(times, 95)), len(times), *_interval(np.asarray(times)))
 
 
 def speedup(dense: Sequence[float], other: Sequence[float]) -> Speedup:
@@ -269,7 +283,7 @@ def cache_bytes(model: nn.Module, example: Example) -> float | None:
     return sum(t.nbytes for t in held) / tokens if tokens else None
 
 
-def _arm(model: nn.Module, example: Example) -> Callable[[], float]:
+def timer(model: nn.Module, example: Example) -> Callable[[], float]:
     """A function that runs the model once and gives the milliseconds it took."""
     device = model_device(model)
     moved = move(example, device)
@@ -297,10 +311,7 @@ def _arm(model: nn.Module, example: Example) -> Callable[[], float]:
 
 def _row(batch: int, length: int, times: Mapping[str, list[float]]) -> LatencyRow:
     first = next(iter(times))
-    timings = {
-        name: Timing(float(np.median(t)), float(np.percentile(t, 95)), len(t), *_interval(np.asarray(t)))
-        for name, t in times.items()
-    }
+    timings = {name: timing(t) for name, t in times.items()}
     speedups = {name: speedup(times[first], t) for name, t in times.items() if name != first}
     return LatencyRow(batch, length, timings, speedups)
 

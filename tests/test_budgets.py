@@ -230,7 +230,7 @@ def test_latency_on_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
         timed.append(latency.parameters(model))
         return lambda: latency.parameters(model) / 1e3
 
-    monkeypatch.setattr(latency, "_arm", arm)
+    monkeypatch.setattr(latency, "timer", arm)
     monkeypatch.setattr(latency, "MIN_SECONDS", 0.0)
     model, example = bert()
     layers = find_attention(model, example)

@@ -42,20 +42,28 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
         "scores.json",
         "run.json",
         "report.md",
+        "report.html",
+        "heads.json",
+        "heads.png",
         "importance.png",
         "agreement.png",
     }
     result = run("prune", "--keep", "50%")
     assert "tiny-bert-1/report.md" in result.stdout
+    assert "tiny-bert-1/report.html" in result.stdout
     names = {
         "scores.json",
         "run.json",
         "report.md",
+        "report.html",
+        "heads.json",
+        "heads.png",
         "importance.png",
         "agreement.png",
         "tradeoff.png",
         "orders.png",
         "latency.png",
+        "time.png",
         "plan.json",
         "metrics.json",
         "pruned-4",
@@ -120,6 +128,11 @@ def test_a_causal_lm_with_groups(here: Path, llama_folder: Path, data_folder: Pa
     assert metrics["metric"] == "perplexity"
     assert metrics["budgets"][0]["kept"] == 4
     hp.load(here / "run" / "pruned-5")
+    written = metrics["generation"][0]
+    assert written["cache"]["4 heads"] < written["cache"]["dense"]
+    assert metrics["time"][0]["bounds"].keys() == {"4 heads", "no heads"}
+    assert "**Written tokens**" in (here / "run" / "report.md").read_text()
+    assert "tokens/s" in result.stdout
 
 
 def test_a_saved_folder_is_a_model(scored: Path, here: Path, data_folder: Path) -> None:
@@ -141,6 +154,7 @@ def test_a_saved_folder_is_a_model(scored: Path, here: Path, data_folder: Path) 
         ).stdout
     )
     assert rows["rows"][0]["batch"] == 1
+    assert sum(rows["time"][0]["parts"].values()) == pytest.approx(rows["time"][0]["total"])
 
 
 def test_dry_runs_write_nothing(here: Path, bert_folder: Path, data_folder: Path) -> None:
@@ -394,6 +408,9 @@ def test_scoring_again_leaves_no_figures_of_the_old_prune(pruned: Path, bert_fol
         "scores.json",
         "run.json",
         "report.md",
+        "report.html",
+        "heads.json",
+        "heads.png",
         "importance.png",
     }
     assert "pruned-" not in (pruned / "report.md").read_text().split("## How it was measured")[0]

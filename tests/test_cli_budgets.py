@@ -22,7 +22,7 @@ def _counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     def arm(model: torch.nn.Module, example: Any) -> Any:
         return lambda: latency.parameters(model) / 1000
 
-    monkeypatch.setattr(latency, "_arm", arm)
+    monkeypatch.setattr(latency, "timer", arm)
     monkeypatch.setattr(latency, "MIN_SECONDS", 0.0)
     monkeypatch.setattr("headprune.app.workflow.timing._shapes", lambda scene: [(2, 8)])
 

@@ -68,6 +68,7 @@ EARLY: list[tuple[list[str], str, int]] = [
     ([*ALSO, "{files}/gone.jsonl"], "There is no file or folder", 1),
     ([*ALSO, "{files}/empty.jsonl"], "empty.jsonl is empty", 1),
     ([*ALSO, " "], "names no dataset", 1),
+    ([*PRUNE, "-k", "4", "--export", "tflite"], "There is no export format 'tflite'", 1),
     # a model that is none
     (["score", "", "-d", "{data}"], "No model was named", 1),
     (["score", "  ", "-d", "{data}"], "No model was named", 1),

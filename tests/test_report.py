@@ -9,7 +9,7 @@ import torch
 import headprune as hp
 from headprune.app.documents import Metrics, Run
 from headprune.app.report import markdown
-from tests.support.documents import LAYER, MEASURED, METRICS, RUN, repaired
+from tests.support.documents import GENERATION, LAYER, MEASURED, METRICS, RUN, TIME, repaired
 
 
 def scores(values: list[float], method: str = "ablation") -> hp.HeadScores:
@@ -258,3 +258,36 @@ def test_what_decided_between_orders_is_shown() -> None:
     for order in compared:
         order["plans"] = [{"budget": "keep 2", "kept": 2, "loss": 0.5}]
     assert "plans' loss, in nats" in render(metrics)
+
+
+def test_where_the_time_goes() -> None:
+    assert "Where the time goes" not in render()  # a run folder from before it was measured
+    metrics = {**METRICS, "time": [TIME]}
+    text = render(metrics)
+    assert (
+        "At batch 1 x 9 tokens, 38% of the dense model's time is attention and 42% feed-forward: pruning heads cannot make it more than "
+        "1.60 times as fast, and pruning neurons is the next thing to try. With 2 heads it is 1.01 times as fast, of at most 1.25 "
+        "(81% of what this plan can gain)." in text
+    )
+    assert "| batch 1 x 9 tokens | 2.00 | 25.0% | 12.5% | 42.5% | 5.0% | 5.0% | 10.0% | 1.01x of 1.25x (81%) |" in text
+    assert "is launch overhead, which fewer heads do not save" not in text
+    assert "Written tokens" not in text
+    assert "Energy is not in this report" in text
+    waits = {**TIME, "parts": {**TIME["parts"], "feed-forward": 0.25, "launch overhead": 0.8}}
+    text = render({**METRICS, "time": [waits]})
+    assert "40% is launch overhead, which fewer heads do not save: use larger batches, or compile the model." in text
+    assert "pruning neurons" not in text
+
+
+def test_written_tokens_and_energy() -> None:
+    used = {
+        "batch": 1, "length": 9, "counter": "RAPL", "joules": {"dense": 2.5, "2 heads": 0.5},
+        "ratios": {"2 heads": (5.0, 4.9, 5.1)},
+    }  # fmt: skip
+    text = render({**METRICS, "time": [TIME], "generation": [GENERATION], "energy": used})
+    assert "| batch 1 x 9 tokens | dense | 2.00 |  | 2.00 |  | 500.0 | 12.3 kB |" in text
+    assert (
+        "| batch 1 x 9 tokens | 2 heads | 2.00 | 1.01x (0.98 to 1.04) | 1.60 | 1.25x (1.20 to 1.30) | 625.0 | 6,144 B |"
+        in text
+    )
+    assert "by RAPL: dense 2.5 J; 2 heads 500 mJ (dense energy over its energy: 5.00x, 4.90 to 5.10)" in text

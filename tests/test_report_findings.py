@@ -13,7 +13,7 @@ from headprune.attention import AttentionLayer
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow, Speedup
 from headprune.scoring.agreement import Agreement
-from tests.support.documents import METRICS, repaired
+from tests.support.documents import METRICS, TIME, repaired
 
 LAYER = AttentionLayer("attn", 0, "encoder", 4, 4, 8)
 CHANGED = Change("accuracy", 0.05, -0.01, 0.1, 0.2, "no measurable change")
@@ -114,3 +114,18 @@ def test_pairs_that_cannot_be_compared_come_last() -> None:
 ])  # fmt: skip
 def test_numbers(written: str, expected: str) -> None:
     assert written == expected
+
+
+def test_the_largest_input_is_what_the_time_is_told_of() -> None:
+    other = {**TIME, "batch": 8, "total": 9.0, "bounds": {"2 heads": 1.3}}
+    latency = {
+        **METRICS["latency"],
+        "rows": [*METRICS["latency"]["rows"], {**METRICS["latency"]["rows"][0], "batch": 8}],
+    }
+    found = findings.where_time_goes(Metrics.model_validate({**METRICS, "time": [TIME, other], "latency": latency}))
+    assert found is not None
+    assert found.largest.batch == 8
+    assert (found.beside, found.most, found.waiting) == ("feed-forward", 1.3, None)
+    assert [(g.row.batch, g.bound) for g in found.gains] == [(1, 1.25), (8, 1.3)]
+    assert [g.share for g in found.at_largest] == [pytest.approx(1.01 / 1.3)]
+    assert findings.where_time_goes(Metrics.model_validate(METRICS)) is None

@@ -39,7 +39,7 @@ def decoder() -> Problem:
 @pytest.fixture
 def counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that counts parameters."""
-    monkeypatch.setattr(latency, "_arm", lambda model, example: lambda: latency.parameters(model) / 1000)
+    monkeypatch.setattr(latency, "timer", lambda model, example: lambda: latency.parameters(model) / 1000)
     monkeypatch.setattr(latency, "MIN_SECONDS", 0.0)
 
 

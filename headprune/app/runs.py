@@ -21,8 +21,8 @@ from headprune.scoring.base import HeadScores, load_scores
 REPORTS = Path("reports")
 # What a run is made of; a new one in its place replaces all of it.
 PARTS = (
-    "scores.json", "run.json", "metrics.json", "heads.json", "plan*.json", "pruned-*",
-    "report.md", "importance.png", "agreement.png", "tradeoff.png", "orders.png", "latency.png", "heads.png",
+    "scores.json", "run.json", "metrics.json", "heads.json", "plan*.json", "pruned-*", "report.md", "report.html",
+    "importance.png", "agreement.png", "tradeoff.png", "orders.png", "latency.png", "time.png", "heads.png",
 )  # fmt: skip
 
 
@@ -49,6 +49,10 @@ class RunFolder(Folder):
     @property
     def report_path(self) -> Path:
         return self.path / "report.md"
+
+    @property
+    def page_path(self) -> Path:
+        return self.path / "report.html"
 
     def plan_path(self, keep: int, first: bool) -> Path:
         """The first budget's plan is plan.json; further ones carry their number."""

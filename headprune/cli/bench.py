@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,10 +31,13 @@ def bench(
     dtype: Dtype = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Time two models against each other, in turn, on the same inputs; or two files that `headprune export` wrote, in their engine."""
+    """Time two models in turn, and say where the first one's time goes; or two files that `headprune export` wrote, in their engine."""
     with session(manner) as console:
         from headprune import exporting, latency
         from headprune.app.models import check_length, dummy_input, load_model
+        from headprune.app.workflow import timing
+        from headprune.timing import energy
+        from headprune.trace import find_attention
 
         sizes, tokens = numbers_in("--batch-sizes", batch_sizes), numbers_in("--lengths", lengths)
         files = {"dense": Path(dense), "pruned": Path(pruned)}
@@ -59,9 +62,27 @@ def bench(
         for loaded in (first, second) if any(used) else ():
             check_length(loaded, max(used))
         inputs = [(b, t, dummy_input(first, b, t or 1)) for t in used for b in sizes]
+        models = {"dense": first.model, "pruned": second.model}
         with console.track("timing") as progress:
-            rows = latency.bench({"dense": first.model, "pruned": second.model}, inputs, progress=progress)
+            rows = latency.bench(models, inputs, progress=progress)
+        parts = []
+        try:
+            layers = find_attention(first.model, dummy_input(first, 2, min(used) or 1))
+            parts = timing.time_parts(first.model, layers, inputs, {}, console)
+        except HeadPruneError as error:  # such as a model without attention: its latency is known all the same
+            console.say(f"Where the time goes is not known: {error.args[0]}")
+        written = timing.time_generation(models, inputs[: len(sizes)], console)
+        used_energy = energy(models, inputs[-1][2])
         before, after = (latency.parameters(loaded.model) for loaded in (first, second))
         tables.print_latency(console, rows)
         console.result(f"Parameters: {before:,} and {after:,} ({after / before - 1:+.1%})")
-        console.document({"rows": [row.to_json() for row in rows]})
+        tables.print_time(console, parts)
+        tables.print_generation(console, written)
+        tables.print_energy(console, used_energy)
+        found: dict[str, list[Any]] = {
+            "time": parts,
+            "generation": written,
+            "energy": [used_energy] if used_energy else [],
+        }
+        more = {name: [row.to_json() for row in made] for name, made in found.items() if made}
+        console.document({"rows": [row.to_json() for row in rows], **more})

@@ -19,7 +19,7 @@ def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     manner: Manner,
 ) -> None:
-    """Write a run's markdown and figures again, from its JSON documents."""
+    """Write a run's report.md, figures and report.html again, from its JSON documents."""
     with session(manner) as console:
         from headprune.app import report as room
         from headprune.app.runs import RunFolder, command_line
@@ -35,5 +35,5 @@ def report(
         folder.read_run()
         with folder.locked(command_line()):
             room.write(folder)
-        console.result(str(folder.report_path))
-        console.document({"folder": str(folder.path), "report": str(folder.report_path)})
+        console.result(f"{folder.report_path}\n{folder.page_path}")
+        console.document({"folder": str(folder.path), "report": str(folder.report_path), "page": str(folder.page_path)})

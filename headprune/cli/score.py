@@ -66,5 +66,7 @@ def score(
                 workflow.score_run(options, methods, folder, console)
             scores = folder.read_scores()
             tables.print_scores(console, scores)
-            console.result(f"\nReport: {folder.report_path}\nNext:   headprune prune --keep 50% -o {folder.path}")
+            console.result(
+                f"\nReport: {folder.report_path}\nPage:   {folder.page_path}\nNext:   headprune prune --keep 50% -o {folder.path}"
+            )
             console.document({"folder": str(folder.path), "scores": [s.to_json() for s in scores]})

@@ -9,11 +9,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headprune.app.console import Console
-    from headprune.app.documents import FinetuneRecord, Metrics, Run
+    from headprune.app.documents import FinetuneRecord, Metrics, Run, TimeParts
     from headprune.app.runs import RunFolder
     from headprune.budgets import Fit
     from headprune.latency import LatencyRow
     from headprune.scoring import HeadScores
+    from headprune.timing import EnergyRow, GenerationRow
 
 
 def print_scores(console: Console, scores: list[HeadScores]) -> None:
@@ -90,7 +91,7 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
     metrics = folder.read_metrics()
     assert metrics is not None
     _print_results(console, folder.read_run(), metrics)
-    console.result(f"\nReport: {folder.report_path}")
+    console.result(f"\nReport: {folder.report_path}\nPage:   {folder.page_path}")
     for b in metrics.budgets:
         console.result(f"Model:  {folder.path / b.checkpoint}")
         print_loading(console, folder.path / b.checkpoint)
@@ -127,6 +128,8 @@ def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
     from rich.table import Table
 
     from headprune.app.report import sentences
+    from headprune.app.report.findings import where_time_goes
+    from headprune.app.report.numbers import shape
 
     head, rows = sentences.table(metrics)
     table = Table(box=None, title="Dense and pruned", title_justify="left")
@@ -148,6 +151,15 @@ def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
                 f"{b.kept} heads: repair of {', '.join(left_out)} did no better on held-out examples; left out."
             )
     print_latency(console, metrics.latency.rows)
+    print_time(console, metrics.time)
+    if goes := where_time_goes(metrics):
+        for gain in goes.at_largest:
+            console.result(
+                f"{gain.name}, {shape(gain.row)}: {gain.achieved.ratio:.2f}x of at most {gain.bound:.2f}x that this plan can gain."
+            )
+    print_generation(console, metrics.generation)
+    if metrics.energy:
+        print_energy(console, metrics.energy)
 
 
 def print_finetuned(console: Console, record: FinetuneRecord) -> None:
@@ -182,3 +194,57 @@ def print_latency(console: Console, rows: Sequence[LatencyRow]) -> None:
             where = ""
     console.result("")
     console.table(table)
+
+
+def print_time(console: Console, rows: Sequence[TimeParts]) -> None:
+    if not rows:
+        return
+    from rich.table import Table
+
+    from headprune.app.report.numbers import shape
+
+    table = Table(box=None, title="Where the dense model's time goes", title_justify="left")
+    for column in ("input", "ms", *rows[0].parts, "at most, without heads"):
+        table.add_column(column)
+    for row in rows:
+        shares = (f"{share:.0%}" for share in row.shares.values())
+        table.add_row(shape(row), f"{row.total:.2f}", *shares, f"{max(row.bounds.values()):.2f}x")
+    console.result("")
+    console.table(table)
+
+
+def print_generation(console: Console, rows: Sequence[GenerationRow]) -> None:
+    if not rows:
+        return
+    from rich.table import Table
+
+    from headprune.app.report.numbers import cache, ratio, shape
+
+    table = Table(box=None, title="Writing tokens, dense against pruned in turn", title_justify="left")
+    for column in ("prompt", "model", "prefill, ms", "ms per token", "speed-up (95 %)", "tokens/s", "cache per token"):
+        table.add_column(column)
+    for row in rows:
+        where = shape(row)
+        for name, token in row.token.items():
+            faster = ratio(row.token_speedups[name]) if name in row.token_speedups else ""
+            table.add_row(
+                where, name, f"{row.prefill[name].median:.2f}", f"{token.median:.2f}", faster,
+                f"{row.tokens_per_second[name]:,.1f}", cache(row.cache[name]),
+            )  # fmt: skip
+            where = ""
+    console.result("")
+    console.table(table)
+
+
+def print_energy(console: Console, row: EnergyRow | None) -> None:
+    from headprune.app.report.numbers import joules, shape
+
+    if row is None:
+        console.say("Energy was not measured: nothing counts it here (RAPL, NVML), or it may not be read.")
+        return
+    used = []
+    for name, amount in row.joules.items():
+        ratio, low, high = row.ratios.get(name, (None, None, None))
+        beside = "" if ratio is None else f" (dense energy over its energy: {ratio:.2f}x, {low:.2f} to {high:.2f})"
+        used.append(f"{name} {joules(amount)}{beside}")
+    console.result(f"Energy of a pass at {shape(row)}, by {row.counter}: {'; '.join(used)}.")

@@ -21,8 +21,8 @@ class HeadProfile:
         reach: Distance as a share of what a plain average over the keys in sight would give.
         previous, next, itself: Shares of the keys at -1, +1 and 0 from the query.
         first: Share of the first token that is no padding.
-        separator: Share of the separators, such as [SEP]; None where the data has none.
-        same: Share of other positions with the query's own token, over the queries that have such a position in sight.
+        separator: Share of the separators, such as [SEP]; None where too few queries have one in sight (fewer than 20, and than half).
+        same: Share of other positions with the query's own token, over the queries that have such a position in sight, at least 20.
         sink: Share of keys that are no tokens, such as a learned attention sink.
         rare: How many queries have their largest weight on one of the two tokens that are rarest in their example; frequencies
             are those of the data.

@@ -166,7 +166,7 @@ class Sums:
     def _of(self, head: int) -> HeadProfile:
         def mean(figure: str, fewest: float = 0.0) -> float | None:
             over = float(self.over[figure][head]) if figure in self.over else 0.0
-            return float(self.total[figure][head]) / over if over > fewest else None
+            return float(self.total[figure][head]) / over if over > max(fewest, 0.0) else None
 
         found: dict[str, Any] = {
             figure: mean(figure)
@@ -175,7 +175,6 @@ class Sums:
                 "next",
                 "itself",
                 "first",
-                "separator",
                 "sink",
                 "rare",
                 "rare_chance",
@@ -195,7 +194,8 @@ class Sums:
             largest=mean("largest") or 0.0,
             distance=distance,
             reach=distance / even if distance is not None and even else None,
-            same=mean("same", _FEW - 1),
+            separator=mean("separator", min(_FEW, self.queries / 2) - 0.5),
+            same=mean("same", _FEW - 0.5),
             **found,
         )
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch
+
+from headprune.app.documents import Heads, LayerProfile, Positions, Sample, SampleLayer
 from headprune.attention import AttentionLayer
+from headprune.scoring.base import HeadScores
 from headprune.seeing import HeadProfile
 
+# What a page or a terminal must show as it is.
+HOSTILE = """</script><script>alert("1")</script><img src=x onerror=alert(2)> & "'`{{ 7*7 }}"""
 LAYER = AttentionLayer("block.0.attn", 0, "encoder", 4, 4, 8)
 SPEED = {"ratio": 1.01, "low": 0.98, "high": 1.04, "verdict": "no measurable change"}
 TIMING = {"median": 2.0, "p95": 2.5, "runs": 20, "low": 1.9, "high": 2.1}
@@ -103,6 +110,47 @@ def repaired(**more: Any) -> dict[str, Any]:
         "layers": {LAYER.name: fit}, "examples": 100, "mixtures": 0, "passes": 9, "biases": [], "notes": [],
         "answers": None, "without": MEASURED, **more,
     }  # fmt: skip
+
+
+TIME: dict[str, Any] = {
+    "batch": 1, "length": 9, "total": 2.0, "bounds": {"2 heads": 1.25, "no heads": 1.6},
+    "parts": {
+        "attention projections": 0.5, "attention itself": 0.25, "feed-forward": 0.85, "embeddings and head": 0.1, "the rest": 0.1,
+        "launch overhead": 0.2,
+    },
+}  # fmt: skip
+GENERATION: dict[str, Any] = {
+    "batch": 1, "length": 9, "new": 16, "prefill": {"dense": TIMING, "2 heads": TIMING},
+    "token": {"dense": TIMING, "2 heads": {**TIMING, "median": 1.6}}, "prefill_speedups": {"2 heads": SPEED},
+    "token_speedups": {"2 heads": {**SPEED, "ratio": 1.25, "low": 1.2, "high": 1.3, "verdict": "faster"}},
+    "tokens_per_second": {"dense": 500.0, "2 heads": 625.0}, "cache": {"dense": 12288.0, "2 heads": 6144.0},
+}  # fmt: skip
+
+
+def scores_of(values: list[float], method: str = "ablation", layer: AttentionLayer = LAYER) -> HeadScores:
+    """Scores of one layer's heads."""
+    return HeadScores(
+        method, "loss (nats) added when the head is removed", {layer.name: torch.tensor(values, dtype=torch.float64)},
+        {layer.name: torch.full((len(values),), 0.01, dtype=torch.float64)}, 100, (layer,),
+    )  # fmt: skip
+
+
+def heads_document(title: str = "", token: str = "a", role: str = "", samples: int = 1) -> Heads:
+    """What heads.json says of the one layer: three tokens, and head h attends to token h - 1 alone."""
+    weights = np.zeros((4, 3, 3), np.float32)
+    for h in range(4):
+        weights[h, :, max(0, h - 1)] = 1
+    profile = HeadProfile(9, 1.25, role=role, because="0.81 of its attention goes there" if role else "")
+    return Heads(
+        examples=1, tokens=3, unit="tokens", layers=(
+            LayerProfile(name=LAYER.name, index=0, kind="encoder", heads=(profile,) * 4),
+        ), samples=tuple(
+            Sample(
+                title=title or f"sample {i}", positions={"input": Positions(labels=(token, "b", "c"))},
+                layers=(SampleLayer.packed(0, weights, "input", "input"),),
+            ) for i in range(samples)
+        ),
+    )  # fmt: skip
 
 
 def _profile(role: str, clarity: float) -> dict[str, Any]:

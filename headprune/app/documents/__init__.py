@@ -37,10 +37,15 @@ from headprune.app.documents.metrics import (
     Refitted,
     Repaired,
     StepTrial,
+    TimeParts,
     Trained,
 )
 from headprune.app.documents.run import LayerFacts, ModelFacts, Run
 
 __all__ = [
-    "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "ComparedOrder", "ComparedPlan", "Cut", "Dense", "Document", "EngineLatency", "Environment", "Epoch", "Examples", "ExportedModel", "File", "FinetuneFacts", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Heads", "Latency", "LayerFacts", "LayerProfile", "Measured", "Metrics", "ModelFacts", "PlannedWork", "Planning", "Point", "Positions", "Proved", "Refitted", "Repaired", "Run", "Sample", "SampleLayer", "StepTrial", "Trained", "Training", "TrainingOptions",
+    "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "ComparedOrder", "ComparedPlan", "Cut", "Dense", "Document",
+    "EngineLatency", "Environment", "Epoch", "Examples", "ExportedModel", "File", "FinetuneFacts", "FinetuneRecord",
+    "FinetunedChanges", "FinetunedModels", "Heads", "Latency", "LayerFacts", "LayerProfile", "Measured", "Metrics",
+    "ModelFacts", "PlannedWork", "Planning", "Point", "Positions", "Proved", "Refitted", "Repaired", "Run", "Sample",
+    "SampleLayer", "StepTrial", "TimeParts", "Trained", "Training", "TrainingOptions",
 ]  # fmt: skip

@@ -58,7 +58,9 @@ class SampleLayer(Document):
         queries, keys: Which of the sample's ``positions`` these are.
         rows: The positions of the queries that are held, where those are not all (an image has too many); None if they are all.
         shape: Heads, queries that are held, keys.
-        weights: Bytes in base64, in the order of ``shape`` (keys fastest): each a weight times 255, rounded.
+        weights: Bytes in base64, in the order of ``shape`` (keys fastest): each a weight divided by ``scale``, times 255, rounded.
+        scale: The weight that 255 stands for: 1, or the largest of the layer where the rows of an image are not all held, whose
+            weights are small.
     """
 
     layer: int
@@ -67,20 +69,24 @@ class SampleLayer(Document):
     rows: tuple[int, ...] | None = None
     shape: tuple[int, int, int]
     weights: str
+    scale: float = 1.0
 
     @classmethod
     def packed(
         cls, layer: int, weights: NDArray[np.float32], queries: str, keys: str, rows: tuple[int, ...] | None = None
     ) -> Self:
         """From weights ``[heads, queries, keys]`` between 0 and 1."""
-        data = base64.b64encode(np.rint(weights * 255).astype(np.uint8).tobytes()).decode()
+        scale = 1.0 if rows is None else float(weights.max()) or 1.0
+        data = base64.b64encode(np.rint(weights / scale * 255).astype(np.uint8).tobytes()).decode()
         heads, held, seen = weights.shape
-        return cls(layer=layer, queries=queries, keys=keys, rows=rows, shape=(heads, held, seen), weights=data)
+        return cls(
+            layer=layer, queries=queries, keys=keys, rows=rows, shape=(heads, held, seen), weights=data, scale=scale
+        )
 
     def unpacked(self) -> NDArray[np.float32]:
-        """The weights ``[heads, queries, keys]``, to within 1/510."""
+        """The weights ``[heads, queries, keys]``, to within ``scale / 510``."""
         data = np.frombuffer(base64.b64decode(self.weights), np.uint8).reshape(self.shape)
-        return np.divide(data, 255, dtype=np.float32)
+        return np.multiply(data, self.scale / 255, dtype=np.float32)
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

@@ -14,6 +14,7 @@ from headprune.evaluation import Change
 from headprune.latency import LatencyRow
 from headprune.planning.effort import Effort
 from headprune.repairing import AnswersRepair, LayerRepair
+from headprune.timing import Breakdown, EnergyRow, GenerationRow
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -317,12 +318,44 @@ class EngineLatency(Document):
     rows: tuple[LatencyRow, ...]
 
 
+class TimeParts(Document):
+    """What the dense model's forward pass on one input spends its time on; see `headprune.Breakdown`.
+
+    Attributes:
+        total: Milliseconds.
+        parts: Milliseconds of each part; they add up to the total.
+        bounds: By the names of the pruned models in the table of latencies: how many times as fast its plan can be at most.
+        stand_ins: Whether plain operations took the place of fused ones.
+    """
+
+    batch: int
+    length: int
+    total: float
+    parts: dict[str, float]
+    bounds: dict[str, float]
+    stand_ins: bool = False
+
+    @classmethod
+    def of(cls, found: Breakdown, bounds: dict[str, float], batch: int, length: int) -> Self:
+        return cls(
+            batch=batch, length=length, total=found.total, parts=found.parts, bounds=bounds, stand_ins=found.stand_ins
+        )
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Every part's share of the total."""
+        return {name: time / self.total for name, time in self.parts.items()}
+
+
 class Metrics(File):
     """What was measured of the dense model and of the pruned ones.
 
     Attributes:
         environment: Where they were measured; scores may have been made elsewhere.
         curve: The trade-off between heads and the metric.
+        time: For each input of ``latency.rows``; none where the device's time cannot be looked into.
+        generation: For models that write text.
+        energy: On the largest input; None where the machine does not count it.
         also: Second datasets.
     """
 
@@ -335,6 +368,9 @@ class Metrics(File):
     budgets: tuple[BudgetResult, ...]
     curve: tuple[Point, ...]
     latency: Latency
+    time: tuple[TimeParts, ...] = ()
+    generation: tuple[GenerationRow, ...] = ()
+    energy: EnergyRow | None = None
     also: tuple[AlsoData, ...] = ()
     exports: tuple[ExportedModel, ...] = ()
     engines: tuple[EngineLatency, ...] = ()

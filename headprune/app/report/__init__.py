@@ -1,11 +1,11 @@
-"""The report of a run: markdown and figures, made from the run folder's documents alone."""
+"""The report of a run: markdown with figures and one HTML page, made from the run folder's documents alone."""
 
 from __future__ import annotations
 
 import jinja2
 
 from headprune import checkpoint
-from headprune.app.report import figures, markdown
+from headprune.app.report import figures, markdown, page
 from headprune.app.report.verdict import verdict
 from headprune.app.runs import RunFolder
 from headprune.app.seeing import draw_all
@@ -24,7 +24,7 @@ def write_cards(folder: RunFolder) -> None:
 
 
 def write(folder: RunFolder) -> None:
-    """Write ``report.md`` and its figures; doing it again gives the same text.
+    """Write ``report.md``, its figures and ``report.html``; doing it again gives the same text.
 
     Raises:
         HeadPruneError: A document is missing or damaged.
@@ -50,8 +50,11 @@ def _write(folder: RunFolder) -> None:
         figures.trade_off(folder.path / "tradeoff.png", metrics)
         figures.orders(folder.path / "orders.png", metrics)
         figures.latency(folder.path / "latency.png", metrics.latency)
+        if metrics.time:
+            figures.time_parts(folder.path / "time.png", metrics.time)
     heads = folder.read_heads()
     (folder.path / "heads.png").unlink(missing_ok=True)
     if heads is not None and heads.samples:
         draw_all(folder.path / "heads.png", heads, heads.samples[-1], verdict(metrics).budget.drop if metrics else None)
     write_text(folder.report_path, markdown.render(run, scores, metrics, heads))
+    write_text(folder.page_path, page.render(run, scores, metrics, heads))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headprune.app.documents import Latency, Metrics
+from headprune.app.documents import Latency, Metrics, TimeParts
 from headprune.app.report.findings import trained_on_choosing
 from headprune.app.report.verdict import verdict
 from headprune.scoring.agreement import agreements, chance
@@ -237,6 +237,37 @@ def latency(path: Path, times: Latency) -> None:
         axis.set_title(f"batch {row.batch}{tokens}", fontsize=9)
         axis.set_ylim(bottom=0)
     axes[0].set_ylabel("ms per forward pass\n(bar: median, line: to the 95th percentile)", fontsize=8)
+    _save(figure, path)
+
+
+# What pruning heads can save is blue.
+_PARTS = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#bfbfbf", "#595959")
+
+
+def time_parts(path: Path, rows: Sequence[TimeParts]) -> None:
+    """The shares of the dense model's time: a bar for each input."""
+    figure, (axis,) = _figure(7.2, 1.2 + 0.42 * len(rows), 1)
+    for i, row in enumerate(rows):
+        left = 0.0
+        for colour, (part, share) in zip(_PARTS, row.shares.items(), strict=True):
+            axis.barh(i, share, left=left, color=colour, height=0.72, label=part if i == 0 else None)
+            if share >= 0.05:
+                light = colour in ("#56B4E9", "#E69F00", "#bfbfbf")
+                axis.text(
+                    left + share / 2, i, f"{100 * share:.0f} %", ha="center", va="center", fontsize=8,
+                    color="black" if light else "white",
+                )  # fmt: skip
+            left += share
+    tokens = (f" x {row.length} tokens" if row.length else "" for row in rows)
+    axis.set_yticks(
+        range(len(rows)), [f"batch {row.batch}{t}" for row, t in zip(rows, tokens, strict=True)], fontsize=8
+    )
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1)
+    axis.set_xticks([])
+    for side in ("top", "right", "bottom"):
+        axis.spines[side].set_visible(False)
+    axis.legend(fontsize=8, frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     _save(figure, path)
 
 

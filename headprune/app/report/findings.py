@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headprune.app.documents import BudgetResult, Latency, Metrics, Point, Repaired
+from headprune.app.documents import BudgetResult, Latency, Metrics, Point, Repaired, TimeParts
 from headprune.latency import LatencyRow, Speedup
 from headprune.scoring.agreement import Agreement
 from headprune.scoring.base import HeadScores
+from headprune.timing.parts import ATTENTION, LAUNCH, PROJECTIONS
 from headprune.uncertainty import FEW
 
 _SHOWN = 8  # heads at each end of a method's list
@@ -63,6 +64,75 @@ def speed(latency: Latency, name: str) -> Speed:
         limits = [(row, row.speedups[bound].ratio) for row in latency.rows]
         most = max(limits, key=lambda limit: limit[1])
     return Speed(rows, sum(s.verdict != "faster" for _, s in rows), most)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a pruned model gained on an input, and the most that its plan can gain there (Amdahl's law)."""
+
+    row: TimeParts
+    name: str
+    achieved: Speedup
+    bound: float
+
+    @property
+    def share(self) -> float:
+        """Achieved over bound."""
+        return self.achieved.ratio / self.bound
+
+
+@dataclass(frozen=True)
+class WhereTimeGoes:
+    """What the dense model's time says to somebody who wants it faster.
+
+    Attributes:
+        rows: By input.
+        largest: The one with most tokens.
+        beside: The part of it that takes most of the time, but for attention.
+        most: How many times as fast it would be without the time of all heads that can go.
+        waiting: The input with the largest share of launch overhead, if it is much (`_MUCH`).
+        gains: Of every pruned model on every input, those that keep most heads first.
+    """
+
+    rows: tuple[TimeParts, ...]
+    largest: TimeParts
+    beside: str
+    most: float
+    waiting: TimeParts | None
+    gains: list[Gain]
+
+    @property
+    def attention(self) -> float:
+        """The share of attention in the largest input: its projections and itself."""
+        return sum(self.largest.shares[part] for part in (PROJECTIONS, ATTENTION))
+
+    @property
+    def at_largest(self) -> list[Gain]:
+        """The gains on the largest input."""
+        return [gain for gain in self.gains if gain.row is self.largest]
+
+
+_MUCH = 0.25
+
+
+def where_time_goes(metrics: Metrics) -> WhereTimeGoes | None:
+    """What the breakdowns of the dense model say; None where none were made."""
+    if not metrics.time:
+        return None
+    largest = max(metrics.time, key=lambda row: (row.batch * max(1, row.length), row.total))
+    others = {part: share for part, share in largest.shares.items() if part not in (PROJECTIONS, ATTENTION)}
+    waiting = max(metrics.time, key=lambda row: row.shares[LAUNCH])
+    speedups = {(row.batch, row.length): row.speedups for row in metrics.latency.rows}
+    gains = [
+        Gain(row, b.name, speedups[row.batch, row.length][b.name], row.bounds[b.name])
+        for b in largest_first(metrics) for row in metrics.time
+        if b.name in row.bounds and b.name in speedups.get((row.batch, row.length), {})
+    ]  # fmt: skip
+    most = max(largest.bounds.values())
+    return WhereTimeGoes(
+        metrics.time, largest, max(others, key=others.__getitem__), most,
+        waiting if waiting.shares[LAUNCH] >= _MUCH else None, gains,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -74,14 +74,14 @@ def _environment() -> jinja2.Environment:
         f.__name__: f for f in (
             numbers.value, numbers.change, numbers.ratio, numbers.shape, numbers.flops, numbers.measured, numbers.ridge,
             numbers.rank, numbers.known, numbers.measured_value, shlex.quote, numbers.with_error, numbers.device,
-            numbers.without_places,
+            numbers.without_places, numbers.cache, numbers.joules,
         )
     } | {"code": code, "fmt": format, "thousands": lambda number: f"{number:,}", "plain": seen.plain}  # fmt: skip
     made.globals |= {
         f.__name__: f for f in (
             findings.chosen_by, findings.speed, findings.trade_off,
             findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.limits_metric, findings.fewest_rounds,
-            findings.closest_first, chance, verdict, sentences.headline, sentences.table, sentences.rule, sentences.over_random,
+            findings.closest_first, findings.where_time_goes, chance, verdict, sentences.headline, sentences.table, sentences.rule, sentences.over_random,
             sentences.cautions, sentences.stay_though_low, seen.roles, seen.told_removed,
         )
     } | {"about": _about, "WARM_UP": WARM_UP}  # fmt: skip

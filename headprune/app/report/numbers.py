@@ -6,9 +6,10 @@ import os
 import shlex
 from pathlib import Path
 
-from headprune.app.documents import Asked, BudgetResult, Environment, Measured
+from headprune.app.documents import Asked, BudgetResult, Environment, Measured, TimeParts
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow, Speedup
+from headprune.timing import EnergyRow, GenerationRow
 
 
 def value(number: float, metric: str) -> str:
@@ -55,7 +56,7 @@ def ratio(speedup: Speedup) -> str:
     return f"{speedup.ratio:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
 
 
-def shape(row: LatencyRow | Asked) -> str:
+def shape(row: LatencyRow | Asked | TimeParts | GenerationRow | EnergyRow) -> str:
     """The input that was timed."""
     return f"batch {row.batch}" + (f" x {row.length} tokens" if row.length else "")
 
@@ -66,6 +67,16 @@ def flops(count: int) -> str:
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count:,}"
+
+
+def cache(size: float) -> str:
+    """Bytes of a key/value cache."""
+    return f"{size:,.0f} B" if size < 10_000 else f"{size / 1000:,.1f} kB"
+
+
+def joules(amount: float) -> str:
+    """Energy, in J or mJ."""
+    return f"{amount:.3g} J" if amount >= 1 else f"{1000 * amount:.3g} mJ"
 
 
 def measured(result: BudgetResult) -> str:

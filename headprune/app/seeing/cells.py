@@ -40,12 +40,16 @@ def layer_of(sample: Sample, index: int) -> SampleLayer | None:
 
 
 def cells(sample: Sample, layer: SampleLayer) -> NDArray[np.float32]:
-    """A table for each head: queries by keys; for an image whose rows are not all held, its patches as the first position sees them."""
+    """A table for each head: queries by keys; for an image whose rows are not all held, its patches as the first position sees
+    them, each head scaled to its largest weight.
+    """
     weights = layer.unpacked()
     grid = sample.positions[layer.keys].grid
     if layer.rows is None or grid is None:
         return weights
-    return weights[:, 0, -grid[0] * grid[1] :].reshape(-1, *grid)
+    seen = weights[:, 0, -grid[0] * grid[1] :]
+    scaled: NDArray[np.float32] = seen / np.maximum(seen.max(axis=1, keepdims=True), 1e-9)
+    return scaled.reshape(-1, *grid)
 
 
 def resized(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:

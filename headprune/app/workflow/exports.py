@@ -14,7 +14,7 @@ from headprune import checkpoint
 from headprune.app.documents import BudgetResult, EngineLatency, Environment, ExportedModel
 from headprune.app.precision import widen
 from headprune.app.workflow.results import Job
-from headprune.app.workflow.timing import timed_inputs
+from headprune.app.workflow.timing import inputs
 from headprune.errors import HeadPruneError
 from headprune.exporting import Exported, export, format_named, is_exported, time_onnx
 
@@ -72,7 +72,7 @@ def _in_turn(job: Job, name: str, files: dict[str, Path]) -> dict[str, Any]:
     dense = job.stages.path / f"dense{format_named(name).suffix}"  # for the times alone
     with job.console.track(f"timing {name}"):
         _export(job, copy.deepcopy(job.scene.model).to("cpu"), name, dense)
-        rows = [time_onnx({"dense": dense, **files}, example) for _, _, example in timed_inputs(job.scene)]
+        rows = [time_onnx({"dense": dense, **files}, example) for _, _, example in inputs(job.scene)]
     return EngineLatency(format=name, rows=tuple(rows)).to_json()
 
 

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -34,13 +35,14 @@ from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.scoring import run_after, run_document, score_all, write_heads
 from headprune.app.workflow.stages import publish, stages_of
 from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, trade_off, trials_of
-from headprune.app.workflow.timing import time_models
+from headprune.app.workflow.timing import inputs, time_generation, time_models, time_parts
 from headprune.budgets import Fit, Reading
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.plans import PruningPlan
 from headprune.scoring import HeadScores, save_scores
 from headprune.searching import candidates, orders_of
+from headprune.timing import energy
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
         ),
         budgets=tuple(result for result, _ in made),
         curve=tuple(curve),
-        latency=_timed(job, environment, made),
+        **_timed(job, environment, made),
         also=tuple(
             AlsoData(name=part.name, data=Examples.of(part), dense=Measured.of(found, scene.metric))
             for part, found in zip(scene.parts.also, also, strict=True)
@@ -202,14 +204,36 @@ def _with_exports(job: Job, metrics: Metrics, formats: Sequence[str]) -> Metrics
     return metrics.changed(exports=made, engines=exports.timed(job, made, environment))
 
 
-def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult, nn.Module]]) -> Latency:
-    """The latency of all models; on another machine it is timed again."""
-    models = {r.name: model for r, model in sorted(made, key=lambda pair: -pair[0].kept)}
-    return job.stages.get(
-        f"latency {environment}",
-        lambda: time_models(job.scene, {"dense": job.scene.model, **models}, job.console).to_json(),
-        Latency.model_validate,
+def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult, nn.Module]]) -> dict[str, Any]:
+    """What is measured of time and energy, as fields of `Metrics`; on another machine it is measured again."""
+    scene, console, stages = job.scene, job.console, job.stages
+    largest = sorted(made, key=lambda pair: -pair[0].kept)
+    models = {"dense": scene.model, **{result.name: model for result, model in largest}}
+    plans = {result.name: {name: list(heads) for name, heads in result.drop.items()} for result, _ in largest}
+    latencies = stages.get(
+        f"latency {environment}", lambda: time_models(scene, models, console).to_json(), Latency.model_validate
     )
+    shapes = inputs(scene)
+    more: dict[str, Callable[[], Any]] = {
+        "time": lambda: [row.to_json() for row in time_parts(scene.model, scene.layers, shapes, plans, console)],
+        # From prompts of median length: they come first.
+        "generation": lambda: [
+            row.to_json() for row in time_generation(models, [s for s in shapes if s[1] == shapes[0][1]], console)
+        ],
+        "energy": lambda: (row := energy(models, shapes[-1][2])) and row.to_json(),
+    }
+
+    def tried(name: str) -> Any:
+        try:
+            return more[name]()
+        except Exception as error:  # such as a model that does not go on from its own cache: the run is worth more
+            console.say(
+                f"No {name} is in the report: it could not be measured ({type(error).__name__}: {first_line(error)})."
+            )
+            return None
+
+    found = {name: stages.get(f"{name} {environment}", partial(tried, name), lambda made: made) for name in more}
+    return {"latency": latencies, **{name: value for name, value in found.items() if value}}
 
 
 class _KeptFit(Document):

@@ -1,17 +1,26 @@
-"""Latency of the dense and every pruned model, over shapes of input."""
+"""Latency of the dense and every pruned model over shapes of input, and where the time goes."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from headprune import latency
-from headprune.app.documents import Latency
+from headprune.app.documents import Latency, TimeParts
 from headprune.app.workflow.scene import Console, Scene
+from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.surgery import prune
+from headprune.timing import GenerationRow, breakdown, generation
+
+NO_HEADS = "no heads"
+"""The name of the model without prunable heads."""
+
+Shapes = Sequence[tuple[int, int, Any]]
+"""Inputs as (batch, tokens, example)."""
 
 _BOUND_LIMIT = 2_000_000_000  # parameters; above this a third copy of the model is too much to ask
 
@@ -19,25 +28,60 @@ _BOUND_LIMIT = 2_000_000_000  # parameters; above this a third copy of the model
 def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) -> Latency:
     """Latency of the dense and every pruned model, with the bound: the model without (nearly) all heads."""
     bound, ghosts = None, 0
-    everything = {layer.name: list(range(layer.num_heads)) for layer in scene.layers if layer.prunable}
     if latency.parameters(scene.model) < _BOUND_LIMIT:
         empty = copy.deepcopy(scene.model)
         try:
-            ghosts = len(prune(empty, everything, scene.example, layers=scene.layers).ghosts)
-            bound = "no heads"
+            ghosts = len(prune(empty, _everything(scene.layers), scene.example, layers=scene.layers).ghosts)
+            bound = NO_HEADS
             models = {**models, bound: empty}
         except HeadPruneError as error:
             console.say(f"The bound could not be timed: {error.args[0]}")
     with console.track("timing") as progress:
-        rows = latency.bench(models, timed_inputs(scene), progress=progress)
+        rows = latency.bench(models, inputs(scene), progress=progress)
     typical = latency.example_shape(scene.typical_input())[1]
     return Latency(rows=tuple(rows), bound=bound, bound_ghosts=ghosts, typical_length=typical)
 
 
-def timed_inputs(scene: Scene) -> list[tuple[int, int, dict[str, Any]]]:
-    """What is timed: (batch, tokens, example) each."""
+def time_parts(
+    model: nn.Module, layers: Sequence[AttentionLayer], shapes: Shapes, plans: Mapping[str, Heads], console: Console
+) -> list[TimeParts]:
+    """What the dense model's passes spend their time on, with the most that each plan can gain of it.
+
+    Args:
+        plans: The heads that go, by the name of the pruned model; that of the model without heads is added.
+    """
+    found, plans = [], {**plans, NO_HEADS: _everything(layers)}
+    with console.track("where the time goes") as progress:
+        for i, (batch, length, example) in enumerate(shapes):
+            made = breakdown(model, example, layers=layers)
+            bounds = {name: made.bound(drop) for name, drop in plans.items()}
+            found.append(TimeParts.of(made, bounds, batch, length))
+            progress(i + 1, len(shapes))
+    return found
+
+
+def time_generation(models: Mapping[str, nn.Module], prompts: Shapes, console: Console) -> list[GenerationRow]:
+    """How fast the dense and the pruned models write; [] where they do not."""
+    rows: list[GenerationRow] = []
+    with console.track("writing tokens") as progress:
+        for i, (_, _, example) in enumerate(prompts):
+            row = generation(models, example)
+            if row is None:
+                return []
+            rows.append(row)
+            progress(i + 1, len(prompts))
+    return rows
+
+
+def inputs(scene: Scene) -> list[tuple[int, int, dict[str, Any]]]:
+    """What is timed, as (batch, tokens, example); the largest is the last."""
     examples = [(batch, _shaped(scene, batch, length)) for batch, length in _shapes(scene)]
     return [(batch, latency.example_shape(example)[1], example) for batch, example in examples]
+
+
+def _everything(layers: Sequence[AttentionLayer]) -> Heads:
+    """Every head that can go."""
+    return {layer.name: list(range(layer.num_heads)) for layer in layers if layer.prunable}
 
 
 def budget_input(scene: Scene) -> dict[str, Any]:
