@@ -184,7 +184,7 @@ def test_chosen_heads_beside_random_ones() -> None:
     data["budgets"][0]["random"] = [0.5, 0.75]  # beyond chance for these examples, but one draw was better
     metrics = read(data)
     assert sentences.over_random(metrics).startswith("No measurable difference with 3 heads (+10.00 points,")
-    assert "do not measurably better than random ones" in sentences.cautions(Run.model_validate(RUN), metrics)[0]
+    assert "do not do measurably better than random ones" in sentences.cautions(Run.model_validate(RUN), metrics)[0]
     assert not sentences.cautions(Run.model_validate(RUN), metrics.changed(planning={"plan": "my.json"}))
 
 

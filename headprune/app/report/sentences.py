@@ -99,7 +99,7 @@ def cautions(run: Run, metrics: Metrics) -> list[str]:
     metric, told = metrics.metric, []
     if all(against_random(metrics, b).verdict != "better" for b in metrics.budgets) and not _of_user(metrics):
         told.append(
-            "The chosen heads do not measurably better than random ones in the same number, so this run is no evidence that it matters which go."
+            "The chosen heads do not do measurably better than random ones in the same number, so this run is no evidence that it matters which go."
         )
     if (trained := findings.trained_on_choosing(metrics)) is not None:
         split = run.parts.choose.split
