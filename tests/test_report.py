@@ -44,7 +44,7 @@ def test_figures_and_bad_news() -> None:
     )
     assert "L0 (block.0.attn): H1, H2" in text
     assert text.count("Caution") == 1  # 70.0 % is no better than the best of the random draws
-    assert "The chosen heads do no better than random ones in the same number" in text
+    assert "The chosen heads do not do measurably better than random ones in the same number" in text
 
 
 def test_a_control_that_was_repaired_by_less_stands_beside_heads_repaired_alike() -> None:

@@ -81,17 +81,14 @@ def over_random(metrics: Metrics) -> str:
         ("worse", "no, worse"),
         ("no measurable difference", "no measurable difference"),
     ):
-        if some := [r for r in found if r.verdict == word]:
-            gains = [f"{r.budget.kept} heads{_gain(r, metrics.metric)}" for r in some]
-            told.append(answer if len(some) == len(found) and word[0] == "n" else f"{answer} with {_listed(gains)}")
+        if some := [f"{r.budget.kept} heads{_gain(r, metrics.metric)}" for r in found if r.verdict == word]:
+            told.append(f"{answer} with {_listed(some)}")
     text = "; ".join(told)
     return f"{text[0].upper()}{text[1:]}."
 
 
 def _gain(found: AgainstRandom, metric: str) -> str:
-    """What choosing gained, where it made a difference."""
-    if found.verdict not in ("better", "worse"):
-        return ""
+    """What choosing gained."""
     if found.change is None:
         return f" ({numbers.value(found.value, metric)} against {numbers.value(found.mean, metric)})"
     return f" ({numbers.change(found.change, metric).replace(' (', ', ')}"
@@ -102,7 +99,7 @@ def cautions(run: Run, metrics: Metrics) -> list[str]:
     metric, told = metrics.metric, []
     if all(against_random(metrics, b).verdict != "better" for b in metrics.budgets) and not _of_user(metrics):
         told.append(
-            "The chosen heads do no better than random ones in the same number, so this run is no evidence that it matters which go."
+            "The chosen heads do not do measurably better than random ones in the same number, so this run is no evidence that it matters which go."
         )
     if (trained := findings.trained_on_choosing(metrics)) is not None:
         split = run.parts.choose.split
