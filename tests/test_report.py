@@ -87,7 +87,7 @@ def test_no_measurable_change() -> None:
     assert "**Half of the heads (2 of 4) can go: accuracy 70.0 % against 80.0 % (no measurable change), not" in text
     assert "| **2** |" in text
     assert (
-        "Recommended: 2 heads, since no loss was measured and one of more than 2.5 points is ruled out (at 95 %)."
+        "Recommended: 2 heads, since no loss could be shown and one of more than 2.5 points is ruled out (at 95 %)."
         in text
     )
 

@@ -178,12 +178,15 @@ def test_chosen_heads_beside_random_ones() -> None:
     metrics = read(data)
     assert (
         sentences.over_random(metrics)
-        == "Yes with 3 heads (+10.00 points, +5.00 to +15.00); no measurable difference with 2 heads (+10.00 points, +5.00 to +15.00)."
+        == "Yes with 3 heads (70.0 % against 55.0 %: +10.00 points, +5.00 to +15.00); no measurable difference with 2 heads "
+        "(70.0 % against 55.0 %: +10.00 points, +5.00 to +15.00). The intervals are over examples, not over other draws of random heads."
     )
     assert not [c for c in sentences.cautions(Run.model_validate(RUN), metrics) if "random" in c]
     data["budgets"][0]["random"] = [0.5, 0.75]  # beyond chance for these examples, but one draw was better
     metrics = read(data)
-    assert sentences.over_random(metrics).startswith("No measurable difference with 3 heads (+10.00 points,")
+    assert sentences.over_random(metrics).startswith(
+        "No measurable difference with 3 heads (70.0 % against 62.5 %: +10.00 points,"
+    )
     assert "do not do measurably better than random ones" in sentences.cautions(Run.model_validate(RUN), metrics)[0]
     assert not sentences.cautions(Run.model_validate(RUN), metrics.changed(planning={"plan": "my.json"}))
 
@@ -274,7 +277,7 @@ def test_report_terminal_and_json_say_the_same(path: Path | None, tmp_path: Path
     for line in (sentences.headline(metrics), sentences.over_random(metrics), *sentences.cautions(run, metrics)):
         assert line in first
         assert line in screen
-    hidden = {head.index("random heads"), head.index("saved in")}
+    hidden = {head.index(sentences.RANDOM), head.index(sentences.SAVED)}
     for row in rows:
         assert all(cell in first for cell in row.cells)
         assert " ".join(cell for i, cell in enumerate(row.cells) if cell and i not in hidden) in screen

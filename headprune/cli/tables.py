@@ -133,7 +133,7 @@ def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
 
     head, rows = sentences.table(metrics)
     table = Table(box=None, title="Dense and pruned", title_justify="left")
-    shown = [i for i, name in enumerate(head) if name not in ("random heads", "saved in")]  # both are told below
+    shown = [i for i, name in enumerate(head) if name not in (sentences.RANDOM, sentences.SAVED)]  # both are told below
     for i in shown:
         table.add_column(head[i])
     for row in rows:

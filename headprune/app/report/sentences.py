@@ -26,6 +26,7 @@ _SHARES = {
 }  # fmt: skip
 
 _NAMED = 10  # heads in a list
+RANDOM, SAVED = "random heads (mean, range)", "saved in"  # columns of the table
 
 
 def headline(metrics: Metrics) -> str:
@@ -65,7 +66,7 @@ def rule(metrics: Metrics) -> str:
         if found.recommended:
             return f"Recommended: {found.budget.kept} heads, the fewest with which a loss beyond {limit}, as asked for, is ruled out at 95 %."
         return f"None is recommended: none rules out, on the reported examples, a loss beyond the {limit} that were asked for."
-    what = f"no loss was measured and one of more than {limit} is ruled out (at 95 %)"
+    what = f"no loss could be shown and one of more than {limit} is ruled out (at 95 %)"
     if found.recommended:
         few = "the fewest with which" if len(metrics.budgets) > 1 else "since"
         return f"Recommended: {found.budget.kept} heads, {few} {what}."
@@ -84,14 +85,20 @@ def over_random(metrics: Metrics) -> str:
         if some := [f"{r.budget.kept} heads{_gain(r, metrics.metric)}" for r in found if r.verdict == word]:
             told.append(f"{answer} with {_listed(some)}")
     text = "; ".join(told)
-    return f"{text[0].upper()}{text[1:]}."
+    text = f"{text[0].upper()}{text[1:]}."
+    if any(r.value != r.budget.pruned.metrics[metrics.metric] for r in found):
+        text += " Both were repaired layer by layer alone for this, so these are not the figures of the table."
+    if any(r.change is not None for r in found):
+        text += " The intervals are over examples, not over other draws of random heads."
+    return text
 
 
 def _gain(found: AgainstRandom, metric: str) -> str:
     """What choosing gained."""
+    against = f"{numbers.value(found.value, metric)} against {numbers.value(found.mean, metric)}"
     if found.change is None:
-        return f" ({numbers.value(found.value, metric)} against {numbers.value(found.mean, metric)})"
-    return f" ({numbers.change(found.change, metric).replace(' (', ', ')}"
+        return f" ({against})"
+    return f" ({against}: {numbers.change(found.change, metric).replace(' (', ', ')}"
 
 
 def cautions(run: Run, metrics: Metrics) -> list[str]:
@@ -174,8 +181,8 @@ def table(metrics: Metrics) -> tuple[tuple[str, ...], list[Row]]:
     metric, dense, first = metrics.metric, metrics.dense, headline_row(metrics.latency)
     found = verdict(metrics)
     head = (
-        "heads", f"{metric} (95 %)", "change (95 %)", "verdict", "random heads", f"speed at {numbers.shape(first)} (95 %)",
-        "parameters", "saved in",
+        "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", RANDOM, f"speed at {numbers.shape(first)} (95 %)",
+        "parameters", SAVED,
     )  # fmt: skip
     rows = [
         Row(

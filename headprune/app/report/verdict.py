@@ -17,9 +17,9 @@ TOLERATED_SHARE = 0.05
 class Kind(Enum):
     """What can be said of a run's heads."""
 
-    CAN_GO = "no loss was measured, and one that matters is ruled out"
+    CAN_GO = "no loss could be shown, and one that matters is ruled out"
     AS_ASKED = "the loss stays within what the user allowed"
-    UNSURE = "no loss was measured, but there are too few examples to rule one out"
+    UNSURE = "no loss could be shown, but there are too few examples to rule one out"
     COSTS = "every plan costs something"
     GUESSING = "the dense model is no better than guessing"
 
