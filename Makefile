@@ -15,7 +15,7 @@ test: install  ## the tests that take minutes, not hours
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow"
 
 test-slow: install  ## end-to-end runs, on minilm-rt too where it lies beside the checkout
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m slow
 
 coverage: install  ## every model type of transformers, against docs/coverage.md; about four minutes
 	$(BIN)/python benchmarks/coverage.py --check
