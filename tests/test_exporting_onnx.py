@@ -94,6 +94,7 @@ def command(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
+@pytest.mark.slow
 @runs
 def test_a_pruned_decoder_takes_padding_on_either_side(tmp_path: Path) -> None:
     model, _ = pruned("llama")

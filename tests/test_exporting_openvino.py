@@ -29,6 +29,7 @@ def ask(folder: Path, example: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.from_numpy(compiled({k: v.numpy() for k, v in example.items()})[0])
 
 
+@pytest.mark.slow
 def test_a_pruned_model_with_an_empty_layer(tmp_path: Path) -> None:
     model, _ = pruned("bert")
     assert any(isinstance(module, EmptyAttention | OnlyBias) for module in model.modules())

@@ -136,6 +136,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_in_a_process_without_headprune(tmp_path: Path) -> None:
     """Also generation with a static cache, whose sizes come out of the config."""
     folders = []
