@@ -207,7 +207,7 @@ def _changes(base: Any, ratios: set[Fraction], biases: Sequence[str]) -> Iterato
         for name, value in vars(part).items()
         if "head" in name and not name.startswith("_") and not _WIDTH.search(name) and type(value) is int and value > 0
     ]
-    values = [getattr(parts[i], name) for i, name in fields]
+    values = [vars(parts[i])[name] for i, name in fields]
     alike = [tuple(_share(value, ratio) for value in values) for ratio in sorted(ratios)]
     mixed = islice(product(*([*dict.fromkeys((*(_share(v, r) for r in sorted(ratios)), v))] for v in values)), TRIED)
     for numbers in islice(dict.fromkeys((*alike, *mixed)), TRIED):
@@ -249,10 +249,18 @@ def _widths(parts: Sequence[Any], new: Change) -> Change:
     """A head's width, said in so many words where a class would divide by the number of heads."""
     found: dict[Field, int] = {}
     for i, name in new:
-        whole, heads = getattr(parts[i], "hidden_size", None), getattr(parts[i], name)
-        if type(getattr(parts[i], "head_dim", None)) is not int and isinstance(whole, int) and whole % heads == 0:
+        whole, heads, width = (_value(parts[i], field) for field in ("hidden_size", name, "head_dim"))
+        if type(width) is not int and isinstance(whole, int) and isinstance(heads, int) and whole % heads == 0:
             found[i, "head_dim"] = min(whole // heads, found.get((i, "head_dim"), whole))
     return dict(found)
+
+
+def _value(config: Any, name: str) -> Any:
+    """A field of a config; None where there is none, or one for each layer, which transformers raises an error of its own for."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
 
 
 def _fits(
