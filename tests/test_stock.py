@@ -290,3 +290,16 @@ def test_counts_that_a_class_can_have() -> None:
     able = [n for n in range(1, 7) if counts.statement({a.name: list(range(n, 6)) for a in layers})]
     assert able == [1, 2, 3, 4, 6]
     assert Counts.of(torch.nn.Linear(2, 2), layers) is None
+
+
+def test_a_field_that_differs_by_layer_is_no_field() -> None:
+    """transformers raises an error of its own for it (diffusion_gemma), which is no AttributeError."""
+
+    class ByLayer:
+        hidden_size, num_heads = 32, 4
+
+        @property
+        def head_dim(self) -> int:
+            raise RuntimeError("'head_dim' may vary across layers")
+
+    assert statement._widths([ByLayer()], {(0, "num_heads"): 2}) == {(0, "head_dim"): 8}
