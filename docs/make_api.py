@@ -123,7 +123,8 @@ def arrow(annotation: Any) -> str:
 
 def shown(p: inspect.Parameter) -> str:
     """An argument with its type and default."""
-    text = p.name if p.annotation is p.empty else f"{p.name}: {p.annotation}"
+    name = f"**{p.name}" if p.kind is p.VAR_KEYWORD else p.name
+    text = name if p.annotation is p.empty else f"{name}: {p.annotation}"
     if p.default is p.empty:
         return text
     made = type(p.default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS"

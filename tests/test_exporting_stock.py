@@ -64,6 +64,9 @@ def test_padded(name: str, emptied: bool, tmp_path: Path) -> None:
     assert facts["kept"] < facts["stored"] <= facts["dense"]
     assert f"Padding saves nothing: {facts['kept']} heads are kept, and {facts['stored']} are stored" in done.notes[0]
     assert done.summary.endswith("of the largest")
+    card = (done.path / "README.md").read_text()
+    assert "heads of zeros fill their places" in card
+    assert "No attention head was removed" not in card
     again = hp.load(done.path)
     assert sum(a.num_heads for a in hp.find_attention(again, example)) == facts["stored"]
 

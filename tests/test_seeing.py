@@ -499,3 +499,16 @@ def test_a_layer_that_cannot_be_seen_has_no_profile() -> None:
 
 def test_a_head_without_figures_is_mixed() -> None:
     assert with_role(hp.HeadProfile(5, 1.0, largest=0.4)).role == "mixed"
+
+
+def test_a_head_whose_largest_weight_is_on_the_position_itself() -> None:
+    from headprune.seeing import HeadProfile
+    from headprune.seeing.roles import _elsewhere
+
+    def told(position: int) -> str:
+        found = _elsewhere(HeadProfile(90, 1.25, position=position, pointing=0.95))
+        assert found is not None
+        return found[1]
+
+    assert told(0) == "its largest weight is on the position itself for 95 % of queries"
+    assert told(-3).startswith("its largest weight is 3 tokens back")

@@ -66,8 +66,8 @@ def _elsewhere(profile: HeadProfile) -> tuple[float, str] | None:
     step, share = profile.position, profile.pointing or 0.0
     if step is None or share < POINTS:
         return None
-    side = "on" if step > 0 else "back"
-    return share, f"its largest weight is {abs(step)} tokens {side} for {percent(share)} of queries"
+    where = f"{abs(step)} tokens {'on' if step > 0 else 'back'}" if step else "on the position itself"
+    return share, f"its largest weight is {where} for {percent(share)} of queries"
 
 
 def _rare(profile: HeadProfile) -> tuple[float, str] | None:

@@ -5,10 +5,10 @@ the class has the pruned model's tensors (`statement`); `stock_instance` makes a
 (`instance`); `Counts` says which numbers of heads the class can have (`counts`); `padded` fills other models up with heads of zeros (`padding`).
 """
 
-from headprune.stock.counts import Counts, alike, pattern
+from headprune.stock.counts import Counts, alike
 from headprune.stock.instance import built, prove, stock_instance
 from headprune.stock.padding import padded
-from headprune.stock.statement import CannotStateError, Statement, configs_in, dense_class, statements
+from headprune.stock.statement import CannotStateError, Statement, configs_in, dense_class, pattern, statements
 
 __all__ = [
     "CannotStateError",

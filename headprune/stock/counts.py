@@ -8,7 +8,7 @@ from torch import nn
 
 from headprune.attention import AttentionLayer
 from headprune.pruned import add_biases
-from headprune.stock.statement import CannotStateError, Known, Statement, dense_class, meta_copy, pattern, statements
+from headprune.stock.statement import CannotStateError, Known, Statement, dense_class, meta_copy, statements
 from headprune.surgery import remove
 from headprune.surgery.removal import ways
 
@@ -59,6 +59,3 @@ def alike(layers: Sequence[AttentionLayer]) -> list[list[int]]:
     for i, layer in enumerate(layers):
         found.setdefault((layer.num_heads, layer.num_kv_heads), []).append(i)
     return list(found.values())
-
-
-__all__ = ["Counts", "alike", "pattern"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.forms import remember_forms, remembered
 from headprune.inputs import Example
-from headprune.pruned import add_biases, removed, structure_of
+from headprune.pruned import add_biases, note_was_repaired, removed, structure_of, was_repaired
 from headprune.stock.counts import Counts, alike
 from headprune.stock.instance import built, prove, with_state
 from headprune.stock.statement import CannotStateError, Statement, dense_class, on_meta, plain
@@ -52,6 +52,8 @@ def padded(model: Any) -> tuple[Any, dict[str, Any]]:
             why = why or error
         else:
             remember_forms(stock, remembered(model))
+            if was_repaired(model):
+                note_was_repaired(stock)
             return stock, {
                 "kept": sum(map(len, kept.values())), "stored": stored, "dense": sum(a.num_heads for a in layers),
             }  # fmt: skip
@@ -146,7 +148,7 @@ def _placed(
             module._buffers[own] = numbers
     touched = [layer for layer in theirs if drop[layer.name]]
     remove(target, ways(touched, {layer.name: drop[layer.name] for layer in touched})[0])
-    origin, state = target.state_dict(), {}
+    origin = target.state_dict()
     like = next(t for t in given.values() if t.is_floating_point())
     state = {name: like.new_zeros(sizes[name]) for name in moved}
     for name, value in given.items():

@@ -64,7 +64,7 @@ def generation(
         min_rounds: Rounds, at least; in each every model writes once.
 
     Returns:
-        The times; None if the first model does not write text, or keeps no key/value cache.
+        The times; None if the first model does not write text, if any keeps no key/value cache, or if the prompt leaves no place for a token.
     """
     dense = next(iter(models.values()))
     if not getattr(dense, "can_generate", bool)() or not isinstance(example, Mapping):

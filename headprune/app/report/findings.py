@@ -89,7 +89,8 @@ class WhereTimeGoes:
         rows: By input.
         largest: The one with most tokens.
         beside: The part of it that takes most of the time, but for attention.
-        most: How many times as fast it would be without the time of all heads that can go.
+        most: How many times as fast it would be without the time of all heads that can go, by the breakdown.
+        timed: The same, timed: the model without them; None where there was none.
         waiting: The input with the largest share of launch overhead, if it is much (`_MUCH`).
         gains: Of every pruned model on every input, those that keep most heads first.
     """
@@ -98,6 +99,7 @@ class WhereTimeGoes:
     largest: TimeParts
     beside: str
     most: float
+    timed: float | None
     waiting: TimeParts | None
     gains: list[Gain]
 
@@ -128,9 +130,10 @@ def where_time_goes(metrics: Metrics) -> WhereTimeGoes | None:
         for b in largest_first(metrics) for row in metrics.time
         if b.name in row.bounds and b.name in speedups.get((row.batch, row.length), {})
     ]  # fmt: skip
-    most = max(largest.bounds.values())
+    most, bound = max(largest.bounds.values()), metrics.latency.bound
+    emptied = speedups.get((largest.batch, largest.length), {}).get(bound or "")
     return WhereTimeGoes(
-        metrics.time, largest, max(others, key=others.__getitem__), most,
+        metrics.time, largest, max(others, key=others.__getitem__), most, emptied.ratio if emptied else None,
         waiting if waiting.shares[LAUNCH] >= _MUCH else None, gains,
     )  # fmt: skip
 
