@@ -1,0 +1,682 @@
+"""The exercise of *Dive into Deep Learning* that began this project, worked through: writes docs/exercise.md and docs/exercise.zh.md.
+
+    python benchmarks/exercise.py                  # everything: figures.json, the pictures, both documents
+    python benchmarks/exercise.py --only speed     # only the times; everything else stays (on an idle machine: a minute or two)
+    python benchmarks/exercise.py --render         # only the documents, from docs/exercise/figures.json
+
+Two models are looked at, scored and pruned: the book's own Transformer, trained here in about a minute (exercise_translator.py), and
+minilm-rt, a real BERT (build_minilm_rt.py). Both documents are rendered from templates in docs/exercise/; what their prose claims is
+checked (`claims`) whenever figures are made. Code in the documents is cut out of this file. The last line of stdout is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import platform
+import re
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import exercise_pictures as pictures
+import exercise_translator as translator
+import jinja2
+import numpy as np
+import torch
+import transformers
+from scipy.stats import spearmanr
+from torch import nn
+
+import headprune as hp
+
+ROOT = Path(__file__).parent.parent
+HOME = ROOT / "docs" / "exercise"
+FIGURES = HOME / "figures.json"
+DOCUMENTS = {"en": ROOT / "docs" / "exercise.md", "zh": ROOT / "docs" / "exercise.zh.md"}
+MINILM = ROOT.parent / "shared" / "real" / "minilm-rt"
+STAGES = ("d2l", "bert", "speed")
+NUMBER = 7394  # the translator's example: seven thousand three hundred ninety four
+SENTENCE = "the movie is not as bad as you might expect , but it never makes you laugh ."
+Batch = dict[str, torch.Tensor]
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to study, and its three parts of data.
+
+    Attributes:
+        score, choose, report: Batches of examples; no example is in two parts.
+        fresh: Of the reporting part, those examples on which every head is really removed by itself.
+        methods: Ways to score, by headprune's names; "logits" is ablation measured by the divergence from the dense answers.
+        keep: How many heads stay: the first is what all methods are compared at, the second the plan that is carried out.
+        draws, repaired: Random plans, and how many of them are repaired.
+        repair: Options of the repair that is the same for every plan.
+        read: From a measurement to the one that is reported.
+        curve: At how many removed heads the loss of all together is measured.
+    """
+
+    name: str
+    model: nn.Module
+    layers: list[hp.AttentionLayer]
+    score: list[Batch]
+    choose: list[Batch]
+    report: list[Batch]
+    fresh: list[Batch]
+    methods: tuple[str, ...]
+    keep: tuple[int, int]
+    draws: int
+    repaired: int
+    repair: dict[str, bool]
+    read: Callable[[hp.Measurement], hp.Measurement]
+    curve: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(layer.num_heads for layer in self.layers)
+
+
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - STARTED:4.0f} s] {text}", flush=True)
+
+
+STARTED = time.monotonic()
+
+
+def examples_in(batches: Sequence[Batch]) -> int:
+    return sum(len(batch["labels"]) for batch in batches)
+
+
+def without_labels(batch: Batch) -> Batch:
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def as_it_is(measured: hp.Measurement) -> hp.Measurement:
+    return measured
+
+
+def whole_numbers(measured: hp.Measurement) -> hp.Measurement:
+    """A number counts as right if all its words are: just then greedy decoding writes it."""
+    right = (measured.correct == measured.tokens).astype(float)
+    metrics = {"accuracy": float(right.mean()), "loss": float(measured.loss.mean())}
+    return hp.Measurement(metrics, measured.loss, right, np.ones(len(right), dtype=np.int64))
+
+
+# -- the first exercise: see the heads ---------------------------------------------------------------
+
+
+def seen(
+    model: nn.Module, layers: list[hp.AttentionLayer], example: Batch, batches: list[Batch]
+) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    """The weights of one example ``{layer: [heads, queries, keys]}``, and what every head does over data."""
+    # [see]
+    weights = hp.attention_weights(model, example)  # {layer: [examples, heads, queries, keys]}
+    profiles = hp.profile_heads(model, batches)  # {layer: [profile of head 0, ...]}
+    # [/see]
+    rows = [
+        {
+            "head": layer.label(h), "layer": layer.name, "index": h, "role": p.role, "because": p.because,
+            "clarity": p.clarity, "entropy": p.entropy, "evenness": p.evenness, "largest": p.largest,
+        }
+        for layer in layers
+        for h, p in enumerate(profiles[layer.name])
+    ]  # fmt: skip
+    return {layer.name: weights[layer.name][0].numpy() for layer in layers}, rows
+
+
+def roles_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How many heads have each role, and the one that shows it best."""
+    found = {}
+    for row in rows:
+        found.setdefault(row["role"], []).append(row)
+    groups = [
+        {
+            "role": role,
+            "heads": len(group),
+            **{k: max(group, key=lambda r: r["clarity"])[k] for k in ("head", "because", "clarity")},
+        }
+        for role, group in found.items()
+    ]
+    return sorted(groups, key=lambda g: -g["heads"])
+
+
+# -- the second exercise: how important a head is ----------------------------------------------------
+
+
+def scored(subject: Subject) -> tuple[dict[str, hp.HeadScores], dict[str, float]]:
+    """Scores by every method, and what each costs, in forward passes over the scoring part."""
+    model, layers, score_part = subject.model, subject.layers, subject.score
+
+    def one_pass() -> float:
+        started = time.perf_counter()
+        with torch.inference_mode():
+            for batch in score_part:
+                model(**without_labels(batch))
+        return time.perf_counter() - started
+
+    found, seconds = {}, {}
+    one_pass()
+    pace = [one_pass()]
+    for name in subject.methods:
+        started = time.perf_counter()
+        if name == "logits":
+            # [logits]
+            scores = hp.score(model, score_part, "ablation", distil=True, layers=layers)
+            # [/logits]
+        else:
+            method = name
+            # [score]
+            scores = hp.score(model, score_part, method, layers=layers)  # .values and .stderr: {layer: [heads]}
+            # [/score]
+        found[name], seconds[name] = scores, time.perf_counter() - started
+        pace.append(one_pass())
+        say(f"{subject.name}: {name}, {seconds[name]:.1f} s")
+    return found, {name: value / float(np.median(pace)) for name, value in seconds.items()}
+
+
+def in_truth(subject: Subject) -> hp.HeadScores:
+    """What really happens when one head goes, on examples that no method has seen."""
+    model, fresh_part, layers = subject.model, subject.fresh, subject.layers
+    # [truth]
+    truth = hp.score(model, fresh_part, "ablation", layers=layers)  # L(without the head) - L, on new examples
+    # [/truth]
+    say(f"{subject.name}: what really happens, one head at a time")
+    return truth
+
+
+def correlation(a: hp.HeadScores, b: hp.HeadScores) -> float:
+    return float(spearmanr(a.flat(), b.flat()).statistic)
+
+
+def masked(subject: Subject, plan: hp.PruningPlan) -> hp.Measurement:
+    """The model with a plan's heads switched off, on the reporting part."""
+    model, layers, report_part = subject.model, subject.layers, subject.report
+    # [mask]
+    with hp.mask(model, plan, layers=layers):
+        after = hp.evaluate(model, report_part)
+    # [/mask]
+    return subject.read(after)
+
+
+def repaired(subject: Subject, plan: hp.PruningPlan) -> hp.Measurement:
+    """The model repaired for a plan, on the reporting part: the removed heads' columns of W_O are 0."""
+    smaller = copy.deepcopy(subject.model)
+    hp.repair(smaller, plan, subject.score, **subject.repair)
+    return subject.read(hp.evaluate(smaller, subject.report))
+
+
+def outcome(measured: hp.Measurement, dense: hp.Measurement | None = None) -> dict[str, Any]:
+    """Figures of a measurement, and its paired change."""
+    found: dict[str, Any] = {"accuracy": measured.metrics["accuracy"], "loss": measured.metrics["loss"]}
+    if dense is not None:
+        found["change"] = changed(hp.compare(dense, measured))
+    return found
+
+
+def changed(change: hp.Change) -> dict[str, Any]:
+    return {
+        "value": change.value,
+        "low": change.low,
+        "high": change.high,
+        "p": change.p_value,
+        "verdict": change.verdict,
+    }
+
+
+def random_plans(subject: Subject, keep: int) -> list[hp.PruningPlan]:
+    """The control: as many heads, drawn at random."""
+    model, score_part, layers, draws = subject.model, subject.score, subject.layers, subject.draws
+    # [random]
+    drawn = [hp.score(model, score_part, "random", layers=layers, seed=seed) for seed in range(draws)]
+    plans = [hp.plan(scores, keep) for scores in drawn]
+    # [/random]
+    say(f"{subject.name}: random plans")
+    return plans
+
+
+def spread_of(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        what: {
+            "mean": mean(f[what] for f in found),
+            "low": min(f[what] for f in found),
+            "high": max(f[what] for f in found),
+        }
+        for what in ("accuracy", "loss")
+    }
+
+
+def pairs_in(subject: Subject, scores: hp.HeadScores) -> list[dict[str, Any]]:
+    """What two heads of a layer do together that neither does alone: L(without both) - L(without a) - L(without b) + L."""
+    model, layers, score_part = subject.model, subject.layers, subject.score
+
+    def losses(*heads: tuple[str, int]) -> np.ndarray:
+        drop: dict[str, list[int]] = {}
+        for name, head in heads:
+            drop.setdefault(name, []).append(head)
+        with hp.mask(model, drop, layers=layers):
+            return hp.evaluate(model, score_part).loss
+
+    dense, rows = losses(), []
+    for layer in layers:
+        alone = [losses((layer.name, h)) - dense for h in range(layer.num_heads)]
+        for a in range(layer.num_heads):
+            for b in range(a + 1, layer.num_heads):
+                both = losses((layer.name, a), (layer.name, b)) - dense
+                extra = both - alone[a] - alone[b]
+                rows.append(
+                    {
+                        "a": layer.label(a), "b": layer.label(b), "alone_a": float(alone[a].mean()),
+                        "alone_b": float(alone[b].mean()), "both": float(both.mean()), "extra": float(extra.mean()),
+                        "error": float(extra.std(ddof=1) / math.sqrt(len(extra))),
+                    }
+                )  # fmt: skip
+    return sorted(rows, key=lambda row: -row["extra"])
+
+
+def one_after_another(subject: Subject, scores: hp.HeadScores) -> dict[str, list[float]]:
+    """What removing many heads adds to the loss of the scoring part, and the sum of what each adds alone."""
+    model, layers = subject.model, subject.layers
+    order = np.argsort(scores.flat().numpy(), kind="stable")
+    heads = [(layer.name, h) for layer in layers for h in range(layer.num_heads)]
+    dense = hp.evaluate(model, subject.score).loss.mean()
+    real, alone = [], []
+    for count in subject.curve:
+        drop: dict[str, list[int]] = {}
+        for i in order[:count]:
+            drop.setdefault(heads[i][0], []).append(heads[i][1])
+        with hp.mask(model, drop, layers=layers):
+            real.append(float(hp.evaluate(model, subject.score).loss.mean() - dense))
+        alone.append(float(scores.flat().numpy()[order[:count]].sum()))
+    return {"removed": [float(count) for count in subject.curve], "real": real, "alone": alone}
+
+
+def judged(subject: Subject) -> Figures:
+    """Every method's scores against what really happens."""
+    dense = subject.read(hp.evaluate(subject.model, subject.report))
+    found, cost = scored(subject)
+    truth, keep = in_truth(subject), subject.keep[0]
+    methods = []
+    for name, scores in found.items():
+        plan = hp.plan(scores, keep)
+        row = {
+            "method": name, "cost": cost[name], "rho": correlation(scores, truth),
+            "masked": outcome(masked(subject, plan), dense), "repaired": outcome(repaired(subject, plan), dense),
+        }  # fmt: skip
+        methods.append(row)
+        say(
+            f"{subject.name}: {name}: rho {row['rho']:.2f}, {row['masked']['accuracy']:.3f}, {row['repaired']['accuracy']:.3f}"
+        )
+    plans = random_plans(subject, keep)
+    controls = {
+        "masked": spread_of([outcome(masked(subject, plan)) for plan in plans]),
+        "repaired": spread_of([outcome(repaired(subject, plan)) for plan in plans[: subject.repaired]]),
+        "rho": mean(
+            correlation(hp.score(subject.model, subject.score, "random", layers=subject.layers, seed=seed), truth)
+            for seed in range(subject.draws)
+        ),
+        "draws": subject.draws, "repaired_draws": subject.repaired,
+    }  # fmt: skip
+    say(f"{subject.name}: random heads")
+    ablation = found["ablation"]
+    values, errors = ablation.flat(), ablation.flat_stderr()
+    return {
+        "heads": subject.total,
+        "parts": {p: examples_in(getattr(subject, p)) for p in ("score", "choose", "report", "fresh")},
+        "dense": outcome(dense),
+        "keep": keep,
+        "methods": methods,
+        "random": controls,
+        "scores": {
+            "labels": ablation.labels(), "values": values.tolist(), "errors": errors.tolist(),
+            "sure": int((values.abs() > 1.96 * errors).sum()), "harmful": int((values < -1.96 * errors).sum()),
+        },
+        "agreement": {
+            name: correlation(ablation, found[name]) for name in ("mean-ablation", "logits", "gradient") if name in found
+        },
+        "together": one_after_another(subject, ablation),
+        "repeat": correlation(ablation, truth),
+    }  # fmt: skip
+
+
+def carried_out(subject: Subject, rows: Sequence[Mapping[str, Any]]) -> Figures:
+    """The search, and a plan carried out: repaired, pruned, proved, measured."""
+    model, layers = subject.model, subject.layers
+    score_part, choose_part, report_part = subject.score, subject.choose, subject.report
+    dense = subject.read(hp.evaluate(model, report_part))
+    example = without_labels(subject.report[0])
+    fewest, half = subject.keep
+    started = time.perf_counter()
+    # [search]
+    plans = hp.search(model, score_part, keep=[half, fewest], choose=choose_part, layers=layers)
+    # [/search]
+    seconds = time.perf_counter() - started
+    say(f"{subject.name}: search, {seconds:.0f} s")
+    by_same_repair = outcome(repaired(subject, plans[1]), dense)
+    only_masked = outcome(masked(subject, plans[1]), dense)
+    done = {}
+    for plan in plans:
+        # [prune]
+        smaller = copy.deepcopy(model)
+        hp.repair(smaller, plan, score_part)  # the heads that stay take over what they can
+        proof = hp.prune(smaller, plan, example)  # removes the others; proves that the answers are the masked model's
+        after = hp.evaluate(smaller, report_part)
+        # [/prune]
+        gone = {label for layer in layers for label in map(layer.label, plan.drop.get(layer.name, ()))}
+        roles: dict[str, list[int]] = {}
+        for row in rows:
+            counts = roles.setdefault(row["role"], [0, 0])
+            counts[0] += row["head"] in gone
+            counts[1] += 1
+        done[str(plan.kept)] = {
+            "kept": plan.kept, "gone": sorted(gone), "drop": {name: list(heads) for name, heads in plan.drop.items()},
+            "left": {f"L{layer.index}": layer.num_heads - len(plan.drop.get(layer.name, ())) for layer in layers},
+            "roles": roles, **outcome(subject.read(after), dense), "difference": proof.difference,
+            "parameters": sum(p.numel() for p in smaller.parameters()), "inputs": proof.inputs,
+        }  # fmt: skip
+        say(f"{subject.name}: pruned to {plan.kept}: {done[str(plan.kept)]['accuracy']:.3f}")
+    return {
+        "plans": done, "fewest": str(plans[1].kept), "half": str(plans[0].kept), "strategy": plans[1].strategy,
+        "repaired": by_same_repair, "masked": only_masked, "parameters": sum(p.numel() for p in model.parameters()),
+    }  # fmt: skip
+
+
+# -- the two models ----------------------------------------------------------------------------------
+
+
+def translator_subject() -> Subject:
+    started = time.perf_counter()
+    model = translator.trained()
+    say(f"the translator is trained, {time.perf_counter() - started:.0f} s")
+    numbers = translator.parts()
+    parts = {name: translator.batches(numbers[name]) for name in ("score", "choose", "report")}
+    layers = hp.find_attention(model, without_labels(parts["score"][-1]))
+    return Subject(
+        "D2L's Transformer", model, layers, **parts, fresh=parts["report"],
+        methods=(
+            "ablation", "mean-ablation", "logits", "shapley", "integrated-gradients", "signed-gradient", "gradient", "fisher",
+            "output-norm", "weight-norm", "confidence", "entropy",
+        ),
+        keep=(8, 12), draws=20, repaired=5, repair={}, read=whole_numbers, curve=tuple(range(1, 25)),
+    )  # fmt: skip
+
+
+def bert_parts(path: Path, tokenizer: Any, score: int, choose: int) -> dict[str, list[Batch]]:
+    """Sentences in batches of about equal length: the first of `train` to score, of `test` to choose, the rest of `test` to report."""
+
+    def read(split: str) -> list[dict[str, Any]]:
+        return [
+            json.loads(line) for line in (path / "data" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
+
+    def batches(rows: list[dict[str, Any]]) -> list[Batch]:
+        rows = sorted(rows, key=lambda row: len(row["text"]))
+        made = []
+        for start in range(0, len(rows), 32):
+            some = rows[start : start + 32]
+            coded = tokenizer(
+                [r["text"] for r in some], padding=True, truncation=True, max_length=64, return_tensors="pt"
+            )
+            made.append({**coded, "labels": torch.tensor([r["label"] for r in some])})
+        return made
+
+    train, test = read("train"), read("test")
+    report = batches(test[choose:])
+    return {
+        "score": batches(train[:score]), "choose": batches(test[:choose]), "report": report,
+        "fresh": batches(test[choose : choose + score]),
+    }  # fmt: skip
+
+
+def bert(path: Path) -> tuple[nn.Module, Any, list[hp.AttentionLayer]]:
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    return model, tokenizer, hp.find_attention(model, dict(tokenizer(["a b", "c d"], return_tensors="pt")))
+
+
+def bert_subject(path: Path) -> tuple[Subject, Any]:
+    model, tokenizer, layers = bert(path)
+    return Subject(
+        "BERT", model, layers, **bert_parts(path, tokenizer, score=256, choose=256),
+        methods=(
+            "ablation", "mean-ablation", "logits", "integrated-gradients", "signed-gradient", "gradient", "fisher", "output-norm",
+            "weight-norm", "confidence", "entropy",
+        ),
+        keep=(18, 36), draws=6, repaired=3, repair={"mixtures": False, "answers": False}, read=as_it_is,
+        curve=tuple(range(6, 72, 6)),
+    ), tokenizer  # fmt: skip
+
+
+def study_translator() -> Figures:
+    subject = translator_subject()
+    example, batches = translator.example(NUMBER), subject.score
+    weights, rows = seen(subject.model, subject.layers, without_labels(example), batches)
+    names = {
+        layer.name: f"{ {'encoder': 'encoder', 'decoder': 'decoder', 'cross': 'to encoder'}[layer.kind] } L{layer.index}"
+        for layer in subject.layers
+    }
+    source, target = translator.english(NUMBER), [translator.START, *translator.french(NUMBER)]
+    pictures.all_heads(
+        HOME / "d2l-heads.png", _pictured(subject.layers, weights, rows, names),
+        f"D2L's Transformer translates “{' '.join(source)}”: queries down, keys to the right",
+    )  # fmt: skip
+    cross = [row for row in rows if next(x for x in subject.layers if x.name == row["layer"]).kind == "cross"]
+    sharpest = max(cross, key=lambda row: row["largest"])
+    seen_by = weights[sharpest["layer"]][sharpest["index"]]
+    pictures.one_head(
+        HOME / "d2l-head.png", seen_by, target, source, f"{sharpest['head']}, attention to the encoder", "the decoder has just read",
+    )  # fmt: skip
+    writes = [*target[1:], translator.END]
+    looks = [
+        {"reads": read, "writes": write, "looks": source[int(w.argmax())], "weight": float(w.max())}
+        for read, write, w in zip(target, writes, seen_by, strict=True)
+    ]
+    scores = hp.score(subject.model, subject.score, "ablation", layers=subject.layers)
+    pairs = pairs_in(subject, scores)
+    say("D2L's Transformer: pairs of heads")
+    found = {
+        "english": " ".join(source), "french": " ".join(target[1:]), "number": NUMBER, "trained": translator.TRAINED,
+        "largest": translator.LARGEST, "seen": {"head": sharpest["head"], "largest": sharpest["largest"], "looks": looks},
+        "profiles": rows, "roles": roles_of(rows), **judged(subject), "pairs": pairs, **carried_out(subject, rows),
+    }  # fmt: skip
+    found["words"] = hp.evaluate(subject.model, subject.report).metrics["accuracy"]
+    return found
+
+
+def study_bert(path: Path) -> Figures:
+    subject, tokenizer = bert_subject(path)
+    example = dict(tokenizer([SENTENCE], return_tensors="pt"))
+    weights, rows = seen(subject.model, subject.layers, example, [without_labels(b) for b in subject.score[::4]])
+    pictures.all_heads(
+        HOME / "bert-heads.png", _pictured(subject.layers, weights, rows, {x.name: f"L{x.index}" for x in subject.layers}),
+        f"BERT reads “{SENTENCE}”",
+    )  # fmt: skip
+    words = tokenizer.convert_ids_to_tokens(example["input_ids"][0].tolist())
+    clearest = max((r for r in rows if r["role"] != "mixed"), key=lambda row: row["clarity"])
+    pictures.one_head(
+        HOME / "bert-head.png", weights[clearest["layer"]][clearest["index"]], words, words,
+        f"{clearest['head']}: {clearest['because']}", "token",
+    )  # fmt: skip
+    return {
+        "sentence": SENTENCE, "seen": {k: clearest[k] for k in ("head", "role", "because", "clarity")}, "profiles": rows,
+        "profiled": examples_in(subject.score[::4]), "roles": roles_of(rows), **judged(subject), **carried_out(subject, rows),
+    }  # fmt: skip
+
+
+def _pictured(
+    layers: Sequence[hp.AttentionLayer], weights: Mapping[str, np.ndarray], rows: Sequence[Mapping[str, Any]],
+    names: Mapping[str, str],
+) -> list[tuple[str, list[np.ndarray], list[str]]]:  # fmt: skip
+    return [
+        (names[layer.name], list(weights[layer.name]), [r["role"] for r in rows if r["layer"] == layer.name])
+        for layer in layers
+    ]
+
+
+# -- speed -------------------------------------------------------------------------------------------
+
+
+def timed(
+    model: nn.Module, layers: list[hp.AttentionLayer], drop: dict[str, list[int]], example: Batch, prove: Batch
+) -> Figures:
+    """What a plan can gain at most on an input, and what it gains."""
+    everything = {layer.name: list(range(layer.num_heads)) for layer in layers}
+    smaller = copy.deepcopy(model)
+    hp.prune(smaller, drop, prove)
+    plan = drop
+    # [speed]
+    parts = hp.breakdown(model, example, layers=layers)
+    times = hp.benchmark({"dense": model, "pruned": smaller}, example)
+    print(parts.shares, parts.bound(plan), times.speedups["pruned"].ratio)
+    # [/speed]
+    speedup = times.speedups["pruned"]
+    return {
+        "shares": parts.shares, "bound": parts.bound(plan), "bound_all": parts.bound(everything),
+        "ratio": speedup.ratio, "low": speedup.low, "high": speedup.high, "verdict": speedup.verdict,
+        "batch": len(next(iter(example.values()))), "length": next(iter(example.values())).shape[1],
+    }  # fmt: skip
+
+
+def speeds(path: Path, figures: Mapping[str, Any]) -> list[Figures]:
+    """Times of the half plans that the other stages found."""
+    rows = []
+    made = translator.trained()
+    number = without_labels(translator.example(NUMBER))
+    layers = hp.find_attention(made, number)
+    plan = figures["d2l"]["plans"][figures["d2l"]["half"]]
+    for count in (1, 128):
+        many = {name: value.repeat(count, 1) for name, value in number.items()}
+        rows.append({"model": "d2l", "kept": plan["kept"], **timed(made, layers, plan["drop"], many, number)})
+    model, _, layers = bert(path)
+    generator = torch.Generator().manual_seed(0)
+    plan = figures["bert"]["plans"][figures["bert"]["half"]]
+    for batch, length in ((1, 26), (32, 26)):
+        ids = torch.randint(1000, 2000, (batch, length), generator=generator)
+        example = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        prove = {name: value[:2, :9] for name, value in example.items()}
+        rows.append({"model": "bert", "kept": plan["kept"], **timed(model, layers, plan["drop"], example, prove)})
+    return rows
+
+
+# -- the documents -----------------------------------------------------------------------------------
+
+
+def claims(figures: Mapping[str, Any]) -> dict[str, bool]:
+    """What the templates' prose says without a figure, and whether it is so."""
+    return {}
+
+
+def excerpt(name: str) -> str:
+    """Lines of this file between ``# [name]`` and ``# [/name]``."""
+    found = re.search(
+        rf"^ *# \[{name}\]\n(.*?)^ *# \[/{name}\]$", Path(__file__).read_text(encoding="utf-8"), re.S | re.M
+    )
+    if found is None:
+        raise ValueError(f"exercise.py holds no excerpt {name!r}")
+    return textwrap.dedent(found.group(1)).rstrip()
+
+
+def _percent(value: float, digits: int = 1) -> str:
+    return f"{100 * value:.{digits}f} %"
+
+
+def _points(value: float) -> str:
+    return f"{100 * value:+.1f}"
+
+
+def _nats(value: float) -> str:
+    return f"{value:.2g}" if abs(value) < 0.1 else f"{value:.2f}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2g}" if abs(value) < 0.1 else f"{value:+.2f}"
+
+
+def rendered(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Both documents."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HOME), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, autoescape=False,
+    )  # fmt: skip
+    environment.filters.update(
+        percent=_percent, points=_points, nats=_nats, signed=_signed, times=lambda x: f"{x:.2f}", rho=lambda x: f"{x:.2f}",
+        count=lambda x: f"{x:,}", cost=lambda x: f"{x:.2g}" if x < 10 else f"{x:.0f}", small=lambda x: f"{x:.0e}",
+    )  # fmt: skip
+    return {
+        language: environment.get_template(f"{language}.md.j2").render(**figures, excerpt=excerpt)
+        for language in DOCUMENTS
+    }
+
+
+def draw(figures: Mapping[str, Any]) -> None:
+    """The pictures that are drawn from figures alone."""
+    titles = {"d2l": "D2L's Transformer", "bert": "BERT (minilm-rt)"}
+    scores = {titles[k]: figures[k]["scores"] for k in titles}
+    pictures.importance(
+        HOME / "importance.png", {t: (s["labels"], s["values"], s["errors"]) for t, s in scores.items()}
+    )
+    curves = {titles[k]: figures[k]["together"] for k in titles}
+    pictures.together(HOME / "together.png", {t: (c["removed"], c["alone"], c["real"]) for t, c in curves.items()})
+    pictures.times(
+        HOME / "time.png",
+        {f"{titles[r['model']]}, {r['batch']} x {r['length']}": r["shares"] for r in figures["speed"]},
+    )  # fmt: skip
+
+
+def about() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "headprune": hp.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
+        "cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),
+    }  # fmt: skip
+
+
+def short(value: Any) -> Any:
+    """Floats with six digits."""
+    if isinstance(value, dict):
+        return {k: short(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [short(v) for v in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--render", action="store_true", help="only the documents, from the figures that are there")
+    parser.add_argument("--minilm", type=Path, default=MINILM)
+    options = parser.parse_args()
+    figures = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
+    if not options.render:
+        if "d2l" in options.only:
+            figures["d2l"] = short(study_translator())
+        if "bert" in options.only:
+            figures["bert"] = short(study_bert(options.minilm))
+        if "speed" in options.only:
+            figures["speed"] = short(speeds(options.minilm, figures))
+        figures["about"] = {**figures.get("about", {}), **{stage: about() for stage in options.only}}
+        HOME.mkdir(parents=True, exist_ok=True)
+        FIGURES.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    draw(figures)
+    wrong = [claim for claim, holds in claims(figures).items() if not holds]
+    for language, text in rendered(figures).items():
+        DOCUMENTS[language].write_text(text, encoding="utf-8")
+    print(json.dumps({"seconds": round(time.monotonic() - STARTED), "not_so": wrong}))
+    if wrong:
+        raise SystemExit("The documents' prose says what is not so any more: " + "; ".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
