@@ -138,14 +138,21 @@ def regresses(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "problem_type", None) == "regression"
 
 
+def part_of(output: Any, name: str) -> Any:
+    """What a model's output calls ``name``: an attribute, or an entry if the output is a dict; None if there is none."""
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
 def logits_of(output: Any, batch: Mapping[str, Any]) -> Tensor:
     """``[batch, (tokens,) classes]`` of a model's output, in float32 or wider.
 
     Of an answer's start and end ``[batch, 2, tokens]``: the tokens are the classes, and padding is none of them.
     """
-    logits = getattr(output, "logits", output)
-    if hasattr(output, "start_logits"):
-        logits = torch.stack([output.start_logits, output.end_logits], dim=1)
+    named = part_of(output, "logits")
+    logits = output if named is None else named
+    start, end = part_of(output, "start_logits"), part_of(output, "end_logits")
+    if start is not None and end is not None:
+        logits = torch.stack([start, end], dim=1)
         if isinstance(mask := batch.get("attention_mask"), Tensor):
             logits = logits.masked_fill(mask[:, None].to(logits.device) == 0, torch.finfo(logits.dtype).min)
     if not isinstance(logits, Tensor) or logits.ndim < 2:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headprune.divergence import IGNORED
+from headprune.divergence import IGNORED, part_of
 from headprune.errors import HeadPruneError
 
 SPAN, CLASSES, TOKENS, SQUARED, BINARY = "span", "classes", "tokens", "squared error", "binary cross-entropy"
@@ -85,7 +85,7 @@ class Convention:
 def conventions(output: Any, batch: Mapping[str, Any]) -> list[Convention]:
     """All conventions that the shapes of logits and labels allow; none where the logits do not fit the labels."""
     if "start_positions" in batch:
-        found = [getattr(output, name, None) for name in ("start_logits", "end_logits")]
+        found = [part_of(output, name) for name in ("start_logits", "end_logits")]
         return [Convention(SPAN)] if all(isinstance(t, Tensor) and t.ndim == 2 for t in found) else []
     logits, labels = logits_in(output), batch.get("labels")
     if logits is None or not isinstance(labels, Tensor) or not logits.ndim or len(logits) != len(labels):
@@ -111,13 +111,13 @@ def conventions(output: Any, batch: Mapping[str, Any]) -> list[Convention]:
 
 def logits_in(output: Any) -> Tensor | None:
     """The logits of a model's output."""
-    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    found = output if isinstance(output, Tensor) else part_of(output, "logits")
     return found if isinstance(found, Tensor) else None
 
 
 def loss_in(output: Any) -> Any:
     """A model's own loss of a batch, or None."""
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return part_of(output, "loss")
 
 
 def is_wide(output: Any) -> bool:
@@ -152,8 +152,9 @@ def refuse_unknown(labels: Tensor, classes: int) -> None:
 
 def _span(output: Any, batch: Mapping[str, Any]) -> Outcome:
     """Question answering: the mean of the start's and the end's cross-entropy."""
-    length = output.start_logits.shape[1]
-    logits = torch.stack([output.start_logits, output.end_logits], dim=1)
+    start, end = part_of(output, "start_logits"), part_of(output, "end_logits")
+    length = start.shape[1]
+    logits = torch.stack([start, end], dim=1)
     labels = torch.stack([batch["start_positions"].flatten(), batch["end_positions"].flatten()], dim=1)
     return _classes(logits, labels.masked_fill((labels < 0) | (labels >= length), IGNORED))
 

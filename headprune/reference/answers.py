@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headprune.divergence import gives_several, logits_of, regresses
+from headprune.divergence import gives_several, logits_of, part_of, regresses
 from headprune.errors import HeadPruneError
 from headprune.reference.mixtures import BLOCK, blocks
 from headprune.reference.runner import Examples, Runner, unwatched
@@ -113,7 +113,7 @@ def logits_by_example(runner: Runner, output: object, batch: Any) -> Tensor:
         HeadPruneError: An example has more than one answer.
     """
     logits = logits_of(output, batch if isinstance(batch, dict) else {})
-    if logits.ndim != 2 or len(logits) != runner.rows.size(batch) or hasattr(output, "start_logits"):
+    if logits.ndim != 2 or len(logits) != runner.rows.size(batch) or part_of(output, "start_logits") is not None:
         raise HeadPruneError("an example has more than one answer (one for every token, say).")
     return logits
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
+from headprune.divergence import part_of
 from headprune.errors import HeadPruneError
 from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import inputs_of
@@ -163,7 +164,7 @@ class Runner:
             if is_out_of_memory(error):
                 raise
             return False
-        logits = getattr(output, "logits", None)
+        logits = part_of(output, "logits")
         return (
             isinstance(logits, Tensor)
             and logits.ndim == 2

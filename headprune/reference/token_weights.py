@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.divergence import IGNORED, gives_several, logits_of, regresses
+from headprune.divergence import IGNORED, gives_several, logits_of, part_of, regresses
 from headprune.errors import HeadPruneError
 from headprune.inputs import tensors
 from headprune.rows import Rows
@@ -51,8 +51,10 @@ def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, 
             found[torch.arange(len(found)) != alone] = 0
         return found
 
-    logits = getattr(output, "logits", None)
-    if hasattr(output, "start_logits"):  # where an answer starts and ends: tokens are the classes, and padding is none
+    logits = part_of(output, "logits")
+    if (
+        part_of(output, "start_logits") is not None
+    ):  # where an answer starts and ends: tokens are the classes, and padding is none
         chances = logits_of(output, batch if isinstance(batch, Mapping) else {}).log_softmax(-1)
         draws = drawn(chances.movedim(1, -1)).movedim(-1, 1)
     elif isinstance(logits, Tensor) and gives_several(model):  # each label is a yes or no of its own
