@@ -1,7 +1,7 @@
 """The exercise of *Dive into Deep Learning* that began this project, worked through: writes docs/exercise.md and docs/exercise.zh.md.
 
     python benchmarks/exercise.py                  # everything: figures.json, the pictures, both documents
-    python benchmarks/exercise.py --only speed     # only the times; everything else stays (on an idle machine: a minute or two)
+    python benchmarks/exercise.py --only speed     # only the times of models; everything else stays (on an idle machine: a minute or two)
     python benchmarks/exercise.py --render         # only the documents, from docs/exercise/figures.json
 
 Two models are looked at, scored and pruned: the book's own Transformer, trained here in about a minute (exercise_translator.py), and
@@ -22,6 +22,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -44,7 +45,7 @@ HOME = ROOT / "docs" / "exercise"
 FIGURES = HOME / "figures.json"
 DOCUMENTS = {"en": ROOT / "docs" / "exercise.md", "zh": ROOT / "docs" / "exercise.zh.md"}
 MINILM = ROOT.parent / "shared" / "real" / "minilm-rt"
-STAGES = ("d2l", "bert", "speed")
+STAGES = ("see", "d2l", "bert", "speed")
 NUMBER = 7394  # the translator's example: seven thousand three hundred ninety four
 SENTENCE = "the movie is not as bad as you might expect , but it never makes you laugh ."
 Batch = dict[str, torch.Tensor]
@@ -255,23 +256,25 @@ def spread_of(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def pairs_in(subject: Subject, scores: hp.HeadScores) -> list[dict[str, Any]]:
+def pairs_in(subject: Subject) -> list[dict[str, Any]]:
     """What two heads of a layer do together that neither does alone: L(without both) - L(without a) - L(without b) + L."""
-    model, layers, score_part = subject.model, subject.layers, subject.score
+    model, layers = subject.model, subject.layers
 
-    def losses(*heads: tuple[str, int]) -> np.ndarray:
-        drop: dict[str, list[int]] = {}
-        for name, head in heads:
-            drop.setdefault(name, []).append(head)
-        with hp.mask(model, drop, layers=layers):
-            return hp.evaluate(model, score_part).loss
+    def losses(layer: hp.AttentionLayer, *heads: int) -> np.ndarray:
+        found = []
+        with hp.mask(model, {layer.name: list(heads)} if heads else {}, layers=layers), torch.inference_mode():
+            for batch in subject.score:
+                logits = model(**without_labels(batch))["logits"]
+                each = nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+                found.append(each.mean(dim=1).double())
+        return torch.cat(found).numpy()
 
-    dense, rows = losses(), []
+    dense, rows = losses(layers[0]), []
     for layer in layers:
-        alone = [losses((layer.name, h)) - dense for h in range(layer.num_heads)]
+        alone = [losses(layer, h) - dense for h in range(layer.num_heads)]
         for a in range(layer.num_heads):
             for b in range(a + 1, layer.num_heads):
-                both = losses((layer.name, a), (layer.name, b)) - dense
+                both = losses(layer, a, b) - dense
                 extra = both - alone[a] - alone[b]
                 rows.append(
                     {
@@ -280,6 +283,7 @@ def pairs_in(subject: Subject, scores: hp.HeadScores) -> list[dict[str, Any]]:
                         "error": float(extra.std(ddof=1) / math.sqrt(len(extra))),
                     }
                 )  # fmt: skip
+    say(f"{subject.name}: pairs of heads")
     return sorted(rows, key=lambda row: -row["extra"])
 
 
@@ -404,14 +408,14 @@ def translator_subject() -> Subject:
         "D2L's Transformer", model, layers, **parts, fresh=parts["report"],
         methods=(
             "ablation", "mean-ablation", "logits", "shapley", "integrated-gradients", "signed-gradient", "gradient", "fisher",
-            "output-norm", "weight-norm", "confidence", "entropy",
+            "output-norm", "weight-norm", "entropy",
         ),
         keep=(8, 12), draws=20, repaired=5, repair={}, read=whole_numbers, curve=tuple(range(1, 25)),
     )  # fmt: skip
 
 
-def bert_parts(path: Path, tokenizer: Any, score: int, choose: int) -> dict[str, list[Batch]]:
-    """Sentences in batches of about equal length: the first of `train` to score, of `test` to choose, the rest of `test` to report."""
+def bert_parts(path: Path, tokenizer: Any, score: int, choose: int, report: int) -> dict[str, list[Batch]]:
+    """Sentences in batches of about equal length: the first of `train` to score, of `test` to choose, the next of `test` to report."""
 
     def read(split: str) -> list[dict[str, Any]]:
         return [
@@ -430,11 +434,11 @@ def bert_parts(path: Path, tokenizer: Any, score: int, choose: int) -> dict[str,
         return made
 
     train, test = read("train"), read("test")
-    report = batches(test[choose:])
-    return {
-        "score": batches(train[:score]), "choose": batches(test[:choose]), "report": report,
-        "fresh": batches(test[choose : choose + score]),
-    }  # fmt: skip
+    rows = {"score": train[:score], "choose": test[:choose], "report": test[choose : choose + report]}
+    texts = {name: {row["text"].strip().lower() for row in part} for name, part in rows.items()}
+    if any(texts[a] & texts[b] for a, b in combinations(texts, 2)):
+        raise SystemExit("two parts of the data share a sentence")
+    return {**{name: batches(part) for name, part in rows.items()}, "fresh": batches(test[choose : choose + score])}
 
 
 def bert(path: Path) -> tuple[nn.Module, Any, list[hp.AttentionLayer]]:
@@ -446,70 +450,66 @@ def bert(path: Path) -> tuple[nn.Module, Any, list[hp.AttentionLayer]]:
 def bert_subject(path: Path) -> tuple[Subject, Any]:
     model, tokenizer, layers = bert(path)
     return Subject(
-        "BERT", model, layers, **bert_parts(path, tokenizer, score=256, choose=256),
+        "BERT", model, layers, **bert_parts(path, tokenizer, score=128, choose=256, report=768),
         methods=(
             "ablation", "mean-ablation", "logits", "integrated-gradients", "signed-gradient", "gradient", "fisher", "output-norm",
-            "weight-norm", "confidence", "entropy",
+            "weight-norm", "entropy",
         ),
         keep=(18, 36), draws=6, repaired=3, repair={"mixtures": False, "answers": False}, read=as_it_is,
-        curve=tuple(range(6, 72, 6)),
+        curve=tuple(range(6, 73, 6)),
     ), tokenizer  # fmt: skip
 
 
-def study_translator() -> Figures:
-    subject = translator_subject()
+def see_translator(subject: Subject) -> Figures:
+    """The first exercise on the translator: figures, and two pictures."""
     example, batches = translator.example(NUMBER), subject.score
     weights, rows = seen(subject.model, subject.layers, without_labels(example), batches)
-    names = {
-        layer.name: f"{ {'encoder': 'encoder', 'decoder': 'decoder', 'cross': 'to encoder'}[layer.kind] } L{layer.index}"
-        for layer in subject.layers
-    }
+    kinds = {"encoder": "encoder", "decoder": "decoder", "cross": "to encoder"}
+    names = {layer.name: f"{kinds[layer.kind]} L{layer.index}" for layer in subject.layers}
+    pictures.all_heads(HOME / "d2l-heads.png", _pictured(subject.layers, weights, rows, names))
     source, target = translator.english(NUMBER), [translator.START, *translator.french(NUMBER)]
-    pictures.all_heads(
-        HOME / "d2l-heads.png", _pictured(subject.layers, weights, rows, names),
-        f"D2L's Transformer translates “{' '.join(source)}”: queries down, keys to the right",
-    )  # fmt: skip
-    cross = [row for row in rows if next(x for x in subject.layers if x.name == row["layer"]).kind == "cross"]
-    sharpest = max(cross, key=lambda row: row["largest"])
-    seen_by = weights[sharpest["layer"]][sharpest["index"]]
-    pictures.one_head(
-        HOME / "d2l-head.png", seen_by, target, source, f"{sharpest['head']}, attention to the encoder", "the decoder has just read",
-    )  # fmt: skip
-    writes = [*target[1:], translator.END]
+    cross = {layer.name for layer in subject.layers if layer.kind == "cross"}
+    sharpest = max((row for row in rows if row["layer"] in cross), key=lambda row: row["largest"])
+    its = weights[sharpest["layer"]][sharpest["index"]]
+    title = f"{sharpest['head']}, attention to the encoder"
+    pictures.one_head(HOME / "d2l-head.png", its, target, source, title, "the decoder has just read")
     looks = [
         {"reads": read, "writes": write, "looks": source[int(w.argmax())], "weight": float(w.max())}
-        for read, write, w in zip(target, writes, seen_by, strict=True)
+        for read, write, w in zip(target, [*target[1:], translator.END], its, strict=True)
     ]
-    scores = hp.score(subject.model, subject.score, "ablation", layers=subject.layers)
-    pairs = pairs_in(subject, scores)
-    say("D2L's Transformer: pairs of heads")
-    found = {
+    return {
         "english": " ".join(source), "french": " ".join(target[1:]), "number": NUMBER, "trained": translator.TRAINED,
         "largest": translator.LARGEST, "seen": {"head": sharpest["head"], "largest": sharpest["largest"], "looks": looks},
-        "profiles": rows, "roles": roles_of(rows), **judged(subject), "pairs": pairs, **carried_out(subject, rows),
+        "profiles": rows, "roles": roles_of(rows),
+        "size": {
+            "num_hiddens": subject.model.num_hiddens, "num_blks": len(subject.model.encoder),
+            "num_heads": subject.layers[0].num_heads, "encoder": 2 * subject.layers[0].num_heads,
+        },
     }  # fmt: skip
-    found["words"] = hp.evaluate(subject.model, subject.report).metrics["accuracy"]
-    return found
 
 
-def study_bert(path: Path) -> Figures:
-    subject, tokenizer = bert_subject(path)
-    example = dict(tokenizer([SENTENCE], return_tensors="pt"))
-    weights, rows = seen(subject.model, subject.layers, example, [without_labels(b) for b in subject.score[::4]])
-    pictures.all_heads(
-        HOME / "bert-heads.png", _pictured(subject.layers, weights, rows, {x.name: f"L{x.index}" for x in subject.layers}),
-        f"BERT reads “{SENTENCE}”",
-    )  # fmt: skip
+def see_bert(subject: Subject, tokenizer: Any) -> Figures:
+    """The first exercise on BERT: figures, and two pictures."""
+    example, some = dict(tokenizer([SENTENCE], return_tensors="pt")), subject.score[::4]
+    weights, rows = seen(subject.model, subject.layers, example, [without_labels(batch) for batch in some])
+    names = {layer.name: f"L{layer.index}" for layer in subject.layers}
+    pictures.all_heads(HOME / "bert-heads.png", _pictured(subject.layers, weights, rows, names))
     words = tokenizer.convert_ids_to_tokens(example["input_ids"][0].tolist())
-    clearest = max((r for r in rows if r["role"] != "mixed"), key=lambda row: row["clarity"])
+    clearest = max((row for row in rows if row["role"] != "mixed"), key=lambda row: row["clarity"])
+    title = f"{clearest['head']}: {clearest['because']}"
     pictures.one_head(
-        HOME / "bert-head.png", weights[clearest["layer"]][clearest["index"]], words, words,
-        f"{clearest['head']}: {clearest['because']}", "token",
-    )  # fmt: skip
+        HOME / "bert-head.png", weights[clearest["layer"]][clearest["index"]], words, words, title, "token"
+    )
     return {
-        "sentence": SENTENCE, "seen": {k: clearest[k] for k in ("head", "role", "because", "clarity")}, "profiles": rows,
-        "profiled": examples_in(subject.score[::4]), "roles": roles_of(rows), **judged(subject), **carried_out(subject, rows),
+        "size": {"layers": len(subject.layers), "hidden": subject.model.config.hidden_size}, "sentence": SENTENCE,
+        "seen": {k: clearest[k] for k in ("head", "role", "because", "clarity")}, "profiles": rows,
+        "profiled": examples_in(some), "roles": roles_of(rows),
     }  # fmt: skip
+
+
+def study(subject: Subject, rows: Sequence[Mapping[str, Any]]) -> Figures:
+    """The second exercise on one model."""
+    return {**judged(subject), **carried_out(subject, rows)}
 
 
 def _pictured(
@@ -572,7 +572,36 @@ def speeds(path: Path, figures: Mapping[str, Any]) -> list[Figures]:
 
 def claims(figures: Mapping[str, Any]) -> dict[str, bool]:
     """What the templates' prose says without a figure, and whether it is so."""
-    return {}
+    d, b = figures["d2l"], figures["bert"]
+    by = {row["method"]: row for row in d["methods"]}
+    scores = dict(zip(d["scores"]["labels"], d["scores"]["values"], strict=True))
+    sharpest = sorted(d["profiles"], key=lambda row: row["entropy"])[: d["heads"] // 3]
+    looks = {row["writes"]: row["looks"] for row in d["seen"]["looks"]}
+    gone, pair = d["plans"][d["fewest"]]["gone"], d["pairs"][0]
+    shares = [row["shares"] for row in figures["speed"]]
+    right = {name: row["masked"]["accuracy"] for name, row in by.items()}
+    return {
+        "the translator's sharpest heads do next to nothing": sum(scores[row["head"]] for row in sharpest)
+        < 0.1 * sum(scores.values()),
+        "nothing is left of the plan by entropy": right["entropy"] < 0.05,
+        "'ninety' is looked at for two words": looks["quatre"] == looks["vingt"] == "ninety",
+        "the head that lines words up costs most": max(scores, key=lambda label: scores[label]) == d["seen"]["head"],
+        "the pair costs more than its sum": pair["extra"] > 1.96 * pair["error"],
+        "ablation by the answers ranks well and plans badly": by["logits"]["rho"] > 0.85
+        and right["logits"] < right["ablation"] - 0.3,
+        "the gradient's plan is as good as ablation's, for less": right["gradient"] > right["ablation"] - 0.01
+        and by["gradient"]["cost"] < by["ablation"]["cost"] / 2,
+        "ablation's plan beats every random one": right["ablation"] > d["random"]["masked"]["accuracy"]["high"],
+        "repair hurt no plan of the translator": all(
+            row["repaired"]["accuracy"] >= row["masked"]["accuracy"] for row in d["methods"]
+        ),
+        "the translator's encoder loses all its heads": all(
+            row["head"] in gone for row in d["profiles"] if row["layer"].startswith("encoder.")
+        ),
+        "for one number, launch overhead takes most of the time": max(shares[0], key=shares[0].get)
+        == "launch overhead",
+        "in BERT, feed-forward layers take most of the time": max(shares[3], key=shares[3].get) == "feed-forward",
+    }
 
 
 def excerpt(name: str) -> str:
@@ -660,22 +689,37 @@ def main() -> None:
     options = parser.parse_args()
     figures = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
     if not options.render:
-        if "d2l" in options.only:
-            figures["d2l"] = short(study_translator())
-        if "bert" in options.only:
-            figures["bert"] = short(study_bert(options.minilm))
-        if "speed" in options.only:
-            figures["speed"] = short(speeds(options.minilm, figures))
-        figures["about"] = {**figures.get("about", {}), **{stage: about() for stage in options.only}}
-        HOME.mkdir(parents=True, exist_ok=True)
-        FIGURES.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        for stage in STAGES:
+            if stage in options.only:
+                stage_of(stage, figures, options.minilm)
+                figures.setdefault("about", {})[stage] = about()
+                HOME.mkdir(parents=True, exist_ok=True)
+                FIGURES.write_text(json.dumps(short(figures), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    missing = [stage for stage in STAGES if stage not in figures.get("about", {})]
+    if missing:
+        raise SystemExit(f"No documents yet: {' and '.join(missing)} have not been run.")
     draw(figures)
-    wrong = [claim for claim, holds in claims(figures).items() if not holds]
     for language, text in rendered(figures).items():
         DOCUMENTS[language].write_text(text, encoding="utf-8")
+    wrong = [claim for claim, holds in claims(figures).items() if not holds]
     print(json.dumps({"seconds": round(time.monotonic() - STARTED), "not_so": wrong}))
     if wrong:
         raise SystemExit("The documents' prose says what is not so any more: " + "; ".join(wrong))
+
+
+def stage_of(stage: str, figures: Figures, minilm: Path) -> None:
+    """Put the figures of a stage into ``figures``."""
+    if stage == "see":
+        figures.setdefault("d2l", {}).update(see_translator(translator_subject()))
+        figures.setdefault("bert", {}).update(see_bert(*bert_subject(minilm)))
+    elif stage == "d2l":
+        subject = translator_subject()
+        figures["d2l"].update(study(subject, figures["d2l"]["profiles"]), pairs=pairs_in(subject))
+    elif stage == "bert":
+        subject, _ = bert_subject(minilm)
+        figures["bert"].update(study(subject, figures["bert"]["profiles"]))
+    else:
+        figures["speed"] = speeds(minilm, figures)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path, metadata={"Software": None})
 
 
-def all_heads(path: Path, layers: Rows, title: str) -> None:
+def all_heads(path: Path, layers: Rows) -> None:
     """All heads as small multiples: a row for each layer, queries down and keys to the right, a frame for each role."""
     from matplotlib import colormaps
 
@@ -56,7 +56,6 @@ def all_heads(path: Path, layers: Rows, title: str) -> None:
     axis.tick_params(length=0)
     axis.xaxis.tick_top()
     axis.spines[:].set_visible(False)
-    axis.set_title(title, fontsize=8, loc="left")
     used = [role for _, _, roles in layers for role in roles]
     patches = [Patch(color=ROLES[r], label=f"{r} ({used.count(r)})") for r in ROLES if r in used]
     figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), 4), fontsize=7, frameon=False)
