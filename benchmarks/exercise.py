@@ -572,7 +572,7 @@ def speeds(path: Path, figures: Mapping[str, Any]) -> list[Figures]:
 
 def claims(figures: Mapping[str, Any]) -> dict[str, bool]:
     """What the templates' prose says without a figure, and whether it is so."""
-    d, b = figures["d2l"], figures["bert"]
+    d = figures["d2l"]
     by = {row["method"]: row for row in d["methods"]}
     scores = dict(zip(d["scores"]["labels"], d["scores"]["values"], strict=True))
     sharpest = sorted(d["profiles"], key=lambda row: row["entropy"])[: d["heads"] // 3]

@@ -109,7 +109,11 @@ def test_numbers_in_words(number, english, french):
 
 def test_no_number_has_the_name_of_another_and_no_part_shares_one():
     every = range(1, translator.LARGEST + 1)
-    assert len({tuple(translator.english(n)) for n in every}) == len({tuple(translator.french(n)) for n in every}) == len(every)
+    assert (
+        len({tuple(translator.english(n)) for n in every})
+        == len({tuple(translator.french(n)) for n in every})
+        == len(every)
+    )
     parts = list(translator.parts().values())
     assert sorted(n for part in parts for n in part) == list(every)
 
