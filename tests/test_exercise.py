@@ -17,7 +17,7 @@ import headprune as hp
 from tests.support.textbook import D2LMultiHead
 
 FIGURES = json.loads(exercise.FIGURES.read_text(encoding="utf-8"))
-NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+NUMBER = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
 @pytest.fixture(scope="module")
