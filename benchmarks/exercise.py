@@ -414,13 +414,8 @@ def translator_subject() -> Subject:
     )  # fmt: skip
 
 
-def bert_parts(path: Path, tokenizer: Any, score: int, choose: int, report: int) -> dict[str, list[Batch]]:
-    """Sentences in batches of about equal length: the first of `train` to score, of `test` to choose, the next of `test` to report."""
-
-    def read(split: str) -> list[dict[str, Any]]:
-        return [
-            json.loads(line) for line in (path / "data" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
-        ]
+def bert_parts(path: Path, tokenizer: Any, sizes: Mapping[str, int]) -> dict[str, list[Batch]]:
+    """Sentences that the model was not trained on, in batches of about equal length."""
 
     def batches(rows: list[dict[str, Any]]) -> list[Batch]:
         rows = sorted(rows, key=lambda row: len(row["text"]))
@@ -433,12 +428,14 @@ def bert_parts(path: Path, tokenizer: Any, score: int, choose: int, report: int)
             made.append({**coded, "labels": torch.tensor([r["label"] for r in some])})
         return made
 
-    train, test = read("train"), read("test")
-    rows = {"score": train[:score], "choose": test[:choose], "report": test[choose : choose + report]}
+    lines = (path / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    rows, test = {}, [json.loads(line) for line in lines]
+    for name, size in sizes.items():
+        rows[name], test = test[:size], test[size:]
     texts = {name: {row["text"].strip().lower() for row in part} for name, part in rows.items()}
     if any(texts[a] & texts[b] for a, b in combinations(texts, 2)):
         raise SystemExit("two parts of the data share a sentence")
-    return {**{name: batches(part) for name, part in rows.items()}, "fresh": batches(test[choose : choose + score])}
+    return {**{name: batches(part) for name, part in rows.items()}, "fresh": batches(rows["report"][: sizes["score"]])}
 
 
 def bert(path: Path) -> tuple[nn.Module, Any, list[hp.AttentionLayer]]:
@@ -449,12 +446,12 @@ def bert(path: Path) -> tuple[nn.Module, Any, list[hp.AttentionLayer]]:
 
 def bert_subject(path: Path, quick: bool) -> tuple[Subject, Any]:
     model, tokenizer, layers = bert(path)
-    sizes = {"score": 64, "choose": 128, "report": 320} if quick else {"score": 128, "choose": 256, "report": 768}
+    sizes = {"score": 48, "choose": 64, "report": 256} if quick else {"score": 128, "choose": 256, "report": 768}
     return Subject(
-        "BERT", model, layers, **bert_parts(path, tokenizer, **sizes),
+        "BERT", model, layers, **bert_parts(path, tokenizer, sizes),
         methods=(
-            "ablation", "mean-ablation", "logits", "integrated-gradients", "signed-gradient", "gradient", "fisher", "output-norm",
-            "weight-norm", "entropy",
+            "ablation", "mean-ablation", "logits", *(() if quick else ("integrated-gradients", "signed-gradient")), "gradient",
+            "fisher", "output-norm", "weight-norm", "entropy",
         ),
         keep=(18, 36), draws=3 if quick else 6, repaired=3, repair={"mixtures": False, "answers": False}, read=as_it_is,
         curve=tuple(range(12 if quick else 6, 73, 12 if quick else 6)),
@@ -491,7 +488,7 @@ def see_translator(subject: Subject) -> Figures:
 
 def see_bert(subject: Subject, tokenizer: Any) -> Figures:
     """The first exercise on BERT: figures, and two pictures."""
-    example, some = dict(tokenizer([SENTENCE], return_tensors="pt")), subject.score[::4]
+    example, some = dict(tokenizer([SENTENCE], return_tensors="pt")), subject.score
     weights, rows = seen(subject.model, subject.layers, example, [without_labels(batch) for batch in some])
     names = {layer.name: f"L{layer.index}" for layer in subject.layers}
     pictures.all_heads(HOME / "bert-heads.png", _pictured(subject.layers, weights, rows, names))
