@@ -323,8 +323,8 @@ def test_outputs_that_are_the_same_are_said_to_be() -> None:
     assert "0.0e+00" not in text
     proof |= {"difference": 2e-7, "reload_difference": 3e-6}
     text = render(metrics)
-    assert "switched off by at most 2.0e-07 of their largest value (allowed: 1e-04)" in text
-    assert "in memory by at most 3.0e-06 of their largest value" in text
+    assert "differ by at most 2.0e-07 of their largest value (allowed: 1e-04) from those of the same model with" in text
+    assert "differ by at most 3.0e-06 of their largest value from those of the model in memory" in text
 
 
 def test_commands_to_paste_overwrite_nothing() -> None:

@@ -249,8 +249,8 @@ def proved(metrics: Metrics) -> str:
     if not most:
         return f"on {inputs} inputs each pruned model's outputs are exactly {same}"
     return (
-        f"on {inputs} inputs each pruned model's outputs differ from {same} by at most {most:.1e} of their largest value "
-        f"(allowed: {proofs[0].tolerance:.0e})"
+        f"on {inputs} inputs each pruned model's outputs differ by at most {most:.1e} of their largest value "
+        f"(allowed: {proofs[0].tolerance:.0e}) from {same}"
     )
 
 
@@ -259,7 +259,7 @@ def reloaded(metrics: Metrics) -> str:
     most = max(b.proof.reload_difference for b in metrics.budgets)
     if not most:
         return "its outputs are exactly those of the model in memory"
-    return f"its outputs differ from those of the model in memory by at most {most:.1e} of their largest value"
+    return f"its outputs differ by at most {most:.1e} of their largest value from those of the model in memory"
 
 
 def about(method: str) -> str:
@@ -274,7 +274,7 @@ def orders(metrics: Metrics) -> list[tuple[str, str]]:
     used = [b.strategy for b in metrics.budgets if b.strategy]
     found, by_scores = [], "one-shot" if planning.strategy == AUTO else planning.strategy
     known = {"random": "Heads drawn at random, the control.", "plan": "The user's own plan."}
-    for name in dict.fromkeys([*filter(None, [planning.strategy]), *names, *used]):
+    for name in dict.fromkeys([*names, *used, *filter(None, [planning.strategy])]):
         if name in known:
             found.append((name, known[name]))
         elif name in STRATEGIES:
