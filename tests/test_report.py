@@ -327,6 +327,15 @@ def test_outputs_that_are_the_same_are_said_to_be() -> None:
     assert "differ by at most 3.0e-06 of their largest value from those of the model in memory" in text
 
 
+def test_what_is_particular_about_scores_is_told_and_nothing_else() -> None:
+    plain = dataclasses.replace(scores([1, 2, 3, 4]), details={"replayed": True, "seconds": 1.0})
+    assert "- Scores by" not in render(None, plain)
+    odd = dataclasses.replace(
+        plain, details={"loss": "a distance", "replayed": ["L0", "L1"], "resumed": "went on once"}
+    )
+    assert "\n- Scores by ablation: The loss is a distance. Not replayed: L0; L1. Went on once.\n" in render(None, odd)
+
+
 def test_commands_to_paste_overwrite_nothing() -> None:
     run = {**RUN, "commands": ["headprune score 'm y' -o r --overwrite -q", "headprune prune --keep 2 --overwrite"]}
     metrics = Metrics.model_validate(METRICS)
@@ -410,7 +419,7 @@ def test_names_of_orders_and_methods_are_explained_where_they_first_stand(path: 
 @pytest.mark.parametrize("path", REPORTS, ids=lambda p: p.parent.name)
 def test_details_are_folded(path: Path) -> None:
     sections = dict(part.split("\n\n", 1) for part in rendered(path.parent).split("\n## ")[1:])
-    open_ = {"Why to believe it", "Where the time goes", "Heads removed", "Reproduce"}
+    open_ = {"Why to believe it", "Where the time goes", "Reproduce"}
     assert {name for name, text in sections.items() if not text.startswith("<details><summary>")} == open_ & set(
         sections
     )

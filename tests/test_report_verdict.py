@@ -98,9 +98,7 @@ def test_where_all_are_worse_the_mildest_is_told() -> None:
 
 def test_one_that_is_better() -> None:
     metrics = read(documents((2, 0.03, 0.01, "better")))
-    assert "can go: accuracy 70.0 % against 80.0 % (+3.0 points, better by more than chance)" in sentences.headline(
-        metrics
-    )
+    assert "can go: accuracy 70.0 % against 80.0 % (+3.0 points, better by more than chance)" in headline(metrics)
 
 
 @pytest.mark.parametrize(("value", "half", "word", "kind"), [
@@ -132,9 +130,7 @@ def test_a_drop_that_was_allowed_counts_instead_of_the_usual_one() -> None:
     }  # fmt: skip
     metrics = read(data)
     assert verdict(metrics).kind is Kind.AS_ASKED
-    assert "can go: accuracy 70.0 % against 80.0 % (-6.0 points, worse by more than chance)" in sentences.headline(
-        metrics
-    )
+    assert "can go: accuracy 70.0 % against 80.0 % (-6.0 points, worse by more than chance)" in headline(metrics)
     assert "a loss beyond 8 points, as asked for, is ruled out" in sentences.rule(metrics)
     data["budgets"][0]["budget"]["limit"] = 0.05
     assert verdict(read(data)).kind is Kind.COSTS

@@ -137,7 +137,10 @@ def name_of(model: str) -> str:
 
 def to_repeat(command: str) -> str:
     """A command line that is safe to paste: without ``--overwrite``, which would replace what lies there."""
-    parts = shlex.split(command)
+    try:
+        parts = shlex.split(command)
+    except ValueError:  # it was not written by `shlex.join`
+        return command
     kept = [part for part in parts if part != "--overwrite"]
     return command if len(kept) == len(parts) else shlex.join(kept)
 
