@@ -382,18 +382,22 @@ def test_sizes_say_in_which_precision() -> None:
     (budget,) = metrics["budgets"]
     assert "| 4 (dense) | 80.0 % (75.0 % to 85.0 %) |  |  |  |  |  | 1,000 |  |" in render(metrics)
     budget |= {"dtype": "float16"}  # a file from before sizes were in it
-    assert "| 1,000 (2 kB in float16) |  |" in render(metrics)
+    assert "| 1,000 (2 kB) |  |" in render(metrics)
+    assert "| parameters (size in float16) |" in render(metrics)
     metrics["dense"] |= {"dtype": "float16", "weights": 2_400}
     budget |= {"weights": 2_000}
     text = render(metrics)
-    assert "| 1,000 (2.4 kB in float16) |  |" in text
-    assert "| 900 (-10.0%; 2 kB in float16) | pruned-2/ |" in text
+    assert "| 1,000 (2.4 kB) |  |" in text
+    assert "| 900 (-10.0%; 2 kB) | pruned-2/ |" in text
     assert (
         "- Weights are saved in float16, as the dense checkpoint is; all models, the dense one too, were measured in float32: "
         '`model.float()` after loading gives that, or `dtype="float32"` in `from_pretrained`.'
     ) in text
     budget |= {"dtype": "float32"}
-    assert "Weights are saved in" not in render(metrics)
+    text = render(metrics)
+    assert "Weights are saved in" not in text
+    assert "| parameters (size as saved) |" in text
+    assert "| 900 (-10.0%; 2 kB in float32) | pruned-2/ |" in text
     assert "were measured in bfloat16." in render(
         {**metrics, "budgets": [{**budget, "dtype": "float16"}]},
         run={**RUN, "model": {**RUN["model"], "dtype": "bfloat16"}},

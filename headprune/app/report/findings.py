@@ -65,10 +65,9 @@ def stored(metrics: Metrics, budget: BudgetResult | None = None) -> tuple[int, s
     return model.weights or model.parameters * getattr(torch, dtype).itemsize, dtype
 
 
-def stored_alike(metrics: Metrics) -> bool:
-    """Whether all models, the dense one too, are saved in one precision."""
-    found = [stored(metrics), *(stored(metrics, b) for b in metrics.budgets)]
-    return len({each and each[1] for each in found}) == 1
+def precisions(metrics: Metrics) -> set[str]:
+    """In which precisions models are saved, the dense one among them; none where that is not known."""
+    return {found[1] for b in (None, *metrics.budgets) if (found := stored(metrics, b))}
 
 
 @dataclass(frozen=True)

@@ -196,13 +196,19 @@ class Row:
 def table(metrics: Metrics) -> tuple[tuple[str, ...], list[Row]]:
     """The first table, its head and its rows (by `Column`): the dense model, then the pruned ones by size."""
     metric, dense, first = metrics.metric, metrics.dense, headline_row(metrics.latency)
-    found = verdict(metrics)
+    found, precisions = verdict(metrics), findings.precisions(metrics)
+    of_all = f"size in {next(iter(precisions))}" if len(precisions) == 1 else "size as saved" if precisions else ""
+
+    def stored(budget: BudgetResult | None = None) -> str:
+        size = findings.stored(metrics, budget)
+        return "" if size is None else numbers.size(size[0]) + (f" in {size[1]}" if len(precisions) > 1 else "")
+
     head = (
         "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", "random heads (mean, range)",
-        f"speed at {numbers.shape(first)} (95 %)", "speed verdict", "parameters (size as saved)", "saved in",
+        f"speed at {numbers.shape(first)} (95 %)", "speed verdict", numbers.with_more("parameters", of_all), "saved in",
     )  # fmt: skip
     of_dense = _cells(f"{metrics.budgets[0].total} (dense)", numbers.measured_value(dense, metric))
-    of_dense[Column.SIZE] = numbers.with_more(f"{dense.parameters:,}", _stored(findings.stored(metrics)))
+    of_dense[Column.SIZE] = numbers.with_more(f"{dense.parameters:,}", stored())
     rows = [Row(tuple(of_dense))]
     for b in findings.largest_first(metrics):
         r, faster = against_random(metrics, b), first.speedups[b.name]
@@ -213,7 +219,7 @@ def table(metrics: Metrics) -> tuple[tuple[str, ...], list[Row]]:
             f"{numbers.value(r.mean, metric)} ({numbers.value(r.low, metric)} to {numbers.value(r.high, metric)})"
         )
         cells[Column.SPEED], cells[Column.FASTER] = numbers.ratio(faster), faster.verdict
-        cells[Column.SIZE] = numbers.with_more(f"{b.parameters:,}", share, _stored(findings.stored(metrics, b)))
+        cells[Column.SIZE] = numbers.with_more(f"{b.parameters:,}", share, stored(b))
         cells[Column.SAVED] = f"{b.checkpoint}/"
         rows.append(Row(tuple(cells), found.recommended and b is found.budget))
     return head, rows
@@ -225,16 +231,12 @@ def _cells(heads: str, value: str) -> list[str]:
     return cells
 
 
-def _stored(found: tuple[int, str] | None) -> str:
-    return f"{numbers.size(found[0])} in {found[1]}" if found else ""
-
-
 def precision(run: Run, metrics: Metrics) -> str:
     """In which precision models are saved, where it is another one than they were measured in, and how to get that; else ""."""
     stored, computed = verdict(metrics).budget.dtype, run.model.dtype
     if not stored or stored == computed:
         return ""
-    as_dense = ", as the dense checkpoint is" if findings.stored_alike(metrics) else ""
+    as_dense = ", as the dense checkpoint is" if len(findings.precisions(metrics)) == 1 else ""
     told = f"Weights are saved in {stored}{as_dense}; all models, the dense one too, were measured in {computed}"
     if computed != "float32":
         return f"{told}."
@@ -327,7 +329,7 @@ ENGINE_HEAD = ("input", "model", "median, ms", "dense time / its time (95 %)", "
 
 def engine_rows(engine: EngineLatency) -> list[tuple[str, ...]]:
     """Exported models' times in their engine."""
-    found = []
+    found: list[tuple[str, ...]] = []
     for row in engine.rows:
         for name, timing in row.timings.items():
             faster = row.speedups.get(name)
