@@ -120,6 +120,27 @@ def test_scores_alone() -> None:
     assert "highest: L0.H0 0.3" in text
 
 
+def test_parts_of_the_data_are_told_as_they_were_used() -> None:
+    scored = render(None)
+    assert "- The scores are from 100 examples (`train`). Two other parts are set aside" in scored
+    assert "figure above" not in scored
+    assert "; set aside are 50 of `validation` to choose between plans and 200 of `test` to report on. No" in scored
+    assert "Other sizes" not in scored
+    metrics = copy.deepcopy(METRICS)
+    assert "100 (`train`) score the heads, 50 (`validation`) choose between plans, and every figure" in render(metrics)
+    assert (
+        "- Scores come from 100 examples of `train`; plans were chosen on 50 of `validation`; accuracy is reported on 200 of `test`. No"
+        in render(metrics)
+    )
+    metrics["budgets"][0]["repair"] = repaired()
+    assert "100 (`train`) score the heads and fit what repairs them, 50" in render(metrics)
+    metrics["planning"] = {"plan": "my.json"}
+    text = render(metrics, scored=False)
+    assert "100 (`train`) fit what repairs them, 50 (`validation`) are for the curve alone, and" in text
+    metrics["budgets"][0]["repair"] = None
+    assert "100 (`train`) are not used, 50" in render(metrics, scored=False)
+
+
 def test_methods_that_agree_or_cannot_be_compared() -> None:
     up, down, flat = scores([1, 2, 3, 4]), scores([4, 3, 2, 1], "gradient"), scores([1, 1, 1, 1], "gradient")
     assert "hardly agree" in render(None, up, down)

@@ -147,6 +147,7 @@ def test_the_page_the_markdown_and_the_documents_say_the_same_numbers(name: str)
     cautions = sentences.cautions(run, metrics)
     assert found.cautions == [f"Caution: {caution}".replace("`", "") for caution in cautions]
     assert all(f"\n\n{caution}\n\n" in plain for caution in found.cautions)
+    assert sentences.parts(run, metrics, bool(scores)).replace("`", "") in found.text
     for order, about in sentences.orders(metrics):
         assert f"{order}: {about}" in found.text
     assert "--overwrite" not in found.source.split('<script type="application/json"')[0]

@@ -264,6 +264,16 @@ def reloaded(metrics: Metrics) -> str:
     return f"its outputs differ by at most {most:.1e} of their largest value from those of the model in memory"
 
 
+def parts(run: Run, metrics: Metrics | None, scored: bool) -> str:
+    """How many examples were used for what."""
+    score = f"{run.parts.score.examples:,} examples of `{run.parts.score.split}`"
+    choose, report = (f"{p.examples:,} of `{p.split}`" for p in (run.parts.choose, run.parts.report))
+    begin = f"{'Scores come from' if scored else 'Nothing was scored; set aside for it were'} {score}"
+    rest = f"plans were chosen on {choose}; {metrics.metric} is reported on {report}" if metrics else ""
+    rest = rest or f"set aside are {choose} to choose between plans and {report} to report on"
+    return f"{begin}; {rest}. No example is in two parts."
+
+
 def about(method: str) -> str:
     """What a scoring method says of itself."""
     return METHODS[method].about if method in METHODS else "A method of the user's."

@@ -42,6 +42,7 @@ def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None, head
     values: dict[str, Any] = {
         "run": run, "scores": scores, "metrics": metrics, "shown": shown, "sizes": sizes, "parts": PARTS,
         "heads": drawn.head_rows(run, shown, sizes, heads), "profiles": heads is not None,
+        "parts_told": sentences.parts(run, metrics, bool(scores)),
         "looked": heads, "budgets": budgets, "kinds": roles(heads, budgets) if heads is not None else [],
         "data": Markup(drawn.to_json(drawn.everything(run, shown, metrics, sizes, heads))), **_assets(),
     }  # fmt: skip
