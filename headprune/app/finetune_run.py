@@ -37,6 +37,7 @@ from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
 from headprune.fingerprint import fingerprint, versions
 from headprune.jsonio import write_text
+from headprune.ranks import current
 from headprune.scoring.resume import digest
 
 DOCUMENT = "finetune.json"
@@ -90,7 +91,7 @@ def finetune_run(asked: FinetuneRun, console: Console) -> tuple[Path, FinetuneRe
         return folder
 
     with claimed(choose, key, runs.command_line(), resume=asked.resume, say=console.say) as folder:
-        if not folder.done_by(key):  # else it was killed just after
+        if not current().first("done before", lambda: folder.done_by(key)):  # else it was killed just after
             _run(asked, source, folder, console)
         return output, FinetuneRecord.read(output / DOCUMENT)
 
