@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,17 @@ from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import inputs_of
 from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention, uncompiled
+from headprune.ranks import current
 from headprune.reference.mixtures import crossed
 from headprune.reference.moments import FOLDS
 from headprune.reference.projections import OutputProjection, Values
 from headprune.reference.token_weights import probe_of, real_tokens, tokens_of, widened
 from headprune.rows import find_rows, is_empty
+from headprune.scoring.base import cost_of
 from headprune.scoring.gradient import frozen, unlike
 from headprune.trace import evaluating
 
+T = TypeVar("T")
 OnCall = Callable[[str, Tensor, Tensor], Tensor | None]
 """``(name, input, output)``: called with each call of a projection; may give another output."""
 Calls = dict[str, list[Tensor]]
@@ -96,6 +99,24 @@ class Runner:
     def count(self, examples: float) -> None:
         """Note that the model was run on so many examples; a backward pass counts as two."""
         self._meter.examples += examples
+
+    def share(
+        self,
+        name: str,
+        tasks: Sequence[Callable[[], T]],
+        batches: Sequence[Any] = (),
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[T]:
+        """As `headprune.ranks.Ranks.share`, the passes of all ranks counted.
+
+        Args:
+            batches: What the tasks run the model on, if that is one batch each: how long they take.
+        """
+        before, ranks = self._meter.examples, current()
+        found = ranks.share(name, tasks, [cost_of(batch) for batch in batches] or None, progress)
+        if ranks.size > 1:
+            self._meter.examples = before + sum(ranks.gather(f"passes of {name}", self._meter.examples - before))
+        return found
 
     @contextmanager
     def deterministic_eval(self) -> Iterator[None]:

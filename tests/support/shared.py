@@ -37,3 +37,23 @@ def scored(method: str, count: int = 5, work: str = "", **settings: Any) -> dict
             model, batches[:count], method, seed=3, settings=Settings(**settings), work=Path(work) if work else None
         )
     return found.to_json()
+
+
+def pruned(strategy: str = "auto", effort: str = "normal") -> dict[str, Any]:
+    """The small model searched, repaired, pruned and evaluated; numbers and weights of all that comes out."""
+    model, batches = small(double=True)
+    held_out = [labelled(model, text(rows, 7, seed=90 + rows), seed=rows) for rows in (3, 5)]
+    with launched() as ranks:
+        plans = hp.search(model, batches, [8, 4], choose=held_out, strategy=strategy, effort=effort)
+        before = hp.evaluate(model, held_out)
+        repair = hp.repair(model, plans[1], batches)
+        hp.prune(model, plans[1], batches[0])
+        after = hp.evaluate(model, held_out)
+    return {
+        "plans": [plan.to_json() for plan in plans],
+        "repair": repair.to_json(),
+        "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        "losses": torch.from_numpy(after.loss),
+        "metrics": {**before.metrics, **{f"after {k}": v for k, v in after.metrics.items()}},
+        "size": ranks.size,
+    }
