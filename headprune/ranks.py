@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _PATIENCE = timedelta(hours=24)  # a rank whose machine is silent; one whose process has ended is noticed at once
 _LOOKS = 0.5  # seconds between two looks at whether the others' processes are still there
+_LINGER = 1.0  # seconds that a rank stays after another one is lost, so that it is not taken to be lost too
 _LONGEST_NAP = 0.01  # seconds between two looks at whether the others have answered
 _LEFT = "(left)"  # what a rank that is through says in the place of a name
 
@@ -317,6 +318,7 @@ class _Group(Ranks):
 
     def _parted(self, gone: Sequence[int]) -> LostRankError:
         self._over = True
+        time.sleep(_LINGER)
         return lost_ranks(gone)
 
 

@@ -132,11 +132,15 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
             pruned.model, dense.model, train, parts.choose, asked.training, metric=metric,
             work=folder.unfinished / "training", progress=progress, say=console.say,
         )  # fmt: skip
-    content = folder.unfinished / "content"
+    ranks, content = current(), folder.unfinished / "content"
     about = {"task": pruned.task.name, "from": dense.source, "finetuned": {"from": str(source)}}
-    checkpoint.save(tuned.model, content, processor=pruned.processor, overwrite=True, about=about)
+
+    def saved() -> None:
+        checkpoint.save(tuned.model, content, processor=pruned.processor, overwrite=True, about=about)
+
+    ranks.first("saving", saved)
     models = {"dense": dense.model, "pruned": pruned.model, "finetuned": _reloaded(content, tuned)}
-    inputs = digest(versions(), *parts.report.batches(), *models.values())
+    inputs = ranks.first("inputs", lambda: digest(versions(), *parts.report.batches(), *models.values()))
     measured = _measure(models, parts, Stages(folder.unfinished / f"measured-{inputs}"), console)
     record = FinetuneRecord(
         **facts.given(),
@@ -149,10 +153,14 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
             gain=compare(measured["pruned"], measured["finetuned"], metric),
         ),
     )
-    record.write(content / DOCUMENT)
-    write_text(content / REPORT, render(folder.path.name, record))
-    checkpoint.add_figures(content, card(record))
-    folder.publish(content, ["*"])
+
+    def written() -> None:
+        record.write(content / DOCUMENT)
+        write_text(content / REPORT, render(folder.path.name, record))
+        checkpoint.add_figures(content, card(record))
+        folder.publish(content, ["*"])
+
+    ranks.first("writing the run", written)
 
 
 def _run_of(source: Path) -> Run | None:
