@@ -113,7 +113,7 @@ def test_the_first_failure_is_raised_in_all_and_they_can_go_on(ranked: Ranked, t
 @pytest.mark.slow
 def test_an_error_that_others_cannot_know_is_told_in_words(ranked: Ranked, tmp_path: Path) -> None:
     found = ranked.call(tmp_path, 2, "tests.support.shared:together", kind="strange")
-    assert found == ["RuntimeError: Strange: so be it", "Strange: so be it"]
+    assert found == ["RuntimeError: StrangeError: so be it", "StrangeError: so be it"]
 
 
 @pytest.mark.slow

@@ -31,7 +31,11 @@ class Shared:
     """
 
     def __init__(
-        self, model: nn.Module, loss: Callable[[Mapping[str, Any]], Tensor], rows: Rows, examples: Callable[[], Sequence[Any]]
+        self,
+        model: nn.Module,
+        loss: Callable[[Mapping[str, Any]], Tensor],
+        rows: Rows,
+        examples: Callable[[], Sequence[Any]],
     ) -> None:
         self.model, self.loss, self.rows = model, loss, rows
         self.ranks = current()
@@ -103,6 +107,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.empty_like(like).bernoulli_(chance, **more)
         each = like.shape[0] // rows
         shape = [each * self.size, *like.shape[1:]]
-        order = sorted(range(like.ndim), key=lambda d: (-like.stride()[d], d))  # numbers are drawn as they lie in memory
+        order = sorted(
+            range(like.ndim), key=lambda d: (-like.stride()[d], d)
+        )  # numbers are drawn as they lie in memory
         whole = like.new_empty([shape[d] for d in order]).permute([order.index(d) for d in range(like.ndim)])
         return whole.bernoulli_(chance, **more)[each * self.first : each * self.last]

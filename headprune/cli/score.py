@@ -63,7 +63,9 @@ def score(
             console.document(planned(folder, methods, scene))
             return
         with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-            if not current().first("done before", lambda: folder.done_by(key)):  # if so, it was killed just after the end
+            if not current().first(
+                "done before", lambda: folder.done_by(key)
+            ):  # if so, it was killed just after the end
                 workflow.score_run(options, methods, folder, console)
             scores = folder.read_scores()
             tables.print_scores(console, scores)

@@ -109,7 +109,9 @@ def exact(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> Sam
 
     def whole(i: int, start: int, batch: Any, size: int) -> Tensor:
         # More ranks than now may have been at it, by layers.
-        known = [store.known(f"{i}-{layer}") for layer in range(len(every))] if store.known(f"{i}-0") is not None else []
+        known = (
+            [store.known(f"{i}-{layer}") for layer in range(len(every))] if store.known(f"{i}-0") is not None else []
+        )
         if known and all(part is not None for part in known):
             found = _joined([part for part in known if part is not None])
         else:
@@ -124,9 +126,7 @@ def exact(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> Sam
 
     batches = [(i, *each) for i, each in enumerate(problem.numbered())]
     if not _uneven(costs, current().size):
-        losses = torch.cat(
-            store.share("ablation", {f"{each[0]}": partial(whole, *each) for each in batches}, costs)
-        )
+        losses = torch.cat(store.share("ablation", {f"{each[0]}": partial(whole, *each) for each in batches}, costs))
     else:
         numbers = range(len(every))
         # From its layer on the model is run again, for every head; and once as it is.

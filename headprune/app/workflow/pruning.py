@@ -220,7 +220,10 @@ def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult
     models = {"dense": scene.model, **{result.name: model for result, model in largest}}
     plans = {result.name: {name: list(heads) for name, heads in result.drop.items()} for result, _ in largest}
     latencies = stages.get(
-        f"latency {environment}", lambda: time_models(scene, models, console).to_json(), Latency.model_validate, alone=True
+        f"latency {environment}",
+        lambda: time_models(scene, models, console).to_json(),
+        Latency.model_validate,
+        alone=True,
     )
     shapes = inputs(scene)
     more: dict[str, Callable[[], Any]] = {
@@ -241,7 +244,9 @@ def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult
             )
             return None
 
-    found = {name: stages.get(f"{name} {environment}", partial(tried, name), lambda made: made, alone=True) for name in more}
+    found = {
+        name: stages.get(f"{name} {environment}", partial(tried, name), lambda made: made, alone=True) for name in more
+    }
     return {"latency": latencies, **{name: value for name, value in found.items() if value}}
 
 

@@ -125,8 +125,9 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
         return gap, off, coordinates.of(parts)
 
     found = answers.runner.share("gradients", [partial(row, i) for i in rest], [answers.batches[i] for i in rest])
-    for i, (gap, lacking[i], rows[i]) in zip(rest, found, strict=True):
+    for i, (gap, off, own_rows) in zip(rest, found, strict=True):
         gaps.append(gap)
+        lacking[i], rows[i] = off, own_rows
     answers.runner.count((1 + answers.count) * answers.examples)
     every = range(len(answers.batches))
     before = _root(torch.cat(gaps))
