@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _PATIENCE = timedelta(hours=24)  # a rank whose machine is silent; one whose process has ended is noticed at once
 _LOOKS = 0.5  # seconds between two looks at whether the others' processes are still there
-_LINGER = 1.0  # seconds that a rank stays after another one is lost, so that it is not taken to be lost too
+_LINGER = 2.0  # seconds that a rank stays after another one is lost, so that it is not taken to be lost too
 _LONGEST_NAP = 0.01  # seconds between two looks at whether the others have answered
 _LEFT = "(left)"  # what a rank that is through says in the place of a name
 
@@ -54,9 +54,11 @@ class Ranks:
         rank: The number of this one.
         size: How many there are.
         here: How many of them are on this machine, and share its memory.
+        gone: Those that were lost, as far as it is known.
     """
 
     rank, size, here = 0, 1, 1
+    gone: tuple[int, ...] = ()
 
     @property
     def main(self) -> bool:
@@ -317,7 +319,7 @@ class _Group(Ranks):
             raise self._parted(gone) from None
 
     def _parted(self, gone: Sequence[int]) -> LostRankError:
-        self._over = True
+        self._over, self.gone = True, tuple(gone)
         time.sleep(_LINGER)
         return lost_ranks(gone)
 

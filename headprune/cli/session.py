@@ -118,7 +118,7 @@ def hush() -> None:
 
 def heard(ranks: Any) -> None:
     """Let this process print again, if it is the first of those that are left."""
-    if isinstance(sys.stderr, Unheard) and ranks is not None and {*range(ranks.rank)} <= {*ranks.lost()}:
+    if isinstance(sys.stderr, Unheard) and ranks is not None and {*range(ranks.rank)} <= {*ranks.gone}:
         sys.stderr = sys.stderr.real
 
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -150,7 +151,10 @@ class Runner:
             if (mixed := crossed(batch, shift, self.rows)) is not None
         ]
         with torch.no_grad(), self.deterministic_eval():
-            if all(self._answers_once(mixed) for mixed in made):
+            # The first one says what most models do with mixtures; if they take it, all are tried.
+            taken = not made or self._answers_once(made[0])
+            tasks = [partial(self._answers_once, mixed) for mixed in made[1:]]
+            if taken and all(self.share("mixtures", tasks, [mixed.inputs for mixed in made[1:]])):
                 self.count(sum(len(mixed.rows) for mixed in made))
                 found.mixtures = tuple(made)
         return found
