@@ -21,8 +21,7 @@ from headprune.budgets import Budget, Fit, budget_of
 from headprune.budgets.subject import Subject
 from headprune.errors import HeadPruneError
 from headprune.evaluation import measurable
-from headprune.inputs import Example, check_weights, usable
-from headprune.latency import without_labels
+from headprune.inputs import Example, check_weights, usable, without_labels
 from headprune.loss import LossFn, inputs_of
 from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
 from headprune.planning.effort import Work, effort_named

@@ -65,7 +65,7 @@ def compensated(search: Search, levels: Sequence[int]) -> Order:
 
 @strategy("auto", needs_scores=False, runs_model=True)
 def auto(search: Search, levels: Sequence[int]) -> Order:
-    """As re-scored; `prune` tries other orders beside it, and the choosing part decides.
+    """Several orders (re-scored, compensated, one-shot by each score); the choosing part decides which one is used.
 
     So it is no order of its own: `headprune.searching` makes those orders and compares them. See docs/benchmarks.md, Quality by
     heads kept.

@@ -31,6 +31,7 @@ from headprune.app.runs import RunFolder
 from headprune.app.workflow import exports
 from headprune.app.workflow.checks import check_goal, check_scored
 from headprune.app.workflow.results import Control, Job, guessing, prune_to
+from headprune.app.workflow.saving import dense_weights
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.scoring import run_after, run_document, score_all, write_heads
 from headprune.app.workflow.stages import publish, stages_of
@@ -174,6 +175,7 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
     fits = list({f.plan.asked: f for f in fits}.values())  # "50%" and "36" may be the same
     dense = job.measured("dense", scene.model, "measuring the dense model")
     also = [job.measured("dense", scene.model, f"measuring the dense model on {p.name}", p) for p in scene.parts.also]
+    weights, dtype = dense_weights(scene)
     control = Control(dense, random_orders(scene, goal, fits), also)
     curve = trade_off(shown(goal, orders, fits, trials), control.random, fits, trials, console)
     for note in dict.fromkeys(note for f in fits for note in f.plan.notes):
@@ -188,6 +190,8 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
             parameters=latency.parameters(scene.model),
             flops=latency.flops(scene.model, scene.typical_input()),
             guessing=guessing(scene),
+            weights=weights,
+            dtype=dtype,
         ),
         budgets=tuple(result for result, _ in made),
         curve=tuple(curve),

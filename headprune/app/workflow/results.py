@@ -96,6 +96,7 @@ class _Made(Document):
 
     Attributes:
         size: Bytes of its folder, before its card is written with the figures of the run.
+        weights: Bytes of its weights in it.
     """
 
     repair: Refitted | None
@@ -104,6 +105,7 @@ class _Made(Document):
     dtype: str
     note: str
     size: int
+    weights: int | None = None  # of an interrupted run of an older version
 
 
 def prune_to(fitted: Fit, control: Control, job: Job) -> tuple[BudgetResult, nn.Module]:
@@ -141,6 +143,7 @@ def prune_to(fitted: Fit, control: Control, job: Job) -> tuple[BudgetResult, nn.
         flops=latency.flops(model, scene.typical_input()),
         checkpoint=path.name,
         size=made.size,
+        weights=made.weights,
         dtype=made.dtype,
         loads=checkpoint.loading_of(path).call(),
     )
@@ -267,6 +270,7 @@ def _make(job: Job, plan: PruningPlan, path: Path) -> _Made:
         dtype=saved.dtype,
         note=saved.note,
         size=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+        weights=saved.weights,
     )
 
 

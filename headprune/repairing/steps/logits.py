@@ -66,7 +66,7 @@ def fit(refit: Refit, drop: Heads, start: Weights) -> Weights | LeftOut:
     return LeftOut(_NO_GAIN)
 
 
-STEP = Step("answers", fit, apart)
+STEP = Step("answers", fit, apart, about="the last step: all W_O together, towards the dense model's answers")
 
 
 def gauss_newton(
