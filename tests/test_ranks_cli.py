@@ -20,7 +20,19 @@ from tests.support.ranked import Ranked
 from tests.support.zoo import randomise
 
 pytestmark = pytest.mark.slow
-COSTS = {"seconds", "passes", "latency", "time", "generation", "energy", "environment", "when", "resumed", "commands", "command"}
+COSTS = {
+    "seconds",
+    "passes",
+    "latency",
+    "time",
+    "generation",
+    "energy",
+    "environment",
+    "when",
+    "resumed",
+    "commands",
+    "command",
+}
 PRUNE = ["prune", "m", "-d", "d", "-k", "4", "-k", "2", "-b", "4", "-m", "gradient", "-m", "ablation"]
 TUNE = ["finetune", "reports/m-1/pruned-4", "--epochs", "2", "--learning-rate", "1e-3", "-o", "tuned"]
 
