@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -102,18 +103,21 @@ def _looked(
     removals = {p.name: _removal(refit, p, layers, drop, weights, units) for p in reference.projections}
     fitted = {layer.name for projection in reference.projections for layer in projection.layers}
     others = [i for i, unit in enumerate(units) if layers[unit.layer].name not in fitted]
-    found = []
+
+    def looked_at(index: int) -> Tensor:
+        batch = reference.runner.batches[index]
+        out = torch.zeros(reference.runner.rows.size(batch), len(units), dtype=torch.float64)
+        if others:
+            out[:, others] = _gated(refit, layers, index, [units[i] for i in others])
+        for name, calls in reference.slopes(index).items():
+            if (removal := removals[name]) is not None:
+                for x, slope in calls:
+                    _add(out, removal, x, slope)
+        return out
+
     with torch.inference_mode(False), refit.applied(weights), mask(refit.model, drop, layers=layers):
-        for index in chosen:
-            batch = reference.runner.batches[index]
-            out = torch.zeros(reference.runner.rows.size(batch), len(units), dtype=torch.float64)
-            if others:
-                out[:, others] = _gated(refit, layers, index, [units[i] for i in others])
-            for name, calls in reference.slopes(index).items():
-                if (removal := removals[name]) is not None:
-                    for x, slope in calls:
-                        _add(out, removal, x, slope)
-            found.append(out)
+        batches = [reference.runner.batches[index] for index in chosen]
+        found = reference.runner.share("a look", [partial(looked_at, index) for index in chosen], batches)
     return finite(torch.cat(found))
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headprune.ranks import current
 from headprune.reference.moments import FOLDS
 from headprune.reference.projections import OutputProjection, Values
 from headprune.reference.runner import Calls, Runner, replaced, unwatched
@@ -104,9 +106,9 @@ def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
     if not values:
         return Directions(runner, {}, {})
     seen: dict[str, Tensor] = {}
-    for batch in runner.batches:
 
-        def on_value(name: str, x: Tensor, out: Tensor, batch: Any = batch) -> None:
+    def see(batch: Any) -> None:
+        def on_value(name: str, x: Tensor, out: Tensor) -> None:
             kind = runner.layer(name).kind
             # A cross-attention's values are of the encoder's tokens.
             real = runner.real(x, batch, "encoder" if kind == "cross" else kind)
@@ -116,6 +118,12 @@ def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
             seen[name] = seen.get(name, 0.0) + (flat.T @ flat).cpu().double()
 
         runner.run(batch, unwatched, on_value, values)
+
+    runner.share("directions", [partial(see, batch) for batch in runner.batches], runner.batches)
+    for name, value in values.items():  # a rank may have had no batch
+        width = value.weight.shape[0] + 1
+        seen.setdefault(name, torch.zeros(width, width, dtype=torch.float64))
+        current().add(f"directions of {name}", [seen[name]])
     runner.count(runner.examples)
     share, along = room(runner.projections, values), {}
     for projection in runner.projections:

@@ -44,6 +44,7 @@ from headprune.evaluation import Measurement, compare, evaluate
 from headprune.planning import Order
 from headprune.plans import PruningPlan
 from headprune.pruned import note_was_repaired
+from headprune.ranks import current
 from headprune.surgery import prune
 from headprune.trials import Trials
 
@@ -261,7 +262,7 @@ def _make(job: Job, plan: PruningPlan, path: Path) -> _Made:
     trained = None
     if job.goal.finetune:
         model, trained = _trained(job, model, plan.asked)
-    saved = saving.save(scene, model, path, proof.tolerance)
+    saved = current().first(f"saving {plan.asked}", lambda: saving.save(scene, model, path, proof.tolerance))
     return _Made(
         repair=None if repair is None else Refitted.model_validate(repair.to_json()),
         finetune=trained,
