@@ -73,8 +73,7 @@ def headline(run: Run, metrics: Metrics) -> str:
             else "It costs to remove"
         )
         return f"{begin} {heads}{beside}: {against}."
-    left = max(0.0, loss_within(metrics, b.change))
-    if b.change.verdict == "no measurable change" and left:
+    if b.change.verdict == "no measurable change" and loss_within(metrics, b.change) > 0:
         against = against.replace(
             b.change.verdict, f"{b.change.verdict}; a loss of up to {numbers.loss(b.change, metric)} is possible"
         )
