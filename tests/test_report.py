@@ -52,7 +52,7 @@ def test_figures_and_bad_news() -> None:
     )
     assert "L0 (block.0.attn): H1, H2" in text
     assert text.count("Caution") == 1  # 70.0 % is no better than the best of the random draws
-    assert "The chosen heads do not do measurably better than random ones in the same number" in text
+    assert "measurably beat as many random ones, so this run does not show" in text
 
 
 def test_a_control_that_was_repaired_by_less_stands_beside_heads_repaired_alike() -> None:
@@ -92,10 +92,13 @@ def test_no_measurable_change() -> None:
     metrics = copy.deepcopy(METRICS)
     metrics["budgets"][0]["change"] |= {"value": 0.001, "low": -0.01, "high": 0.012, "verdict": "no measurable change"}
     text = render(metrics)
-    assert "**Half of the heads (2 of 4) can go: accuracy 70.0 % against 80.0 % (no measurable change), not" in text
+    assert (
+        "**Half of the heads (2 of 4) can go: accuracy 70.0 % against 80.0 % (no measurable change; a loss of up to "
+        in text
+    )
     assert "| **2** |" in text
     assert (
-        "Recommended: 2 heads, since no loss could be shown and one of more than 2.5 points is ruled out (at 95 %)."
+        "Recommended: 2 heads, a model with no measurable loss, and with one of more than 2.5 points ruled out (at 95 %)."
         in text
     )
 
@@ -304,7 +307,7 @@ def test_what_decided_between_orders_is_shown() -> None:
 def test_what_was_changed_beside_the_removal_is_in_the_headline() -> None:
     metrics = copy.deepcopy(METRICS)
     (budget,) = metrics["budgets"]
-    refitted = "with the kept heads' weights refitted"
+    refitted = "with the kept heads' weights refitted by least squares"
 
     def headline() -> str:
         return render(metrics).split("**")[1]
@@ -411,8 +414,8 @@ def test_sizes_say_in_which_precision() -> None:
     assert "| 1,000 (2.4 kB) |  |" in text
     assert "| 900 (-10.0%; 2 kB) | pruned-2/ |" in text
     assert (
-        "- Weights are saved in float16, as the dense checkpoint is; all models, the dense one too, were measured in float32: "
-        '`model.float()` after loading gives that, or `dtype="float32"` in `from_pretrained`.'
+        "- Weights are saved in float16, as the dense checkpoint is; all models, the dense one too, were measured in float32, "
+        'as `headprune.load(folder).float()` gives, or `from_pretrained(folder, dtype="float32", …)`.'
     ) in text
     budget |= {"dtype": "float32"}
     text = render(metrics)

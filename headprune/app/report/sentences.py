@@ -15,6 +15,7 @@ from headprune.app.report.verdict import (
     against_random,
     elsewhere,
     headline_row,
+    loss_within,
     verdict,
 )
 from headprune.evaluation import Change
@@ -29,7 +30,7 @@ _SHARES = {
 }  # fmt: skip
 
 _NAMED = 10  # heads in a list
-_REFITTED = "the kept heads' weights refitted"
+_REFITTED = "the kept heads' weights refitted by least squares"
 
 
 class Column(IntEnum):
@@ -72,6 +73,10 @@ def headline(run: Run, metrics: Metrics) -> str:
             else "It costs to remove"
         )
         return f"{begin} {heads}{beside}: {against}."
+    if b.change.verdict == "no measurable change" and loss_within(metrics, b.change) > 0:
+        against = against.replace(
+            b.change.verdict, f"{b.change.verdict}; a loss of up to {numbers.loss(b.change, metric)} is possible"
+        )
     return f"{heads[0].upper()}{heads[1:]} can go{beside}: {against}."
 
 
@@ -83,11 +88,11 @@ def rule(metrics: Metrics) -> str:
         if found.recommended:
             return f"Recommended: {found.budget.kept} heads, the fewest with which a loss beyond {limit}, as asked for, is ruled out at 95 %."
         return f"None is recommended: none rules out, on the reported examples, a loss beyond the {limit} that were asked for."
-    what = f"no loss could be shown and one of more than {limit} is ruled out (at 95 %)"
+    what = f"with no measurable loss, and with one of more than {limit} ruled out (at 95 %)"
     if found.recommended:
-        few = "the fewest with which" if len(metrics.budgets) > 1 else "since"
+        few = "the smallest model" if len(metrics.budgets) > 1 else "a model"
         return f"Recommended: {found.budget.kept} heads, {few} {what}."
-    return f"None is recommended; one would be if {what}."
+    return f"None is recommended: there is no model {what}."
 
 
 def over_random(metrics: Metrics) -> str:
@@ -104,7 +109,10 @@ def over_random(metrics: Metrics) -> str:
     text = "; ".join(told)
     text = f"{text[0].upper()}{text[1:]}."
     if any(r.value != r.budget.pruned.metrics[metrics.metric] for r in found):
-        text += " For this, both were refitted layer by layer alone (a cheaper repair), so these are not the figures of the table."
+        text += (
+            " For this, both were refitted layer by layer alone, a cheaper repair than that of the models above. What else those got was "
+            "chosen by how near it brings the answers to the dense model's, not by these examples: it may come out lower here, by chance too."
+        )
     if any(r.change is not None for r in found):
         text += " The intervals are over examples, not over other draws of random heads."
     return text
@@ -122,8 +130,11 @@ def cautions(run: Run, metrics: Metrics) -> list[str]:
     """What a reader must know before believing the headline."""
     metric, told = metrics.metric, []
     if all(against_random(metrics, b).verdict != "better" for b in metrics.budgets) and not _of_user(metrics):
+        sizes = (
+            "At none of these sizes did the chosen heads" if len(metrics.budgets) > 1 else "The chosen heads did not"
+        )
         told.append(
-            "The chosen heads do not do measurably better than random ones in the same number, so this run is no evidence that it matters which go."
+            f"{sizes} measurably beat as many random ones, so this run does not show that it matters which heads go."
         )
     if (trained := findings.trained_on_choosing(metrics)) is not None:
         split = run.parts.choose.split
@@ -204,7 +215,7 @@ def table(metrics: Metrics) -> tuple[tuple[str, ...], list[Row]]:
         return "" if size is None else numbers.size(size[0]) + (f" in {size[1]}" if len(precisions) > 1 else "")
 
     head = (
-        "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", "random heads (mean, range)",
+        "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", control(metrics),
         f"speed at {numbers.shape(first)} (95 %)", "speed verdict", numbers.with_more("parameters", of_all), "saved in",
     )  # fmt: skip
     of_dense = _cells(f"{metrics.budgets[0].total} (dense)", numbers.measured_value(dense, metric))
@@ -215,14 +226,24 @@ def table(metrics: Metrics) -> tuple[tuple[str, ...], list[Row]]:
         share = f"{b.parameters / dense.parameters - 1:+.1%}"
         cells = _cells(str(b.kept), numbers.measured_value(b.pruned, metric))
         cells[Column.CHANGE], cells[Column.VERDICT] = numbers.change(b.change, metric), b.change.verdict
-        cells[Column.RANDOM] = (
-            f"{numbers.value(r.mean, metric)} ({numbers.value(r.low, metric)} to {numbers.value(r.high, metric)})"
-        )
+        draws = f"{numbers.value(r.mean, metric)} ({numbers.value(r.low, metric)} to {numbers.value(r.high, metric)})"
+        cells[Column.RANDOM] = f"{numbers.value(r.value, metric)} against {draws}" if _apart(metrics) else draws
         cells[Column.SPEED], cells[Column.FASTER] = numbers.ratio(faster), faster.verdict
         cells[Column.SIZE] = numbers.with_more(f"{b.parameters:,}", share, stored(b))
         cells[Column.SAVED] = f"{b.checkpoint}/"
         rows.append(Row(tuple(cells), found.recommended and b is found.budget))
     return head, rows
+
+
+def control(metrics: Metrics) -> str:
+    """The head of the first table's column of random heads."""
+    draws = f"random heads: mean of {len(metrics.budgets[0].random)} draws (range)"
+    return f"chosen against {draws}, both with a cheaper repair" if _apart(metrics) else draws
+
+
+def _apart(metrics: Metrics) -> bool:
+    """Whether chosen and random heads were compared with another repair than that of the models in the first table."""
+    return any(b.repair is not None and b.repair.layers_alone is not None for b in metrics.budgets)
 
 
 def _cells(heads: str, value: str) -> list[str]:
@@ -240,7 +261,20 @@ def precision(run: Run, metrics: Metrics) -> str:
     told = f"Weights are saved in {stored}{as_dense}; all models, the dense one too, were measured in {computed}"
     if computed != "float32":
         return f"{told}."
-    return f'{told}: `model.float()` after loading gives that, or `dtype="float32"` in `from_pretrained`.'
+    return f'{told}, as `headprune.load(folder).float()` gives, or `from_pretrained(folder, dtype="float32", …)`.'
+
+
+def usage(run: Run, metrics: Metrics) -> str:
+    """What to type to get a model as it was measured: with headprune, and with transformers alone."""
+    found = verdict(metrics)
+    budget, which = found.budget, "it" if found.recommended or len(metrics.budgets) == 1 else "one"
+    folder = f"{run.folder}/{budget.checkpoint}" if run.folder else budget.checkpoint
+    widened = bool(precision(run, metrics)) and run.model.dtype == "float32"
+    own = f'import headprune; model = headprune.load("{folder}"){".float()" if widened else ""}'
+    known = budget.loads if budget.loads and not budget.loads.startswith("headprune.") else ""
+    other = known or "from_pretrained(folder, trust_remote_code=True)"
+    other = f'{other.removesuffix(")")}, dtype="float32")' if widened else other
+    return f"To use {which}: `{own}`, or without headprune, with the same folder, transformers' `{other}`."
 
 
 def proved(metrics: Metrics) -> str:
@@ -382,7 +416,7 @@ def _speed(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
         return f"{told}; even without any head it would not be"
     if limit.ratio <= gained.ratio:
         return told
-    return f"{told}; more than {limit.ratio:.2f}x can't be had by pruning heads"
+    return f"{told}; without any head it would be {limit.ratio:.2f}x"
 
 
 def _heads(budget: BudgetResult) -> str:

@@ -55,7 +55,7 @@ def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None, head
             "engines": [(engine.format, sentences.engine_rows(engine)) for engine in metrics.engines],
             "reasons": [
                 sentences.rule(metrics), f"Better than random heads? {sentences.over_random(metrics)}",
-                *filter(None, [sentences.precision(run, metrics)]),
+                sentences.usage(run, metrics), *filter(None, [sentences.precision(run, metrics)]),
             ],
             "changes": findings.trained_on_choosing(metrics) is not None, "cautions": sentences.cautions(run, metrics),
         }  # fmt: skip
