@@ -16,7 +16,7 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import inputs_of
 from headprune.memory import is_out_of_memory
-from headprune.modules import exact_attention, uncompiled
+from headprune.modules import exact_attention, full_precision, uncompiled
 from headprune.reference.mixtures import crossed
 from headprune.reference.moments import FOLDS
 from headprune.reference.projections import OutputProjection, Values
@@ -100,7 +100,7 @@ class Runner:
     @contextmanager
     def deterministic_eval(self) -> Iterator[None]:
         """The model without dropout and the like, with attention that computes every head by itself."""
-        with uncompiled(), evaluating(self.model), exact_attention(self.model):
+        with full_precision(), uncompiled(), evaluating(self.model), exact_attention(self.model):
             yield
 
     def first(self, index: int) -> int:

@@ -4,14 +4,16 @@ Mixing devices is the mistake that only a GPU shows. Here ``cuda:0`` is pretende
 numbers are real, and answers ``.device`` with ``cuda:0``. An operation runs if all its tensors lie on one device; a CPU tensor without
 dimensions may go with any, as on a GPU. Otherwise it fails with the message that torch gives.
 
-Autograd, `torch.inference_mode` and hooks work as ever. What does not: speed, memory, kernels and their rounding, streams.
+Autograd and hooks work as ever; `torch.inference_mode` becomes ``torch.no_grad``. What there is none of: speed, memory, kernels and
+their rounding, streams.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -24,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 DEVICE = torch.device("cuda:0")
 _COPIES = ("_to_copy", "copy_", "_copy_from", "set_")  # these may have tensors of two devices
 _INDEXED = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")  # indices may lie on the CPU
+_STRICT = ("cat", "stack", "index_select", "gather", "scatter", "index_copy", "index_copy_")  # take no CPU scalars either
 
 
 class There(Tensor):
@@ -51,6 +54,29 @@ class There(Tensor):
 
     def get_device(self) -> int:
         return 0
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> There:
+        if id(self) not in memo:
+            with torch.no_grad():
+                made = There(self.held.detach().clone())
+            memo[id(self)] = made.requires_grad_(self.requires_grad)
+            if getattr(self, "_is_param", False):
+                made._is_param = True  # type: ignore[attr-defined]
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return There.cuda_of, (self.detach().cpu(),)
+
+    @staticmethod
+    def cuda_of(tensor: Tensor) -> Tensor:
+        """What was stored, here again."""
+        return tensor.to(DEVICE)
 
     def cpu(self, *_: Any, **__: Any) -> Tensor:  # type: ignore[override]
         return torch.ops.aten._to_copy(self, device=torch.device("cpu"))
@@ -108,14 +134,33 @@ class _Numbered(TorchFunctionMode):
 
         if func in (torch.Tensor.device.__get__, torch.device):
             return func(*args, **(kwargs or {}))
+        if func in (Tensor.to, Tensor.type_as):  # torch's own code would see a CPU tensor in what is named
+            like = next((x for x in (*args[1:], (kwargs or {}).get("other")) if isinstance(x, There)), None)
+            if like is not None:
+                return args[0].to(like.device, like.dtype)
         args = tuple(map(numbered, args)) if func in (Tensor.to, torch._C._nn._parse_to) else args
         return func(*args, **{k: numbered(v) if k == "device" else v for k, v in (kwargs or {}).items()})
+
+
+class _Event:
+    """A CUDA event: of a clock, since nothing is asynchronous here."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other: _Event) -> float:
+        return (other.at - self.at) * 1000
 
 
 @contextmanager
 def pretended() -> Iterator[Pretended]:
     """A machine with a GPU, of which everything that headprune asks is answered."""
     with ExitStack() as stack:
+        # A tensor of this kind that is made in inference mode cannot be viewed there: no gradients is as much as can be had.
+        stack.enter_context(mock.patch.object(torch, "inference_mode", lambda mode=True: torch.set_grad_enabled(not mode)))
         for name, answer in {
             "_lazy_init": lambda: None,
             "is_available": lambda: True,
@@ -123,6 +168,12 @@ def pretended() -> Iterator[Pretended]:
             "device_count": lambda: 1,
             "current_device": lambda: 0,
             "mem_get_info": lambda *_: (8 << 30, 16 << 30),
+            "memory_reserved": lambda *_: 2 << 30,
+            "memory_allocated": lambda *_: 1 << 30,
+            "max_memory_allocated": lambda *_: 1 << 30,
+            "reset_peak_memory_stats": lambda *_: None,
+            "device": lambda *_: nullcontext(),
+            "Event": _Event,
             "empty_cache": lambda: None,
             "synchronize": lambda *_: None,
             "get_device_name": lambda *_: "a pretended GPU",
@@ -148,6 +199,7 @@ def _run(func: Any, args: Any, kwargs: Any, crossings: Counter[str] | None = Non
     flat, spec = tree_flatten((args, kwargs))
     name = func.overloadpacket.__name__
     there = [x for x in flat if isinstance(x, There)]
+    _refuse_generator(flat, there, kwargs.get("device"))
     wanted = kwargs.get("device")
     target = torch.device(wanted).type if wanted is not None else None
     # In a backward pass torch's own code makes tensors where it thinks that the others are: on the CPU.
@@ -176,13 +228,22 @@ def _there(held: Tensor, known: dict[int, There]) -> There:
     return There(held) if made is None else made
 
 
+def _refuse_generator(flat: list[Any], there: list[There], device: Any) -> None:
+    """A generator of the CPU draws no numbers on the device."""
+    on_device = torch.device(device).type == DEVICE.type if device is not None else bool(there)
+    if on_device and any(isinstance(x, torch.Generator) for x in flat):
+        raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+
+
 def _refuse_mixed(name: str, args: Any, flat: list[Any]) -> None:
     """Fail as torch does, where an operation gets tensors of both devices."""
     index: set[int] = set()
     if name in _INDEXED and len(args) > 1:
         index = {id(x) for x in args[1] if isinstance(x, Tensor)}
     for x in flat:
-        if isinstance(x, Tensor) and not isinstance(x, There) and x.ndim and id(x) not in index and x.device.type != "meta":
+        if not isinstance(x, Tensor) or isinstance(x, There) or id(x) in index or x.device.type == "meta":
+            continue
+        if x.ndim or name in _STRICT:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, {DEVICE} and {x.device}! ({name})"
             )
