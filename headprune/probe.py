@@ -184,7 +184,14 @@ def _pack_buffers(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, tupl
 
 def answered(model: nn.Module, example: Any, seed: int) -> list[Tensor]:
     """A model's answers in evaluation mode, by full float32 arithmetic; the model stays as it was."""
-    with full_precision(), seeded(model, seed), uncompiled(), attributes_kept(model), evaluating(model), torch.no_grad():
+    with (
+        full_precision(),
+        seeded(model, seed),
+        uncompiled(),
+        attributes_kept(model),
+        evaluating(model),
+        torch.no_grad(),
+    ):
         return [t.cpu() for t in answers(call(model, move(example, model_device(model))))]
 
 

@@ -26,7 +26,15 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 DEVICE = torch.device("cuda:0")
 _COPIES = ("_to_copy", "copy_", "_copy_from", "set_")  # these may have tensors of two devices
 _INDEXED = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")  # indices may lie on the CPU
-_STRICT = ("cat", "stack", "index_select", "gather", "scatter", "index_copy", "index_copy_")  # take no CPU scalars either
+_STRICT = (
+    "cat",
+    "stack",
+    "index_select",
+    "gather",
+    "scatter",
+    "index_copy",
+    "index_copy_",
+)  # take no CPU scalars either
 
 
 class There(Tensor):
@@ -160,7 +168,9 @@ def pretended() -> Iterator[Pretended]:
     """A machine with a GPU, of which everything that headprune asks is answered."""
     with ExitStack() as stack:
         # A tensor of this kind that is made in inference mode cannot be viewed there: no gradients is as much as can be had.
-        stack.enter_context(mock.patch.object(torch, "inference_mode", lambda mode=True: torch.set_grad_enabled(not mode)))
+        stack.enter_context(
+            mock.patch.object(torch, "inference_mode", lambda mode=True: torch.set_grad_enabled(not mode))
+        )
         for name, answer in {
             "_lazy_init": lambda: None,
             "is_available": lambda: True,
