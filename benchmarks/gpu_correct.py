@@ -23,13 +23,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_parts import ROOT, Found, Part, parser, run, synchronize, table
-
-warnings.filterwarnings("ignore")
-os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()
-
 import torch
 import transformers as tf
+from gpu_parts import ROOT, Found, Part, parser, run, synchronize, table
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -45,6 +41,7 @@ from headprune.scoring.gradient import gate_gradients
 from headprune.scoring.replay import Recording, Replay
 from headprune.trace import evaluating
 
+warnings.filterwarnings("ignore")
 TYPES = {"float32": torch.float32, "TF32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of the largest value. What the CPU is off by in the same type, three times over, is allowed as well.
 ALLOWED = {"float32": 1e-3, "TF32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
@@ -333,42 +330,53 @@ def coverage_told(found: Found) -> list[str]:
 def kernels(options: argparse.Namespace) -> Found:
     """The same scores and proofs by every kernel of scaled_dot_product_attention, and by eager attention."""
     rows = []
-    batches = texts(8, 32, 2, options.device)
+    padded = texts(8, 32, 2, options.device)
+    # Flash attention takes no mask: unpadded texts.
+    whole = [{k: v for k, v in b.items() if k != "attention_mask"} for b in padded]
+    true_model = large_weights(base(options.small, options.device, attention="eager"))
+    layers = hp.find_attention(true_model, inputs_of(padded[0]))
+
+    def scores(model: nn.Module, batches: list[Any]) -> dict[str, Tensor]:
+        return {m: hp.score(model, batches, m, layers=layers).flat() for m in ("gradient", "ablation")}
+
+    true = {"padded": scores(true_model, padded), "whole": scores(true_model, whole)}
     for kind in ("float32", "bfloat16"):
-        model = base(options.small, options.device, TYPES[kind])
-        layers = hp.find_attention(model, inputs_of(batches[0]))
-        eager = base(options.small, options.device, TYPES[kind], attention="eager")
-        true = {m: hp.score(eager, batches, m, layers=layers).flat() for m in ("gradient", "ablation")}
-        for backend in (
-            SDPBackend.MATH,
-            SDPBackend.EFFICIENT_ATTENTION,
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.CUDNN_ATTENTION,
-        ):
-            # Flash attention takes no mask: unpadded texts.
-            whole = [{**b, "attention_mask": torch.ones_like(b["attention_mask"])} for b in batches]
-            bare = backend in (SDPBackend.FLASH_ATTENTION,)
-            data = [{k: v for k, v in b.items() if k != "attention_mask"} for b in whole] if bare else batches
-            against = {m: hp.score(eager, whole, m, layers=layers).flat() for m in true} if bare else true
+        eager = large_weights(base(options.small, options.device, attention="eager")).to(TYPES[kind])
+        model = large_weights(base(options.small, options.device)).to(TYPES[kind])
+        worst = 0.0
+        for kernel in ("eager", "MATH", "EFFICIENT_ATTENTION", "FLASH_ATTENTION", "CUDNN_ATTENTION"):
+            form, data = ("whole", whole) if kernel == "FLASH_ATTENTION" else ("padded", padded)
             try:
-                with sdpa_kernel([backend]):
-                    found = {m: off(hp.score(model, data, m, layers=layers).flat(), t) for m, t in against.items()}
+                with contextlib.nullcontext() if kernel == "eager" else sdpa_kernel([getattr(SDPBackend, kernel)]):
+                    found = scores(eager if kernel == "eager" else model, data)
                     proof = hp.prune(
                         copy.deepcopy(model), {a.name: [0] for a in layers}, inputs_of(data[0]), layers=layers
                     )
             except (RuntimeError, hp.HeadPruneError) as error:
-                rows.append({"kind": kind, "kernel": backend.name, "refused": str(error).splitlines()[0][:120]})
+                rows.append({"kind": kind, "kernel": kernel, "refused": str(error).splitlines()[0][:120]})
                 continue
+            apart = {m: off(found[m], t) for m, t in true[form].items()}
+            worst = max(apart.values()) if kernel == "eager" else worst
             rows.append(
                 {
                     "kind": kind,
-                    "kernel": backend.name,
-                    **found,
+                    "kernel": kernel,
+                    **apart,
                     "proof": proof.difference,
-                    "good": max(found.values()) <= ALLOWED[kind],
+                    "good": max(apart.values()) <= max(ALLOWED[kind], 3 * worst),
                 }
             )
     return {"rows": rows}
+
+
+def large_weights(model: nn.Module) -> nn.Module:
+    """Weights as large as trained ones: with those of a new model no head matters more than rounding."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.copy_(torch.randn(p.shape).to(p.device) * 1.2 / p.shape[-1] ** 0.5)
+    return model
 
 
 def kernels_told(found: Found) -> list[str]:
@@ -376,17 +384,22 @@ def kernels_told(found: Found) -> list[str]:
         [
             f"{r['kind']}, {r['kernel']}",
             *(
-                (r["refused"], "", "")
+                (r["refused"], "", "", "")
                 if "refused" in r
-                else (f"{r['gradient']:.1e}", f"{r['ablation']:.1e}", f"{r['proof']:.1e}")
+                else (
+                    f"{r['gradient']:.1e}",
+                    f"{r['ablation']:.1e}",
+                    f"{r['proof']:.1e}",
+                    "yes" if r["good"] else "**NO**",
+                )
             ),
         ]
         for r in found["rows"]
     ]
     return [
-        "Scores by each kernel against eager attention's, as a share of the largest; and the proof of a prune by that kernel.",
+        "Scores by each kernel against eager attention in float32, as a share of the largest; and the proof of a prune by that kernel.",
         "",
-        *table(["", "gradient", "ablation", "proof"], rows),
+        *table(["", "gradient", "ablation", "proof", "within tolerance"], rows),
     ]
 
 

@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # of the code in saved folders
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout need not be installed
 
 import torch
