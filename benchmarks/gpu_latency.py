@@ -256,7 +256,7 @@ def _folder(name: str, options: argparse.Namespace, here: Path) -> tuple[Path, P
         for _ in range(48 if options.small else count):
             text = rng.choices(WORDS, k=rng.randint(long // 2, long) if classes else long)
             row: dict[str, object] = {"text": " ".join(text)}
-            rows.append({**row, "label": int("good" in text)} if classes else row)
+            rows.append({**row, "label": int(text.count("good") > text.count("bad"))} if classes else row)
         write_jsonl(data / f"{split}.jsonl", rows)
     if classes:
         return folder, data, []
