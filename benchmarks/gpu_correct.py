@@ -670,7 +670,9 @@ def minilm(options: argparse.Namespace) -> Found:
 
     found: dict[str, Any] = {}
     for where in ("cpu", options.device):
-        loaded = load_model(str(options.minilm), device=where)
+        loaded = load_model(
+            str(options.minilm), device=where, dtype="float32"
+        )  # on a GPU it would be float16, as stored
         parts = load_parts(DataOptions(str(options.minilm / "data"), limit=32 if options.small else 256), loaded)
         data = [list(part.batches()) for part in (parts.score, parts.choose, parts.report)]
         start = time.perf_counter()

@@ -41,6 +41,8 @@ class Values:
 
 def at(index: Tensor, device: torch.device) -> Tensor:
     """An index where the numbers are that it picks; copied there once, since every copy waits for a GPU."""
+    if index.device == device:
+        return index
     copies: dict[torch.device, Tensor] = _COPIES.get(index) or {}
     _COPIES[index] = copies
     if device not in copies:
