@@ -43,7 +43,12 @@ class Case:
     def example(self) -> Any:
         """A batch as the model takes it."""
         first = self.batches[0]
-        return first[0] if isinstance(first, tuple) else {k: v for k, v in first.items() if k != "labels"}
+        if isinstance(first, tuple):
+            return first[0]
+        inputs = {k: v for k, v in first.items() if k != "labels"}
+        if isinstance(self.model, tf.T5ForConditionalGeneration):
+            inputs["decoder_input_ids"] = first["input_ids"][:, :5]
+        return inputs
 
 
 def _cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
