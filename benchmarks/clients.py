@@ -5,7 +5,7 @@
     python benchmarks/clients.py --document                 # and writes it into docs/deploy.md; about 25 minutes on 2 cores
     python benchmarks/clients.py --only PEFT                # one client
 
-Every client gets an environment of its own, with the packages pinned here. The models are minilm-rt and SmolLM2, pruned by `headprune prune`
+Every client gets an environment of its own, with the packages pinned here and in `elsewhere.py`. The models are minilm-rt and SmolLM2, pruned by `headprune prune`
 (`elsewhere.py`); files for other engines are written by `headprune export`. Answers are compared with those of `headprune.load`.
 """
 
@@ -206,14 +206,14 @@ import onnxruntime
 file = next(file.glob("*.onnx")) if file.is_dir() else file
 session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
 told(session.run(None, {one.name: arrays[one.name] for one in session.get_inputs()})[0])
-""", packages=("onnxruntime==1.32.0",), to="onnx", on_base=False),
+""", packages=(elsewhere.ONNXRUNTIME,), to="onnx", on_base=False),
     Client("OpenVINO: `headprune export --to openvino`", """
 import openvino
 core = openvino.Core()
 core.set_property("CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 model = core.compile_model(str(next(file.glob("*.xml")) if file.is_dir() else file), "CPU")
 told(model({one.get_any_name(): arrays[one.get_any_name()] for one in model.inputs})[0])
-""", packages=("openvino==2026.4.1",), to="openvino", on_base=False),
+""", packages=(elsewhere.OPENVINO,), to="openvino", on_base=False),
     Client("llama.cpp: `headprune export --to gguf`", """
 import xllamacpp
 settings = xllamacpp.CommonParams()
@@ -235,7 +235,7 @@ for i, mask in enumerate(arrays["attention_mask"]):
     for one in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
         most = max(most, abs(one["logprob"] - own[one["id"]]))
 print("nats", most)
-""", packages=("xllamacpp==2026.10.11549", "numpy==2.4.6"), models=(LLAMA,), to="gguf", on_base=False),
+""", packages=(elsewhere.LLAMA_CPP, "numpy==2.4.6"), models=(LLAMA,), to="gguf", on_base=False),
 )  # fmt: skip
 
 # Not run: PyPI's vllm (0.33.0) is built for CUDA and needs torch 2.14 and transformers before 5.21.

@@ -17,7 +17,7 @@ from pathlib import Path
 import elsewhere
 from document import replace_section
 
-PACKAGES = (*elsewhere.BASE, "onnxruntime==1.32.0", "openvino==2026.4.1", "xllamacpp==2026.10.11549")
+PACKAGES = (*elsewhere.BASE, elsewhere.ONNXRUNTIME, elsewhere.OPENVINO, elsewhere.LLAMA_CPP)
 WAYS = {  # with the format that `headprune export` writes for each
     "transformers": None,
     "onnxruntime": "onnx",

@@ -45,6 +45,7 @@ change from one version to the next. What several functions take:
   made up: for transformers models, and for others once `repair` or `prune` has seen one.
 - `layers`: what `find_attention` gave, to save the trace. By default the model is traced on the example or the first batch.
 - `plan`: a `PruningPlan`, or a dict `{layer_name: [head, ...]}`; `L3` serves as a layer's name.
+- `accelerator`: an `accelerate.Accelerator`, whose processes share the work out; each makes the same call with all batches.
 - `progress`: called with (done, total, note).
 
 A mistake raises `HeadPruneError`, which says in a line what is wrong and what to try.

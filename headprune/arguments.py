@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
-from headprune.inputs import Example
+from headprune.fingerprint import fingerprint
+from headprune.inputs import Example, tensors
 from headprune.loss import inputs_of
 from headprune.plans import PruningPlan
+from headprune.ranks import Ranks, joined
 from headprune.rows import is_empty
 from headprune.trace import find_attention
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 Plan = PruningPlan | Mapping[str, Sequence[int]]
 """The heads to remove: a plan, or ``{layer_name: [head, ...]}``."""
@@ -34,6 +42,38 @@ def listed(batches: Iterable[Any], name: str = "batches") -> list[Any]:
             f"Pass {name}=[batch, …], each batch a dict of tensors or a pair (inputs, labels).",
         )
     return list(batches)
+
+
+@contextmanager
+def together(accelerator: Accelerator | None, model: nn.Module, batches: Sequence[Any]) -> Iterator[Ranks]:
+    """The work on a model is shared out among an Accelerator's processes, while the context lasts; nothing changes with None.
+
+    Args:
+        batches: All of them, on every process.
+
+    Raises:
+        HeadPruneError: The processes were given different models or batches, or a model that talks to the others by itself.
+    """
+    if accelerator is not None and isinstance(model, nn.parallel.DistributedDataParallel):
+        raise HeadPruneError(
+            "The model is wrapped for training on several processes.", "Pass accelerator.unwrap_model(model)."
+        )
+    with joined(accelerator) as ranks:
+        if accelerator is not None:
+            ranks.agree("a model", lambda: fingerprint(model))
+            ranks.agree("batches", lambda: content_of(batches))
+        yield ranks
+
+
+def content_of(batches: Sequence[Any]) -> str:
+    """A hash of all tensors in batches."""
+    made = hashlib.sha256()
+    for batch in batches:
+        for tensor in tensors(batch):
+            made.update(f"{tuple(tensor.shape)}:{tensor.dtype};".encode())
+            made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        made.update(b"|")
+    return made.hexdigest()[:16]
 
 
 def heads_of(plan: Plan) -> Mapping[str, Sequence[int]]:

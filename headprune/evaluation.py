@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headprune.arguments import listed
+from headprune.arguments import listed, together
 from headprune.errors import HeadPruneError
 from headprune.inputs import model_device, move
 from headprune.loss import ExampleLoss, LossFn
 from headprune.modules import exact_attention, uncompiled
-from headprune.scoring.base import Progress
+from headprune.ranks import current
+from headprune.scoring.base import Progress, cost_of
 from headprune.trace import evaluating
 from headprune.uncertainty import carried_by, p_value, quantile, spread, wilson
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 METRICS = ("accuracy", "perplexity", "loss")
 _MOST = 700.0  # exp of more overflows
@@ -90,6 +95,7 @@ def evaluate(
     batches: Iterable[Any],
     *,
     loss_fn: LossFn | None = None,
+    accelerator: Accelerator | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
     """Run a model over labelled batches, and measure how well it does.
@@ -103,6 +109,7 @@ def evaluate(
         batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``.
         loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``; then only the loss is measured. Not
             needed for dicts with labels.
+        accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
         progress: Called with (batches done, batches in all).
 
     Returns:
@@ -116,21 +123,21 @@ def evaluate(
     kept = [move(batch, device) for batch in listed(batches)]
     if not kept:
         raise HeadPruneError("There are no examples to evaluate on.", "Check the dataset, its split and --limit.")
-    loss, tokens, correct = [], [], []
-    guesses: list[Tensor] = []
-    truths: list[Tensor] = []
     losses = ExampleLoss(model, loss_fn)
-    with evaluating(model), torch.inference_mode(), exact_attention(model):
+
+    def measured_on(batch: Any) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        outcome = losses.outcome(batch)
+        # As they are, not as parts of larger tensors: they may be sent to other processes.
+        guesses, truths = ([t.cpu().clone() for t in each] for each in (outcome.predictions, outcome.targets))
+        return outcome.loss.cpu().double(), outcome.tokens.cpu(), guesses, truths
+
+    with together(accelerator, model, kept), evaluating(model), torch.inference_mode(), exact_attention(model):
         with uncompiled():  # single examples would each be compiled for
             prepared = losses.prepare(kept)
-        for i, batch in enumerate(prepared):
-            outcome = losses.outcome(batch)
-            loss.append(outcome.loss.cpu().double())
-            tokens.append(outcome.tokens.cpu())
-            guesses.extend(p.cpu() for p in outcome.predictions)
-            truths.extend(t.cpu() for t in outcome.targets)
-            if progress:
-                progress(i + 1, len(prepared))
+        tasks = [partial(measured_on, batch) for batch in prepared]
+        found = current().share("evaluating", tasks, [cost_of(batch) for batch in prepared], progress)
+    loss, tokens, *predicted = zip(*found, strict=True)
+    guesses, truths = ([t for batch in each for t in batch] for each in predicted)
     all_loss, all_tokens = torch.cat(loss).numpy(), torch.cat(tokens).numpy()
     if not np.isfinite(all_loss).all():
         bad = int(np.flatnonzero(~np.isfinite(all_loss))[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import call, model_device, move
 from headprune.loss import inputs_of
 from headprune.modules import exact_attention
+from headprune.ranks import current
 from headprune.trace import evaluating
 
 _MOST = 1 << 28  # bytes of the dense model's answers
@@ -37,28 +39,40 @@ class Fidelity:
         self.model, self._divergence = model, Divergence(model, seed=0)
         device = model_device(model)
         self._batches = [move(batch, device) for batch in batches]
-        self._answers: list[Tensor] = []
-        size = 0
+        # Of several ranks each keeps the answers to its own batches, and compares what comes later on these.
+        self._ranks = current()
+        self._answers: dict[int, Tensor] = {}
         try:
-            for batch in self._batches:
-                self._answers.append(self._logits(batch))
-                size += self._answers[-1].numel() * self._answers[-1].element_size()
-                if size > _MOST:
-                    self._answers = []
-                    break
+            sizes = self._ranks.share("dense answers", [partial(self._keep, i) for i in range(len(self._batches))])
+            self.known = 0 < sum(sizes) <= _MOST
         except HeadPruneError:  # no logits
-            self._answers = []
-        self.known = bool(self._answers)
+            self.known = False
+        if not self.known:
+            self._answers = {}
+
+    def _keep(self, index: int) -> int:
+        """Keep the answers to a batch, or note that they are too many; their bytes."""
+        if sum(map(_bytes, self._answers.values())) > _MOST:
+            return 0
+        self._answers[index] = self._logits(self._batches[index])
+        return _bytes(self._answers[index])
 
     def divergence(self) -> float:
         """Of the model as it is now: mean over examples, in nats (`headprune.divergence.Divergence`)."""
-        with torch.inference_mode():
-            each = [
-                self._divergence.between(known, self._logits(batch), batch)
-                for known, batch in zip(self._answers, self._batches, strict=True)
-            ]
+        tasks = [partial(self._between, i) for i in range(len(self._batches))]
+        each = self._ranks.share("divergence", tasks)
         return float(torch.cat(each).double().mean())
+
+    def _between(self, index: int) -> Tensor:
+        """On a batch, ``[examples]``."""
+        batch = self._batches[index]
+        with torch.inference_mode():
+            return self._divergence.between(self._answers[index], self._logits(batch), batch).cpu()
 
     def _logits(self, batch: Any) -> Tensor:
         with torch.inference_mode(), evaluating(self.model), exact_attention(self.model):
             return logits_of(call(self.model, inputs_of(self.model, batch)), batch if isinstance(batch, dict) else {})
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -39,6 +39,13 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
+def without_labels(model: nn.Module, example: Example) -> Example:
+    """An example without what only a loss needs; an encoder-decoder reads its decoder's tokens from the labels."""
+    if not isinstance(example, Mapping) or is_encoder_decoder(model):
+        return example
+    return {key: value for key, value in example.items() if key not in LABELS}
+
+
 def config_fields(model: nn.Module) -> list[tuple[str, Any]]:
     """Names and values of all fields of a model's config, and of the configs in it; [] where there is none."""
     config = getattr(model, "config", None)

@@ -15,7 +15,7 @@ from scipy.stats import binom
 from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError, first_line
-from headprune.inputs import LABELS, Example, call, model_device, move, tensors
+from headprune.inputs import LABELS, Example, call, model_device, move, tensors, without_labels
 from headprune.modules import exact_attention
 from headprune.rows import by_names
 from headprune.scoring.base import Progress
@@ -127,13 +127,6 @@ def check_runs(model: nn.Module, example: Example, name: str = "The model") -> N
             f"{name} does not run on the example: {type(error).__name__}: {first_line(error)}.",
             "Pass what the models' forward() takes: a dict of tensors, a tensor or a tuple.",
         ) from error
-
-
-def without_labels(model: nn.Module, example: Example) -> Example:
-    """What is timed: an example without labels, but for encoder-decoders, which need them."""
-    if not isinstance(example, Mapping) or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return example
-    return {key: value for key, value in example.items() if key not in LABELS}
 
 
 def bench(

@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
-from headprune.arguments import layers_for, listed
+from headprune.arguments import layers_for, listed, together
 from headprune.attention import AttentionLayer
 from headprune.budgets import Budget, Fit, budget_of
 from headprune.budgets.subject import Subject
 from headprune.errors import HeadPruneError
 from headprune.evaluation import measurable
-from headprune.inputs import Example, check_weights, usable
-from headprune.latency import without_labels
+from headprune.inputs import Example, check_weights, usable, without_labels
 from headprune.loss import LossFn, inputs_of
 from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
 from headprune.planning.effort import Work, effort_named
@@ -33,6 +32,9 @@ from headprune.scoring import DEFAULT_METHODS, HeadScores, maskable_of, score
 from headprune.scoring.base import Progress
 from headprune.stock import Counts
 from headprune.trials import Trials
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 AUTO = "auto"
 _SET_ASIDE = 4  # every fourth batch chooses, where no others are given to choose by
@@ -280,6 +282,7 @@ def search(
     distil: bool = False,
     layers: Sequence[AttentionLayer] | None = None,
     seed: int = 0,
+    accelerator: Accelerator | None = None,
     progress: Progress | None = None,
 ) -> list[PruningPlan]:
     """Find the heads that can go: what `headprune prune` finds with the same examples.
@@ -309,6 +312,7 @@ def search(
         distil: Score by the divergence from the dense model's answers (KL, nats) instead of a loss.
         layers: From `headprune.find_attention`, to save the trace.
         seed: For what is drawn.
+        accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
         progress: Called with (steps done, steps in all, note).
 
     Returns:
@@ -334,7 +338,7 @@ def search(
     by_metric = any(budget.by_metric for budget in asked)
     compares = by_metric or strategy == AUTO or _shares(layers) or len(by or methods) > 1
     listener = _Calls(progress)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), together(accelerator, model, given):
         fitted_to, chooses = usable(_parted(given, choose, compares))
         inputs = without_labels(model, inputs_of(model, fitted_to[0]))
         metric = _metric(model, chooses, loss_fn) if by_metric else "loss"

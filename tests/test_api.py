@@ -25,7 +25,7 @@ from headprune.app.runs import RunFolder
 from headprune.app.workflow import Goal, Options, PruneRun, open_scene, prune_run
 from headprune.budgets import budget_of
 from headprune.inputs import call, tensors
-from tests.support.checks import hooks
+from tests.support.checks import hooks, same, state
 from tests.support.commands import Silent
 from tests.support.problems import small
 from tests.support.repairs import refit_of
@@ -101,15 +101,6 @@ def copied(batch: Any) -> Any:
 def answers(model: nn.Module, example: Any) -> Tensor:
     with torch.no_grad():
         return tensors(dict(output) if hasattr(output := call(model.eval(), example), "keys") else output)[0]
-
-
-def state(model: nn.Module) -> dict[str, Tensor]:
-    return {k: v.clone() for k, v in model.state_dict().items()}
-
-
-def same(model: nn.Module, before: dict[str, Tensor]) -> bool:
-    now = model.state_dict()
-    return now.keys() == before.keys() and all(torch.equal(v, before[k]) for k, v in now.items())
 
 
 # -- the way through -----------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def test_a_share_of_the_dense_model(flag: str, scored: Path, bert_folder: Path) 
     text = (scored / "report.md").read_text()
     assert "Asked: at most 90 % of the dense model's" in text
     assert "Protected, so that they stay: L0.H1." in text
-    assert "per-layer: Every layer keeps its share" in text
+    assert "- **per-layer**: Every layer keeps its share" in text
 
 
 def test_budgets_of_a_kind_repeat(scored: Path) -> None:
@@ -108,7 +108,7 @@ def test_uniform_plans_are_uniform(here: Path, llama_folder: Path, data_folder: 
     told = run("prune", llama_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "-k", "50%", "-s", "uniform", "-o", "run").stdout  # fmt: skip
     loads = "AutoModelForCausalLM.from_pretrained(folder)"
     assert f"loads with {loads}" in told
-    assert f"loads with <code>{loads}</code>" in (here / "run" / "report.md").read_text()
+    assert f"loads with `{loads}`" in (here / "run" / "report.md").read_text()
     budget = budget_of(here / "run")
     assert budget["kept"] == 4
     assert budget["loads"] == loads
@@ -197,7 +197,8 @@ def test_the_last_step_of_repair_is_told(scored: Path, monkeypatch: pytest.Monke
     step = budget["repair"]["answers"]
     assert step["after"] < step["before"]
     assert step["held_out"] < step["before"]
-    assert f"from {step['before']:.2f} to {step['after']:.2f} on the {step['examples']} examples that it was" in text
+    row = f"| 1 | {step['before']:.2f} | {step['after']:.2f} | {step['held_out']:.2f} | {step['examples']} "
+    assert row in text
     assert "one least-squares (Gauss-Newton) step" in text
     assert "the rest repaired (but for the last step)" in text
 

@@ -2,14 +2,21 @@
 
 import copy
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import headprune as hp
 from headprune.app.documents import Metrics, Run
 from headprune.app.report import markdown
-from tests.support.documents import GENERATION, LAYER, MEASURED, METRICS, RUN, TIME, repaired
+from headprune.app.runs import RunFolder
+from headprune.planning import STRATEGIES
+from headprune.repairing.steps import STEPS
+from headprune.scoring import METHODS
+from tests.support.documents import GENERATION, LAYER, MEASURED, METRICS, RUN, TIME, TRAINED, repaired
 
 
 def scores(values: list[float], method: str = "ablation") -> hp.HeadScores:
@@ -31,7 +38,8 @@ def test_figures_and_bad_news() -> None:
     text = render()
     assert (
         "**It costs to remove half of the heads (2 of 4): accuracy 70.0 % against 80.0 % (-10.0 points, worse by more than chance), not "
-        "measurably faster at batch 1 x 9 tokens (1.01x (0.98 to 1.04)); even without any head it would not be.**"
+        "measurably faster (1.01x, 0.98 to 1.04) at batch 1 x 9 tokens on a CPU (cpu, 2 threads, float32); even without any head it would "
+        "not be.**"
     ) in text
     assert (
         "| 2 | 70.0 % (64.0 % to 76.0 %) | -10.00 points (-15.00 to -5.00) | worse | 60.0 % (50.0 % to 70.0 %) |"
@@ -112,6 +120,27 @@ def test_scores_alone() -> None:
     assert "highest: L0.H0 0.3" in text
 
 
+def test_parts_of_the_data_are_told_as_they_were_used() -> None:
+    scored = render(None)
+    assert "- The scores are from 100 examples (`train`). Two other parts are set aside" in scored
+    assert "figure above" not in scored
+    assert "; set aside are 50 of `validation` to choose between plans and 200 of `test` to report on. No" in scored
+    assert "Other sizes" not in scored
+    metrics = copy.deepcopy(METRICS)
+    assert "100 (`train`) score the heads, 50 (`validation`) choose between plans, and every figure" in render(metrics)
+    assert (
+        "- Scores come from 100 examples of `train`; plans were chosen on 50 of `validation`; accuracy is reported on 200 of `test`. No"
+        in render(metrics)
+    )
+    metrics["budgets"][0]["repair"] = repaired()
+    assert "100 (`train`) score the heads and fit what repairs them, 50" in render(metrics)
+    metrics["planning"] = {"plan": "my.json"}
+    text = render(metrics, scored=False)
+    assert "100 (`train`) fit what repairs them, 50 (`validation`) are for the curve alone, and" in text
+    metrics["budgets"][0]["repair"] = None
+    assert "100 (`train`) are not used, 50" in render(metrics, scored=False)
+
+
 def test_methods_that_agree_or_cannot_be_compared() -> None:
     up, down, flat = scores([1, 2, 3, 4]), scores([4, 3, 2, 1], "gradient"), scores([1, 1, 1, 1], "gradient")
     assert "hardly agree" in render(None, up, down)
@@ -182,7 +211,13 @@ def test_what_repair_was_fitted_to_is_told() -> None:
     metrics["budgets"][0]["repair"] = repaired(mixtures=200, answers=step)
     report = render(metrics)
     assert "on the 100 scoring examples and 200 mixtures of them" in report
-    assert "from 0.40 to 0.10 on the 200 examples that it was made from, 100 of them mixtures" in report
+    assert "| 2 | 0.40 | 0.10 | 0.30 | 200 examples, 100 of them mixtures |" in report
+    assert report.index("A mixture is a further example") < report.index("100 of them mixtures")
+    metrics["budgets"][0]["repair"] = repaired(mixtures=200, answers=step | {"mixtures": 200})
+    assert "| 2 | 0.40 | 0.10 | 0.30 | 200 mixtures |" in render(metrics)
+    metrics["budgets"][0]["repair"] = repaired(answers=step | {"mixtures": 0})
+    assert "| 2 | 0.40 | 0.10 | 0.30 | 200 examples |" in render(metrics)
+    assert "ixture" not in render(metrics)
 
 
 def test_a_note_says_which_budget_it_is_of() -> None:
@@ -219,7 +254,7 @@ def test_what_users_named_is_written_as_it_is() -> None:
     text = render(None, run=run)
     assert text.startswith("# Attention heads of <a> & {{ b }}  c\n\n**")
     assert "- Columns: items = `x`." in text
-    assert "- The model: M, t, " in text
+    assert "- The model: `<a> & {{ b }} c`, M, t, " in text
     assert text.endswith("timings do not.\n")
 
 
@@ -253,11 +288,173 @@ def test_what_decided_between_orders_is_shown() -> None:
     text = render(metrics)
     assert "plans' divergence (KL) from the dense model's answers, in nats" in text
     assert "| order | keep 2 |" in text
-    assert "| gradient | 0.25 (2 heads) |" in text
-    assert "| **compensated** (used) | 0.125 (2 heads) |" in text
+    assert "| gradient | 0.25 |" in text
+    assert "| **compensated** (used) | 0.125 |" in text
     for order in compared:
-        order["plans"] = [{"budget": "keep 2", "kept": 2, "loss": 0.5}]
-    assert "plans' loss, in nats" in render(metrics)
+        order["plans"] = [
+            {"budget": "latency 80%", "kept": 1, "loss": 0.5},
+            {"budget": "keep 2", "kept": 2, "loss": 0.25},
+        ]
+    text = render(metrics)
+    assert "plans' loss, in nats" in text
+    assert "| order | keep 2 | latency 80% |" in text
+    assert "| gradient | 0.25 | 0.5 (1 heads) |" in text
+
+
+def test_what_was_changed_beside_the_removal_is_in_the_headline() -> None:
+    metrics = copy.deepcopy(METRICS)
+    (budget,) = metrics["budgets"]
+    refitted = "with the kept heads' weights refitted"
+
+    def headline() -> str:
+        return render(metrics).split("**")[1]
+
+    assert refitted not in headline()
+    budget["repair"] = repaired()
+    assert f"(2 of 4), {refitted} (repair, without training): accuracy" in headline()
+    budget["finetune"] = TRAINED
+    assert f"(2 of 4), {refitted} and the smaller model trained again: accuracy" in headline()
+    budget["repair"] = repaired(layers={})  # every step was left out
+    assert "(2 of 4), with the smaller model trained again: accuracy" in headline()
+    budget["finetune"] = None
+    assert refitted not in headline()
+
+
+def test_the_machine_is_the_one_that_the_speed_was_measured_on() -> None:
+    """Scores may have been made elsewhere."""
+    environment = {**RUN["environment"], "device": "cuda:0", "device_name": "a GPU"}
+    assert "at batch 1 x 9 tokens on a GPU (cuda:0, float32)" in render({**METRICS, "environment": environment})
+
+
+def test_cautions_come_before_what_they_are_about() -> None:
+    lines = render().splitlines()
+    caution = next(i for i, line in enumerate(lines) if line.startswith("**Caution:**"))
+    table = next(i for i, line in enumerate(lines) if line.startswith("| heads kept |"))
+    recommended = next(i for i, line in enumerate(lines) if line.startswith("- None is recommended"))
+    assert caution < table < recommended
+
+
+def test_outputs_that_are_the_same_are_said_to_be() -> None:
+    metrics = copy.deepcopy(METRICS)
+    proof = metrics["budgets"][0]["proof"]
+    proof |= {"difference": 0.0, "reload_difference": 0.0}
+    text = render(metrics)
+    assert "outputs are exactly those of the same model with these heads switched off." in text
+    assert "its outputs are exactly those of the model in memory" in text
+    assert "0.0e+00" not in text
+    proof |= {"difference": 2e-7, "reload_difference": 3e-6}
+    text = render(metrics)
+    assert "differ by at most 2.0e-07 of their largest value (allowed: 1e-04) from those of the same model with" in text
+    assert "differ by at most 3.0e-06 of their largest value from those of the model in memory" in text
+
+
+def test_what_is_particular_about_scores_is_told_and_nothing_else() -> None:
+    plain = dataclasses.replace(scores([1, 2, 3, 4]), details={"replayed": True, "seconds": 1.0})
+    assert "- Scores by" not in render(None, plain)
+    odd = dataclasses.replace(
+        plain, details={"loss": "a distance", "replayed": ["L0", "L1"], "resumed": "went on once"}
+    )
+    assert "\n- Scores by ablation: The loss is a distance. Not replayed: L0; L1. Went on once.\n" in render(None, odd)
+
+
+def test_commands_to_paste_overwrite_nothing() -> None:
+    run = {**RUN, "commands": ["headprune score 'm y' -o r --overwrite -q", "headprune prune --keep 2 --overwrite"]}
+    metrics = Metrics.model_validate(METRICS)
+    card = markdown.card(Run.model_validate(run), metrics, metrics.budgets[0])
+    for text in (render(run=run), card):
+        assert "headprune score 'm y' -o r -q" in text
+        assert "headprune prune --keep 2" in text
+        assert "--overwrite" not in text
+
+
+def test_trials_of_steps_that_do_not_go_on_from_one_another_are_told_so() -> None:
+    metrics = copy.deepcopy(METRICS)
+    trials = [
+        {"step": "output projections", "before": 0.5, "after": 0.25, "examples": 256, "kept": True},
+        {"step": "values", "before": 0.25, "after": 0.375, "examples": 256, "kept": False},
+        {"step": "answers", "before": 0.125, "after": 0.0625, "examples": 128, "kept": True},
+    ]
+    metrics["budgets"][0]["repair"] = repaired(trials=trials)
+    text = render(metrics)
+    assert "| 2 | output projections | 256 examples | 0.5 | 0.25 | kept |" in text
+    assert "| 2 | values | 256 examples | 0.25 | 0.375 | **left out** |" in text
+    assert "| 2 | answers | 128 others | 0.125 | 0.0625 | kept |" in text
+    assert "its figures do not go on from the row above" in text
+    for step in STEPS:
+        assert f"- **{step.name}**: {step.about}." in text
+    metrics["budgets"][0]["repair"] = repaired(trials=trials[:2])
+    text = render(metrics)
+    assert "do not go on" not in text
+    assert "- **answers**" not in text
+
+
+@pytest.mark.parametrize(("model", "title"), [
+    ("../shared/real/minilm-rt", "minilm-rt"), (".headprune/digits/model", "digits/model"), ("org/bert-base", "org/bert-base"),
+    ("bert", "bert"), ("/", "/"),
+])  # fmt: skip
+def test_a_title_has_a_name_and_no_path(model: str, title: str) -> None:
+    text = render(run={**RUN, "options": {**RUN["options"], "model": model}})
+    assert text.startswith(f"# Attention heads of {title}\n")
+    assert f"- The model: `{model}`, M, t, " in text
+
+
+def test_sizes_say_in_which_precision() -> None:
+    metrics = copy.deepcopy(METRICS)
+    (budget,) = metrics["budgets"]
+    assert "| 4 (dense) | 80.0 % (75.0 % to 85.0 %) |  |  |  |  |  | 1,000 |  |" in render(metrics)
+    budget |= {"dtype": "float16"}  # a file from before sizes were in it
+    assert "| 1,000 (2 kB) |  |" in render(metrics)
+    assert "| parameters (size in float16) |" in render(metrics)
+    metrics["dense"] |= {"dtype": "float16", "weights": 2_400}
+    budget |= {"weights": 2_000}
+    text = render(metrics)
+    assert "| 1,000 (2.4 kB) |  |" in text
+    assert "| 900 (-10.0%; 2 kB) | pruned-2/ |" in text
+    assert (
+        "- Weights are saved in float16, as the dense checkpoint is; all models, the dense one too, were measured in float32: "
+        '`model.float()` after loading gives that, or `dtype="float32"` in `from_pretrained`.'
+    ) in text
+    budget |= {"dtype": "float32"}
+    text = render(metrics)
+    assert "Weights are saved in" not in text
+    assert "| parameters (size as saved) |" in text
+    assert "| 900 (-10.0%; 2 kB in float32) | pruned-2/ |" in text
+    assert "were measured in bfloat16." in render(
+        {**metrics, "budgets": [{**budget, "dtype": "float16"}]},
+        run={**RUN, "model": {**RUN["model"], "dtype": "bfloat16"}},
+    )
+
+
+REPORTS = sorted((Path(__file__).parent.parent / "reports").glob("*/metrics.json"))
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda p: p.parent.name)
+def test_names_of_orders_and_methods_are_explained_where_they_first_stand(path: Path) -> None:
+    text = RunFolder(path.parent).report_path.read_text()
+    assert text == rendered(path.parent)
+    for name in ("auto", "re-scored", "compensated"):
+        assert f"- **{name}**: {STRATEGIES[name].about}\n" in text
+        assert re.search(rf"\b{name}\b", text).start() == text.index(f"**{name}**") + 2, name  # type: ignore[union-attr]
+    for name in ("ablation", "gradient"):
+        told = text.index(f"- **{name}**: By the scores of that name (one-shot): the least important heads")
+        assert re.search(rf"\b{name}\b", text).start() == told + 4  # type: ignore[union-attr]
+        assert f"**{name}**: {METHODS[name].about} (" in text
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda p: p.parent.name)
+def test_details_are_folded(path: Path) -> None:
+    sections = dict(part.split("\n\n", 1) for part in rendered(path.parent).split("\n## ")[1:])
+    open_ = {"Why to believe it", "Where the time goes", "Reproduce"}
+    assert {name for name, text in sections.items() if not text.startswith("<details><summary>")} == open_ & set(
+        sections
+    )
+    assert all(text.count("<details>") == text.count("</details>") for text in sections.values())
+
+
+def rendered(folder: Path) -> str:
+    """The report of a run folder's documents."""
+    run = RunFolder(folder)
+    return markdown.render(run.read_run(), run.read_scores(), run.read_metrics(), run.read_heads())
 
 
 def test_where_the_time_goes() -> None:

@@ -19,12 +19,22 @@ import torch
 
 from headprune.app import report
 from headprune.app.documents import Heads, LayerProfile, Metrics, Positions, Run, Sample, SampleLayer
-from headprune.app.report import markdown, page
+from headprune.app.report import markdown, page, sentences
 from headprune.app.report.page import drawn
 from headprune.app.runs import RunFolder
 from headprune.scoring.base import HeadScores
 from headprune.seeing import HeadProfile
-from tests.support.documents import HOSTILE, LAYER, METRICS, RUN, heads_document, scores_of
+from tests.support.documents import (
+    HOSTILE,
+    LAYER,
+    MEASURED,
+    METRICS,
+    PARTS,
+    RUN,
+    heads_document,
+    repaired,
+    scores_of,
+)
 
 REPORTS = Path(__file__).parent.parent / "reports"
 VENDOR = Path(page.__file__).parent / "vendor"
@@ -93,6 +103,14 @@ class Parsed(HTMLParser):
         return [line for line in self._of("reasons").splitlines() if line]
 
     @property
+    def cautions(self) -> list[str]:
+        """The list below the verdict, before the table."""
+        if 'id="cautions"' not in self.source:
+            return []
+        assert self.source.index('id="cautions"') < self.source.index('id="sizes"')
+        return [line for line in self._of("cautions").splitlines() if line]
+
+    @property
     def data(self) -> Any:
         """What the page's scripts draw."""
         return json.loads(next(text for attributes, text in self.scripts if attributes.get("id") == "data"))
@@ -123,8 +141,16 @@ def test_the_page_the_markdown_and_the_documents_say_the_same_numbers(name: str)
     recommended = [row[0].split()[0] for row in found.tables["sizes"] if row[0].endswith(" recommended")]
     assert recommended == re.findall(r"^\| \*\*(\d+)\*\* \|", text, re.M)
     assert f"**{found.headline}**" in text
+    plain = text.replace("**", "").replace("`", "")
     for reason in found.reasons:
-        assert f"- {reason}" in text.replace("**", "")
+        assert f"\n- {reason}\n" in plain
+    cautions = sentences.cautions(run, metrics)
+    assert found.cautions == [f"Caution: {caution}".replace("`", "") for caution in cautions]
+    assert all(f"\n\n{caution}\n\n" in plain for caution in found.cautions)
+    assert sentences.parts(run, metrics, bool(scores)).replace("`", "") in found.text
+    for order, about in sentences.orders(metrics):
+        assert f"{order}: {about}" in found.text
+    assert "--overwrite" not in found.source.split('<script type="application/json"')[0]
     assert found.tables["curve-table"] == markdown_table(text[text.index("## Trade-off") :], "| heads kept |")
     assert found.tables["latency-table"][1:] == markdown_table(text, "| input |")[1:]
     raw = json.loads(folder.metrics_path.read_text())
@@ -153,6 +179,32 @@ def test_the_page_the_markdown_and_the_documents_say_the_same_numbers(name: str)
             assert f"{s.labels()[i]} {said[s.labels()[i]]}" in text
     for row, there in zip(raw["latency"]["rows"], found.data["latency"], strict=True):
         assert {m["name"]: m["median"] for m in there["models"]} == {k: t["median"] for k, t in row["timings"].items()}
+
+
+def test_second_data_and_other_engines_are_on_the_page_as_in_the_report() -> None:
+    metrics = copy.deepcopy(METRICS)
+    change = metrics["budgets"][0]["change"]
+    metrics["also"] = [{"name": "notes.txt", "data": PARTS["report"], "dense": MEASURED}]
+    metrics["budgets"][0] |= {
+        "repair": repaired(), "also": [{"pruned": MEASURED, "change": change, "gain": {**change, "verdict": "better"}}],
+    }  # fmt: skip
+    metrics["exports"] = [
+        {"format": "onnx", "name": "2 heads", "checkpoint": "pruned-2", "file": "2.onnx", "proved": True, "summary": "3 kB, tried"},
+        {"format": "gguf", "name": "2 heads", "checkpoint": "pruned-2", "file": None, "proved": False, "summary": "no decoder"},
+    ]  # fmt: skip
+    metrics["engines"] = [{"format": "onnx", "rows": metrics["latency"]["rows"]}]
+    text = markdown.render(Run.model_validate(RUN), [], Metrics.model_validate(metrics))
+    found = parsed(metrics)
+    assert found.tables["also"] == markdown_table(text, "| data | heads |")
+    assert found.tables["also"][2] == [
+        "notes.txt, 200 examples", "2", "60.0 % (50.0 % to 70.0 %)", "-10.00 points (-15.00 to -5.00)", "worse",
+        "-10.00 points (-15.00 to -5.00), better",
+    ]  # fmt: skip
+    assert found.tables["exports"][1:] == markdown_table(text, "| model | written for |")[1:]
+    assert found.tables["exports"][2] == ["2 heads", "gguf", "not written: no decoder"]
+    engine = text[text.index("onnx, timed as above") :]
+    assert found.tables["engine-onnx"] == markdown_table(engine, "| input | model | median, ms | dense time")
+    assert "\n## In other engines\n\n<details>" in text
 
 
 def test_texts_never_become_markup() -> None:

@@ -60,13 +60,18 @@ def read(data: dict[str, Any]) -> Metrics:
     return Metrics.model_validate(data)
 
 
+def headline(metrics: Metrics) -> str:
+    """On the machine that RUN says."""
+    return sentences.headline(Run.model_validate(RUN), metrics)
+
+
 def test_the_fewest_heads_without_a_loss_are_recommended_in_whatever_order_they_were_typed() -> None:
     metrics = read(documents((3, 0.001, 0.01, "no"), (1, -0.2, 0.1, "worse"), (2, -0.005, 0.015, "no")))
     found = verdict(metrics)
     assert (found.kind, found.budget.kept, found.recommended) == (Kind.CAN_GO, 2, True)
-    assert sentences.headline(metrics) == (
+    assert headline(metrics) == (
         "Half of the heads (2 of 4) can go: accuracy 70.0 % against 80.0 % (no measurable change), 1.50x as fast at batch 1 x 9 "
-        "tokens; more than 2.00x can't be had by pruning heads."
+        "tokens on a CPU (cpu, 2 threads, float32); more than 2.00x can't be had by pruning heads."
     )
     _, rows = sentences.table(metrics)
     assert [row.cells[0] for row in rows] == ["4 (dense)", "3", "2", "1"]
@@ -77,17 +82,15 @@ def test_no_measurable_change_on_few_examples_is_no_recommendation() -> None:
     metrics = read(documents((2, -0.05, 0.06, "no"), (1, -0.05, 0.08, "no")))
     found = verdict(metrics)
     assert (found.kind, found.budget.kept, found.recommended) == (Kind.UNSURE, 2, False)
-    assert sentences.headline(metrics).startswith(
-        "200 examples are too few to say whether heads can go: without half of the"
-    )
-    assert sentences.headline(metrics).endswith("a loss of up to 11.0 points is possible.")
+    assert headline(metrics).startswith("200 examples are too few to say whether heads can go: without half of the")
+    assert headline(metrics).endswith("a loss of up to 11.0 points is possible.")
     assert sentences.rule(metrics).startswith("None is recommended")
 
 
 def test_where_all_are_worse_the_mildest_is_told() -> None:
     metrics = read(documents((3, -0.03, 0.01, "worse"), (2, -0.1, 0.01, "worse")))
     assert verdict(metrics).kind is Kind.COSTS
-    assert sentences.headline(metrics).startswith(
+    assert headline(metrics).startswith(
         "Every plan loses something; the least is lost without a quarter of the heads (1 of 4): accuracy 70.0 % against 80.0 % "
         "(-3.0 points, worse by more than chance), 1.50x"
     )
@@ -95,9 +98,7 @@ def test_where_all_are_worse_the_mildest_is_told() -> None:
 
 def test_one_that_is_better() -> None:
     metrics = read(documents((2, 0.03, 0.01, "better")))
-    assert "can go: accuracy 70.0 % against 80.0 % (+3.0 points, better by more than chance)" in sentences.headline(
-        metrics
-    )
+    assert "can go: accuracy 70.0 % against 80.0 % (+3.0 points, better by more than chance)" in headline(metrics)
 
 
 @pytest.mark.parametrize(("value", "half", "word", "kind"), [
@@ -108,7 +109,7 @@ def test_a_perplexity_is_better_when_it_is_smaller(value: float, half: float, wo
     metrics = read(documents((2, value, half, word), metric="perplexity"))
     assert verdict(metrics).kind is kind
     assert loss_within(metrics, metrics.budgets[0].change) == pytest.approx(value + half)
-    assert "perplexity 12 against 12" in sentences.headline(metrics)
+    assert "perplexity 12 against 12" in headline(metrics)
     assert against_random(metrics, metrics.budgets[0]).verdict == "better"
 
 
@@ -129,9 +130,7 @@ def test_a_drop_that_was_allowed_counts_instead_of_the_usual_one() -> None:
     }  # fmt: skip
     metrics = read(data)
     assert verdict(metrics).kind is Kind.AS_ASKED
-    assert "can go: accuracy 70.0 % against 80.0 % (-6.0 points, worse by more than chance)" in sentences.headline(
-        metrics
-    )
+    assert "can go: accuracy 70.0 % against 80.0 % (-6.0 points, worse by more than chance)" in headline(metrics)
     assert "a loss beyond 8 points, as asked for, is ruled out" in sentences.rule(metrics)
     data["budgets"][0]["budget"]["limit"] = 0.05
     assert verdict(read(data)).kind is Kind.COSTS
@@ -145,20 +144,20 @@ def test_a_dense_model_that_only_guesses(metric: str, level: float, guessing: bo
     data = documents((2, 0.0, 0.001, "no"), metric=metric)
     data["dense"]["guessing"] = level
     assert (verdict(read(data)).kind is Kind.GUESSING) == guessing
-    assert sentences.headline(read(data)).startswith("The dense model is no better than guessing") == guessing
+    assert headline(read(data)).startswith("The dense model is no better than guessing") == guessing
 
 
 @pytest.mark.parametrize(("speed", "bound", "told"), [
-    ({**SPEED, "ratio": 0.9, "verdict": "slower"}, FASTER, "slower at batch 1 x 9 tokens (0.90x as fast); more than 1.50x can't"),
-    (SPEED, SPEED, "not measurably faster at batch 1 x 9 tokens (1.01x (0.98 to 1.04)); even without any head it would not be."),
-    ({**FASTER, "ratio": 1.6}, FASTER, "1.60x as fast at batch 1 x 9 tokens."),
+    ({**SPEED, "ratio": 0.9, "verdict": "slower"}, FASTER, "slower (0.90x as fast) at batch 1 x 9 tokens on a CPU (cpu, 2 threads, float32); more than 1.50x can't"),
+    (SPEED, SPEED, "not measurably faster (1.01x, 0.98 to 1.04) at batch 1 x 9 tokens on a CPU (cpu, 2 threads, float32); even without any head it would not be."),
+    ({**FASTER, "ratio": 1.6}, FASTER, "1.60x as fast at batch 1 x 9 tokens on a CPU (cpu, 2 threads, float32)."),
 ])  # fmt: skip
 def test_speed_in_the_headline(speed: dict[str, Any], bound: dict[str, Any], told: str) -> None:
     data = documents((2, 0.0, 0.001, "no"))
     data["latency"]["rows"][0]["speedups"] = {"2 heads": speed, "no heads": bound}
-    assert told in sentences.headline(read(data))
+    assert told in headline(read(data))
     data["latency"]["bound"] = None
-    assert "can't be had" not in sentences.headline(read(data))
+    assert "can't be had" not in headline(read(data))
 
 
 def test_the_headlines_speed_is_of_the_largest_batch_at_the_usual_length() -> None:
@@ -273,11 +272,16 @@ def test_report_terminal_and_json_say_the_same(path: Path | None, tmp_path: Path
     text, screen = markdown.render(run, [], metrics), shown(run, metrics, tmp_path)
     data = json.loads((tmp_path / "metrics.json").read_text())
     first = "\n".join(text.splitlines()[:25])
-    head, rows = sentences.table(metrics)
-    for line in (sentences.headline(metrics), sentences.over_random(metrics), *sentences.cautions(run, metrics)):
+    _, rows = sentences.table(metrics)
+    for line in (
+        sentences.headline(run, metrics),
+        sentences.precision(run, metrics),
+        sentences.over_random(metrics),
+        *sentences.cautions(run, metrics),
+    ):
         assert line in first
         assert line in screen
-    hidden = {head.index(sentences.RANDOM), head.index(sentences.SAVED)}
+    hidden = {sentences.Column.RANDOM, sentences.Column.SAVED}
     for row in rows:
         assert all(cell in first for cell in row.cells)
         assert " ".join(cell for i, cell in enumerate(row.cells) if cell and i not in hidden) in screen
@@ -288,7 +292,9 @@ def test_report_terminal_and_json_say_the_same(path: Path | None, tmp_path: Path
         assert f"{100 * change['low']:+.2f} to {100 * change['high']:+.2f}" in row[2]
         assert row[3] == change["verdict"]
         speed = headline_row(metrics.latency).speedups[b["name"]]
-        assert row[5] == f"{speed.ratio:.2f}x ({speed.low:.2f} to {speed.high:.2f})"
+        assert row[5:7] == (f"{speed.ratio:.2f}x ({speed.low:.2f} to {speed.high:.2f})", speed.verdict)
+        if b.get("weights"):
+            assert f"; {numbers.size(b['weights'])}" in row[7]
 
 
 @pytest.mark.parametrize("path", REPORTS, ids=lambda p: p.parent.name)
@@ -298,6 +304,11 @@ def test_the_first_screen_answers_five_questions_in_plain_words(path: Path) -> N
     assert re.search(r"of the heads \(\d+ of \d+\)|\d+ of the \d+ heads", first)  # how many went
     assert re.search(r"against [\d.]+ % \(", first)  # what it cost
     assert re.search(r"[\d.]+x as fast|not measurably faster", first)
+    assert f" on {numbers.device(metrics.environment or run.environment, run.model.dtype)}" in first
+    assert "the kept heads' weights refitted" in first
+    assert re.search(r"\| \d+ \(dense\).*[\d.]+ [kMG]B\) \|", first)
+    assert "| parameters (size in float" in first
+    assert "| faster |" in first
     assert "Better than random heads?" in first
     assert "headprune.load(" in first
     for word in ("re-scored", "W_O", "to first order", "divergence", "ridge"):

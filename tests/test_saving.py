@@ -54,7 +54,9 @@ def test_a_half_precision_checkpoint_stays_one(
     name = str(dtype).removeprefix("torch.")
     assert {t.dtype for t in load_file(folder / "model.safetensors").values() if t.numel()} == {dtype}
     assert size(folder) < size(dense)
-    assert metrics["budgets"][0]["dtype"] == name
+    for told, where in ((metrics["budgets"][0], folder), (metrics["dense"], dense)):
+        assert told["dtype"] == name
+        assert told["weights"] == sum(t.nbytes for t in load_file(where / "model.safetensors").values())
     assert metrics["budgets"][0]["repair"] is not None
     assert json.loads((folder / "config.json").read_text())["dtype"] == name
 

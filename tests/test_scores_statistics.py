@@ -15,7 +15,7 @@ import headprune as hp
 from headprune.seeing.maps import attention_maps
 from tests.support.checks import hooks
 from tests.support.problems import TokensFirst, check_resumes, error_of, output_weight, problem, scaled, small, split
-from tests.support.textbook import Classifier, D2LMultiHead, MinGPT, made
+from tests.support.textbook import Classifier, HeadsFirst, MinGPT, made
 from tests.support.zoo import ZOO, TorchEncoder, bert, gpt2, labelled, llama, randomise, text
 
 FAMILIES = ["bert", "gpt2", "llama", "vit", "t5"]
@@ -154,18 +154,6 @@ def cross_entropy(out: Tensor, labels: Tensor) -> Tensor:
     if out.ndim == 2:
         return F.cross_entropy(out, labels, reduction="none")
     return F.cross_entropy(out.transpose(1, 2), labels, reduction="none").mean(dim=1)
-
-
-class HeadsFirst(D2LMultiHead):
-    """(heads * batch, …) instead of (batch * heads, …)."""
-
-    def transpose_qkv(self, x: Tensor) -> Tensor:
-        x = x.reshape(x.shape[0], x.shape[1], self.num_heads, -1).permute(2, 0, 1, 3)
-        return x.reshape(-1, x.shape[2], x.shape[3])
-
-    def transpose_output(self, x: Tensor) -> Tensor:
-        x = x.reshape(self.num_heads, -1, x.shape[1], x.shape[2]).permute(1, 2, 0, 3)
-        return x.reshape(x.shape[0], x.shape[1], -1)
 
 
 @pytest.mark.parametrize("method", MEASURED)

@@ -147,7 +147,7 @@ def test_blocks_are_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     layers = hp.find_attention(model, example)
     whole = hp.attention_weights(model, example, layers)
 
-    def parts(layer: hp.AttentionLayer, weights: maps.Weights) -> Tensor:
+    def parts(weights: maps.Weights) -> Tensor:
         blocks = list(weights.blocks(1))
         assert [start for start, _ in blocks] == list(range(0, weights.shape[2], blocks[0][1].shape[2]))
         found = torch.cat([some for _, some in blocks], dim=2)

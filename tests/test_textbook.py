@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import headprune as hp
 from tests.support.checks import check
-from tests.support.textbook import CLASSES, Classifier, D2LMultiHead, hidden, made, tokens
+from tests.support.textbook import CLASSES, Classifier, HeadsFirst, hidden, made, tokens
 from tests.support.zoo import randomise
 
 
@@ -52,17 +52,6 @@ def test_scored(name: str) -> None:
 
 
 def test_heads_first_in_the_batch_dimension() -> None:
-    """(heads * batch, …) instead of (batch * heads, …)."""
-
-    class HeadsFirst(D2LMultiHead):
-        def transpose_qkv(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.reshape(x.shape[0], x.shape[1], self.num_heads, -1).permute(2, 0, 1, 3)
-            return x.reshape(-1, x.shape[2], x.shape[3])
-
-        def transpose_output(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.reshape(self.num_heads, -1, x.shape[1], x.shape[2]).permute(1, 2, 0, 3)
-            return x.reshape(x.shape[0], x.shape[1], -1)
-
     model = randomise(Classifier(HeadsFirst(), HeadsFirst(), 32, 3))
     layers = hp.find_attention(model, hidden(32))
     check(model, hidden(32), {layers[0].name: [1, 2], layers[1].name: [3]})

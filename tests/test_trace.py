@@ -278,6 +278,19 @@ def test_a_transposed_weight_is_a_linear_layer() -> None:
     ]
 
 
+@pytest.mark.parametrize("large", [100, 10**6])
+@pytest.mark.parametrize("heads", [{"multi_query": True}, {"new_decoder_architecture": True, "num_kv_heads": 2}])
+def test_a_transposed_weight_on_the_meta_device(
+    heads: dict[str, Any], large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes the place of a meta weight is known by its memory too: its transpose is another tensor."""
+    monkeypatch.setattr("headprune.trace.meta._LARGE", large)
+    config = tf.FalconConfig(vocab_size=100, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, **heads)
+    with torch.device("meta"):
+        model = tf.FalconForCausalLM(config)
+    assert hp.find_attention(model, text()) == hp.find_attention(randomise(tf.FalconForCausalLM(config)), text())
+
+
 def test_a_ghost_is_no_head() -> None:
     model, example = gpt2()
     layers = hp.find_attention(model, example)

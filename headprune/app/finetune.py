@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,18 +20,24 @@ from transformers import get_linear_schedule_with_warmup, set_seed
 from headprune.app.data import Part
 from headprune.app.distillation import DistillationLoss
 from headprune.app.options import FinetuneOptions
+from headprune.app.rowwise import Shared
 from headprune.errors import HeadPruneError
 from headprune.evaluation import evaluate
-from headprune.fingerprint import versions
+from headprune.fingerprint import fingerprint, versions
 from headprune.inputs import model_device, move
 from headprune.jsonio import replacing
+from headprune.ranks import current, joined
 from headprune.rows import apparent_size
 from headprune.scoring.base import Progress
 from headprune.scoring.resume import digest
 from headprune.trace import evaluating
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 SAVE_SECONDS = 60.0  # between two saves of the training's state, at least
 _SAVE_SHARE = 0.05  # of the time that saving may take
+_TRIED = 8  # batches, of which the largest shows whether its rows can be shared out among processes
 _POOL = 32  # batches among which examples are sorted by length
 _LARGEST_GRADIENT = 1.0  # norm of all gradients together; a longer gradient is scaled down to it
 
@@ -71,6 +77,7 @@ def finetune(
     *,
     metric: str = "loss",
     work: Path | None = None,
+    accelerator: Accelerator | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Finetuned:
@@ -87,6 +94,7 @@ def finetune(
         metric: What decides: ``"accuracy"`` (highest), or ``"perplexity"`` or ``"loss"`` (lowest, nats per token).
         work: A folder for unfinished work. A later call with the same model, data and options continues from it and ends
             with the same weights (to the bit on a CPU); any other call starts from the beginning. The caller removes it.
+        accelerator: To share the rows of every batch out among the processes of an `accelerate.Accelerator`.
         progress: Called with (steps done, steps planned).
         say: Called with a line about the unfinished work that was found.
 
@@ -101,13 +109,16 @@ def finetune(
     order = _Order(train, options)
     held_out = list(choose.batches()) if isinstance(choose, Part) else list(choose)
     loss = DistillationLoss(model, dense, options.mixture)
-    with _own_random_state(options.seed), evaluating(dense or model):
+    with joined(accelerator) as ranks, _own_random_state(options.seed), evaluating(dense or model):
+        ranks.agree("a model", lambda: fingerprint(pruned))
         with evaluating(model):
             loss.prepare(move(order[0], device))
-        training = _Training(model, loss, order, held_out, metric, options)
+            some = range(min(_TRIED, len(order)))
+            step = Shared(model, loss, loss.divergence.rows, lambda: [move(order[i], device) for i in some])
+        training = _Training(model, step, order, held_out, metric, options)
         if work is not None:
             facts = [versions(), device.type, asdict(options), metric, _content(train), _content(choose)]
-            training.resume(work, digest(facts, pruned, dense), say)
+            training.resume(work, ranks.first("training", lambda: digest(facts, pruned, dense)), say)
         training.run(progress)
     for parameter, like in zip(model.parameters(), pruned.parameters(), strict=True):
         parameter.grad = None
@@ -197,7 +208,7 @@ class _Training:
     def __init__(
         self,
         model: nn.Module,
-        loss: DistillationLoss,
+        loss: Shared,
         order: _Order,
         held_out: Sequence[Any],
         metric: str,
@@ -258,12 +269,11 @@ class _Training:
         """One step of the optimizer."""
         set_seed(int(np.random.SeedSequence((self.options.seed, self.step)).generate_state(1)[0]))
         self.model.train()
-        loss = self.loss(move(self.order[self.step], model_device(self.model))).mean()
+        loss = self.loss.backward(move(self.order[self.step], model_device(self.model)))
         if not loss.isfinite():
             raise HeadPruneError(
                 f"The loss became {loss.item()} at step {self.step + 1}.", "Use a smaller --learning-rate."
             )
-        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), _LARGEST_GRADIENT)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -283,7 +293,7 @@ class _Training:
 
     def save(self) -> None:
         """Write all that the next step depends on, if there is a folder for unfinished work."""
-        if self._file is None:
+        if self._file is None or not current().main:
             return
         began = time.monotonic()
         parts = {name: part.state_dict() for name, part in self._parts().items()}
@@ -299,7 +309,7 @@ class _Training:
             HeadPruneError: The file is damaged.
         """
         self._file = work / f"{key}.pt"
-        if not self._file.is_file():
+        if not current().first("unfinished training", self._file.is_file):
             if work.is_dir() and any(work.iterdir()):
                 say(f"Unfinished work in {work} is not used: its model, data, seed, options or versions were others.")
             return

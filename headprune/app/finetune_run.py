@@ -37,6 +37,7 @@ from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
 from headprune.fingerprint import fingerprint, versions
 from headprune.jsonio import write_text
+from headprune.ranks import current
 from headprune.scoring.resume import digest
 
 DOCUMENT = "finetune.json"
@@ -90,7 +91,7 @@ def finetune_run(asked: FinetuneRun, console: Console) -> tuple[Path, FinetuneRe
         return folder
 
     with claimed(choose, key, runs.command_line(), resume=asked.resume, say=console.say) as folder:
-        if not folder.done_by(key):  # else it was killed just after
+        if not current().first("done before", lambda: folder.done_by(key)):  # else it was killed just after
             _run(asked, source, folder, console)
         return output, FinetuneRecord.read(output / DOCUMENT)
 
@@ -131,11 +132,15 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
             pruned.model, dense.model, train, parts.choose, asked.training, metric=metric,
             work=folder.unfinished / "training", progress=progress, say=console.say,
         )  # fmt: skip
-    content = folder.unfinished / "content"
+    ranks, content = current(), folder.unfinished / "content"
     about = {"task": pruned.task.name, "from": dense.source, "finetuned": {"from": str(source)}}
-    checkpoint.save(tuned.model, content, processor=pruned.processor, overwrite=True, about=about)
+
+    def saved() -> None:
+        checkpoint.save(tuned.model, content, processor=pruned.processor, overwrite=True, about=about)
+
+    ranks.first("saving", saved)
     models = {"dense": dense.model, "pruned": pruned.model, "finetuned": _reloaded(content, tuned)}
-    inputs = digest(versions(), *parts.report.batches(), *models.values())
+    inputs = ranks.first("inputs", lambda: digest(versions(), *parts.report.batches(), *models.values()))
     measured = _measure(models, parts, Stages(folder.unfinished / f"measured-{inputs}"), console)
     record = FinetuneRecord(
         **facts.given(),
@@ -148,10 +153,14 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
             gain=compare(measured["pruned"], measured["finetuned"], metric),
         ),
     )
-    record.write(content / DOCUMENT)
-    write_text(content / REPORT, render(folder.path.name, record))
-    checkpoint.add_figures(content, card(record))
-    folder.publish(content, ["*"])
+
+    def written() -> None:
+        record.write(content / DOCUMENT)
+        write_text(content / REPORT, render(folder.path.name, record))
+        checkpoint.add_figures(content, card(record))
+        folder.publish(content, ["*"])
+
+    ranks.first("writing the run", written)
 
 
 def _run_of(source: Path) -> Run | None:

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from headprune.errors import HeadPruneError, Stopped, check_writable
 from headprune.jsonio import read_json, write_json
 from headprune.locks import BusyError, Lock
+from headprune.ranks import current
 
 _LOCK, _UNFINISHED, _READY = ".lock", ".unfinished", ".ready"
 _COMMAND, _DONE, _GONE = "command.json", "done.json", ".gone.json"
@@ -164,6 +165,8 @@ def claimed(
 ) -> Iterator[AnyFolder]:
     """A folder to write to, which only this process may write while the context lasts.
 
+    Of several ranks the first one takes it, for all of them, and gives it back when all are through.
+
     Afterwards unfinished work is removed, and so is an empty folder. After an interruption unfinished work stays, so that the
     same command can continue; after an error it stays for any command, since this one may be the mistake.
 
@@ -176,11 +179,24 @@ def claimed(
     Raises:
         BusyError: Another process is writing it.
     """
-    folder, lock = _taken(choose, command)
+    ranks, lock = current(), ExitStack()
+
+    def taken() -> AnyFolder:
+        nonlocal lock
+        folder, lock = _taken(choose, command)
+        return folder
+
+    folder = ranks.first("claiming", taken)
+    if not ranks.main:
+        ranks.first("beginning", lambda: None)
+        yield folder
+        ranks.gather("through", None)
+        return
     keep = True
     try:
-        _begin(folder, key, command, resume, say)
+        ranks.first("beginning", lambda: _begin(folder, key, command, resume, say))
         yield folder
+        ranks.gather("through", None)
         keep = False
     except KeyboardInterrupt as error:
         kept = f"What was finished is kept in {folder.unfinished}: the same command continues there."

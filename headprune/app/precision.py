@@ -37,6 +37,16 @@ def holds(model: nn.Module, dtype: torch.dtype) -> bool:
     return all(bool((p.to(dtype).to(p.dtype) == p).all()) for p in _narrowed(model, dtype))
 
 
+def stored_size(model: nn.Module, half: torch.dtype | None = None) -> int:
+    """Bytes of a model's weights and saved buffers, shared ones once: as they are, or once `narrow` has rounded them to ``half``."""
+    narrowed = {id(p) for p in _narrowed(model, half)} if half else set()
+    saved = [t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
+    return sum(
+        t.numel() * (half.itemsize if half and id(t) in narrowed else t.element_size())
+        for t in {id(t): t for t in saved}.values()
+    )
+
+
 def _narrowed(model: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:

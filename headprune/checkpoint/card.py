@@ -16,29 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from headprune.checkpoint import remote_code
-from headprune.checkpoint.loading import SIDECAR, loading_of
+from headprune.checkpoint.loading import SIDECAR, Loading, loading_of
 from headprune.errors import HeadPruneError
 from headprune.jsonio import read_json, write_bytes, write_text
 
 CARD, SOURCE_CARD = "README.md", "README-source.md"
-STOCK, REMOTE_CODE, HEADPRUNE = "stock", "remote code", "headprune"  # how a folder loads
 
 # What of a card's metadata still holds of a smaller model. Results that the larger one was measured to have do not.
 _KEPT = ("license", "license_name", "license_link", "language", "datasets", "base_model", "base_model_relation")
 _MARK = "\n<!-- Written by headprune ({}), which does not replace it once it was changed. -->\n"
-
-
-def _how_it_loads(folder: Path) -> tuple[str, str]:
-    """How a folder loads, and through which class of transformers.
-
-    Returns:
-        `STOCK` (``from_pretrained``), `REMOTE_CODE` (``from_pretrained`` with ``trust_remote_code=True``) or `HEADPRUNE` (only
-        ``headprune.load``); and the name of an auto class, or of the class itself where none serves it.
-    """
-    loading = loading_of(folder)
-    if not loading.through:
-        return HEADPRUNE, ""
-    return REMOTE_CODE if loading.remote else STOCK, loading.through
 
 
 @dataclass(frozen=True)
@@ -49,14 +35,14 @@ class Origin:
         card: Its card; None where there is none.
         source_card: What lies beside that, of the model that it was made from itself.
         sidecar: What headprune noted of it; None if it is no folder of ours.
-        loads: As `loading_of` says.
+        loads: How it loads.
         hub: Its name on the Hub, if it came from there.
     """
 
     card: bytes | None = None
     source_card: bytes | None = None
     sidecar: Mapping[str, Any] | None = None
-    loads: tuple[str, str] | None = None
+    loads: Loading | None = None
     hub: str | None = None
 
     @classmethod
@@ -68,7 +54,7 @@ class Origin:
         if (folder := Path(source)).is_dir():
             with suppress(HeadPruneError):
                 ours = read_json(folder / SIDECAR, "checkpoint")
-                return cls(_bytes(folder / CARD), _bytes(folder / SOURCE_CARD), ours, _how_it_loads(folder))
+                return cls(_bytes(folder / CARD), _bytes(folder / SOURCE_CARD), ours, loading_of(folder))
             return cls(_bytes(folder / CARD))
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
@@ -89,7 +75,7 @@ def write_card(folder: Path, origin: Origin) -> None:
         origin.card is not None
         and origin.sidecar is not None
         and {**sidecar, "about": None} == {**origin.sidecar, "about": None}
-        and _how_it_loads(folder) == origin.loads
+        and loading_of(folder) == origin.loads
     ):  # the same model, so the card holds, with what was measured
         write_bytes(folder / CARD, origin.card)
     else:
@@ -132,15 +118,15 @@ def _write(
 ) -> None:
     from huggingface_hub import ModelCardData
 
-    loads, auto = _how_it_loads(folder)
+    loads = loading_of(folder)
     structure, base = sidecar["structure"], kept.get("base_model")
     module, _, name = sidecar["class"].rpartition(".")
     layers = _layers(sidecar.get("heads", {}), sidecar["removed"])
     pruned = bool(layers or structure.get("modules"))
-    tags = ["headprune", *["pruning"] * pruned, *["custom_code"] * (loads == REMOTE_CODE)]
+    tags = ["headprune", *["pruning"] * pruned, *["custom_code"] * loads.remote]
     data = {
         **{key: kept[key] for key in _KEPT if kept.get(key)},
-        "library_name": HEADPRUNE if loads == HEADPRUNE else "transformers",
+        "library_name": "transformers" if loads.through else "headprune",
         "pipeline_tag": _pipeline_of(name),
         "tags": list(dict.fromkeys((*tags, *_other_tags(kept.get("tags"))))),
     }
@@ -148,7 +134,7 @@ def _write(
         padding={"exported", "kept", "stored"} <= sidecar.get("about", {}).keys(),
         name=name, version=sidecar["version"], pruned=pruned, repaired=sidecar.get("repaired"), layers=layers,
         total=sum(layer["heads"] for layer in layers), left=sum(layer["left"] for layer in layers),
-        biases=structure.get("biases"), ghosts=structure.get("ghosts"), figures=figures.strip(), loads=loads, auto=auto,
+        biases=structure.get("biases"), ghosts=structure.get("ghosts"), figures=figures.strip(), loads=loads,
         needs_instance=not module.startswith("transformers."), code_file=remote_code.FILE,
         base=base if isinstance(base, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) else None,
         source_card=SOURCE_CARD if has_source_card else None,

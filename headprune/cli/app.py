@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from headprune.cli.asked import Commands
+from headprune.cli.session import hush
 from headprune.errors import Stopped
 
 app = typer.Typer(
@@ -52,4 +53,5 @@ def main() -> None:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # with nohup it is ignored
             signal.signal(number, stop)
+    hush()
     app()

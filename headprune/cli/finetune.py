@@ -46,7 +46,7 @@ def finetune(
     trust_remote_code: Trust = False,
 ) -> None:
     """Train a pruned model, with distillation from the dense one, and measure all three."""
-    with session(manner) as console:
+    with session(manner, shared=True) as console:
         from headprune.app import finetune_run as room
         from headprune.app.distillation import Mixture
         from headprune.app.options import FinetuneOptions

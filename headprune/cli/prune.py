@@ -78,9 +78,10 @@ def prune(
         model=model, no_repair=no_repair, finetune=finetune, scores=scores, method=method, seed=seed,
         also=also, export=export,
     )  # fmt: skip
-    with session(manner) as console:
+    with session(manner, shared=True) as console:
         from headprune.app import runs, workflow
         from headprune.app.folders import claimed
+        from headprune.ranks import current
         from headprune.searching import methods_for
 
         goal = goal_of(budgets, planning, no_repair=no_repair, finetune=finetune, method=method)
@@ -101,7 +102,7 @@ def prune(
             _dry_run(wanted, choose(), console)
             return
         with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-            if not folder.done_by(key):  # else it was killed just after
+            if not current().first("done before", lambda: folder.done_by(key)):  # else it was killed just after
                 workflow.prune_run(wanted, folder, console)
             tables.print_pruned(console, folder)
 

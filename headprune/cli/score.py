@@ -46,9 +46,10 @@ def score(
 ) -> None:
     """Score the importance of every head, by ablation and by gradient."""
     key = key_of("score", data, scoring, loading, writing, model=model, method=method, keep=keep, seed=seed)
-    with session(manner) as console:
+    with session(manner, shared=True) as console:
         from headprune.app import runs, workflow
         from headprune.app.folders import claimed
+        from headprune.ranks import current
         from headprune.scoring import DEFAULT_METHODS
 
         options = options_of(None, model, data, scoring, loading, seed, keep)
@@ -62,7 +63,9 @@ def score(
             console.document(planned(folder, methods, scene))
             return
         with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-            if not folder.done_by(key):  # if so, it was killed just after the end
+            if not current().first(
+                "done before", lambda: folder.done_by(key)
+            ):  # if so, it was killed just after the end
                 workflow.score_run(options, methods, folder, console)
             scores = folder.read_scores()
             tables.print_scores(console, scores)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,29 +20,57 @@ if TYPE_CHECKING:
     from headprune.app.console import Console
 
 
+_LINGER = 0.5  # seconds that others stay when all are told to stop: who is still there was not the cause
+
+
 @contextmanager
-def session(manner: Manner) -> Iterator[Console]:
+def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
     """What a command runs in.
+
+    Args:
+        shared: Whether several processes that torchrun or Accelerate started share out its work; only the first one prints. Any
+            other command is run by the first one alone.
 
     Raises:
         typer.Exit: With the exit code, after any error; its message has been printed.
     """
     from headprune.app.console import Console
 
-    console = Console(manner.quiet, manner.json)
+    others = isinstance(sys.stderr, Unheard)
+    if others and not shared:
+        raise typer.Exit(0)
+    console = Console(manner.quiet or others, manner.json and not others)
+    ranks: Any = None
     # What libraries (or a model's own code) print must not be part of the document.
     apart = redirect_stdout(sys.stderr) if manner.json else nullcontext()
     try:
         with apart:
             quieten(manner.verbose)
-            yield console
+            if not shared:
+                yield console
+                return
+            from headprune.ranks import launched
+
+            with launched() as ranks:
+                if ranks.main:
+                    told_of(console, ranks.size)
+                yield console
     except HeadPruneError as error:
+        heard(ranks)
         fail(console, str(error.args[0]), error.hint)
         if manner.verbose:
             raise
         raise typer.Exit(1) from None
     except KeyboardInterrupt as error:
         stopped = error if isinstance(error, Stopped) else Stopped()
+        if others:
+            time.sleep(_LINGER)
+        elif ranks is not None and (gone := ranks.lost()):  # torchrun stops the others then
+            from headprune.ranks import lost_ranks
+
+            lost = lost_ranks(gone)
+            fail(console, str(lost.args[0]), lost.hint)
+            raise typer.Exit(1) from None
         fail(console, "interrupted." if stopped.status == Stopped().status else "terminated.", stopped.hint)
         raise typer.Exit(stopped.status) from None
     except (typer.Exit, SystemExit, BrokenPipeError):  # the output was closed, as behind `| head`
@@ -54,6 +84,52 @@ def session(manner: Manner) -> Iterator[Console]:
         if manner.verbose or os.environ.get("HEADPRUNE_DEBUG"):
             raise
         raise typer.Exit(1) from None
+
+
+class Unheard(io.TextIOBase):
+    """The output of a process that is not to be heard, since another one says the same.
+
+    Args:
+        real: Where its output would go.
+    """
+
+    def __init__(self, real: Any) -> None:
+        super().__init__()
+        self.real = real
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def hush() -> None:
+    """Let this process print nothing, if a launcher started several and it is not the first."""
+    from headprune.places import place
+
+    try:
+        found = place()
+    except HeadPruneError:  # said by the command
+        return
+    if found is not None and found[0] and not os.environ.get("HEADPRUNE_DEBUG"):
+        sys.stdout, sys.stderr = Unheard(sys.stdout), Unheard(sys.stderr)
+
+
+def heard(ranks: Any) -> None:
+    """Let this process print again, if it is the first of those that are left."""
+    if isinstance(sys.stderr, Unheard) and ranks is not None and {*range(ranks.rank)} <= {*ranks.gone}:
+        sys.stderr = sys.stderr.real
+
+
+def told_of(console: Console, size: int) -> None:
+    """Say how many processes share out the work, and where a launcher started fewer than it was asked for."""
+    if size > 1:
+        console.say(f"{size} processes share out the work.")
+    elif os.environ.get("ACCELERATE_USE_CPU") and os.environ.get("MASTER_PORT"):
+        console.say(
+            "accelerate launch --cpu starts one process, whatever --num_processes says. For several: torchrun --nproc-per-node N."
+        )
 
 
 def quieten(verbose: bool) -> None:

@@ -133,16 +133,18 @@ def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
 
     head, rows = sentences.table(metrics)
     table = Table(box=None, title="Dense and pruned", title_justify="left")
-    shown = [i for i, name in enumerate(head) if name not in (sentences.RANDOM, sentences.SAVED)]  # both are told below
+    shown = [i for i in sentences.Column if i.name not in ("RANDOM", "SAVED")]  # both are told below
     for i in shown:
         table.add_column(head[i])
     for row in rows:
         table.add_row(*(row.cells[i] for i in shown), style="bold" if row.recommended else None)
-    console.result(f"\n{sentences.headline(metrics)}\n")
+    console.result(f"\n{sentences.headline(run, metrics)}\n")
+    for caution in sentences.cautions(run, metrics):
+        console.result(f"Caution: {caution}\n")
     console.table(table)
     console.result(f"\n{sentences.rule(metrics)}\nBetter than random heads? {sentences.over_random(metrics)}")
-    for caution in sentences.cautions(run, metrics):
-        console.result(f"Caution: {caution}")
+    if told := sentences.precision(run, metrics):
+        console.result(told)
     for line in sentences.elsewhere_rows(metrics):
         console.result(line)
     for b in metrics.budgets:

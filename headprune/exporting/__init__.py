@@ -17,7 +17,8 @@ from headprune.checkpoint import replaced
 from headprune.errors import HeadPruneError, check_writable
 from headprune.exporting import gguf, onnx, openvino, stock
 from headprune.exporting.base import DTYPES, FORMATS, Exported, Format, Request, exporter, format_named
-from headprune.exporting.timing import bench_files, is_exported, time_onnx
+from headprune.exporting.engines import is_exported
+from headprune.exporting.timing import bench_files, time_onnx
 from headprune.locks import Lock
 
 __all__ = [

@@ -55,7 +55,7 @@ def session(path: Path, threads: int | None = None, exact: bool = True) -> Sessi
     Raises:
         HeadPruneError: It is none of these, the engine is not installed, or it does not read the file.
     """
-    for engine, load in (("onnxruntime", _onnxruntime), ("openvino", _openvino)):
+    for engine, load in _ENGINES.items():
         file = runs_in(path, engine)
         if file is not None:
             return _loaded(path, file, engine, load, (threads or torch.get_num_threads(), exact))
@@ -89,6 +89,11 @@ def runs_in(path: Path, engine: str) -> Path | None:
         return path
     found = sorted(path.glob("*.xml")) if path.is_dir() else []
     return found[0] if len(found) == 1 else None
+
+
+def is_exported(path: Path) -> bool:
+    """Whether an engine's file or folder is meant, not a model of transformers."""
+    return any(runs_in(path, engine) is not None for engine in _ENGINES)
 
 
 def _onnxruntime(file: Path, threads: int, exact: bool) -> Any:
@@ -126,6 +131,9 @@ def _openvino(file: Path, threads: int, exact: bool) -> Any:
         return [found[i].copy() for i in range(len(compiled.outputs))]
 
     return inputs, run
+
+
+_ENGINES: dict[str, Callable[[Path, int, bool], Any]] = {"onnxruntime": _onnxruntime, "openvino": _openvino}
 
 
 def _refused(engine: str, what: str, path: Path, error: Exception) -> HeadPruneError:

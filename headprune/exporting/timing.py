@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from headprune.errors import HeadPruneError
-from headprune.exporting.engines import Session, runs_in, session
+from headprune.exporting.engines import Session, session
 from headprune.latency import MIN_RUNS, LatencyRow, bench_calls, example_shape
 from headprune.scoring.base import Progress
-
-
-def is_exported(path: Path) -> bool:
-    """Whether an engine's file or folder is meant, not a model of transformers."""
-    return any(runs_in(path, engine) is not None for engine in ("onnxruntime", "openvino"))
 
 
 def time_onnx(

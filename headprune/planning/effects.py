@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -111,26 +112,29 @@ def _looked(
     removals = {name: removal for name, removal in every.items() if removal is not None}
     fitted = {layer.name for projection in reference.projections for layer in projection.layers}
     others = [i for i, unit in enumerate(units) if layers[unit.layer].name not in fitted]
-    found = []
+
+    def looked_at(index: int) -> Tensor:
+        batch = reference.runner.batches[index]
+        size = reference.runner.rows.size(batch)
+        out = torch.zeros(size, len(units), dtype=torch.float64)
+        if others:
+            out[:, others] = _gated(refit, layers, index, [units[i] for i in others])
+        parts: dict[str, Tensor] = {}
+        for name, calls in reference.slopes(index).items():
+            for x, slope in calls if name in removals else ():
+                removals[name] = removals[name].near(x)
+                seen = _effects(size, removals[name], x, slope)
+                parts[name] = parts[name] + seen if name in parts else seen
+        if parts:
+            columns = [removals[name].columns for name in parts]
+            each = torch.split(gathered(list(parts.values()), dim=1), list(map(len, columns)), dim=1)
+            for own, part in zip(columns, each, strict=True):
+                out[:, own] += part
+        return out
+
     with torch.inference_mode(False), refit.applied(weights), mask(refit.model, drop, layers=layers):
-        for index in chosen:
-            batch = reference.runner.batches[index]
-            size = reference.runner.rows.size(batch)
-            out = torch.zeros(size, len(units), dtype=torch.float64)
-            if others:
-                out[:, others] = _gated(refit, layers, index, [units[i] for i in others])
-            parts: dict[str, Tensor] = {}
-            for name, calls in reference.slopes(index).items():
-                for x, slope in calls if name in removals else ():
-                    removals[name] = removals[name].near(x)
-                    seen = _effects(size, removals[name], x, slope)
-                    parts[name] = parts[name] + seen if name in parts else seen
-            if parts:
-                columns = [removals[name].columns for name in parts]
-                each = torch.split(gathered(list(parts.values()), dim=1), list(map(len, columns)), dim=1)
-                for own, part in zip(columns, each, strict=True):
-                    out[:, own] += part
-            found.append(out)
+        batches = [reference.runner.batches[index] for index in chosen]
+        found = reference.runner.share("a look", [partial(looked_at, index) for index in chosen], batches)
     return finite(torch.cat(found))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +65,7 @@ def compensated(search: Search, levels: Sequence[int]) -> Order:
 
 @strategy("auto", needs_scores=False, runs_model=True)
 def auto(search: Search, levels: Sequence[int]) -> Order:
-    """As re-scored; `prune` tries other orders beside it, and the choosing part decides.
+    """Several orders (re-scored, compensated, one-shot by each score); the choosing part decides which one is used.
 
     So it is no order of its own: `headprune.searching` makes those orders and compares them. See docs/benchmarks.md, Quality by
     heads kept.
@@ -92,6 +94,9 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
     examples = [batches[i] for i in spread(len(batches), runner.examples, _TRIED_EXAMPLES)]
     tries = 0
 
+    def losses_of(batch: Any) -> Tensor:
+        return losses(batch).cpu()
+
     def loss(drop: Heads) -> float:
         nonlocal tries
         tries += 1
@@ -102,7 +107,7 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
             runner.deterministic_eval(),
             mask(refit.model, drop, layers=refit.reference.layers),
         ):
-            found = torch.cat([losses(batch) for batch in examples])
+            found = torch.cat(runner.share("losses", [partial(losses_of, batch) for batch in examples], examples))
         return float(found.double().mean())
 
     ranked = [] if looks else _ranked(refit, state)

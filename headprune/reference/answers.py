@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,9 +152,14 @@ def _chosen(runner: Runner) -> tuple[list[Any], Tensor, int]:
 def _answers(runner: Runner, batches: Sequence[Any]) -> list[Tensor]:
     """Of the model as it is now, ``[examples, classes]`` by batch."""
     with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
-        found = [logits_by_example(runner, runner.run(b, unwatched), b).cpu().double() for b in batches]
+        tasks = [partial(_logits, runner, batch) for batch in batches]
+        found = runner.share("answers", tasks, batches)
     runner.count(sum(map(len, found)))
     return found
+
+
+def _logits(runner: Runner, batch: Any) -> Tensor:
+    return logits_by_example(runner, runner.run(batch, unwatched), batch).cpu().double()
 
 
 def _basis(classes: int, every: bool) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -207,13 +208,14 @@ def _measured(runner: Runner, directions: Directions, progress: Progress | None)
     """The sums over the tokens of all examples and mixtures."""
     device, batches = model_device(runner.model), runner.everything
     found = {p.name: Moments(len(p.weight) + directions.more(p), p.weight.shape[1], device) for p in runner.projections}
-    for i, batch in enumerate(batches):
+
+    def summed(i: int) -> None:
         folds: dict[Any, list[Tensor]] = {}
         finite: list[Tensor] = []
         of: list[str] = []
         xs, ys, token_weights = runner.recorded_with_weights(i)
         for names in directions.in_parts(xs):
-            wide = directions.widened(batch, xs, ys, names)
+            wide = directions.widened(batches[i], xs, ys, names)
             for name in names:
                 for x, y, token_weight in zip(wide[name], ys[name], token_weights[name], strict=True):
                     kind = runner.layer(name).kind
@@ -223,8 +225,10 @@ def _measured(runner: Runner, directions: Directions, progress: Progress | None)
                     finite.append(_add(found[name], x, y, token_weight, folds[key]))
                     of.append(name)
         _check_finite(runner, of, finite)
-        if progress:
-            progress(i + 1, len(batches), "")
+
+    runner.share("statistics", [partial(summed, i) for i in range(len(batches))], batches, progress)
+    for projection in runner.projections:
+        found[projection.name].add_ranks(projection.name)
     runner.count(directions.shares * sum(map(runner.rows.size, batches)))
     for projection in runner.projections:
         moments = found[projection.name]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headprune.inputs import doubled
+from headprune.ranks import current
 from headprune.reference.moments import FOLDS
 from headprune.reference.projections import OutputProjection, Values, at
 from headprune.reference.runner import Calls, Runner, replaced, unwatched
@@ -115,10 +117,11 @@ def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
     if not values:
         return Directions(runner, {}, {})
     seen: dict[str, Tensor] = {}
-    for batch in runner.batches:
+
+    def see(batch: Any) -> None:
         known: dict[Any, Tensor | None] = {}
 
-        def on_value(name: str, x: Tensor, out: Tensor, batch: Any = batch, known: Any = known) -> None:
+        def on_value(name: str, x: Tensor, out: Tensor) -> None:
             kind = runner.layer(name).kind
             # A cross-attention's values are of the encoder's tokens.
             real = runner.places(x, batch, "encoder" if kind == "cross" else kind, known)
@@ -128,12 +131,18 @@ def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
             seen[name] = seen.get(name, 0.0) + doubled(flat.T @ flat)
 
         runner.run(batch, unwatched, on_value, values)
+
+    runner.share("directions", [partial(see, batch) for batch in runner.batches], runner.batches)
+    for name, value in values.items():  # a rank may have had no batch
+        width = value.weight.shape[0] + 1
+        seen[name] = seen[name].cpu() if name in seen else torch.zeros(width, width, dtype=torch.float64)
+        current().add(f"directions of {name}", [seen[name]])
     runner.count(runner.examples)
     share, along = room(runner.projections, values), {}
     for projection in runner.projections:
         if own := values.get(projection.name):
             rank = min(share * own.head_dim, own.weight.shape[0])
-            along[projection.name] = best_directions(projection, own, seen[projection.name].cpu(), rank)
+            along[projection.name] = best_directions(projection, own, seen[projection.name], rank)
     return Directions(runner, values, along)
 
 

@@ -7,6 +7,8 @@ import copy
 import torch
 from torch import Tensor
 
+from headprune.ranks import current
+
 FOLDS = 2
 _ROUNDED = 1e-12  # of a square: a variance below it is rounding
 
@@ -29,6 +31,10 @@ class Moments:
         self.xx[fold] += (weighted @ x).to(self.xx)
         self.xy[fold] += (weighted @ y).to(self.xy)
         self.yy[fold] += (y**2 * weight).sum().to(self.yy)
+
+    def add_ranks(self, name: str) -> None:
+        """Add what other ranks have seen (`headprune.ranks`); ``name`` is these sums'."""
+        current().add(f"statistics of {name}", [self.xx, self.xy, self.yy])
 
     def rows_of(self, kept: Tensor) -> tuple[Tensor, Tensor]:
         """What concerns the inputs that stay, and the 1 behind them."""

@@ -6,7 +6,8 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +18,17 @@ from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import inputs_of
 from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention, full_precision, uncompiled
+from headprune.ranks import current
 from headprune.reference.mixtures import crossed
 from headprune.reference.moments import FOLDS
 from headprune.reference.projections import OutputProjection, Values, at
 from headprune.reference.token_weights import probe_of, real_tokens, tokens_of, widened
 from headprune.rows import find_rows, is_empty
+from headprune.scoring.base import cost_of
 from headprune.scoring.gradient import frozen, unlike
 from headprune.trace import evaluating
 
+T = TypeVar("T")
 OnCall = Callable[[str, Tensor, Tensor], Tensor | None]
 """``(name, input, output)``: called with each call of a projection; may give another output."""
 Calls = dict[str, list[Tensor]]
@@ -97,6 +101,24 @@ class Runner:
         """Note that the model was run on so many examples; a backward pass counts as two."""
         self._meter.examples += examples
 
+    def share(
+        self,
+        name: str,
+        tasks: Sequence[Callable[[], T]],
+        batches: Sequence[Any] = (),
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[T]:
+        """As `headprune.ranks.Ranks.share`, the passes of all ranks counted.
+
+        Args:
+            batches: What the tasks run the model on, if that is one batch each: how long they take.
+        """
+        before, ranks = self._meter.examples, current()
+        found = ranks.share(name, tasks, [cost_of(batch) for batch in batches] or None, progress)
+        if ranks.size > 1:
+            self._meter.examples = before + sum(ranks.gather(f"passes of {name}", self._meter.examples - before))
+        return found
+
     @contextmanager
     def deterministic_eval(self) -> Iterator[None]:
         """The model without dropout and the like, with attention that computes every head by itself."""
@@ -129,7 +151,10 @@ class Runner:
             if (mixed := crossed(batch, shift, self.rows)) is not None
         ]
         with torch.no_grad(), self.deterministic_eval():
-            if all(self._answers_once(mixed) for mixed in made):
+            # The first one says what most models do with mixtures; if they take it, all are tried.
+            taken = not made or self._answers_once(made[0])
+            tasks = [partial(self._answers_once, mixed) for mixed in made[1:]]
+            if taken and all(self.share("mixtures", tasks, [mixed.inputs for mixed in made[1:]])):
                 self.count(sum(len(mixed.rows) for mixed in made))
                 found.mixtures = tuple(made)
         return found

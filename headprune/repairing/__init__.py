@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from headprune.arguments import Plan, heads_of, layers_for, listed
+from headprune.arguments import Plan, heads_of, layers_for, listed, together
 from headprune.attention import AttentionLayer, Heads, check_heads
 from headprune.fingerprint import fingerprint
 from headprune.forms import remember
@@ -32,6 +32,9 @@ from headprune.repairing.held_out import checked
 from headprune.repairing.refit import Refit
 from headprune.repairing.weights import AnswersRepair, LayerRepair, Repair, Trial, Weights
 from headprune.scoring.base import Progress
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 __all__ = [
     "AnswersRepair",
@@ -56,6 +59,7 @@ def repair(
     mixtures: bool = True,
     answers: bool = True,
     biases: bool = True,
+    accelerator: Accelerator | None = None,
     progress: Progress | None = None,
 ) -> Repair:
     """Refit a model in place, so that the heads of a plan can go.
@@ -87,6 +91,7 @@ def repair(
             one vector of logits an example (`headprune.repairing.steps.logits`). Not where a ridge is given.
         biases: Whether a W_O that has no bias gets one, which takes up the removed heads' mean. A stock class may have no place for
             it: without, a model that is pruned evenly can still be saved as a stock one.
+        accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
         progress: Called with (passes done, passes in all, note).
 
     Returns:
@@ -101,7 +106,7 @@ def repair(
     layers = layers_for(model, layers, batches=(batches := listed(batches)))
     drop, before = check_heads(heads_of(plan), layers), fingerprint(model)
     fits = ridge != math.inf
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), together(accelerator, model, batches):
         calibration = calibrate(
             model, layers, batches, values=values and fits, mixtures=mixtures and fits, biases=biases
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -87,8 +88,9 @@ def _tried(refit: Refit, drop: Heads, steps: Sequence[Step], start: Weights) -> 
 
 def distances(refit: Refit, drop: Heads, candidates: Sequence[Weights], examples: Examples) -> Tensor:
     """Divergence from the dense model's answers, ``[candidates, examples]``, float64: without the heads, with new weights."""
-    runner, divergence, found = refit.reference.runner, Divergence(refit.model, seed=0), []
-    for index, own in examples.items():
+    runner, divergence = refit.reference.runner, Divergence(refit.model, seed=0)
+
+    def tried(index: int, own: Sequence[int]) -> Tensor:
         batch = runner.rows.take(runner.batches[index], own)
         with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
             with refit.reference.weights.dense():
@@ -97,9 +99,10 @@ def distances(refit: Refit, drop: Heads, candidates: Sequence[Weights], examples
             for weights in candidates:
                 with refit.applied(weights, drop):
                     each.append(_between(divergence, dense, runner.run(batch, unwatched), batch, len(own)))
-        found.append(torch.stack(each))
         runner.count((1 + len(candidates)) * len(own))
-    return torch.cat(found, dim=1)
+        return torch.stack(each)
+
+    return torch.cat(runner.share("distances", [partial(tried, *each) for each in examples.items()]), dim=1)
 
 
 def _between(divergence: Divergence, dense: Any, now: Any, batch: Any, size: int) -> Tensor:

@@ -50,6 +50,7 @@ class Step:
 
     Attributes:
         name: As `Trial.step` has it.
+        about: What it changes, for a reader.
         fit: ``fit(refit, drop, start)`` gives the weights after this step, from those before it, or why it is left out.
             ``drop`` are the heads that go. The model is the dense one, and must be so afterwards.
         splits: ``splits(refit)``: the examples to try it on. Steps in a row with the same function are tried together.
@@ -61,6 +62,7 @@ class Step:
     fit: Callable[[Refit, Heads, Weights], Weights | LeftOut]
     splits: Callable[[Refit], Sequence[Split]]
     in_search: bool = False
+    about: str = ""
 
 
 def halves(refit: Refit) -> list[Split]:

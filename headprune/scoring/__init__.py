@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from headprune.arguments import layers_for, listed
+from headprune.arguments import layers_for, listed, together
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
@@ -19,6 +19,7 @@ from headprune.inputs import check_weights, model_device, move, too_long, usable
 from headprune.loss import ExampleLoss, LossFn
 from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention, full_precision, uncached, uncompiled
+from headprune.ranks import current
 from headprune.rows import is_empty
 from headprune.scoring import ablation, gradient, learned, path, random, shapley, statistics
 from headprune.scoring.agreement import agreement
@@ -43,6 +44,9 @@ from headprune.scoring.resume import DiskStore, Work
 from headprune.scoring.stability import stability
 from headprune.trace import evaluating
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 __all__ = [
     "DEFAULT_METHODS", "METHODS", "HeadScores", "Method", "Problem", "Settings", "ablation", "agreement", "gradient",
     "learned", "load_scores", "method", "method_named", "path", "random", "save_scores", "score", "shapley", "statistics",
@@ -60,6 +64,7 @@ def score(
     seed: int = 0,
     settings: Settings | None = None,
     work: Path | str | Work | None = None,
+    accelerator: Accelerator | None = None,
     progress: Progress | None = None,
 ) -> HeadScores:
     """Score the importance of every maskable head.
@@ -77,6 +82,7 @@ def score(
         settings: Time, memory, and options of single methods (`headprune.scoring.Settings`).
         work: A folder for finished parts: after an interruption, the same call continues there, and returns exactly what
             it would have returned without. Parts of any other model, data, seed or setting are never used.
+        accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
         progress: Called with (steps done, steps in all, note).
 
     Returns:
@@ -91,6 +97,17 @@ def score(
     if seed < 0:
         raise HeadPruneError(f"The seed is {seed}.", "Give 0 or more.")
     check_weights(model)
+    batches = listed(batches)
+    with together(accelerator, model, batches):
+        return _scored(model, batches, chosen, loss_fn, distil, layers, seed, settings, work, progress)
+
+
+def _scored(
+    model: nn.Module, batches: Sequence[Any], chosen: Method, loss_fn: LossFn | None, distil: bool,
+    layers: Sequence[AttentionLayer] | None, seed: int, settings: Settings, work: Path | str | Work | None,
+    progress: Progress | None,
+) -> HeadScores:  # fmt: skip
+    """`score`, with its arguments checked."""
     losses = ExampleLoss(model, loss_fn, distil=distil, seed=seed)
     kept = _not_empty(model, batches)
     with _deterministic(model):
@@ -100,12 +117,14 @@ def score(
     with _deterministic(model):
         problem = _problem(model, maskable, kept, losses, seed, settings, progress)
         unfinished = Work(Path(work)) if isinstance(work, str | Path) else work
-        store = unfinished.store(problem, method, own, loss_fn) if unfinished else Store()
+        store = unfinished.store(problem, chosen.name, own, loss_fn) if unfinished else Store()
         estimate = _estimate(chosen, replace(problem, store=store))
     details = {**estimate.details, "loss": losses.about}
     if isinstance(store, DiskStore) and store.found:
         details["resumed"] = f"{store.found} parts were finished by an earlier, interrupted run"
-    return _scores(chosen, problem, replace(estimate, details=details), own)
+    # What rank 0 says of memory, time and finished parts counts.
+    estimate = current().first("estimate", lambda: replace(estimate, details=details))
+    return _scores(chosen, problem, estimate, own)
 
 
 def _not_empty(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
@@ -150,7 +169,7 @@ def _estimate(chosen: Method, problem: Problem) -> Estimate:
     try:
         return chosen.run(problem)
     except DisagreementError:
-        problem.store.clear()
+        current().first("forgetting", problem.store.clear)
         return chosen.run(replace(problem, replays=False))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,11 +14,14 @@ from torch import Tensor
 
 from headprune.attention import AttentionLayer
 from headprune.gates import Fill, gated
-from headprune.scoring.base import Estimate, Problem, Samples, method, standard_error
+from headprune.ranks import current, shares
+from headprune.scoring.base import Estimate, Problem, Samples, cost_of, method, standard_error
 from headprune.scoring.gradient import separate
 from headprune.scoring.replay import Replay
 from headprune.scoring.sampled import sampled
 from headprune.scoring.statistics import real_tokens
+
+_EVEN = 1.15  # times the mean: how much more than others a rank may have to do
 
 FillsOf = Callable[[int, int, Any], Mapping[str, Fill]]
 """(number of the first example, examples, batch) to what replaces the heads' output, by layer."""
@@ -89,22 +92,63 @@ def resample_ablation(problem: Problem) -> Estimate:
 
 def exact(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> Samples:
     """Every head's effect on every example."""
-    found: list[Tensor] = []
-    steps = len(problem.batches) * problem.heads
+    done: list[Tensor] = []  # for the interval that a waiting person is shown
+    steps, store, every = len(problem.batches) * problem.heads, problem.store, one_by_one(problem)
+    starts = [0, *np.cumsum([layer.num_heads for layer in problem.layers]).tolist()]
+    costs = [cost_of(batch) for batch, _ in problem.batches]
 
-    def compute(i: int, batch: Any, size: int, fill: Mapping[str, Fill] | None) -> Tensor:
-        with replay.of(batch, size, fill) as recording:
+    def compute(i: int, start: int, batch: Any, size: int, layers: Sequence[int]) -> Tensor:
+        """The losses without each head of some layers in a row ``[examples, 1 + heads]``, the dense ones in the first column."""
+        with replay.of(batch, size, fills(start, size, batch) if fills else None) as recording:
             columns = [recording.dense]
-            for gates in one_by_one(problem):
-                columns += list(recording.losses(gates))
-                problem.progress(i * problem.heads + len(columns) - 1, steps, _widest(found))
+            for layer in layers:
+                columns += list(recording.losses(every[layer]))
+                count = starts[layers[0]] + len(columns) - 1
+                problem.progress(i * problem.heads + count, steps, _widest(done))
         return torch.stack(columns, dim=1)
 
-    for i, (start, batch, size) in enumerate(problem.numbered()):
-        fill = fills(start, size, batch) if fills else None
-        found.append(problem.store.get(f"{i}", partial(compute, i, batch, size, fill)))
-    losses = torch.cat(found)
+    def whole(i: int, start: int, batch: Any, size: int) -> Tensor:
+        # More ranks than now may have been at it, by layers.
+        known = (
+            [store.known(f"{i}-{layer}") for layer in range(len(every))] if store.known(f"{i}-0") is not None else []
+        )
+        if known and all(part is not None for part in known):
+            found = _joined([part for part in known if part is not None])
+        else:
+            found = compute(i, start, batch, size, range(len(every)))
+        done.append(found)
+        return found
+
+    def layer(i: int, start: int, batch: Any, size: int, number: int) -> Tensor:
+        if (known := store.known(f"{i}")) is not None:
+            return torch.cat([known[:, :1], known[:, 1 + starts[number] : 1 + starts[number + 1]]], dim=1)
+        return compute(i, start, batch, size, [number])
+
+    batches = [(i, *each) for i, each in enumerate(problem.numbered())]
+    if not _uneven(costs, current().size):
+        losses = torch.cat(store.share("ablation", {f"{each[0]}": partial(whole, *each) for each in batches}, costs))
+    else:
+        numbers = range(len(every))
+        # From its layer on the model is run again, for every head; and once as it is.
+        again = [1 + len(every[n]) * (len(every) - n) / len(every) for n in numbers]
+        parts = store.share(
+            "ablation by layers",
+            {f"{each[0]}-{n}": partial(layer, *each, n) for each in batches for n in numbers},
+            [cost * more for cost in costs for more in again],
+        )
+        losses = torch.cat([_joined(parts[i * len(every) : (i + 1) * len(every)]) for i in range(len(batches))])
     return Samples(losses[:, 1:] - losses[:, :1], losses[:, 0])
+
+
+def _uneven(costs: Sequence[float], size: int) -> bool:
+    """Whether whole batches would leave some of several ranks with little to do, so that layers are shared out as well."""
+    loads = [sum(costs[i] for i in own) for own in shares(len(costs), size, costs)]
+    return size > 1 and max(loads) > _EVEN * sum(loads) / size
+
+
+def _joined(layers: Sequence[Tensor]) -> Tensor:
+    """The losses without each head of all layers, from those of every layer, each behind the dense losses."""
+    return torch.cat([layers[0][:, :1], *(part[:, 1:] for part in layers)], dim=1)
 
 
 def one_by_one(problem: Problem) -> list[Tensor]:
@@ -183,7 +227,8 @@ def _read(problem: Problem, key: str, take: Callable[[Tensor, int], Tensor]) -> 
         width = max(r.shape[1] for r in rows.values())
         return torch.stack([F.pad(rows[a.name], (0, width - rows[a.name].shape[1])) for a in problem.layers])
 
-    for i, (start, batch, size) in enumerate(problem.numbered()):
-        for name, own in zip(found, problem.store.get(f"{key}-{i}", partial(compute, start, batch, size)), strict=True):
+    parts = {f"{key}-{i}": partial(compute, *each) for i, each in enumerate(problem.numbered())}
+    for part in problem.store.share(key, parts, [cost_of(batch) for batch, _ in problem.batches]):
+        for name, own in zip(found, part, strict=True):
             found[name].append(own)
     return {name: torch.cat(parts) for name, parts in found.items()}

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
+from headprune.inputs import tensors
 from headprune.jsonio import read_json, write_json
+from headprune.ranks import current
 from headprune.rows import Rows
 from headprune.uncertainty import FEW, carried_by, spread
 
@@ -264,11 +266,8 @@ class Problem:
 
     def parts(self, batches: Batches, name: str, compute: Callable[[Any, int], Tensor]) -> Tensor:
         """What ``compute(batch, size)`` gives for every batch, one below the other; kept in the store as it comes."""
-        found = []
-        for i, (batch, size) in enumerate(batches):
-            found.append(self.store.get(f"{name}-{i}", partial(compute, batch, size)))
-            self.progress(i + 1, len(batches))
-        return torch.cat(found)
+        parts = {f"{name}-{i}": partial(compute, batch, size) for i, (batch, size) in enumerate(batches)}
+        return torch.cat(self.store.share(name, parts, [cost_of(batch) for batch, _ in batches], self.progress))
 
     def numbered(self) -> Iterator[tuple[int, Any, int]]:
         """(Number of the first example, batch, examples in it) for every batch."""
@@ -301,12 +300,61 @@ class NotFiniteError(HeadPruneError):
         )
 
 
+def cost_of(batch: Any) -> float:
+    """About how long a pass over a batch takes, relative to others."""
+    return float(sum(t.numel() for t in tensors(batch)))
+
+
 class Store:
-    """Keeps finished parts of a long computation. This one keeps nothing; `headprune.scoring.resume.DiskStore` has files."""
+    """Keeps finished parts of a long computation. This one keeps nothing; `headprune.scoring.resume.DiskStore` has files.
+
+    Where several ranks share out the work, all of them call it alike, and get what rank 0 has kept.
+    """
 
     def get(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
-        """What ``compute`` gives, or gave for this key in an earlier run of the same computation."""
-        return compute()
+        """What ``compute`` gives, or gave for this key in an earlier run of the same computation. All ranks compute it."""
+        ranks = current()
+        known = ranks.first(f"known of {key}", partial(self.known, key))
+        if known is not None:
+            return known
+        value = compute()
+        return ranks.first(f"keeping {key}", partial(self.keep, key, value))
+
+    def share(
+        self,
+        name: str,
+        parts: Mapping[str, Callable[[], Tensor]],
+        costs: Sequence[float] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Tensor]:
+        """As `get`, for many keys at once; each is computed by one rank.
+
+        Args:
+            name: Of all of them, for `headprune.ranks.Ranks.share`; as ``costs`` and ``progress``.
+            parts: What to compute, by key.
+        """
+
+        def looked() -> dict[str, Tensor]:
+            every = ((key, self.known(key)) for key in parts)
+            return {key: value for key, value in every if value is not None}
+
+        ranks = current()
+        known = ranks.first(f"known of {name}", looked)
+
+        def made(key: str, compute: Callable[[], Tensor]) -> Tensor:
+            return known[key] if key in known else self.keep(key, compute())
+
+        tasks = [partial(made, key, compute) for key, compute in parts.items()]
+        left = costs and [0.0 if key in known else cost for key, cost in zip(parts, costs, strict=True)]
+        return ranks.share(name, tasks, left, progress)
+
+    def known(self, key: str) -> Tensor | None:
+        """What was kept under a key; None if nothing was."""
+        return None
+
+    def keep(self, key: str, value: Tensor) -> Tensor:
+        """Keep a value under a key, and give it back."""
+        return value
 
     def clear(self) -> None:
         """Remove all parts."""

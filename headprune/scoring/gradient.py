@@ -23,7 +23,7 @@ from headprune.scoring.base import Batches, Estimate, NotFiniteError, Problem, S
 
 @method("gradient", unit="loss (nats) per unit of gate, mean absolute value")
 def gradient(problem: Problem) -> Estimate:
-    """Michel et al. (2019): the mean over examples of |dL/dxi|, xi being the head's gate at 1.
+    """Michel et al. (2019): the mean over examples of |dL/dxi|, xi being a factor on the head's output (its gate), at 1.
 
     Equation (2) of "Are Sixteen Heads Really Better than One?" (NeurIPS 2019, arXiv:1905.10650):
     ``I_h = E_x |dL(x)/dxi_h|``, the absolute value taken per example. There is one gate per example,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headprune.errors import HeadPruneError
 from headprune.gates import gated
+from headprune.ranks import current
 from headprune.scoring.base import Estimate, Problem, method
 from headprune.scoring.gradient import frozen, separate
 
@@ -148,5 +149,7 @@ def _train(problem: Problem, name: str, start: float, draw: Draw, penalty: Penal
             return torch.stack([parameters, mean, square])
 
         for first in range(0, steps, _PART):
-            state = problem.store.get(f"{name}-{first}", partial(part, state, first))
+            # A step needs the one before: of several ranks one trains, and the others wait.
+            train = partial(current().first, f"training {name}", partial(part, state, first))
+            state = problem.store.get(f"{name}-{first}", train)
     return state[0], steps

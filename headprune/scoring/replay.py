@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from headprune.gates import Fill, RowsError, gated
 from headprune.inputs import model_device
 from headprune.memory import free_memory, halving
+from headprune.ranks import current
 from headprune.scoring.base import NotFiniteError, Problem
 from headprune.scoring.calls import Call, Key, Observed, Start, observe, starts_of
 from headprune.scoring.gradient import examples_first
@@ -48,9 +49,9 @@ class Replay:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self.problem, self._here = problem, current().here
         self.notes: list[str] = []
-        self.budget = problem.settings.max_memory or free_memory(model_device(problem.model)) // 2
+        self.budget = problem.settings.max_memory or current().first("memory", self._free) // 2
         self.stacks = False
         self.starts: dict[str, Start] = {}  # in the order in which their gates come
         self.counts: dict[str, int] = {}  # how often each module is called
@@ -64,6 +65,11 @@ class Replay:
             return
         with torch.no_grad():
             self._study()
+
+    def _free(self) -> int:
+        """Bytes, of which other ranks on this machine want as much; a GPU is each one's own."""
+        device = model_device(self.problem.model)
+        return free_memory(device) // (1 if device.type == "cuda" else self._here)
 
     @property
     def about(self) -> list[str] | str:

@@ -33,18 +33,22 @@ class DiskStore(Store):
         self.folder = folder
         self.found = 0  # parts that an earlier run had finished
 
-    def get(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
-        path = self.folder / f"{key}.npy"
+    def known(self, key: str) -> Tensor | None:
         try:
-            known = torch.from_numpy(np.load(path, allow_pickle=False))
-            self.found += 1
-            return known
+            found = torch.from_numpy(np.load(self._path(key), allow_pickle=False))
         except (OSError, ValueError, EOFError):  # missing or damaged
-            pass
-        value, content = compute(), io.BytesIO()
+            return None
+        self.found += 1
+        return found
+
+    def keep(self, key: str, value: Tensor) -> Tensor:
+        content = io.BytesIO()
         np.save(content, value.cpu().numpy(), allow_pickle=False)
-        write_bytes(path, content.getvalue())
+        write_bytes(self._path(key), content.getvalue())
         return value
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.npy"
 
     def clear(self) -> None:
         """Remove all parts."""

@@ -18,6 +18,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -188,18 +189,24 @@ def _look(problem: Problem, replay: Replay, state: State, wanted: Tensor, number
     before, after = state.inclusion() if state.wanted.any() else torch.zeros_like(state.expected), grown.inclusion()
     uniforms = state.uniforms[:, None]
     new = (uniforms < after) & ~(uniforms < before)
-    done, steps = 0, int(new.sum())
+    parts = {}
+    jobs: list[tuple[int, Tensor, list[int]]] = []
     for i, (start, batch, size) in enumerate(problem.numbered()):
         part = new[start : start + size]
-        rows = part.any(1).nonzero().flatten().tolist()
-        if rows:
-            compute = partial(_effects, problem, replay, batch, rows, part[rows].any(0))
-            full = torch.zeros_like(part, dtype=torch.float64)
-            full[rows] = problem.store.get(f"round{number}-{i}", compute)
-            grown.effects[start : start + size][part] = full[part]
-        done += int(part.sum())
-        last = i + 1 == len(problem.batches)
-        problem.progress(done, max(steps, 1), f"widest interval ±{_widest(grown):.2g}" if last else "")
+        if rows := part.any(1).nonzero().flatten().tolist():
+            parts[f"round{number}-{i}"] = partial(_effects, problem, replay, batch, rows, part[rows].any(0))
+            jobs.append((start, part, rows))
+    costs = [float(part.sum()) for _, part, _ in jobs]
+    done = [0.0, *accumulate(costs)]
+    steps = max(int(done[-1]), 1)
+    found = problem.store.share(
+        f"round {number}", parts, costs, lambda jobs, total: problem.progress(int(done[jobs]), steps)
+    )
+    for (start, part, rows), effects in zip(jobs, found, strict=True):
+        full = torch.zeros_like(part, dtype=torch.float64)
+        full[rows] = effects
+        grown.effects[start : start + len(part)][part] = full[part]
+    problem.progress(int(done[-1]), steps, f"widest interval ±{_widest(grown):.2g}")
     return grown
 
 

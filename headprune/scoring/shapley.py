@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headprune.scoring.base import Estimate, Problem, method
+from headprune.scoring.base import Estimate, Problem, cost_of, method
 from headprune.scoring.replay import Replay
 
 _PERMUTATIONS = 128
@@ -35,10 +36,16 @@ def shapley(problem: Problem) -> Estimate:
     pairs: list[Tensor] = []
     sizes = torch.tensor([size for _, size in problem.batches], dtype=torch.float64)
     while len(pairs) < most:
+        before = len(pairs)
+        turn: dict[str, Callable[[], Tensor]] = {}
         for batch, size in problem.batches:
             order = torch.randperm(problem.heads, generator=generator)
-            pairs.append(problem.store.get(f"shapley-{len(pairs)}", partial(_pair, replay, batch, size, order)))
-            problem.progress(len(pairs), most, note)
+            turn[f"shapley-{before + len(turn)}"] = partial(_pair, replay, batch, size, order)
+
+        def told(done: int, total: int, before: int = before, note: str = note) -> None:
+            problem.progress(before + done, most, note)
+
+        pairs += problem.store.share(f"shapley {before}", turn, [cost_of(batch) for batch, _ in problem.batches], told)
         weights = sizes.repeat(len(pairs) // len(sizes))
         mean, error = _weighted(torch.stack(pairs), weights / weights.sum())
         values, stderr = mean[:-1], error[:-1]

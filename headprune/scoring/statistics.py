@@ -113,11 +113,11 @@ def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor])
     """The mean over queries of a statistic of attention weights: ``[..., queries, keys]`` to ``[..., queries]``."""
 
     def measure(batch: Any, size: int) -> Tensor:
-        def keep(layer: AttentionLayer, weights: Weights) -> Tensor:
+        def keep(weights: Weights) -> Tensor:
             blocks = [(statistic(some), some.sum(dim=-1) > 0) for _, some in weights.blocks()]
             values, counted = (torch.cat(parts, dim=-1) for parts in zip(*blocks, strict=True))
             # A query that may look nowhere says nothing about the head.
-            real = real_tokens(problem, layer, batch, weights.shape[2])
+            real = real_tokens(problem, weights.layer, batch, weights.shape[2])
             return _mean(values, counted if real is None else counted & real)
 
         with attention_maps(problem.model, problem.layers, size, keep) as found:

@@ -61,7 +61,7 @@ class Weights:
             yield start, self._read(slice(start, start + step))
 
 
-Keep = Callable[[AttentionLayer, Weights], Any]
+Keep = Callable[[Weights], Any]
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def attention_maps(
     model: nn.Module,
     layers: Sequence[AttentionLayer],
     examples: int | None = None,
-    keep: Keep = lambda layer, weights: weights.whole(),
+    keep: Keep = Weights.whole,
 ) -> Iterator[dict[str, list[Any]]]:
     """Collect attention weights while the context lasts; run the model inside. No hook is left behind.
 
@@ -79,7 +79,7 @@ def attention_maps(
         examples: How many the model is going to see at once. It tells which example a row belongs to, where a module cuts
             windows out of its input or puts heads into the batch dimension; without it, rows are not reordered, and
             (batch * heads, queries, keys) is taken to have the batch first.
-        keep: From a layer and its weights to what is kept of them: by default all of them, ``[examples, heads, queries, keys]``.
+        keep: From a layer's weights to what is kept of them: by default all of them, ``[examples, heads, queries, keys]``.
 
     Yields:
         ``{layer_name: [what is kept, for each time the layer was called]}``, filled as the model runs. A query that may
@@ -154,7 +154,7 @@ class _Watcher(TorchFunctionMode):
             return  # a softmax over something else
         self.seen[-1] += 1
         if layer is not None:
-            self.kept[layer.name].append(self.keep(layer, weights))
+            self.kept[layer.name].append(self.keep(weights))
 
     def _by_head(
         self, layer: AttentionLayer, shape: tuple[int, ...], read: Callable[[slice], Tensor]

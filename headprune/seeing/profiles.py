@@ -12,7 +12,7 @@ from headprune.arguments import layers_for, listed
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError
-from headprune.inputs import LABELS, Example, is_encoder_decoder
+from headprune.inputs import Example, is_encoder_decoder, without_labels
 from headprune.loss import inputs_of
 from headprune.rows import Rows, is_empty
 from headprune.seeing.figures import HeadProfile
@@ -117,7 +117,7 @@ class Profiler:
         one = rows.take(self.batches[0], [0])
 
         def positions(layers: Sequence[AttentionLayer]) -> dict[str, list[int]]:
-            return watched(self.model, layers, one, 1, lambda layer, weights: weights.shape[2])
+            return watched(self.model, layers, one, 1, lambda weights: weights.shape[2])
 
         modules = dict.fromkeys(layer.module for layer in self.layers)
         with finding_grid(self.model) as made:
@@ -146,8 +146,8 @@ class Profiler:
         sums, sequences = {layer.name: Sums(layer) for layer in layers}, sequences_of(self.model, inputs, rows)
         pictured = _is_pictured(inputs)
 
-        def keep(layer: AttentionLayer, weights: Weights) -> None:
-            queries, keys = weights.shape[2:]
+        def keep(weights: Weights) -> None:
+            layer, (queries, keys) = weights.layer, weights.shape[2:]
             known = sequences.queries(layer, queries), sequences.keys(layer, keys)
             sums[layer.name].add(weights, Scene(*known, self.separators, common, self.grid, pictured))
 
@@ -166,13 +166,13 @@ class Profiler:
             return
         given, length = inputs
 
-        def keep(layer: AttentionLayer, weights: Weights) -> None:
+        def keep(weights: Weights) -> None:
             if (
                 weights.shape[2] == given["input_ids"].shape[1] <= weights.shape[3]
                 and weights.ordered
                 and weights.windows == 1
             ):
-                sums[layer.name].add_repeated(weights, length)
+                sums[weights.layer.name].add_repeated(weights, length)
 
         try:
             watched(self.model, layers, given, REPEATED, keep)
@@ -201,13 +201,6 @@ class Profiler:
         start = firsts[:1].cpu().expand(REPEATED, begun)
         every = torch.cat([start, drawn, drawn], dim=1).to(firsts.device)
         return {"input_ids": every, "attention_mask": torch.ones_like(every)}, length
-
-
-def without_labels(model: nn.Module, inputs: Any) -> Any:
-    """Inputs without what only a loss needs; an encoder-decoder reads its decoder's tokens from the labels."""
-    if not isinstance(inputs, Mapping) or is_encoder_decoder(model):
-        return inputs
-    return {k: v for k, v in inputs.items() if k not in LABELS}
 
 
 def _is_pictured(inputs: Any) -> bool:

@@ -48,7 +48,7 @@ def attention_weights(
     layers = layers_for(model, layers, example)
 
     def seen(inputs: Example, size: int) -> dict[str, Tensor]:
-        found = watched(model, layers, inputs, size, lambda layer, weights: weights.whole().cpu())
+        found = watched(model, layers, inputs, size, lambda weights: weights.whole().cpu())
         return {name: calls[-1] for name, calls in found.items()}
 
     with as_it_is(model):

@@ -13,7 +13,7 @@ from headprune import latency
 from headprune.arguments import Plan, heads_of, layers_for
 from headprune.attention import AttentionLayer, check_heads
 from headprune.errors import HeadPruneError
-from headprune.inputs import Example, model_device, move
+from headprune.inputs import Example, model_device, move, without_labels
 from headprune.modules import exact_attention
 from headprune.pruned import convert
 from headprune.timing.parts import ATTENTION, LAUNCH, PARTS, PROJECTIONS, Parts
@@ -117,7 +117,7 @@ def breakdown(
             "Move the model to the CPU or a CUDA device.",
         )
     layers = layers_for(model, layers, example)
-    given = move(latency.without_labels(model, example), device)
+    given = move(without_labels(model, example), device)
     least = latency.MIN_SECONDS if min_seconds is None else min_seconds
     stand_ins = any(convert(m) is not None for m in model.modules())
     with evaluating(model), exact_attention(model):

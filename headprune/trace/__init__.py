@@ -114,7 +114,7 @@ def _traced(model: nn.Module, example: Example, *, buffers: bool) -> list[Attent
         stack.enter_context(_differentiable(model, buffers))
         stack.enter_context(tracer.watching())
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-            stack.enter_context(Materialised(tracer.tensors))
+            stack.enter_context(Materialised(tracer.note_made))
         stack.enter_context(tracer)
         tracer.note_bypass(call(model, example))
     return read_layers(tracer)

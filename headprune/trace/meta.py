@@ -6,7 +6,7 @@ traced before anything is loaded. Large tensors live only for the call that read
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +21,17 @@ class Materialised(TorchFunctionMode):
     """While this mode is on, random tensors on the CPU take the place of meta tensors.
 
     Args:
-        names: ``{id of a tensor: name}``; the tensor that takes the place of a named one is added under its name.
+        made: Called with a meta tensor, the one that takes its place, and whether that stays: if not, another call of the model may
+            give it another, and only the memory where it lies stays what it is for now.
     """
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self, made: Callable[[Tensor, Tensor, bool], None]) -> None:
         super().__init__()
-        self.names = names
+        self.note = made
         self.made: dict[int, Tensor] = {}
-        self.pools: dict[torch.dtype, Tensor] = {}
+        self.pools: dict[
+            torch.dtype, list[Tensor]
+        ] = {}  # all stay, so that nothing else comes to lie where weights lay
         self.calls = 0
         self.generator = torch.Generator().manual_seed(0)
 
@@ -62,19 +65,21 @@ class Materialised(TorchFunctionMode):
             pool = self._pool(meta.dtype, meta.numel() + _SHIFTS)
             self.calls += 1
             shift = 16 * self.calls % _SHIFTS
-            return pool[shift : shift + meta.numel()].view(meta.shape)
+            piece = pool[shift : shift + meta.numel()].view(meta.shape)
+            self.note(meta, piece, False)
+            return piece
         else:
             real = self._noise(meta.shape, meta.dtype)
         real.requires_grad_(meta.requires_grad and real.is_floating_point())
         self.made[id(meta)] = real
-        if id(meta) in self.names:
-            self.names[id(real)] = self.names[id(meta)]
+        self.note(meta, real, True)
         return real
 
     def _pool(self, dtype: torch.dtype, size: int) -> Tensor:
-        if dtype not in self.pools or self.pools[dtype].numel() < size:
-            self.pools[dtype] = self._noise((size,), dtype)
-        return self.pools[dtype]
+        pools = self.pools.setdefault(dtype, [])
+        if not pools or pools[-1].numel() < size:
+            pools.append(self._noise((size,), dtype))
+        return pools[-1]
 
     def _noise(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.02

@@ -59,6 +59,13 @@ class Tracer(TorchFunctionMode):
                     self.owner.setdefault(memory(parameter), []).append(name)
         self.reader = Reader(self.calls, self.tensors)
 
+    def note_made(self, meta: Tensor, real: Tensor, stays: bool) -> None:
+        """Note that ``real`` takes the place of a meta tensor, so that it has its name, and a view of it (``weight.T``) its module."""
+        if stays and id(meta) in self.tensors:
+            self.tensors[id(real)] = self.tensors[id(meta)]
+        if (owners := self.owner.get(memory(meta))) is not None:
+            self.owner[memory(real)] = owners
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Note the calls of all modules."""

@@ -113,7 +113,7 @@ def _all_runs(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             return
 
 
-def _load() -> None:
+def load() -> None:
     """Import what commands need, and make timing and drawing quick."""
     from functools import partial
 
@@ -137,6 +137,6 @@ def _load() -> None:
 
 
 if __name__ == "__main__":
-    _load()
+    load()
     for line in sys.stdin:
         print(json.dumps(list(_all_runs(json.loads(line)))), flush=True)

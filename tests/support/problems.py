@@ -28,15 +28,16 @@ class Memory(Store):
         self.parts: dict[str, Tensor] = {}
         self.limit = limit
 
-    def get(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
-        if key not in self.parts:
-            if len(self.parts) == self.limit:
-                raise KeyboardInterrupt
-            found = compute()
-            assert found.dtype == torch.float64
-            assert found.device.type == "cpu"
-            self.parts[key] = found.clone()
-        return self.parts[key].clone()
+    def known(self, key: str) -> Tensor | None:
+        return self.parts[key].clone() if key in self.parts else None
+
+    def keep(self, key: str, value: Tensor) -> Tensor:
+        if len(self.parts) == self.limit:
+            raise KeyboardInterrupt
+        assert value.dtype == torch.float64
+        assert value.device.type == "cpu"
+        self.parts[key] = value.clone()
+        return value.clone()
 
 
 def small(heads: int = 3, layers: int = 2) -> tuple[nn.Module, list[dict[str, Tensor]]]:

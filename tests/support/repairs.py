@@ -17,7 +17,7 @@ from headprune.attention import Heads
 from headprune.inputs import call
 from headprune.modules import exact_attention
 from headprune.reference import OutputProjection, calibrate, measure
-from headprune.reference.answers import DenseAnswers, dense_answers
+from headprune.reference.answers import dense_answers
 from headprune.repairing import Refit, Weights
 from headprune.repairing.steps import logits
 from tests.support import zoo
@@ -39,13 +39,6 @@ def refit_of(
     fits = ridge != math.inf
     calibration = calibrate(model, layers, batches, values=values and fits, mixtures=mixtures and fits)
     return Refit(measure(calibration, answers=answers), ridge)
-
-
-def all_answers(refit: Refit) -> DenseAnswers:
-    """The dense model's answers to all examples, none of them set apart."""
-    found = dense_answers(refit.reference.runner)
-    assert isinstance(found, DenseAnswers)
-    return found
 
 
 def fit_logits(refit: Refit, drop: Heads) -> Weights:

@@ -87,6 +87,18 @@ class D2LMultiHead(nn.Module):
         return x.reshape(x.shape[0], x.shape[1], -1)
 
 
+class HeadsFirst(D2LMultiHead):
+    """(heads * batch, …) instead of (batch * heads, …)."""
+
+    def transpose_qkv(self, x: Tensor) -> Tensor:
+        x = x.reshape(x.shape[0], x.shape[1], self.num_heads, -1).permute(2, 0, 1, 3)
+        return x.reshape(-1, x.shape[2], x.shape[3])
+
+    def transpose_output(self, x: Tensor) -> Tensor:
+        x = x.reshape(self.num_heads, -1, x.shape[1], x.shape[2]).permute(1, 2, 0, 3)
+        return x.reshape(x.shape[0], x.shape[1], -1)
+
+
 class BertSelfAttention(nn.Module):
     """BERT as blogs write it: 12 heads of 64, in one or two reshapes."""
 

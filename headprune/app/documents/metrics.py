@@ -27,11 +27,14 @@ class Dense(Measured):
         flops: Of one forward pass on an example of median length.
         guessing: The metric of a model that knows nothing: the share of the most frequent label, or as a perplexity the number
             of tokens in the vocabulary; None where that is not known.
+        weights, dtype: As `BudgetResult`'s, of the checkpoint that it was loaded from.
     """
 
     parameters: int
     flops: int
     guessing: float | None = None
+    weights: int | None = None
+    dtype: str | None = None
 
 
 class PlannedWork(Document):
@@ -230,6 +233,7 @@ class BudgetResult(Document):
         flops: As of `Dense`.
         checkpoint: The folder beside metrics.json that it was saved to.
         size: Of that folder's files, in bytes.
+        weights: Bytes of its weights as they are saved, shared ones once; None in older files.
         dtype: That its weights are saved in.
         loads: The call that loads the folder where headprune is not installed; "" in older files.
     """
@@ -255,6 +259,7 @@ class BudgetResult(Document):
     flops: int
     checkpoint: str
     size: int | None = None
+    weights: int | None = None
     dtype: str | None = None
     loads: str = ""
 

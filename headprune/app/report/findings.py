@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headprune.app.documents import BudgetResult, Latency, Metrics, Point, Repaired, TimeParts
+import torch
+
+from headprune.app.documents import (
+    BudgetResult,
+    ComparedOrder,
+    Latency,
+    Metrics,
+    Planning,
+    Point,
+    Repaired,
+    StepTrial,
+    TimeParts,
+)
 from headprune.latency import LatencyRow, Speedup
 from headprune.scoring.agreement import Agreement
 from headprune.scoring.base import HeadScores
@@ -38,6 +50,24 @@ def rests_on_few(metrics: Metrics) -> list[BudgetResult]:
     if metrics.metric == "accuracy":
         return []
     return [b for b in largest_first(metrics) if 0 < b.change.carried_by < FEW <= b.change.examples]
+
+
+def stored(metrics: Metrics, budget: BudgetResult | None = None) -> tuple[int, str] | None:
+    """Bytes of a model's weights as they are saved, and in which precision: of a budget's model, or of the dense one.
+
+    Older files do not say it of the dense model: then its precision is that of the first pruned one, and its size that of as many
+    numbers. None where the precision is not known at all.
+    """
+    model = budget or metrics.dense
+    dtype = model.dtype or metrics.budgets[0].dtype
+    if dtype is None:
+        return None
+    return model.weights or model.parameters * getattr(torch, dtype).itemsize, dtype
+
+
+def precisions(metrics: Metrics) -> set[str]:
+    """In which precisions models are saved, the dense one among them; none where that is not known."""
+    return {found[1] for b in (None, *metrics.budgets) if (found := stored(metrics, b))}
 
 
 @dataclass(frozen=True)
@@ -212,6 +242,49 @@ def refit(repair: Repaired | None) -> Refit | None:
     before, after = (sum(errors) / len(fits) for errors in zip(*((f.before, f.after) for f in fits), strict=True))
     ridges = sorted(f.ridge for f in fits)
     return Refit(before, after, ridges[0], ridges[-1], sum(f.values for f in fits), len(fits))
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A step of a repair on examples that it was not fitted to.
+
+    Attributes:
+        anew: Whether it was tried on other examples than the step before, so that figures do not go on from there.
+    """
+
+    budget: BudgetResult
+    trial: StepTrial
+    anew: bool
+
+
+def tried_steps(budgets: Sequence[BudgetResult]) -> list[Tried]:
+    """How the steps of all repairs did, in their order."""
+    found = []
+    for budget in budgets:
+        last: float | None = None
+        for i, trial in enumerate(budget.repair.trials if budget.repair else ()):
+            found.append(Tried(budget, trial, i > 0 and trial.before != last))
+            last = trial.after if trial.kept else trial.before
+    return found
+
+
+def compared(planning: Planning) -> tuple[list[str], list[tuple[ComparedOrder, list[str]]]]:
+    """The orders that were compared: the budgets, those that keep most heads first, and for each order how its plans did there.
+
+    How many heads a plan keeps is said where the budget does not say it.
+    """
+    first = planning.compared[0].plans
+    places = sorted(range(len(first)), key=lambda i: -first[i].kept)
+    rows = []
+    for order in planning.compared:
+        cells = []
+        for plan in (order.plans[i] for i in places):
+            told = (
+                "–" if (value := plan.loss if plan.divergence is None else plan.divergence) is None else f"{value:.3g}"
+            )
+            cells.append(told if plan.budget == f"keep {plan.kept}" else f"{told} ({plan.kept} heads)")
+        rows.append((order, cells))
+    return [first[i].budget for i in places], rows
 
 
 def shared_notes(budgets: Sequence[BudgetResult]) -> list[tuple[str, list[int] | None]]:

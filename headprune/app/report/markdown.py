@@ -15,7 +15,7 @@ from headprune.app.report import heads as seen
 from headprune.app.report.verdict import verdict
 from headprune.checkpoint import code
 from headprune.latency import WARM_UP
-from headprune.scoring import METHODS
+from headprune.repairing.steps import STEPS
 from headprune.scoring.agreement import agreements, chance
 from headprune.scoring.base import HeadScores
 
@@ -74,7 +74,7 @@ def _environment() -> jinja2.Environment:
         f.__name__: f for f in (
             numbers.value, numbers.change, numbers.ratio, numbers.shape, numbers.flops, numbers.measured, numbers.ridge,
             numbers.rank, numbers.known, numbers.measured_value, shlex.quote, numbers.with_error, numbers.device,
-            numbers.without_places, numbers.cache, numbers.joules,
+            numbers.without_places, numbers.cache, numbers.joules, numbers.name_of, numbers.to_repeat, numbers.size,
         )
     } | {"code": code, "fmt": format, "thousands": lambda number: f"{number:,}", "plain": seen.plain}  # fmt: skip
     made.globals |= {
@@ -82,11 +82,10 @@ def _environment() -> jinja2.Environment:
             findings.chosen_by, findings.speed, findings.trade_off,
             findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.limits_metric, findings.fewest_rounds,
             findings.closest_first, findings.where_time_goes, chance, verdict, sentences.headline, sentences.table, sentences.rule, sentences.over_random,
-            sentences.cautions, sentences.stay_though_low, seen.roles, seen.told_removed,
+            sentences.cautions, sentences.stay_though_low, sentences.precision, sentences.proved, sentences.reloaded, sentences.orders, sentences.about, sentences.parts,
+            sentences.also_table, sentences.engine_rows, findings.tried_steps, findings.compared, seen.roles, seen.told_removed,
         )
-    } | {"about": _about, "WARM_UP": WARM_UP}  # fmt: skip
+    } | {
+        "WARM_UP": WARM_UP, "ENGINE_HEAD": sentences.ENGINE_HEAD, "STEPS": {step.name: step.about for step in STEPS},
+    }  # fmt: skip
     return made
-
-
-def _about(method: str) -> str:
-    return METHODS[method].about if method in METHODS else "a method of the user's."

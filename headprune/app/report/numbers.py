@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -115,6 +116,35 @@ def device(environment: Environment, dtype: str) -> str:
     return f"{environment.device_name} ({environment.device}{threads}, {dtype})"
 
 
+def with_more(text: str, *more: str) -> str:
+    """A figure with others in brackets, if there are any."""
+    told = "; ".join(filter(None, more))
+    return f"{text} ({told})" if told else text
+
+
+def name_of(model: str) -> str:
+    """What a model is called in a title: a Hub id as it is; of a path the folder's name, and its parent's where that says little.
+
+    >>> [name_of(m) for m in ("org/bert", "../real/minilm-rt/", "/runs/digits/model", "a/b/digits-2/pruned-6")]
+    ['org/bert', 'minilm-rt', 'digits/model', 'digits-2/pruned-6']
+    """
+    parts = [part for part in model.split("/") if part not in ("", ".", "..", "~")]
+    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model) or not parts:
+        return model
+    vague = re.fullmatch(r"(model|checkpoint|pruned|finetuned|best|last|final|output)([-_]?\d+)?", parts[-1])
+    return "/".join(parts[-2:] if vague else parts[-1:])
+
+
+def to_repeat(command: str) -> str:
+    """A command line that is safe to paste: without ``--overwrite``, which would replace what lies there."""
+    try:
+        parts = shlex.split(command)
+    except ValueError:  # it was not written by `shlex.join`
+        return command
+    kept = [part for part in parts if part != "--overwrite"]
+    return command if len(kept) == len(parts) else shlex.join(kept)
+
+
 def without_place(text: str) -> str:
     """A dataset's or model's name; of a path its last part: where it lies on this machine is nobody's business."""
     return Path(text).name if os.sep in text and Path(text).exists() else text
@@ -122,4 +152,4 @@ def without_place(text: str) -> str:
 
 def without_places(command: str) -> str:
     """A command line, its paths likewise."""
-    return shlex.join(without_place(part) for part in shlex.split(command))
+    return shlex.join(without_place(part) for part in shlex.split(to_repeat(command)))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from fractions import Fraction
 
-from headprune.app.documents import BudgetResult, Metrics, Run
+from headprune.app.documents import BudgetResult, EngineLatency, Metrics, Run
 from headprune.app.report import findings, numbers
 from headprune.app.report.verdict import (
     AgainstRandom,
@@ -18,7 +19,9 @@ from headprune.app.report.verdict import (
 )
 from headprune.evaluation import Change
 from headprune.planning import STRATEGIES
+from headprune.scoring import METHODS
 from headprune.scoring.base import HeadScores
+from headprune.searching import AUTO
 
 _SHARES = {
     Fraction(1, 2): "half", Fraction(1, 3): "a third", Fraction(2, 3): "two thirds", Fraction(1, 4): "a quarter",
@@ -26,16 +29,30 @@ _SHARES = {
 }  # fmt: skip
 
 _NAMED = 10  # heads in a list
-RANDOM, SAVED = "random heads (mean, range)", "saved in"  # columns of the table
+_REFITTED = "the kept heads' weights refitted"
 
 
-def headline(metrics: Metrics) -> str:
-    """The run in one sentence."""
+class Column(IntEnum):
+    """The columns of the first table, in their order."""
+
+    HEADS = 0
+    VALUE = 1
+    CHANGE = 2
+    VERDICT = 3
+    RANDOM = 4
+    SPEED = 5
+    FASTER = 6
+    SIZE = 7
+    SAVED = 8
+
+
+def headline(run: Run, metrics: Metrics) -> str:
+    """The run in one sentence: what can go, what else was changed, what it costs, how fast it is and where."""
     found = verdict(metrics)
     b, metric = found.budget, metrics.metric
     dense, pruned = (numbers.value(m.metrics[metric], metric) for m in (metrics.dense, b.pruned))
-    against = f"{metric} {pruned} against {dense} ({_cost(b.change, metric)}), {_speed(metrics, b)}"
-    heads = _heads(b)
+    against = f"{metric} {pruned} against {dense} ({_cost(b.change, metric)}), {_speed(run, metrics, b)}"
+    heads, beside = _heads(b), _beside(b)
     if found.kind is Kind.GUESSING:
         level = numbers.value(metrics.dense.guessing or 0.0, metric)
         return (
@@ -45,7 +62,7 @@ def headline(metrics: Metrics) -> str:
     if found.kind is Kind.UNSURE:
         left = numbers.loss(found.budget.change, metrics.metric)
         return (
-            f"{b.change.examples:,} examples are too few to say whether heads can go: without {heads}, {against}; a loss of up to "
+            f"{b.change.examples:,} examples are too few to say whether heads can go: without {heads}{beside}, {against}; a loss of up to "
             f"{left} is possible."
         )
     if found.kind is Kind.COSTS:
@@ -54,8 +71,8 @@ def headline(metrics: Metrics) -> str:
             if len(metrics.budgets) > 1
             else "It costs to remove"
         )
-        return f"{begin} {heads}: {against}."
-    return f"{heads[0].upper()}{heads[1:]} can go: {against}."
+        return f"{begin} {heads}{beside}: {against}."
+    return f"{heads[0].upper()}{heads[1:]} can go{beside}: {against}."
 
 
 def rule(metrics: Metrics) -> str:
@@ -87,7 +104,7 @@ def over_random(metrics: Metrics) -> str:
     text = "; ".join(told)
     text = f"{text[0].upper()}{text[1:]}."
     if any(r.value != r.budget.pruned.metrics[metrics.metric] for r in found):
-        text += " Both were repaired layer by layer alone for this, so these are not the figures of the table."
+        text += " For this, both were refitted layer by layer alone (a cheaper repair), so these are not the figures of the table."
     if any(r.change is not None for r in found):
         text += " The intervals are over examples, not over other draws of random heads."
     return text
@@ -177,42 +194,106 @@ class Row:
 
 
 def table(metrics: Metrics) -> tuple[tuple[str, ...], list[Row]]:
-    """The first table, its head and its rows: the dense model, then the pruned ones by size."""
+    """The first table, its head and its rows (by `Column`): the dense model, then the pruned ones by size."""
     metric, dense, first = metrics.metric, metrics.dense, headline_row(metrics.latency)
-    found = verdict(metrics)
+    found, precisions = verdict(metrics), findings.precisions(metrics)
+    of_all = f"size in {next(iter(precisions))}" if len(precisions) == 1 else "size as saved" if precisions else ""
+
+    def stored(budget: BudgetResult | None = None) -> str:
+        size = findings.stored(metrics, budget)
+        return "" if size is None else numbers.size(size[0]) + (f" in {size[1]}" if len(precisions) > 1 else "")
+
     head = (
-        "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", RANDOM, f"speed at {numbers.shape(first)} (95 %)",
-        "parameters", SAVED,
+        "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", "random heads (mean, range)",
+        f"speed at {numbers.shape(first)} (95 %)", "speed verdict", numbers.with_more("parameters", of_all), "saved in",
     )  # fmt: skip
-    rows = [
-        Row(
-            (
-                f"{metrics.budgets[0].total} (dense)",
-                numbers.measured_value(dense, metric),
-                "",
-                "",
-                "",
-                "",
-                f"{dense.parameters:,}",
-                "",
-            )
-        )
-    ]
+    of_dense = _cells(f"{metrics.budgets[0].total} (dense)", numbers.measured_value(dense, metric))
+    of_dense[Column.SIZE] = numbers.with_more(f"{dense.parameters:,}", stored())
+    rows = [Row(tuple(of_dense))]
     for b in findings.largest_first(metrics):
-        r = against_random(metrics, b)
-        size = f"{b.checkpoint}/" + (f", {numbers.size(b.size)}" if b.size else "")
-        rows.append(
-            Row(
-                (
-                    str(b.kept), numbers.measured_value(b.pruned, metric), numbers.change(b.change, metric), b.change.verdict,
-                    f"{numbers.value(r.mean, metric)} ({numbers.value(r.low, metric)} to {numbers.value(r.high, metric)})",
-                    numbers.ratio(first.speedups[b.name]),
-                    f"{b.parameters:,} ({b.parameters / dense.parameters - 1:+.1%})", size,
-                ),
-                found.recommended and b is found.budget,
-            )
-        )  # fmt: skip
+        r, faster = against_random(metrics, b), first.speedups[b.name]
+        share = f"{b.parameters / dense.parameters - 1:+.1%}"
+        cells = _cells(str(b.kept), numbers.measured_value(b.pruned, metric))
+        cells[Column.CHANGE], cells[Column.VERDICT] = numbers.change(b.change, metric), b.change.verdict
+        cells[Column.RANDOM] = (
+            f"{numbers.value(r.mean, metric)} ({numbers.value(r.low, metric)} to {numbers.value(r.high, metric)})"
+        )
+        cells[Column.SPEED], cells[Column.FASTER] = numbers.ratio(faster), faster.verdict
+        cells[Column.SIZE] = numbers.with_more(f"{b.parameters:,}", share, stored(b))
+        cells[Column.SAVED] = f"{b.checkpoint}/"
+        rows.append(Row(tuple(cells), found.recommended and b is found.budget))
     return head, rows
+
+
+def _cells(heads: str, value: str) -> list[str]:
+    cells = [""] * len(Column)
+    cells[Column.HEADS], cells[Column.VALUE] = heads, value
+    return cells
+
+
+def precision(run: Run, metrics: Metrics) -> str:
+    """In which precision models are saved, where it is another one than they were measured in, and how to get that; else ""."""
+    stored, computed = verdict(metrics).budget.dtype, run.model.dtype
+    if not stored or stored == computed:
+        return ""
+    as_dense = ", as the dense checkpoint is" if len(findings.precisions(metrics)) == 1 else ""
+    told = f"Weights are saved in {stored}{as_dense}; all models, the dense one too, were measured in {computed}"
+    if computed != "float32":
+        return f"{told}."
+    return f'{told}: `model.float()` after loading gives that, or `dtype="float32"` in `from_pretrained`.'
+
+
+def proved(metrics: Metrics) -> str:
+    """How near the pruned models' outputs are to those of the same models with these heads switched off."""
+    proofs = [b.proof for b in metrics.budgets]
+    inputs, most = min(p.inputs for p in proofs), max(p.difference for p in proofs)
+    same = "those of the same model with these heads switched off"
+    if not most:
+        return f"on {inputs} inputs each pruned model's outputs are exactly {same}"
+    return (
+        f"on {inputs} inputs each pruned model's outputs differ by at most {most:.1e} of their largest value "
+        f"(allowed: {proofs[0].tolerance:.0e}) from {same}"
+    )
+
+
+def reloaded(metrics: Metrics) -> str:
+    """How near the saved folders' outputs are to those of the models in memory."""
+    most = max(b.proof.reload_difference for b in metrics.budgets)
+    if not most:
+        return "its outputs are exactly those of the model in memory"
+    return f"its outputs differ by at most {most:.1e} of their largest value from those of the model in memory"
+
+
+def parts(run: Run, metrics: Metrics | None, scored: bool) -> str:
+    """How many examples were used for what."""
+    score = f"{run.parts.score.examples:,} examples of `{run.parts.score.split}`"
+    choose, report = (f"{p.examples:,} of `{p.split}`" for p in (run.parts.choose, run.parts.report))
+    begin = f"{'Scores come from' if scored else 'Nothing was scored; set aside for it were'} {score}"
+    rest = f"plans were chosen on {choose}; {metrics.metric} is reported on {report}" if metrics else ""
+    rest = rest or f"set aside are {choose} to choose between plans and {report} to report on"
+    return f"{begin}; {rest}. No example is in two parts."
+
+
+def about(method: str) -> str:
+    """What a scoring method says of itself."""
+    return METHODS[method].about if method in METHODS else "A method of the user's."
+
+
+def orders(metrics: Metrics) -> list[tuple[str, str]]:
+    """What the names of orders of removal mean that a report uses: each with what its strategy says of itself."""
+    planning = metrics.planning
+    names = [p.method for p in metrics.curve if p.method != "dense"] + [o.order for o in planning.compared]
+    used = [b.strategy for b in metrics.budgets if b.strategy]
+    found, by_scores = [], "one-shot" if planning.strategy == AUTO else planning.strategy
+    known = {"random": "Heads drawn at random, the control.", "plan": "The user's own plan."}
+    for name in dict.fromkeys([*names, *used, *filter(None, [planning.strategy])]):
+        if name in known:
+            found.append((name, known[name]))
+        elif name in STRATEGIES:
+            found.append((name, STRATEGIES[name].about))
+        elif by_scores in STRATEGIES:
+            found.append((name, f"By the scores of that name ({by_scores}): {_lowered(STRATEGIES[by_scores].about)}"))
+    return found
 
 
 def elsewhere_rows(metrics: Metrics) -> list[str]:
@@ -226,6 +307,47 @@ def elsewhere_rows(metrics: Metrics) -> list[str]:
     ]
 
 
+def also_table(metrics: Metrics) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Second data: the table's head, and of every dataset a row for the dense and for each pruned model.
+
+    Rows begin with the dataset's name and how many examples it has, which are one column.
+    """
+    metric = metrics.metric
+    repairs = any(b.repair for b in metrics.budgets)
+    fitted = repairs or any(b.finetune for b in metrics.budgets)
+    head = ("data", "heads", f"{metric} (95 %)", "change (95 %)", "verdict")
+    rows: list[tuple[str, ...]] = []
+    for i, data in enumerate(metrics.also):
+        which = (data.name, f"{data.data.examples:,} examples")
+        none = ("",) if fitted else ()
+        total = metrics.budgets[0].total
+        rows.append((*which, f"{total} (dense)", numbers.measured_value(data.dense, metric), "", "", *none))
+        for b in findings.largest_first(metrics):
+            there, gain = b.also[i], b.also[i].gain
+            told = f"{numbers.change(gain, metric)}, {gain.verdict}" if gain else "–"
+            rows.append(
+                (
+                    *which, str(b.kept), numbers.measured_value(there.pruned, metric), numbers.change(there.change, metric),
+                    there.change.verdict, *((told,) if fitted else ()),
+                )
+            )  # fmt: skip
+    return (*head, *([f"of it by {'repair' if repairs else 'training'}"] if fitted else [])), rows
+
+
+ENGINE_HEAD = ("input", "model", "median, ms", "dense time / its time (95 %)", "verdict")
+
+
+def engine_rows(engine: EngineLatency) -> list[tuple[str, ...]]:
+    """Exported models' times in their engine."""
+    found: list[tuple[str, ...]] = []
+    for row in engine.rows:
+        for name, timing in row.timings.items():
+            faster = row.speedups.get(name)
+            told = (numbers.ratio(faster), faster.verdict) if faster else ("", "")
+            found.append((numbers.shape(row), name, f"{timing.median:.2f}", *told))
+    return found
+
+
 def _cost(change: Change, metric: str) -> str:
     if change.verdict == "no measurable change":
         return change.verdict
@@ -234,14 +356,25 @@ def _cost(change: Change, metric: str) -> str:
     return f"{by}, {change.verdict} by more than chance"
 
 
-def _speed(metrics: Metrics, budget: BudgetResult) -> str:
-    """How much faster, and how much faster it could be."""
+def _beside(budget: BudgetResult) -> str:
+    """What was done to the kept heads beside the removal."""
+    repair = budget.repair
+    done = [_REFITTED] if repair and (repair.layers or repair.answers) else []
+    if budget.finetune:
+        return f", with {' and '.join([*done, 'the smaller model trained again'])}"
+    return f", with {done[0]} (repair, without training)" if done else ""
+
+
+def _speed(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
+    """How much faster, on which machine, and how much faster it could be."""
     latency, row = metrics.latency, headline_row(metrics.latency)
-    gained, where = row.speedups[budget.name], numbers.shape(row)
+    gained = row.speedups[budget.name]
+    machine = numbers.device(metrics.environment or run.environment, run.model.dtype)
+    where = f"at {numbers.shape(row)} on {machine}"
     told = {
-        "faster": f"{gained.ratio:.2f}x as fast at {where}",
-        "slower": f"slower at {where} ({gained.ratio:.2f}x as fast)",
-    }.get(gained.verdict, f"not measurably faster at {where} ({numbers.ratio(gained)})")
+        "faster": f"{gained.ratio:.2f}x as fast {where}",
+        "slower": f"slower ({gained.ratio:.2f}x as fast) {where}",
+    }.get(gained.verdict, f"not measurably faster ({gained.ratio:.2f}x, {gained.low:.2f} to {gained.high:.2f}) {where}")
     if not latency.bound:
         return told
     limit = row.speedups[latency.bound]
@@ -271,3 +404,7 @@ def _of_user(metrics: Metrics) -> bool:
 
 def _listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _lowered(sentence: str) -> str:
+    return f"{sentence[:1].lower()}{sentence[1:]}"

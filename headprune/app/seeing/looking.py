@@ -15,10 +15,10 @@ from headprune.app.documents import Heads, LayerProfile, Positions, Sample, Samp
 from headprune.app.models import LoadedModel
 from headprune.app.seeing.labels import patch_positions, printable, token_labels
 from headprune.attention import AttentionLayer
+from headprune.inputs import without_labels
 from headprune.rows import by_names
 from headprune.seeing import HeadProfile, Profiler
 from headprune.seeing.maps import Weights
-from headprune.seeing.profiles import without_labels
 from headprune.seeing.sequences import Grid, sequences_of
 from headprune.seeing.weights import as_it_is, on_device, watched
 
@@ -137,11 +137,12 @@ def _sample(
     made = _Positions(loaded, given, grid)
     held: list[SampleLayer] = []
 
-    def keep(layer: AttentionLayer, weights: Weights) -> None:
+    def keep(weights: Weights) -> None:
+        layer = weights.layer
         if not weights.ordered or (held and held[-1].layer == layer.index):  # a layer that runs again
             return
         queries, keys = weights.shape[2] // weights.windows, weights.shape[3]
-        found = made.of(layer, weights)
+        found = made.of(weights)
         if found is None:
             return
         rows = None if max(queries, keys) <= longest else made.some(queries)
@@ -178,9 +179,9 @@ class _Positions:
             text = " ".join(printable(text.strip()).replace("·", " ").split())
             self.title = text if len(text) <= _TITLE else f"{text[:_TITLE]}…"
 
-    def of(self, layer: AttentionLayer, weights: Weights) -> tuple[str, str, int] | None:
+    def of(self, weights: Weights) -> tuple[str, str, int] | None:
         """The names of a layer's queries and keys, and how many keys there are without sinks; None where it is not known."""
-        queries, keys = weights.shape[2] // weights.windows, weights.shape[3]
+        layer, queries, keys = weights.layer, weights.shape[2] // weights.windows, weights.shape[3]
         if self.grid is not None:
             names = [self._patches(n, weights.windows) for n in (queries, keys)]
             return None if None in names else (str(names[0]), str(names[1]), keys)

@@ -31,6 +31,7 @@ from headprune.app.runs import RunFolder
 from headprune.app.workflow import exports
 from headprune.app.workflow.checks import check_goal, check_scored
 from headprune.app.workflow.results import Control, Job, guessing, prune_to
+from headprune.app.workflow.saving import dense_weights
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.scoring import run_after, run_document, score_all, write_heads
 from headprune.app.workflow.stages import publish, stages_of
@@ -40,6 +41,7 @@ from headprune.budgets import Fit, Reading
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.plans import PruningPlan
+from headprune.ranks import current
 from headprune.scoring import HeadScores, save_scores
 from headprune.searching import candidates, orders_of
 from headprune.timing import energy
@@ -138,37 +140,42 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
     facts = [asdict(asked.goal), list(methods), [s.to_json() for s in scores], *also]
     stages = stages_of(folder, "prune", scene, *facts, say=console.say)
     content = RunFolder(stages.path / "content")
+    ranks = current()
     job = Job(scene, asked.goal, trials_of(scene, asked.goal, stages), stages, content, console)
     fits, metrics = _pruned_and_measured(job, asked.candidates(scores))
-    metrics = _with_exports(job, metrics, asked.exports)
-    if source is not None and source.scores_path.exists():
-        shutil.copyfile(source.scores_path, content.scores_path)
-    elif scores:
-        save_scores(content.scores_path, scores)
-    if source is not None and source.heads_path.exists():
-        shutil.copyfile(source.heads_path, content.heads_path)
-    else:
-        write_heads(scene, stages, content, console)
-    for i, fitted in enumerate(fits):
-        fitted.plan.save(content.plan_path(fitted.plan.asked, first=i == 0))
-    took = before + stages.before + time.monotonic() - started
-    run = run.changed(seconds=(*run.seconds[: len(run.commands) - 1], round(took, 1)))
-    run.write(content.run_path)
-    metrics.write(content.metrics_path)
-    report.write_cards(content)
-    publish(folder, content)
+    metrics = ranks.first("exports", lambda: _with_exports(job, metrics, asked.exports))
+
+    def written() -> None:
+        if source is not None and source.scores_path.exists():
+            shutil.copyfile(source.scores_path, content.scores_path)
+        elif scores:
+            save_scores(content.scores_path, scores)
+        if source is not None and source.heads_path.exists():
+            shutil.copyfile(source.heads_path, content.heads_path)
+        else:
+            write_heads(scene, stages, content, console)
+        for i, fitted in enumerate(fits):
+            fitted.plan.save(content.plan_path(fitted.plan.asked, first=i == 0))
+        took = before + stages.before + time.monotonic() - started
+        run.changed(seconds=(*run.seconds[: len(run.commands) - 1], round(took, 1))).write(content.run_path)
+        metrics.write(content.metrics_path)
+        report.write_cards(content)
+        publish(folder, content)
+
+    ranks.first("writing the run", written)
     return metrics
 
 
 def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[Fit], Metrics]:
     """The plans, carried out with their checkpoints in the new content, and what metrics.json will say."""
     scene, goal, trials, console = job.scene, job.goal, job.trials, job.console
-    environment = runs.environment(str(next(scene.model.parameters()).device))
+    environment = current().first("environment", lambda: _environment(scene))
     orders = {} if goal.plan else orders_of(goal.request(scene), scores, trials, console)
     fits = _kept_fits(job, environment, lambda: fits_of(scene, goal, orders, trials, console))
     fits = list({f.plan.asked: f for f in fits}.values())  # "50%" and "36" may be the same
     dense = job.measured("dense", scene.model, "measuring the dense model")
     also = [job.measured("dense", scene.model, f"measuring the dense model on {p.name}", p) for p in scene.parts.also]
+    weights, dtype = dense_weights(scene)
     control = Control(dense, random_orders(scene, goal, fits), also)
     curve = trade_off(shown(goal, orders, fits, trials), control.random, fits, trials, console)
     for note in dict.fromkeys(note for f in fits for note in f.plan.notes):
@@ -183,6 +190,8 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
             parameters=latency.parameters(scene.model),
             flops=latency.flops(scene.model, scene.typical_input()),
             guessing=guessing(scene),
+            weights=weights,
+            dtype=dtype,
         ),
         budgets=tuple(result for result, _ in made),
         curve=tuple(curve),
@@ -193,6 +202,10 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
         ),
     )
     return fits, metrics
+
+
+def _environment(scene: Scene) -> Environment:
+    return runs.environment(str(next(scene.model.parameters()).device))
 
 
 def _with_exports(job: Job, metrics: Metrics, formats: Sequence[str]) -> Metrics:
@@ -211,7 +224,10 @@ def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult
     models = {"dense": scene.model, **{result.name: model for result, model in largest}}
     plans = {result.name: {name: list(heads) for name, heads in result.drop.items()} for result, _ in largest}
     latencies = stages.get(
-        f"latency {environment}", lambda: time_models(scene, models, console).to_json(), Latency.model_validate
+        f"latency {environment}",
+        lambda: time_models(scene, models, console).to_json(),
+        Latency.model_validate,
+        alone=True,
     )
     shapes = inputs(scene)
     more: dict[str, Callable[[], Any]] = {
@@ -232,7 +248,9 @@ def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult
             )
             return None
 
-    found = {name: stages.get(f"{name} {environment}", partial(tried, name), lambda made: made) for name in more}
+    found = {
+        name: stages.get(f"{name} {environment}", partial(tried, name), lambda made: made, alone=True) for name in more
+    }
     return {"latency": latencies, **{name: value for name, value in found.items() if value}}
 
 

@@ -44,6 +44,7 @@ from headprune.evaluation import Measurement, compare, evaluate
 from headprune.planning import Order
 from headprune.plans import PruningPlan
 from headprune.pruned import note_was_repaired
+from headprune.ranks import current
 from headprune.surgery import prune
 from headprune.trials import Trials
 
@@ -95,6 +96,7 @@ class _Made(Document):
 
     Attributes:
         size: Bytes of its folder, before its card is written with the figures of the run.
+        weights: Bytes of its weights in it.
     """
 
     repair: Refitted | None
@@ -103,6 +105,7 @@ class _Made(Document):
     dtype: str
     note: str
     size: int
+    weights: int | None = None  # of an interrupted run of an older version
 
 
 def prune_to(fitted: Fit, control: Control, job: Job) -> tuple[BudgetResult, nn.Module]:
@@ -140,6 +143,7 @@ def prune_to(fitted: Fit, control: Control, job: Job) -> tuple[BudgetResult, nn.
         flops=latency.flops(model, scene.typical_input()),
         checkpoint=path.name,
         size=made.size,
+        weights=made.weights,
         dtype=made.dtype,
         loads=checkpoint.loading_of(path).call(),
     )
@@ -258,7 +262,7 @@ def _make(job: Job, plan: PruningPlan, path: Path) -> _Made:
     trained = None
     if job.goal.finetune:
         model, trained = _trained(job, model, plan.asked)
-    saved = saving.save(scene, model, path, proof.tolerance)
+    saved = current().first(f"saving {plan.asked}", lambda: saving.save(scene, model, path, proof.tolerance))
     return _Made(
         repair=None if repair is None else Refitted.model_validate(repair.to_json()),
         finetune=trained,
@@ -266,6 +270,7 @@ def _make(job: Job, plan: PruningPlan, path: Path) -> _Made:
         dtype=saved.dtype,
         note=saved.note,
         size=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+        weights=saved.weights,
     )
 
 

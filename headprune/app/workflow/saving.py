@@ -8,14 +8,14 @@ the dense one. What is measured is the saved folder, its weights widened again, 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from headprune import checkpoint
-from headprune.app.precision import narrow, widen
+from headprune.app.precision import narrow, stored_size, widen
 from headprune.app.workflow.scene import Scene
 from headprune.errors import HeadPruneError, PruneError, first_line
 from headprune.inputs import call, move
@@ -30,11 +30,13 @@ class Saved:
     Attributes:
         dtype: What its weights are stored in, such as ``"bfloat16"``.
         difference: Of its answers when it is loaded from the model's in memory, as a share of their largest value.
+        weights: Bytes that its weights take there.
         note: What a reader should know; "" for nothing.
     """
 
     dtype: str
     difference: float
+    weights: int
     note: str = ""
 
 
@@ -53,7 +55,7 @@ def save(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Saved:
                 raise
             note = f"Saved in float32: in {_name(half)}, as it was stored, the model does not work here ({first_line(error)})."
     found = _saved(scene, model, path, tolerance)
-    return Saved(found.dtype, found.difference, note)
+    return replace(found, note=note)
 
 
 def load(scene: Scene, path: Path) -> nn.Module:
@@ -80,7 +82,7 @@ def _halved(scene: Scene, model: nn.Module, half: torch.dtype) -> nn.Module:
 
 
 def _saved(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Saved:
-    dtype = next(model.parameters()).dtype
+    dtype, weights = next(model.parameters()).dtype, stored_size(model)
     half = scene.loaded.stored if any(p.dtype == scene.loaded.stored for p in model.parameters()) else None
     checkpoint.save(
         model, path, processor=scene.loaded.processor, overwrite=True, example=_example(scene, half) if half else None,
@@ -98,7 +100,13 @@ def _saved(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Save
         raise PruneError(
             f"The saved model answers differently after loading (by {difference:.2g}).", "Please report this."
         )
-    return Saved(_name(dtype), difference)
+    return Saved(_name(dtype), difference, weights)
+
+
+def dense_weights(scene: Scene) -> tuple[int, str]:
+    """Bytes of the dense model's weights, and their type, in the precision in which pruned ones are saved."""
+    half = scene.loaded.stored
+    return stored_size(scene.model, half), _name(half or next(scene.model.parameters()).dtype)
 
 
 def _example(scene: Scene, half: torch.dtype) -> dict[str, torch.Tensor]:

@@ -13,7 +13,9 @@ from headprune.app.models import LoadedModel, load_model, numbers_given
 from headprune.app.options import Options
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
+from headprune.fingerprint import fingerprint
 from headprune.inputs import first_rows
+from headprune.ranks import current
 from headprune.searching import Listener
 from headprune.trace import find_attention
 
@@ -80,4 +82,6 @@ def open_scene(options: Options, console: Console) -> Scene:
     parts.notes.extend(loaded.notes)
     for note in parts.notes:
         console.say(note)
+    current().agree("a model", lambda: fingerprint(loaded.model))
+    current().agree("examples", lambda: [part.content_hash() for part in (parts.score, parts.choose, parts.report)])
     return Scene(options, loaded, parts, find_attention(loaded.model, next(parts.score.batches(2))))

@@ -20,6 +20,7 @@ from headprune.app.workflow.stages import Stages, publish, stages_of
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.plans import heads_to_keep
+from headprune.ranks import current
 from headprune.scoring import HeadScores, method_named, save_scores, score
 from headprune.scoring.resume import Work
 
@@ -34,12 +35,16 @@ def score_run(
     scene = open_scene(options, console)
     run = run_document(scene, methods, folder)
     scores, before = score_all(scene, methods, folder, console)
-    content = RunFolder(folder.unfinished / "content")
-    shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
-    save_scores(content.scores_path, scores)
-    write_heads(scene, stages_of(folder, "score", scene, say=lambda _: None), content, console)
-    run.changed(seconds=(round(before + time.monotonic() - started, 1),)).write(content.run_path)
-    publish(folder, content)
+
+    def written() -> None:
+        content = RunFolder(folder.unfinished / "content")
+        shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
+        save_scores(content.scores_path, scores)
+        write_heads(scene, stages_of(folder, "score", scene, say=lambda _: None), content, console)
+        run.changed(seconds=(round(before + time.monotonic() - started, 1),)).write(content.run_path)
+        publish(folder, content)
+
+    current().first("writing the run", written)
     return scene, scores
 
 

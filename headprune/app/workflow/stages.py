@@ -22,6 +22,7 @@ from headprune.evaluation import Measurement
 from headprune.fingerprint import versions
 from headprune.jsonio import dumps, loads
 from headprune.planning import Order
+from headprune.ranks import current
 from headprune.scoring.resume import DiskStore, digest
 from headprune.trials import Results
 
@@ -58,28 +59,38 @@ class Stages(Results):
         """For tensors that are made on the way."""
         return DiskStore(self.folder) if self.folder else None
 
-    def get(self, name: str, make: Callable[[], Any], read: Callable[[Any], T]) -> T:
-        """A stage's result.
+    def get(self, name: str, make: Callable[[], Any], read: Callable[[Any], T], *, alone: bool = False) -> T:
+        """A stage's result. Of several ranks the first one looks for it and keeps it, and all get what that one has.
 
         Args:
             name: Of the stage, within this computation.
             make: Gives the result as JSON can hold it.
             read: What that stands for.
+            alone: Whether the first of several ranks makes it, as what is timed; else all of them do, together.
         """
-        path = self.folder / f"{_short(name)}.json" if self.folder else None
-        known = _read(path) if path else None
-        if known is not None and known.stage == name:
+        ranks = current()
+        known = ranks.first(f"known of {name}", lambda: self._known(name))
+        if known is not None:
             return read(known.result)
-        result = loads(dumps(make()))
-        if path:
+        made = ranks.first(name, make) if alone else make()
+        return read(ranks.first(f"keeping {name}", lambda: self._keep(name, made)))
+
+    def _known(self, name: str) -> _Result | None:
+        known = _read(self.folder / f"{_short(name)}.json") if self.folder else None
+        return known if known is not None and known.stage == name else None
+
+    def _keep(self, name: str, made: Any) -> Any:
+        result = loads(dumps(made))
+        if self.folder:
             seconds = round(self.before + time.monotonic() - self._started, 1)
-            _Result(stage=name, seconds=seconds, result=result).write(path)
-        return read(result)
+            _Result(stage=name, seconds=seconds, result=result).write(self.folder / f"{_short(name)}.json")
+        return result
 
     def forget(self, name: str) -> None:
         """Make a stage's result anew when it is asked for again."""
         if self.folder:
-            (self.folder / f"{_short(name)}.json").unlink(missing_ok=True)
+            path = self.folder / f"{_short(name)}.json"
+            current().first(f"forgetting {name}", lambda: path.unlink(missing_ok=True))
 
     def measurement(self, name: str, make: Callable[[], Measurement]) -> Measurement:
         """A stage that measures."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,7 +66,7 @@ def fit(refit: Refit, drop: Heads, start: Weights) -> Weights | LeftOut:
     return LeftOut(_NO_GAIN)
 
 
-STEP = Step("answers", fit, apart)
+STEP = Step("answers", fit, apart, about="the last step: all W_O together, towards the dense model's answers")
 
 
 def gauss_newton(
@@ -100,24 +101,33 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
     ``[examples * directions, coordinates]``, and along what."""
     gaps: list[Tensor] = []
     lacking: dict[int, Tensor] = {}
-    rows: dict[int, Tensor] = {}
     kept: dict[int, Parts] = {}
-    coordinates: Coordinates | None = None
     order = _from_everywhere(len(answers.batches))
+
+    def seen(i: int) -> tuple[Tensor, Tensor, Parts]:
+        gap, off, calls = _slopes(answers, i, list(places))
+        return gap, off, {n: _joined(calls[n], own, p.has_bias, len(off)) for n, (p, own) in places.items()}
+
+    # Which coordinates count is found from some batches, that every rank looks at; the others are shared out.
     for i in order:
-        gap, lacking[i], calls = _slopes(answers, i, list(places))
+        gap, lacking[i], kept[i] = seen(i)
         gaps.append(gap)
-        parts = {n: _joined(calls[n], own, p.has_bias, len(lacking[i])) for n, (p, own) in places.items()}
-        if coordinates is not None:
-            rows[i] = coordinates.of(parts)
-            continue
-        kept[i] = parts
         size = sum(t.numel() * t.element_size() for own in kept.values() for pair in own.values() for t in pair)
         if size > _MOST_KEPT or i == order[-1]:
-            coordinates = longest(list(kept.values()))
-            rows |= {j: coordinates.of(own) for j, own in kept.items()}
-            kept.clear()
-    assert coordinates is not None
+            break
+    coordinates = longest(list(kept.values()))
+    rows = {j: coordinates.of(own) for j, own in kept.items()}
+    rest = order[len(kept) :]
+    kept.clear()
+
+    def row(i: int) -> tuple[Tensor, Tensor, Tensor]:
+        gap, off, parts = seen(i)
+        return gap, off, coordinates.of(parts)
+
+    found = answers.runner.share("gradients", [partial(row, i) for i in rest], [answers.batches[i] for i in rest])
+    for i, (gap, off, own_rows) in zip(rest, found, strict=True):
+        gaps.append(gap)
+        lacking[i], rows[i] = off, own_rows
     answers.runner.count((1 + answers.count) * answers.examples)
     every = range(len(answers.batches))
     before = _root(torch.cat(gaps))

@@ -35,7 +35,7 @@ def fit_of(refit: Refit, projection: OutputProjection, drop: Heads) -> Fit:
     return refit.remembered(STEP, projection, kept, lambda: fit_output(moments, projection, kept, refit.ridge))
 
 
-STEP = Step("output projections", fit, halves, in_search=True)
+STEP = Step("output projections", fit, halves, in_search=True, about="every layer's W_O, each by itself")
 
 
 def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, ridge: float | None) -> Fit:

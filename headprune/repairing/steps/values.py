@@ -66,7 +66,9 @@ def _written(fit: Fit, values: Values, further: Tensor) -> Fit:
     )  # fmt: skip
 
 
-STEP = Step("values", fit, halves, in_search=True)
+STEP = Step(
+    "values", fit, halves, in_search=True, about="every layer's W_O and the kept heads' values, each layer by itself"
+)
 
 
 def fit_values(

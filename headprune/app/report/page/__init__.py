@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import re
 import shlex
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from headprune.app.documents import Heads, Metrics, Run
 from headprune.app.report import findings, numbers, sentences
@@ -21,7 +22,7 @@ from headprune.app.report.verdict import verdict
 from headprune.scoring.base import HeadScores
 
 # In the order of the page. A part is parts/NAME.html.j2, and parts/NAME.js where something in it moves.
-PARTS = ("opening", "sizes", "slider", "curve", "heads", "roles", "details")
+PARTS = ("opening", "sizes", "also", "slider", "curve", "heads", "roles", "engines", "details")
 _SCRIPTS = ("state", "slider", "curve", "latency", "map", "attention", "head", "table")
 _VENDORED = ("d3.min.js", "plot.umd.min.js")
 
@@ -41,14 +42,21 @@ def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None, head
     values: dict[str, Any] = {
         "run": run, "scores": scores, "metrics": metrics, "shown": shown, "sizes": sizes, "parts": PARTS,
         "heads": drawn.head_rows(run, shown, sizes, heads), "profiles": heads is not None,
+        "parts_told": sentences.parts(run, metrics, bool(scores)),
         "looked": heads, "budgets": budgets, "kinds": roles(heads, budgets) if heads is not None else [],
         "data": Markup(drawn.to_json(drawn.everything(run, shown, metrics, sizes, heads))), **_assets(),
     }  # fmt: skip
     if metrics is not None:
         values |= {
             "metric": metrics.metric, "chosen": drawn.chosen(metrics, sizes), "curves": findings.trade_off(metrics.curve),
-            "columns": sentences.table(metrics)[0], "found": verdict(metrics), "headline": sentences.headline(metrics),
-            "reasons": [sentences.rule(metrics), f"Better than random heads? {sentences.over_random(metrics)}"],
+            "columns": sentences.table(metrics)[0], "at": sentences.Column, "found": verdict(metrics),
+            "headline": sentences.headline(run, metrics), "orders": sentences.orders(metrics),
+            "second": sentences.also_table(metrics), "engine_head": sentences.ENGINE_HEAD,
+            "engines": [(engine.format, sentences.engine_rows(engine)) for engine in metrics.engines],
+            "reasons": [
+                sentences.rule(metrics), f"Better than random heads? {sentences.over_random(metrics)}",
+                *filter(None, [sentences.precision(run, metrics)]),
+            ],
             "changes": findings.trained_on_choosing(metrics) is not None, "cautions": sentences.cautions(run, metrics),
         }  # fmt: skip
     return _environment().get_template("page.html.j2").render(values)
@@ -61,9 +69,29 @@ def _environment() -> jinja2.Environment:
         loader=jinja2.PackageLoader("headprune.app.report.page", "."), undefined=jinja2.StrictUndefined, autoescape=True,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    made.filters |= {f.__name__: f for f in (numbers.value, numbers.ratio, numbers.shape, numbers.device, shlex.quote)}
-    made.filters |= {"fmt": format, "thousands": lambda number: f"{number:,}"}
+    made.filters |= {
+        f.__name__: f
+        for f in (
+            numbers.value,
+            numbers.ratio,
+            numbers.shape,
+            numbers.device,
+            numbers.name_of,
+            numbers.to_repeat,
+            shlex.quote,
+        )
+    }
+    made.filters |= {"fmt": format, "thousands": lambda number: f"{number:,}", "coded": _coded}
+    made.globals["about"] = sentences.about
     return made
+
+
+def _coded(text: str) -> Markup:
+    """A text, escaped; what stands in backticks becomes code."""
+    parts = re.split("`+", text)
+    if not len(parts) % 2:
+        return escape(text)
+    return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in enumerate(parts))
 
 
 @functools.cache
