@@ -212,8 +212,15 @@ def _run(func: Any, args: Any, kwargs: Any, crossings: Counter[str] | None = Non
     _refuse_generator(flat, there, kwargs.get("device"))
     wanted = kwargs.get("device")
     target = torch.device(wanted).type if wanted is not None else None
+    backward = torch._C._current_graph_task_id() != -1
+    if (
+        backward and there and name == "_to_copy"
+    ):  # to another type, that is: torch's own code takes these for the CPU's
+        wanted = target = None
+        kwargs = {k: v for k, v in kwargs.items() if k != "device"}
+        flat, spec = tree_flatten((args, kwargs))
     # In a backward pass torch's own code makes tensors where it thinks that the others are: on the CPU.
-    if there and name not in _COPIES and torch._C._current_graph_task_id() == -1:
+    if there and name not in _COPIES and not backward:
         _refuse_mixed(name, args, flat)
     goes = target == DEVICE.type or (bool(there) and target is None)
     if crossings is not None and there and (target == "cpu" or name in ("_local_scalar_dense", "item", "equal")):
