@@ -296,4 +296,7 @@ def trained(
             if progress:
                 progress(done, total)
     torch.set_num_threads(threads)
-    return model.eval()
+    model.eval()
+    with torch.no_grad():  # `attention_weights` would hold the graph of the last step, and such a model can't be copied
+        model(**example(94))
+    return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,6 +98,17 @@ def first_rows(value: Any, rows: int) -> Any:
 def widened(t: Tensor) -> Tensor:
     """A tensor in float32, or in float64 if that is its type."""
     return t if t.dtype == torch.float64 else t.float()
+
+
+def doubled(t: Tensor) -> Tensor:
+    """A tensor in float64: on its device, since each copy to the CPU waits for a GPU; on the CPU where the device has no float64 (mps)."""
+    return (t.cpu() if t.device.type == "mps" else t).double()
+
+
+def gathered(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Tensors joined, on the CPU: copied from a device all at once, since every copy waits for a GPU."""
+    together = len({part.device for part in parts}) == 1
+    return torch.cat(list(parts) if together else [part.cpu() for part in parts], dim).cpu()
 
 
 @contextmanager

@@ -11,13 +11,19 @@ import torch
 
 from headprune.errors import HeadPruneError
 
+_OUT_OF_MEMORY = (
+    "can't allocate memory", "CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+)  # fmt: skip
 _UNKNOWN = 2 << 30  # bytes to assume where the system does not say
 
 
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on a device."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        # What PyTorch holds and does not use can be allocated too, though the driver counts it as taken.
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + held
     try:
         facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(facts["MemAvailable"].split()[0]) * 1024
@@ -27,7 +33,10 @@ def free_memory(device: torch.device) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on any device."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # What the driver and CUDA's libraries say when PyTorch is not the one that asks, and what the CPU's allocator says.
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def halving(items: Sequence[Any], size: int) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,39 @@ def uncompiled() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """float32 products with all their bits while the context lasts: no TF32 on a GPU, no bfloat16 in oneDNN.
+
+    TF32 has 10 bits, and convolutions use it by default. Where a pruned model is compared with the masked one, or sums are fitted to,
+    that would look like another answer.
+    """
+    backends: Any = torch.backends
+    with ExitStack() as stack:
+        try:
+            before = torch.get_float32_matmul_precision()
+        except RuntimeError:  # it was set by the settings of PyTorch 2.9, which this may not be mixed with
+            for place in (backends.cuda.matmul, backends.mkldnn.matmul):
+                _set_for_a_while(stack, place, "fp32_precision", "ieee")
+        else:
+            if before != "highest":
+                stack.callback(torch.set_float32_matmul_precision, before)
+                torch.set_float32_matmul_precision("highest")
+        try:
+            _set_for_a_while(stack, backends.cudnn, "allow_tf32", False)
+        except RuntimeError:
+            for place in (backends.cudnn.conv, backends.cudnn.rnn):
+                _set_for_a_while(stack, place, "fp32_precision", "ieee")
+        yield
+
+
+def _set_for_a_while(stack: ExitStack, place: Any, name: str, value: object) -> None:
+    before = getattr(place, name)
+    if before != value:
+        stack.callback(setattr, place, name, before)
+        setattr(place, name, value)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.facts import compared_config, differences, facts, telling, versions
 from headprune.forms import as_stored, guesses, made, packed, remember, remember_forms, remembered, unpacked
 from headprune.inputs import call, model_device, move, seeded
-from headprune.modules import uncompiled
+from headprune.modules import full_precision, uncompiled
 from headprune.surgery import answers
 from headprune.surgery.proof import tolerance_of
 from headprune.surgery.watch import gap, largest
@@ -184,8 +184,14 @@ def _pack_buffers(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, tupl
 
 def answered(model: nn.Module, example: Any, seed: int) -> list[Tensor]:
     """A model's answers in evaluation mode, by full float32 arithmetic; the model stays as it was."""
-    exact = torch.backends.cudnn.flags(allow_tf32=False)
-    with exact, seeded(model, seed), uncompiled(), attributes_kept(model), evaluating(model), torch.no_grad():
+    with (
+        full_precision(),
+        seeded(model, seed),
+        uncompiled(),
+        attributes_kept(model),
+        evaluating(model),
+        torch.no_grad(),
+    ):
         return [t.cpu() for t in answers(call(model, move(example, model_device(model))))]
 
 

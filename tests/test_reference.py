@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 import headprune as hp
 from headprune.reference import DenseReference, calibrate, measure
 from headprune.reference.answers import DenseAnswers
+from headprune.reference.projections import at
 from headprune.repairing import Refit, checked
 from tests.support.checks import same, state
 from tests.support.repairs import classifier, made
@@ -90,3 +93,14 @@ def test_several_answers_an_example_are_not_kept() -> None:
     reference = measure(calibrate(model, layers, [{k: torch.cat([v] * 4) for k, v in example.items()}]))
     assert isinstance(reference.answers, str)
     assert "more than one answer" in reference.answers
+
+
+def test_a_copy_of_an_index_is_made_once_and_not_kept_alive() -> None:
+    index = torch.arange(3)
+    elsewhere = torch.device("meta")
+    assert at(index, index.device) is index
+    assert at(index, elsewhere) is at(index, elsewhere)
+    kept = weakref.ref(index)
+    del index
+    gc.collect()
+    assert kept() is None

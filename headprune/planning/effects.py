@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.gates import gated, mask
-from headprune.inputs import call
+from headprune.inputs import call, doubled, gathered
 from headprune.loss import inputs_of
 from headprune.planning.effort import spread
 from headprune.planning.units import Unit
@@ -56,6 +56,14 @@ class _Removal:
     left: Tensor
     right: Tensor
     columns: list[int]
+
+    def near(self, x: Tensor) -> _Removal:
+        """This, where W_O's inputs ``x`` are, and of a type to multiply them with."""
+        kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if self.left.device == x.device and self.left.dtype == kind:
+            return self
+        mean, left, right = (t.to(x.device, kind) for t in (self.mean, self.left, self.right))
+        return replace(self, kept=self.kept.to(x.device), mean=mean, left=left, right=right)
 
 
 def effects(
@@ -100,19 +108,28 @@ def _looked(
 ) -> Tensor:
     """`effects` on some batches, measured."""
     weights, reference = refit.fitted(drop), refit.reference
-    removals = {p.name: _removal(refit, p, layers, drop, weights, units) for p in reference.projections}
+    every = {p.name: _removal(refit, p, layers, drop, weights, units) for p in reference.projections}
+    removals = {name: removal for name, removal in every.items() if removal is not None}
     fitted = {layer.name for projection in reference.projections for layer in projection.layers}
     others = [i for i, unit in enumerate(units) if layers[unit.layer].name not in fitted]
 
     def looked_at(index: int) -> Tensor:
         batch = reference.runner.batches[index]
-        out = torch.zeros(reference.runner.rows.size(batch), len(units), dtype=torch.float64)
+        size = reference.runner.rows.size(batch)
+        out = torch.zeros(size, len(units), dtype=torch.float64)
         if others:
             out[:, others] = _gated(refit, layers, index, [units[i] for i in others])
+        parts: dict[str, Tensor] = {}
         for name, calls in reference.slopes(index).items():
-            if (removal := removals[name]) is not None:
-                for x, slope in calls:
-                    _add(out, removal, x, slope)
+            for x, slope in calls if name in removals else ():
+                removals[name] = removals[name].near(x)
+                seen = _effects(size, removals[name], x, slope)
+                parts[name] = parts[name] + seen if name in parts else seen
+        if parts:
+            columns = [removals[name].columns for name in parts]
+            each = torch.split(gathered(list(parts.values()), dim=1), list(map(len, columns)), dim=1)
+            for own, part in zip(columns, each, strict=True):
+                out[:, own] += part
         return out
 
     with torch.inference_mode(False), refit.applied(weights), mask(refit.model, drop, layers=layers):
@@ -186,16 +203,16 @@ def _removal(
     return _Removal(kept, mean, left, right, columns)
 
 
-def _add(out: Tensor, removal: _Removal, x: Tensor, slope: Tensor) -> None:
-    """Add the effects seen at one call of a W_O, ``x`` [rows, ..., in] and ``slope`` [rows, ..., out], to ``[examples, units]``."""
-    device, kind = x.device, torch.float64 if x.dtype == torch.float64 else torch.float32
-    centred = x[..., removal.kept.to(device)].to(kind) - removal.mean.to(device, kind)
-    inner = torch.einsum("...d,dus->...us", centred, removal.left.to(device, kind))
-    outer = torch.einsum("...o,uso->...us", slope.to(kind), removal.right.to(device, kind))
+def _effects(size: int, removal: _Removal, x: Tensor, slope: Tensor) -> Tensor:
+    """The effects seen at one call of a W_O, ``x`` [rows, ..., in] and ``slope`` [rows, ..., out]: ``[examples, units]``, float64."""
+    kind = removal.left.dtype
+    centred = x[..., removal.kept].to(kind) - removal.mean
+    inner = torch.einsum("...d,dus->...us", centred, removal.left)
+    outer = torch.einsum("...o,uso->...us", slope.to(kind), removal.right)
     each = (inner * outer).sum(-1)  # [rows, ..., units]
     # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
-    rows = each.reshape(len(out), -1, each.shape[-1]) if each.shape[0] % len(out) == 0 else None
+    rows = each.reshape(size, -1, each.shape[-1]) if each.shape[0] % size == 0 else None
     if rows is not None:
-        out[:, removal.columns] += rows.sum(1).cpu().double()
-    else:  # what is not per example counts for all of them
-        out[:, removal.columns] += each.flatten(0, -2).sum(0).cpu().double() / len(out)
+        return doubled(rows.sum(1))
+    # What is not per example counts for all of them.
+    return (doubled(each.flatten(0, -2).sum(0)) / size).expand(size, -1)

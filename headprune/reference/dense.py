@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
-from headprune.inputs import model_device
+from headprune.inputs import gathered, model_device
 from headprune.reference.answers import DenseAnswers, answers_apart
 from headprune.reference.dense_weights import DenseWeights
 from headprune.reference.directions import Directions, find_directions, inputs_of_heads, room
@@ -210,12 +210,21 @@ def _measured(runner: Runner, directions: Directions, progress: Progress | None)
     found = {p.name: Moments(len(p.weight) + directions.more(p), p.weight.shape[1], device) for p in runner.projections}
 
     def summed(i: int) -> None:
+        folds: dict[Any, list[Tensor]] = {}
+        finite: list[Tensor] = []
+        of: list[str] = []
         xs, ys, token_weights = runner.recorded_with_weights(i)
         for names in directions.in_parts(xs):
             wide = directions.widened(batches[i], xs, ys, names)
             for name in names:
-                for call in zip(wide[name], ys[name], token_weights[name], strict=True):
-                    _add(found[name], *call, runner, i, runner.layer(name))
+                for x, y, token_weight in zip(wide[name], ys[name], token_weights[name], strict=True):
+                    kind = runner.layer(name).kind
+                    key = kind, x.shape[:-1], x.device
+                    if key not in folds:
+                        folds[key] = _folds(x, runner, i, kind)
+                    finite.append(_add(found[name], x, y, token_weight, folds[key]))
+                    of.append(name)
+        _check_finite(runner, of, finite)
 
     runner.share("statistics", [partial(summed, i) for i in range(len(batches))], batches, progress)
     for projection in runner.projections:
@@ -228,25 +237,37 @@ def _measured(runner: Runner, directions: Directions, progress: Progress | None)
     return found
 
 
-def _add(
-    moments: Moments, x: Tensor, y: Tensor, token_weights: Tensor, runner: Runner, index: int, layer: AttentionLayer
-) -> None:
-    """A batch's tokens without padding, by how much they matter; every other example to the other fold."""
+def _check_finite(runner: Runner, names: Sequence[str], finite: Sequence[Tensor]) -> None:
+    """Refuse numbers that are not finite: asked for all layers at once, since every answer waits for a GPU."""
+    for name, fine in zip(names, gathered(finite).tolist() if finite else (), strict=True):
+        if not fine:
+            raise _not_finite(runner.layer(name), "what goes through its output projection is")
+
+
+def _folds(x: Tensor, runner: Runner, index: int, kind: str) -> list[Tensor]:
+    """The tokens of a batch without padding, as indices: every other example is of the other fold."""
     batch = runner.everything[index]
-    real = runner.real(x, batch, layer.kind)
+    real = runner.real(x, batch, kind)
     rows, tokens, size = x.shape[0], x.shape[:-1], runner.rows.size(batch)
     if runner.examples == 1:  # its tokens take turns
-        fold = torch.arange(tokens.numel(), device=x.device) % FOLDS
+        fold = torch.arange(tokens.numel()) % FOLDS
     else:
         # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
-        example = runner.fold(index)[torch.arange(rows) * size // rows].to(x.device)
+        example = runner.fold(index)[torch.arange(rows) * size // rows]
         fold = example.view(-1, *[1] * (len(tokens) - 1)).expand(tokens).flatten()
+    counted = None if real is None else real.cpu()
+    chosen = (fold == i if counted is None else (fold == i) & counted for i in range(FOLDS))
+    return [own.nonzero().flatten().to(x.device) for own in chosen]
+
+
+def _add(moments: Moments, x: Tensor, y: Tensor, token_weights: Tensor, folds: Sequence[Tensor]) -> Tensor:
+    """Add a call's tokens to the sums, by how much they matter; returns whether all are finite, ``[1]``."""
     x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-    for i in range(FOLDS):
-        chosen = (fold == i) if real is None else (fold == i) & real
-        if not bool(x[chosen].isfinite().all() & y[chosen].isfinite().all()):
-            raise _not_finite(layer, "what goes through its output projection is")
+    finite = torch.ones(1, dtype=torch.bool, device=x.device)
+    for i, chosen in enumerate(folds):
+        finite = finite & x[chosen].isfinite().all() & y[chosen].isfinite().all()
         moments.add(i, x[chosen], y[chosen], token_weights.flatten()[chosen])
+    return finite
 
 
 def _turn(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, Tensor]) -> Tensor:

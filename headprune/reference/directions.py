@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headprune.inputs import doubled
 from headprune.ranks import current
 from headprune.reference.moments import FOLDS
-from headprune.reference.projections import OutputProjection, Values
+from headprune.reference.projections import OutputProjection, Values, at
 from headprune.reference.runner import Calls, Runner, replaced, unwatched
 from headprune.reference.token_weights import widened
 
@@ -34,6 +35,16 @@ class Directions:
     runner: Runner
     values: Mapping[str, Values]
     along: Mapping[str, Tensor]
+    _copies: dict[tuple[str, torch.device, torch.dtype], Tensor] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def _near(self, name: str, x: Tensor) -> Tensor:
+        """The directions of an output projection where ``x`` is, as its type; copied there once."""
+        found = self._copies.get((name, x.device, x.dtype))
+        if found is None:
+            found = self._copies[name, x.device, x.dtype] = self.along[name].to(x.device, x.dtype)
+        return found
 
     def rank(self, name: str) -> int:
         """How many directions there are for the values of an output projection."""
@@ -66,7 +77,7 @@ class Directions:
             def on_value(name: str, x: Tensor, out: Tensor, share: int = share) -> Tensor | None:
                 values = self.values[name]
                 width = values.head_dim
-                q = self.along[name][:, share * width : (share + 1) * width].to(x.device, x.dtype)
+                q = self._near(name, x)[:, share * width : (share + 1) * width]
                 if name not in chosen or not q.shape[1]:
                     return None
                 other = torch.nn.functional.pad(x @ q, (0, width - q.shape[1]))
@@ -78,7 +89,7 @@ class Directions:
                 width = min(values.head_dim, self.rank(name) - share * values.head_dim)
                 for call_, x in zip(parts[name], found[name], strict=True):
                     if width > 0:
-                        call_.append(x[..., values.columns.to(x.device)][..., :width])
+                        call_.append(x[..., at(values.columns, x.device)][..., :width])
         return {
             n: [
                 torch.cat([x, torch.cat(more, dim=-1).flatten(-2)], dim=-1) if more else x
@@ -108,21 +119,23 @@ def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
     seen: dict[str, Tensor] = {}
 
     def see(batch: Any) -> None:
+        known: dict[Any, Tensor | None] = {}
+
         def on_value(name: str, x: Tensor, out: Tensor) -> None:
             kind = runner.layer(name).kind
             # A cross-attention's values are of the encoder's tokens.
-            real = runner.real(x, batch, "encoder" if kind == "cross" else kind)
+            real = runner.places(x, batch, "encoder" if kind == "cross" else kind, known)
             flat = widened(x.detach()).reshape(-1, x.shape[-1])
             flat = flat if real is None else flat[real]
             flat = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
-            seen[name] = seen.get(name, 0.0) + (flat.T @ flat).cpu().double()
+            seen[name] = seen.get(name, 0.0) + doubled(flat.T @ flat)
 
         runner.run(batch, unwatched, on_value, values)
 
     runner.share("directions", [partial(see, batch) for batch in runner.batches], runner.batches)
     for name, value in values.items():  # a rank may have had no batch
         width = value.weight.shape[0] + 1
-        seen.setdefault(name, torch.zeros(width, width, dtype=torch.float64))
+        seen[name] = seen[name].cpu() if name in seen else torch.zeros(width, width, dtype=torch.float64)
         current().add(f"directions of {name}", [seen[name]])
     runner.count(runner.examples)
     share, along = room(runner.projections, values), {}
@@ -157,10 +170,10 @@ def best_directions(projection: OutputProjection, values: Values, xx: Tensor, ra
     """
     mean = xx[-1, :-1] / xx[-1, -1]
     spread = xx[:-1, :-1] / xx[-1, -1] - torch.outer(mean, mean)
-    weight = values.weight.cpu()
+    weight, output = values.weight.cpu(), projection.weight.cpu()
     parts = []
     for h, own in enumerate(values.owner):
-        out = projection.weight.cpu()[values.columns[h]]
+        out = output[values.columns[h]]
         sizes, axes = torch.linalg.eigh(out @ out.T)
         parts.append(weight[:, values.features[own]] @ (axes * sizes.clamp(min=0).sqrt()))
     left = torch.cat(parts, dim=1)

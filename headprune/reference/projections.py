@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.modules import exact_attention
@@ -36,6 +37,20 @@ class Values:
     @property
     def head_dim(self) -> int:
         return self.columns.shape[1]
+
+
+def at(index: Tensor, device: torch.device) -> Tensor:
+    """An index where the numbers are that it picks; copied there once, since every copy waits for a GPU."""
+    if index.device == device:
+        return index
+    copies: dict[torch.device, Tensor] = _COPIES.get(index) or {}
+    _COPIES[index] = copies
+    if device not in copies:
+        copies[device] = index.to(device)
+    return copies[device]
+
+
+_COPIES: MutableMapping[Tensor, dict[torch.device, Tensor]] = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import inputs_of
 from headprune.memory import is_out_of_memory
-from headprune.modules import exact_attention, uncompiled
+from headprune.modules import exact_attention, full_precision, uncompiled
 from headprune.ranks import current
 from headprune.reference.mixtures import crossed
 from headprune.reference.moments import FOLDS
-from headprune.reference.projections import OutputProjection, Values
+from headprune.reference.projections import OutputProjection, Values, at
 from headprune.reference.token_weights import probe_of, real_tokens, tokens_of, widened
 from headprune.rows import find_rows, is_empty
 from headprune.scoring.base import cost_of
@@ -123,7 +123,7 @@ class Runner:
     @contextmanager
     def deterministic_eval(self) -> Iterator[None]:
         """The model without dropout and the like, with attention that computes every head by itself."""
-        with uncompiled(), evaluating(self.model), exact_attention(self.model):
+        with full_precision(), uncompiled(), evaluating(self.model), exact_attention(self.model):
             yield
 
     def first(self, index: int) -> int:
@@ -204,6 +204,18 @@ class Runner:
     def real(self, x: Tensor, batch: Any, kind: str) -> Tensor | None:
         """Which of ``x``'s tokens ``[rows * tokens]`` are no padding, in layers of a kind; None where that is not known."""
         return real_tokens(x, tokens_of(self.model, batch, kind, self.rows))
+
+    def places(self, x: Tensor, batch: Any, kind: str, known: dict[Any, Tensor | None]) -> Tensor | None:
+        """The indices of `real`, for which a GPU is waited once where several layers have the same tokens.
+
+        Args:
+            known: Those of this batch so far.
+        """
+        key = kind, x.shape[:-1], x.device
+        if key not in known:
+            real = self.real(x, batch, kind)
+            known[key] = None if real is None else real.nonzero().flatten()
+        return known[key]
 
     def run(
         self, batch: Any, on_output: OnCall, on_value: OnCall | None = None, values: Mapping[str, Values] | None = None
@@ -355,7 +367,7 @@ class Runner:
 def replaced(values: Values, out: Tensor, new: Tensor) -> Tensor:
     """A value projection's output with others in the place of its values, ``new`` [..., key/value heads, head_dim]."""
     out = out.clone()
-    out[..., values.features.flatten().to(out.device)] = new.flatten(-2).to(out.dtype)
+    out[..., at(values.features, out.device).flatten()] = new.flatten(-2).to(out.dtype)
     return out
 
 

@@ -91,10 +91,12 @@ def noise(like: Tensor, mask: Tensor | None, seeds: Sequence[int]) -> Tensor:
     if not like.ndim or len(like) != len(seeds):
         return torch.randn(like.shape, generator=torch.Generator().manual_seed(seeds[0])).to(like)
     found = torch.zeros(like.shape)
+    masked = mask is not None and like.ndim > 2 and mask.shape == like.shape[:2]
+    places = mask.cpu() if mask is not None and masked else None  # at once: every copy waits for a GPU
     for row, seed in enumerate(seeds):
         generator = torch.Generator().manual_seed(seed)
-        if mask is not None and like.ndim > 2 and mask.shape == like.shape[:2]:
-            real = mask[row].cpu()
+        if places is not None:
+            real = places[row]
             found[row, real] = torch.randn(int(real.sum()), *like.shape[2:], generator=generator)
         else:
             found[row] = torch.randn(like.shape[1:], generator=generator)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headprune.inputs import doubled, gathered
+from headprune.reference.projections import at
+
 MOST = 4096  # coordinates, of all projections together
 _WIDEST = 256  # eigenvectors of a projection's inputs, and of its outputs, that products are taken of
 _MOST_GRADIENTS = 1 << 28  # bytes of gradients at once
@@ -37,8 +40,8 @@ class Coordinates:
         found = []
         for name, own in self.chosen.items():
             products = self._products(name, parts[name])
-            found.append(torch.cat([some.flatten(1)[:, own.to(some.device)].cpu() for some in products]))
-        return torch.cat(found, dim=1)
+            found.append(torch.cat([some.flatten(1)[:, at(own, some.device)] for some in products]))
+        return gathered(found, dim=1)
 
     def matrices(self, change: Tensor) -> dict[str, Tensor]:
         """What a change along them ``[coordinates]`` is of every matrix, ``[in, out]`` in float64."""
@@ -53,7 +56,7 @@ class Coordinates:
     def _products(self, name: str, part: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
         """All gradients of one matrix, turned ``[rows, some, some]``, as many at once as there is room for."""
         x, slopes = part
-        left, right = self.inputs[name].to(x), self.outputs[name].to(x)
+        left, right = at(self.inputs[name], x.device).to(x.dtype), at(self.outputs[name], x.device).to(x.dtype)
         each = 4 * len(slopes) * left.shape[1] * right.shape[1]
         size = max(1, _MOST_GRADIENTS // max(1, each))
         for some, own in zip(torch.split(x, size), torch.split(slopes, size, dim=1), strict=True):
@@ -72,14 +75,14 @@ def longest(parts: Sequence[Parts], most: int = MOST) -> Coordinates:
     every = Coordinates(inputs, outputs, {name: torch.arange(0) for name in names})
     lengths = []
     for name in names:
-        total = torch.zeros(inputs[name].shape[1], outputs[name].shape[1])
+        total = torch.zeros(inputs[name].shape[1], outputs[name].shape[1], device=parts[0][name][0].device)
         for part in parts:
             for some in every._products(name, part[name]):
-                total += some.square().sum(0).cpu()
+                total += some.square().sum(0)
         lengths.append(total.flatten())
     sizes = [len(own) for own in lengths]
     first = torch.tensor([0, *sizes]).cumsum(0)
-    best = torch.cat(lengths).topk(min(most, sum(sizes))).indices.sort().values
+    best = gathered(lengths).topk(min(most, sum(sizes))).indices.sort().values
     chosen = {
         name: best[(best >= start) & (best < start + size)] - start
         for name, start, size in zip(names, first.tolist(), sizes, strict=False)
@@ -89,10 +92,11 @@ def longest(parts: Sequence[Parts], most: int = MOST) -> Coordinates:
 
 def _eigenvectors(values: Sequence[Tensor]) -> Tensor:
     """Of the second moments of values ``[..., wide]``, those of the largest eigenvalues first."""
-    moments = torch.zeros(values[0].shape[-1], values[0].shape[-1], dtype=torch.float64)
+    moments = doubled(values[0].new_zeros(values[0].shape[-1], values[0].shape[-1]))
     for each in values:
         flat = each.flatten(0, -2)
-        moments += (flat.T @ flat).cpu()
+        moments += doubled(flat.T @ flat)
+    moments = moments.cpu()
     # What is not finite has no axes; it shows in the gradients themselves.
     moments = moments.nan_to_num(0.0, 0.0, 0.0)
     found: Tensor = torch.linalg.eigh(moments)[1].flip(1)[:, :_WIDEST]

@@ -18,7 +18,7 @@ from headprune.fingerprint import fingerprint
 from headprune.inputs import check_weights, model_device, move, too_long, usable
 from headprune.loss import ExampleLoss, LossFn
 from headprune.memory import is_out_of_memory
-from headprune.modules import exact_attention, uncached, uncompiled
+from headprune.modules import exact_attention, full_precision, uncached, uncompiled
 from headprune.ranks import current
 from headprune.rows import is_empty
 from headprune.scoring import ablation, gradient, learned, path, random, shapley, statistics
@@ -194,8 +194,10 @@ def _scores(chosen: Method, problem: Problem, estimate: Estimate, own: str) -> H
 
 @contextmanager
 def _deterministic(model: nn.Module) -> Iterator[None]:
-    """A model with the same answers each time: in evaluation mode, not compiled, with separate heads and no cache."""
-    with torch.inference_mode(False), uncompiled(), evaluating(model), exact_attention(model), uncached(model):
+    """A model with the same answers each time: in evaluation mode, not compiled, with separate heads and no cache, without TF32."""
+    with (
+        torch.inference_mode(False), full_precision(), uncompiled(), evaluating(model), exact_attention(model), uncached(model),
+    ):  # fmt: skip
         yield
 
 

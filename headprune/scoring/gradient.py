@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, gated
+from headprune.inputs import doubled, gathered, model_device
 from headprune.memory import halving
 from headprune.modules import wrapped
 from headprune.rows import Rows
@@ -161,7 +162,10 @@ def finite(effects: Tensor) -> Tensor:
 
 def _gates(problem: Problem, size: int, at: float = 1.0) -> dict[str, Tensor]:
     shapes = {layer.name: (size, layer.num_heads) for layer in problem.layers}
-    return {name: torch.full(shape, at, dtype=torch.float64, requires_grad=True) for name, shape in shapes.items()}
+    ones = doubled(
+        torch.ones((), device=model_device(problem.model))
+    )  # there: each layer's slopes would be copied by themselves
+    return {name: ones.new_full(shape, at, requires_grad=True) for name, shape in shapes.items()}
 
 
 def _rows(loss: Tensor, gates: dict[str, Tensor], *, again: bool = False) -> Tensor:
@@ -172,7 +176,7 @@ def _rows(loss: Tensor, gates: dict[str, Tensor], *, again: bool = False) -> Ten
         )
     gradients = torch.autograd.grad(loss, list(gates.values()), allow_unused=True, retain_graph=again)
     pairs = zip(gradients, gates.values(), strict=True)
-    return torch.cat([torch.zeros_like(gate) if g is None else g for g, gate in pairs], dim=1)
+    return gathered([torch.zeros_like(gate) if g is None else g for g, gate in pairs], dim=1)
 
 
 def _independent(problem: Problem) -> bool:

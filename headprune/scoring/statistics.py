@@ -17,7 +17,7 @@ from headprune.attention import AttentionLayer
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, hook_heads
-from headprune.inputs import is_encoder_decoder, widened
+from headprune.inputs import doubled, gathered, is_encoder_decoder, widened
 from headprune.loss import inputs_of
 from headprune.scoring.base import Batches, Estimate, Problem, Samples, method
 from headprune.scoring.gradient import in_singles, separate, together_or_singly
@@ -129,8 +129,8 @@ def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor])
 
 def _row(problem: Problem, found: Mapping[str, Sequence[Tensor]], losses: Tensor) -> Tensor:
     """Values ``[examples, heads]`` of every layer, averaged over its calls, with the losses in the last column."""
-    columns = [torch.stack([call.cpu().double() for call in found[layer.name]]).mean(dim=0) for layer in problem.layers]
-    return torch.cat([*columns, losses.cpu().double()[:, None]], dim=1)
+    columns = [torch.stack([doubled(call) for call in found[layer.name]]).mean(dim=0) for layer in problem.layers]
+    return gathered([*columns, doubled(losses)[:, None]], dim=1)
 
 
 def _mean(values: Tensor, counted: Tensor | None) -> Tensor:

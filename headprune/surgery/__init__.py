@@ -16,7 +16,7 @@ from headprune.attention import AttentionLayer, check_heads, check_possible
 from headprune.errors import PruneError
 from headprune.forms import remember
 from headprune.inputs import Example, model_device, move, usable
-from headprune.modules import forget_compiled, uncompiled
+from headprune.modules import forget_compiled, full_precision, uncompiled
 from headprune.plans import PruningPlan
 from headprune.pruned import note_ghosts, note_heads, note_removed, removed, save_by_headprune, structure_of
 from headprune.surgery.journal import Journal
@@ -65,7 +65,7 @@ def prune(
         check_present(model, layer)
 
     tolerance = tolerance_of(model)
-    with torch.inference_mode(False), uncompiled(), evaluating(model), torch.no_grad():
+    with torch.inference_mode(False), full_precision(), uncompiled(), evaluating(model), torch.no_grad():
         inputs = inputs_for(model, usable(move(example, model_device(model))))
         reference = references(model, inputs, drop, layers)
         cut = first_exact(model, ways(touched, drop), reference, tolerance)

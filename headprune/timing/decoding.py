@@ -117,7 +117,9 @@ def _writer(
     device = model_device(model)
 
     def clock() -> float:
-        if device.type != "cpu":
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # by itself it waits for the current device, which may be another
+        elif device.type != "cpu":
             torch.get_device_module(device).synchronize()
         return time.perf_counter() * 1000
 

@@ -1,0 +1,13 @@
+#!/bin/sh
+# Wheels of what headprune needs and a lent GPU machine (Python 3.12, no network) has not, into .whl/ of this checkout, which git ignores.
+# Run where there is a network; then carry .whl and begin the command there with
+#   python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl && export PYTHONPATH=/tmp/site:$PWD
+set -eu
+cd "$(dirname "$0")/.."
+python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+  --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+  --platform manylinux1_x86_64 -d .whl \
+  pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.8.0 typing-inspection==0.4.5 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19
+# minilm-rt, where it lies beside the checkout
+if [ -d ../shared/real/minilm-rt ]; then mkdir -p .gpu && cp -rL ../shared/real/minilm-rt .gpu/ && chmod -R u+w .gpu; fi
+du -sh .whl .gpu 2>/dev/null

@@ -1,0 +1,401 @@
+"""The whole path on a device that is not the CPU: a pretended one, that refuses operations which mix devices (`tests.support.otherdevice`).
+
+Numbers are the CPU's there, so every result equals the CPU's to the bit: what differs was made on the wrong device, or not at all.
+With ``HEADPRUNE_TEST_DEVICE=cuda`` the same tests run on a real GPU, and results equal the CPU's up to rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from torch import Tensor, nn
+
+import headprune as hp
+from headprune.memory import free_memory, halving, is_out_of_memory
+from headprune.modules import full_precision
+from headprune.scoring import METHODS, Settings
+from tests.support import zoo
+from tests.support.commands import run
+from tests.support.otherdevice import DEVICE, Pretended, pretended
+
+SETTINGS = Settings(steps=3, permutations=2)
+FAMILIES = ("bert", "gpt2", "llama", "t5", "vit", "mha")
+
+
+@dataclasses.dataclass
+class Case:
+    """A tiny model, batches to fit to and to choose by, and the loss where they hold none."""
+
+    model: nn.Module
+    batches: list[Any]
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = None
+
+    @property
+    def example(self) -> Any:
+        """A batch as the model takes it."""
+        first = self.batches[0]
+        if isinstance(first, tuple):
+            return first[0]
+        inputs = {k: v for k, v in first.items() if k != "labels"}
+        if isinstance(self.model, tf.T5ForConditionalGeneration):
+            inputs["decoder_input_ids"] = first["input_ids"][:, :5]
+        return inputs
+
+
+def _cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output, labels, reduction="none")
+
+
+def made(name: str, rows: int = 4) -> Case:
+    """A model of a family; its batches have ``rows`` examples, and the last one fewer."""
+    model, _ = zoo.ZOO[name]()
+    generator = torch.Generator().manual_seed(7)
+    batches = []
+    for i, count in enumerate((rows, rows, 2)):
+        if name == "mha":
+            x = torch.randn(count, 6, 32, generator=generator)
+            padding = torch.zeros(count, 6, dtype=torch.bool)
+            padding[0, 4:] = True
+            batches.append(((x, padding), torch.randint(0, 3, (count,), generator=generator)))
+        elif name == "vit":
+            images = {"pixel_values": torch.randn(count, 1, 8, 8, generator=generator)}
+            batches.append(zoo.labelled(model, images, seed=i))
+        else:
+            batches.append(zoo.labelled(model, zoo.text(count, 7, seed=i), seed=i))
+    return Case(model, batches, _cross_entropy if name == "mha" else None)
+
+
+REAL = os.environ.get("HEADPRUNE_TEST_DEVICE") == "cuda"
+PLACE = torch.device("cuda:0") if REAL else DEVICE
+only_pretended = pytest.mark.skipif(REAL, reason="this is about the pretended device")
+
+
+@pytest.fixture
+def there() -> Iterator[Pretended | None]:
+    """A machine with a GPU."""
+    if REAL:
+        yield None
+        return
+    with pretended() as found:
+        yield found
+
+
+def alike(mine: Any, other: Any, dtype: torch.dtype = torch.float32) -> None:
+    """Equal to the bit where the device is pretended; else up to rounding, of the largest value."""
+    if isinstance(mine, dict):
+        assert mine.keys() == other.keys()
+        for key in mine:
+            alike(mine[key], other[key], dtype)
+        return
+    mine, other = (torch.as_tensor(x).detach().cpu().double() for x in (mine, other))
+    most = {torch.float32: 2e-3, torch.float16: 0.02, torch.bfloat16: 0.1}[dtype] if REAL else 0.0
+    assert ((mine - other).abs() <= most * mine.abs().max()).all() or torch.equal(mine, other)
+
+
+def on_device(model: nn.Module) -> nn.Module:
+    moved = copy.deepcopy(model).to("cuda")
+    assert all(p.device == PLACE for p in moved.parameters())
+    return moved
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: t.detach().cpu() for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+
+
+def same_tensors(here: nn.Module, there: nn.Module) -> None:
+    mine, other = tensors_of(here), tensors_of(there)
+    assert mine.keys() == other.keys()
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def searched(case: Case, model: nn.Module) -> list[hp.PruningPlan]:
+    *fitted, chosen = case.batches
+    return hp.search(model, fitted, keep=["60%", "30%"], choose=[chosen], loss_fn=case.loss_fn)
+
+
+# -- the device itself -----------------------------------------------------------------------------
+
+
+@only_pretended
+def test_the_pretended_device_refuses_what_a_gpu_refuses(there: Pretended) -> None:
+    x, here = torch.ones(2, 3, device="cuda"), torch.ones(2, 3)
+    mixed: list[Callable[[], Any]] = [
+        lambda: x + here, lambda: here.add_(x[0, 0]), lambda: x @ here.T, lambda: torch.cat([x, here]),
+        lambda: here[torch.zeros(1, dtype=torch.long, device="cuda")], lambda: torch.stack([x[0, 0], here[0, 0]]),
+        lambda: torch.rand(2, device="cuda", generator=torch.Generator()),
+        lambda: torch.where(x > 0, x, here),
+    ]  # fmt: skip
+    for operation in mixed:
+        with pytest.raises(RuntimeError, match=r"same device|generator"):
+            operation()
+    with pytest.raises(TypeError, match="numpy"):
+        x.numpy()
+    assert (x * torch.tensor(2.0)).device == x[torch.tensor([0])].device == DEVICE
+    assert here.to(x).device == here.new_tensor([1.0], device="cuda").device == DEVICE
+    assert x.cpu().device.type == x.to("cpu").device.type == "cpu"
+
+
+@only_pretended
+def test_memory_that_pytorch_holds_unused_counts_as_free(there: Pretended) -> None:
+    assert free_memory(DEVICE) == 9 << 30  # 8 by the driver; of 2 that are held, 1 is used
+
+
+@pytest.mark.parametrize(
+    "text", ["CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"]
+)
+def test_a_gpu_out_of_memory_says_so_in_several_ways(text: str) -> None:
+    assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(RuntimeError("an illegal memory access was encountered"))
+    done: list[int] = []
+    for part in halving(range(5), 4):
+        with part as items:
+            if len(items) > 1:
+                raise RuntimeError(text)
+            done += items
+    assert done == list(range(5))
+
+
+# -- how numbers are multiplied --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", ["highest", "high"])
+def test_no_tf32_where_answers_are_compared(before: str) -> None:
+    """A pruned model would not equal the masked one to 1e-4, nor would replayed losses."""
+    case = made("bert")
+    found: set[tuple[str, bool]] = set()
+    layers = hp.find_attention(case.model, case.example)
+    plan = {layers[0].name: [0]}
+
+    def ask(module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() or not scoring:  # what a model's own loss is like is asked before
+            found.add((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+
+    case.model.get_submodule("bert.encoder.layer.0").register_forward_pre_hook(ask)
+    torch.set_float32_matmul_precision(before)
+    try:
+        scoring = True
+        hp.score(case.model, case.batches, "gradient", layers=layers)
+        scoring = False
+        hp.repair(case.model, plan, case.batches, layers=layers)
+        hp.prune(case.model, plan, case.example, layers=layers)
+        assert found == {("highest", False)}
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (before, True)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_the_precisions_of_pytorch_2_9_are_put_back_too() -> None:
+    """Its settings and the older ones may not be mixed."""
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = matmul.fp32_precision, conv.fp32_precision
+    try:
+        matmul.fp32_precision, conv.fp32_precision = "tf32", "ieee"
+        with full_precision():
+            assert matmul.fp32_precision == conv.fp32_precision == "ieee"
+        assert (matmul.fp32_precision, conv.fp32_precision) == ("tf32", "ieee")
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = before
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = True
+
+
+# -- the whole path --------------------------------------------------------------------------------
+
+
+def whole_path(case: Case, folder: Path, plan: hp.PruningPlan | dict[str, list[int]] | None = None) -> None:
+    """Search (or a plan that is given), repair, prune with proof, save, load and evaluate, on both devices."""
+    model, moved, dtype = copy.deepcopy(case.model), on_device(case.model), dtype_of(case.model)
+    if plan is None:
+        plans, others = searched(case, model), searched(case, moved)
+        assert REAL or [p.drop for p in plans] == [p.drop for p in others]  # rounding may rank two heads otherwise
+        plan = plans[-1]  # of the copy on the CPU, for both
+    fitted = case.batches[:2]
+    mine, other = hp.repair(model, plan, fitted), hp.repair(moved, plan, fitted)
+    proof, proved = (hp.prune(m, plan, case.example) for m in (model, moved))
+    assert all(p.device == PLACE for p in moved.parameters())
+    metrics = [hp.evaluate(m, case.batches, loss_fn=case.loss_fn).metrics for m in (model, moved)]
+    if REAL:
+        assert proved.difference <= proved.tolerance
+    else:
+        assert (mine, proof, metrics[0]) == (other, proved, metrics[1])
+        same_tensors(model, moved)
+    if isinstance(model, tf.PreTrainedModel):
+        hp.save(moved, folder)
+        same_tensors(moved, hp.load(folder))
+        loaded = hp.load(folder, device="cuda")
+        assert all(p.device == PLACE for p in loaded.parameters())
+        alike(
+            hp.evaluate(moved, case.batches).metrics["loss"], hp.evaluate(loaded, case.batches).metrics["loss"], dtype
+        )
+
+
+def small() -> Case:
+    """A BERT of one layer."""
+    config = tf.BertConfig(**zoo.sizes("sdpa", num_hidden_layers=1))
+    model = zoo.randomise(tf.BertForSequenceClassification(config))
+    return Case(model, [zoo.labelled(model, zoo.text(rows, 5, seed=rows), seed=rows) for rows in (3, 2)])
+
+
+def test_a_layer_is_repaired_pruned_and_saved_as_on_the_cpu(there: Pretended, tmp_path: Path) -> None:
+    whole_path(small(), tmp_path / "saved", {"bert.encoder.layer.0.attention.self": [0, 2]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_whole_path_equals_the_cpus(name: str, there: Pretended, tmp_path: Path) -> None:
+    whole_path(made(name), tmp_path / "saved")
+
+
+def scores_alike(case: Case, methods: list[str], settings: Settings = SETTINGS) -> None:
+    model = on_device(case.model)
+    layers = hp.find_attention(model, case.example)
+    assert layers == hp.find_attention(case.model, case.example)
+    for method in methods:
+        mine = hp.score(case.model, case.batches, method, settings=settings, layers=layers, loss_fn=case.loss_fn)
+        other = hp.score(model, case.batches, method, settings=settings, layers=layers, loss_fn=case.loss_fn)
+        assert other.flat().device.type == "cpu"
+        alike(mine.flat(), other.flat(), dtype_of(model))
+        if not REAL:
+            assert mine.details == other.details, method  # replays and all
+
+
+def test_scores_equal_the_cpus(there: Pretended) -> None:
+    scores_alike(small(), ["ablation", "resample-ablation", "entropy"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_scores_equal_the_cpus(name: str, there: Pretended) -> None:
+    scores_alike(made(name), list(METHODS))
+    scores_alike(made(name), ["ablation"], Settings(examples=4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_half_precision_on_a_device(name: str, dtype: torch.dtype, there: Pretended, tmp_path: Path) -> None:
+    case = made(name)
+    case.model.to(dtype)
+    scores_alike(case, ["gradient", "ablation", "output-norm", "mean-ablation"])
+    whole_path(case, tmp_path / "saved")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_divergence_without_labels(name: str, there: Pretended) -> None:
+    case = made(name)
+    bare = [{k: v for k, v in batch.items() if k != "labels"} for batch in case.batches]
+    model = on_device(case.model)
+    for method in ("gradient", "ablation"):
+        mine, other = (hp.score(m, bare, method, distil=True) for m in (case.model, model))
+        alike(mine.flat(), other.flat())
+    drops = [
+        [p.drop for p in hp.search(m, bare[:2], keep="50%", choose=bare[2:], distil=True)] for m in (case.model, model)
+    ]
+    assert REAL or drops[0] == drops[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_heads_are_seen_as_on_the_cpu(name: str, there: Pretended) -> None:
+    case = made(name)
+    model = on_device(case.model)
+    inputs = [case.example]
+    mine, other = (hp.attention_weights(m, case.example) for m in (case.model, model))
+    for layer in mine:
+        alike(mine[layer], other[layer])
+    profiles = [hp.profile_heads(m, inputs) for m in (case.model, model)]
+    assert len(profiles[0]) == len(profiles[1])
+    assert REAL or str(profiles[0]) == str(profiles[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "llama", "mha"])
+def test_times_and_where_they_go(name: str, there: Pretended) -> None:
+    case = made(name)
+    dense, pruned = on_device(case.model), on_device(case.model)
+    layers = hp.find_attention(dense, case.example)
+    plan = {
+        layer.name: list(range(layer.num_heads // 2)) if not layer.groups else list(layer.groups[0]) for layer in layers
+    }
+    with hp.mask(dense, plan, case.example):
+        hp.evaluate(dense, case.batches, loss_fn=case.loss_fn)
+    hp.prune(pruned, plan, case.example)
+    row = hp.benchmark({"dense": dense, "pruned": pruned}, case.example, min_runs=2, min_seconds=0.001)
+    assert row.speedups["pruned"].ratio > 0
+
+
+def crossings(there: Pretended, heads: int, tokens: int, batches: int, work: str) -> int:
+    """How often some work takes numbers from the device to the CPU."""
+    config = tf.BertConfig(**zoo.sizes("sdpa", hidden_size=8 * heads, num_attention_heads=heads, num_hidden_layers=1))
+    model = zoo.randomise(tf.BertForSequenceClassification(config)).to("cuda")
+    made = [zoo.labelled(model, zoo.text(4, tokens, seed=i), seed=i) for i in range(batches)]
+    layers = hp.find_attention(model, {k: v for k, v in made[0].items() if k != "labels"})
+    there.crossings.clear()
+    if work == "repair":
+        hp.repair(model, {layers[0].name: [0]}, made, layers=layers)
+    elif work == "search":
+        hp.search(model, made, keep="50%", choose=made[:1], strategy="compensated", layers=layers)
+    else:
+        hp.score(model, made, work, layers=layers)
+    return there.crossings.total()
+
+
+@only_pretended
+@pytest.mark.parametrize(
+    "work",
+    [
+        "entropy",
+        pytest.param("gradient", marks=pytest.mark.slow),
+        pytest.param("output-norm", marks=pytest.mark.slow),
+        pytest.param("search", marks=pytest.mark.slow),
+        pytest.param("repair", marks=pytest.mark.slow),
+    ],
+)
+def test_heads_and_tokens_are_not_copied_one_by_one(work: str, there: Pretended) -> None:
+    """Every copy to the CPU waits for the GPU. A batch may take some, whatever its size."""
+    base = crossings(there, 4, 7, 2, work)
+    # A few rounds of a repair or a search may be tried more or less.
+    spare = 0.1 if work in ("repair", "search") else 0.0
+    assert crossings(there, 8, 7, 2, work) <= base * (1 + spare)
+    assert crossings(there, 4, 14, 2, work) <= base * (1 + spare)
+    if work not in ("repair", "search"):
+        assert (crossings(there, 4, 7, 4, work) - base) / 2 < 30  # the model itself asks about its mask
+
+
+@pytest.mark.slow
+def test_the_command_line_on_a_device(there: Pretended, here: Path, bert_folder: Path, data_folder: Path) -> None:
+    run(
+        "score",
+        bert_folder,
+        "-d",
+        data_folder,
+        "-L",
+        16,
+        "-b",
+        8,
+        "--device",
+        "cuda",
+        "-m",
+        "gradient",
+        "-m",
+        "ablation",
+        "-q",
+    )
+    run("prune", bert_folder, "-d", data_folder, "-L", 16, "-b", 8, "--device", "cuda", "--keep", "50%", "-q")
+    (saved,) = (here / "reports").glob("*/pruned-*")
+    assert all(p.device.type == "cpu" for p in hp.load(saved).parameters())
