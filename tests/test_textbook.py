@@ -1,5 +1,7 @@
 """Textbook classes are scored, masked and pruned without a rule."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,7 @@ def test_scored(name: str) -> None:
         single = [(tuple(x[i : i + 1] for x in inputs), labels[i : i + 1]) for i in range(3)]
         parts = hp.score(model, single, method, loss_fn=loss_fn)
         torch.testing.assert_close(whole.flat(), parts.flat(), rtol=1e-3, atol=1e-5)
+    copy.deepcopy(model)  # not if an attribute held the graph of a pass, as D2L's `attention_weights` would
 
 
 def test_heads_first_in_the_batch_dimension() -> None:

@@ -42,7 +42,7 @@ from headprune.scoring.base import (
 from headprune.scoring.replay import DisagreementError
 from headprune.scoring.resume import DiskStore, Work
 from headprune.scoring.stability import stability
-from headprune.trace import evaluating
+from headprune.trace import attributes_kept, evaluating
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -194,9 +194,12 @@ def _scores(chosen: Method, problem: Problem, estimate: Estimate, own: str) -> H
 
 @contextmanager
 def _deterministic(model: nn.Module) -> Iterator[None]:
-    """A model with the same answers each time: in evaluation mode, not compiled, with separate heads and no cache, without TF32."""
+    """A model with the same answers each time: in evaluation mode, not compiled, with separate heads and no cache, without TF32.
+
+    What it keeps of a pass in attributes (D2L's ``attention_weights``) is forgotten: with a graph in them no model can be copied.
+    """
     with (
-        torch.inference_mode(False), full_precision(), uncompiled(), evaluating(model), exact_attention(model), uncached(model),
+        attributes_kept(model), torch.inference_mode(False), full_precision(), uncompiled(), evaluating(model), exact_attention(model), uncached(model),
     ):  # fmt: skip
         yield
 
