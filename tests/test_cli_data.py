@@ -91,7 +91,7 @@ def test_a_smaller_report_is_of_these_examples(made: Path, here: Path) -> None:
     assert document["parts"]["score"] == json.loads((made / "run.json").read_text())["parts"]["score"]
     (budget,) = json.loads((here / "out" / "metrics.json").read_text())["budgets"]
     assert budget["pruned"]["examples"] == 7
-    assert "from the other 7 (`test`)" in (here / "out" / "report.md").read_text()
+    assert "from 7 others (`test`" in (here / "out" / "report.md").read_text()
     run("report", here / "out")
 
 
