@@ -292,7 +292,7 @@ def test_what_is_not_a_runs_own_stays(tmp_path: Path) -> None:
     with claimed(lambda: folder, "k", "c", say=lambda _: None):
         content = folder.unfinished / "content"
         (content / "pruned-4").mkdir(parents=True)
-        for name in ("run.json", "pruned-4/new", ".half-written"):
+        for name in ("run.json", "pruned-4/new", ".half-written", "pruned-4/.README.md.7.tmp"):
             (content / name).write_text("new")
         folder.publish(content, ["plan*.json", "pruned-*", "run.json"])
         assert folder.done_by("k")

@@ -280,7 +280,8 @@ def test_scores_equal_the_cpus(there: Pretended) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_scores_equal_the_cpus(name: str, there: Pretended) -> None:
-    scores_alike(made(name), list(METHODS))
+    # The gates that these train get their slopes on the CPU: within a backward pass the pretended device can't tell that from a cast.
+    scores_alike(made(name), [method for method in METHODS if method not in ("l0", "dsp")])
     scores_alike(made(name), ["ablation"], Settings(examples=4))
 
 

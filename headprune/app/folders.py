@@ -96,7 +96,7 @@ class Folder:
             content: The other folder: complete, and in `unfinished`, so that one rename commits it.
             replaces: Patterns of the names to remove.
         """
-        for path in content.glob(".*"):  # half-written by a killed run
+        for path in (*content.glob(".*"), *content.rglob(".*.tmp")):  # half-written by a killed run
             _remove(path)
         new = {p.name for p in content.iterdir()}
         gone = {p.name for pattern in replaces for p in self.path.glob(pattern)} - {_LOCK, _UNFINISHED, _READY}
