@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from headprune.offload import Offloaded, is_dispatched
+
 
 def fingerprint(model: nn.Module) -> str:
     """Hash of every parameter and persistent buffer: name, shape, type and all of its bytes.
@@ -19,17 +21,28 @@ def fingerprint(model: nn.Module) -> str:
     A sample of the bytes would be quicker, but an even stride over a weight matrix can miss every column but one.
     """
     digest = hashlib.sha256()
-    seen: set[int] = set()
+    seen: set[object] = set()
+    stored = Offloaded(model) if is_dispatched(model) else None
     for name, tensor in _plain(model.state_dict()):
         if not tensor.numel():
             continue  # it stands for weights that are gone
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
-        where = tensor.data_ptr()
+        where: object = tensor.data_ptr()
+        if stored is not None and name in stored:
+            where, tensor = stored.place(name), _numbers(stored, name)  # noqa: PLW2901
         if tensor.device.type == "meta" or where in seen:
             continue  # no bytes, or those of a weight that is tied to this one
         seen.add(where)
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def _numbers(stored: Offloaded, name: str) -> Tensor:
+    """A tensor of a dispatched model; one without numbers if they are nowhere."""
+    try:
+        return stored[name]
+    except KeyError:
+        return stored.placeholder(name)
 
 
 def is_wrapper(tensor: Tensor) -> bool:

@@ -112,6 +112,14 @@ class Trials:
             return Fidelity(self.model, self.choose)
 
     @property
+    def written(self) -> Sequence[str]:
+        """The modules whose weights `repaired` may change."""
+        if not self.repair or "calibration" not in vars(self):
+            return ()
+        known = self.calibration
+        return [p.name for p in known.projections] + [v.name for v in known.values.values()]
+
+    @property
     def passes(self) -> float:
         """Forward passes over the examples that repair is fitted to, so far."""
         return self.calibration.runner.passes if "calibration" in vars(self) else 0.0

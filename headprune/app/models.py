@@ -14,6 +14,8 @@ from headprune import checkpoint
 from headprune.app.precision import HALVES, holds, widen
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
+from headprune.inputs import model_device
+from headprune.offload import aligned
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     with_processor: bool = True,
+    placing: checkpoint.Placing | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face model, a local folder, or a folder that `headprune.save` wrote.
 
@@ -107,6 +110,7 @@ def load_model(
         trust_remote_code: Whether code that comes with the model may run. Pass on only what the user said for this run,
             never what a file says.
         with_processor: Whether to load a tokenizer or image processor too.
+        placing: Where the weights go, if not all onto ``device``.
 
     Raises:
         HeadPruneError: No such model, an unknown task, a missing tokenizer, weights that do not load or are not numbers,
@@ -123,14 +127,18 @@ def load_model(
     kind = _task(config, task, source)
     half = _half(config) if dtype == "auto" and wanted == torch.float32 else None
     if checkpoint.is_checkpoint(source):
-        model = checkpoint.load(source, device=where)
+        model = checkpoint.load(source, **({"device": where} if placing is None else placing.options()))
         if half is not None:
             widen(model)
         elif isinstance(wanted, torch.dtype) and dtype != "auto":
             for parameter in model.parameters():  # not the buffers: rotary frequencies must not be rounded
                 parameter.data = parameter.data.to(wanted)
     else:
-        model = _load_dense(source, kind, config, wanted, common).to(where)
+        model = _load_dense(source, kind, config, wanted, {**common, **(placing.options() if placing else {})})
+        if placing is None:
+            model.to(where)
+        else:
+            aligned(model)
     model.eval()
     _check_numbers(model, source)
     processor = _processor(source, kind, common) if with_processor else None
@@ -145,6 +153,18 @@ def load_model(
     # Some configs name another type than their weights have.
     stored = half if half is not None and holds(model, half) else None
     return LoadedModel(model, processor, kind, source, Path(source.rstrip("/")).name or source, tuple(notes), stored)
+
+
+def placed(model: nn.Module) -> str:
+    """Where a model is, for people."""
+    places: dict[Any, int] = {}
+    for name, place in getattr(model, "hf_device_map", {}).items():
+        module = model.get_submodule(name) if name else model
+        places[place] = places.get(place, 0) + sum(p.numel() * p.element_size() for p in module.parameters())
+    if len(places) < 2 and "disk" not in places:
+        return str(model_device(model))
+    named = {place: f"cuda:{place}" if isinstance(place, int) else str(place) for place in places}
+    return ", ".join(f"{named[place]} ({size / 2**20:,.0f} MiB)" for place, size in places.items())
 
 
 def resolved(source: str) -> str:
@@ -239,6 +259,7 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
     config = loaded.config
     generator = torch.Generator().manual_seed(0)
     first = next(p for p in loaded.model.parameters() if p.is_floating_point())
+    device = model_device(loaded.model)
     if loaded.task.modality == "text":
         vocabulary = config.get_text_config().vocab_size
         low = min(10, vocabulary - 1)
@@ -257,7 +278,7 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
     else:
         made = {"input_values": torch.randn(batch, 16000, generator=generator)}
     return {
-        k: v.to(first.device, first.dtype) if v.is_floating_point() else v.to(first.device) for k, v in made.items()
+        k: v.to(device, first.dtype) if v.is_floating_point() else v.to(device) for k, v in made.items()
     }
 
 

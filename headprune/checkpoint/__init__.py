@@ -17,11 +17,13 @@ from headprune.checkpoint.folders import replaced
 from headprune.checkpoint.hub import upload
 from headprune.checkpoint.loading import SIDECAR, Loading, loading_of
 from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load
+from headprune.checkpoint.shards import Placing
 from headprune.checkpoint.writing import push_to_hub, save, save_pretrained
 
 __all__ = [
     "SIDECAR",
     "Loading",
+    "Placing",
     "about",
     "add_figures",
     "check_attention",

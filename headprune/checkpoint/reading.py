@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 from headprune import probe
 from headprune.checkpoint.folders import recovered
 from headprune.checkpoint.loading import SIDECAR
+from headprune.checkpoint.shards import Placing, dispatch, fill_placed
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.jsonio import read_json
@@ -31,7 +34,15 @@ from headprune.surgery import Removal, remove
 _WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pruned.safetensors"  # the latter of pruned models, of 0.1
 
 
-def load(path: str | Path, model: nn.Module | None = None, *, device: torch.device | str = "cpu") -> nn.Module:
+def load(
+    path: str | Path,
+    model: nn.Module | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    device_map: str | Mapping[str, Any] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: str | Path | None = None,
+) -> nn.Module:
     """Load a model that `save` wrote, in evaluation mode, and check that it gives the answers of the saved one.
 
     Nothing in the folder is run as code.
@@ -40,6 +51,8 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
         path: The folder.
         model: For a class outside transformers: a fresh, dense instance to prune and fill.
         device: Where to put it.
+        device_map, max_memory, offload_folder: For a model that is larger than a device: as for transformers' ``from_pretrained``, such as
+            ``device_map="auto"``. Then ``device`` is not looked at, and weights on disk are read from the folder, which has to stay.
 
     Raises:
         HeadPruneError: Not such a folder, weights that do not fit, or other answers than the saved model's: after an
@@ -56,13 +69,20 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
         )
     sidecar = read_json(path / SIDECAR, "checkpoint")
     files = _files(path, sidecar)
-    skeleton = model if model is not None else _skeleton(path, sidecar)
+    placing = None if device_map is None else Placing(device_map, max_memory, offload_folder)
+    places: dict[str, Any] = {}
+    skeleton = model if model is not None else _skeleton(path, sidecar, meta=placing is not None)
     try:
         if "structure" in sidecar:
             restructure(skeleton, sidecar["structure"])
         else:
             _repeat(skeleton, sidecar)
-        _fill(skeleton, files)
+        if placing is None:
+            _fill(skeleton, files)
+        else:
+            places = fill_placed(skeleton, files, placing)
+    except HeadPruneError:
+        raise
     except Exception as error:
         raise damaged(path, error) or HeadPruneError(
             f"The weights in {path} do not fit {type(skeleton).__name__}: {first_line(error)}{probe.edits(path)}.",
@@ -70,7 +90,11 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
             "headprune.load(path, model=…).",
         ) from error
     probe.restore_buffers(skeleton, path)
-    skeleton.to(device).eval()
+    if placing is None:
+        skeleton.to(device)
+    else:
+        dispatch(skeleton, places)
+    skeleton.eval()
     # Folders of 0.1 held other empty tensors for layers without heads.
     other = "structure" not in sidecar and any(isinstance(m, EmptyAttention) for m in skeleton.modules())
     if not other and (now := fingerprint(skeleton)) != sidecar["fingerprint"]:
@@ -160,9 +184,10 @@ def about(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def _skeleton(path: Path, sidecar: dict[str, Any]) -> nn.Module:
-    """The dense architecture, with weights that mean nothing yet."""
+def _skeleton(path: Path, sidecar: dict[str, Any], *, meta: bool = False) -> nn.Module:
+    """The dense architecture, with weights that mean nothing yet; with ``meta`` they take no memory."""
     import transformers
+    from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
     qualified, attention = str(sidecar.get("class")), sidecar.get("attention")
@@ -192,7 +217,7 @@ def _skeleton(path: Path, sidecar: dict[str, Any]) -> nn.Module:
     check_attention(path, config)
     # Weight initialisation costs more than everything else here, and every weight is overwritten.
     try:
-        with no_init_weights():
+        with no_init_weights(), init_empty_weights() if meta else nullcontext():
             instance: Any = built(cls, config, attention)
         instance.tie_weights()
     except Exception as error:

@@ -26,7 +26,7 @@ from headprune.reference.projections import OutputProjection, Values, at
 from headprune.reference.token_weights import probe_of, real_tokens, tokens_of, widened
 from headprune.rows import find_rows, is_empty
 from headprune.scoring.base import cost_of
-from headprune.scoring.gradient import frozen, unlike
+from headprune.scoring.gradient import checkpointed, frozen, recomputing, unlike
 from headprune.trace import evaluating
 
 T = TypeVar("T")
@@ -226,6 +226,14 @@ class Runner:
             on_output: Called with W_O's input and output.
             on_value: Called with those of the value projections ``values``, under the name of their output projection.
         """
+        with self._calling(on_output, on_value, values):
+            return call(self.model, inputs_of(self.model, batch))
+
+    @contextmanager
+    def _calling(
+        self, on_output: OnCall, on_value: OnCall | None = None, values: Mapping[str, Values] | None = None
+    ) -> Iterator[None]:
+        """Hooks on the projections, while the context lasts."""
         callbacks = [(p.name, p.name, on_output) for p in self.projections]
         if on_value is not None:
             callbacks += [(own.name, name, on_value) for name, own in (values or {}).items()]
@@ -239,7 +247,7 @@ class Runner:
             for module, name, then in callbacks
         ]
         try:
-            return call(self.model, inputs_of(self.model, batch))
+            yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -304,11 +312,16 @@ class Runner:
         def add(name: str, x: Tensor, y: Tensor) -> Tensor | None:
             if name not in seen:
                 return None
+            if recomputing():
+                return y + torch.zeros_like(y, requires_grad=True)
             seen[name].append((x.detach(), y.detach(), torch.zeros_like(y, requires_grad=True)))
             return y + seen[name][-1][2]
 
-        with torch.inference_mode(False), torch.enable_grad(), self.deterministic_eval(), frozen(self.model):
-            sums = sums_of(self.run(batch, add))
+        with (
+            torch.inference_mode(False), torch.enable_grad(), self.deterministic_eval(), frozen(self.model),
+            checkpointed(self.model), self._calling(add),
+        ):  # fmt: skip
+            sums = sums_of(call(self.model, inputs_of(self.model, batch)))
             deltas = [delta for calls in seen.values() for *_, delta in calls]
             found = [
                 torch.autograd.grad(one, deltas, allow_unused=True, retain_graph=i + 1 < len(sums))

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, gated
 from headprune.inputs import doubled, gathered, model_device
 from headprune.memory import halving
 from headprune.modules import wrapped
+from headprune.offload import is_offloaded, trainable
 from headprune.rows import Rows
 from headprune.scoring.base import Batches, Estimate, NotFiniteError, Problem, Samples, method
 
@@ -100,31 +101,57 @@ def together_or_singly(problem: Problem, measure: Callable[[Any, int], Tensor], 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """No gradients for the weights while the context lasts: the backward pass to the gates then takes half the time."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    for p in trainable:
+    before = [(module, name, module._parameters[name]) for module, name in trainable(model)]
+    for *_, p in before:
         p.requires_grad_(False)
     try:
         yield
     finally:
-        for p in trainable:
+        for module, name, p in before:
             p.requires_grad_(True)
+            if (now := module._parameters.get(name)) is not None:  # another one, where a hook of accelerate loads it
+                now.requires_grad_(True)
 
 
 @contextmanager
 def checkpointed(model: nn.Module) -> Iterator[None]:
-    """Gradient checkpointing if the model has enabled it: by itself it only happens in training mode, with dropout."""
+    """Gradient checkpointing, if the model has enabled it or some of its weights are kept elsewhere.
+
+    By itself it only happens in training mode, with dropout. A graph holds the weights that were loaded for it: with checkpoints only those
+    of one block at a time.
+    """
     layers: dict[str, nn.Module] = {}
-    if getattr(model, "is_gradient_checkpointing", False):
-        for name, module in model.named_modules():  # transformers' blocks, but no blocks inside blocks
-            block = any(c.__name__ == "GradientCheckpointingLayer" for c in type(module).__mro__)
-            if block and not any(name.startswith(f"{outer}.") for outer in layers):
-                layers[name] = module
+    if getattr(model, "is_gradient_checkpointing", False) or is_offloaded(model):
+        layers = blocks_of(model)
 
     def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return partial(checkpoint, original, use_reentrant=False)
 
-    with wrapped(layers, around):
+    # To its end: what loaded a module's weights must unload them again.
+    with wrapped(layers, around), set_checkpoint_early_stop(False):
         yield
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """A model's blocks, by name: transformers' own, or else the outermost entries of lists of modules; no blocks inside blocks."""
+    found: dict[str, nn.Module] = {}
+    named = dict(model.named_modules())
+    marked = [n for n, m in named.items() if any(c.__name__ == "GradientCheckpointingLayer" for c in type(m).__mro__)]
+    listed = [
+        f"{name}.{child}" if name else child
+        for name, module in named.items()
+        if isinstance(module, nn.ModuleList)
+        for child, _ in module.named_children()
+    ]
+    for name in marked or listed:
+        if not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = named[name]
+    return found
+
+
+def recomputing() -> bool:
+    """Whether a backward pass is on, in which a checkpointed block runs once more: hooks that note something have noted it already."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def separate(problem: Problem) -> Batches:
@@ -196,7 +223,7 @@ def _independent(problem: Problem) -> bool:
     try:
         if not examples_first(problem, batch, size):
             return False
-        with torch.enable_grad(), gated(problem.model, problem.layers, gates):
+        with torch.enable_grad(), gated(problem.model, problem.layers, gates), checkpointed(problem.model):
             losses = problem.losses(batch)
             each = torch.stack([_rows(loss, gates, again=i + 1 < size) for i, loss in enumerate(losses)])
     except NotFiniteError:

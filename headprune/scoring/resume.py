@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.fingerprint import fingerprint, versions
+from headprune.inputs import model_device
 from headprune.jsonio import write_bytes
 from headprune.scoring.base import Problem, Store
 
@@ -71,7 +72,7 @@ def work_key(problem: Problem, method: str, model: str, loss: Any = None) -> str
         "layers": [layer.to_json() for layer in problem.layers],
         "distilled": problem.surrogate is not None,
         "versions": versions(),
-        "device": next((p.device.type for p in problem.model.parameters()), "cpu"),
+        "device": model_device(problem.model).type,
         "dtype": sorted({str(p.dtype) for p in problem.model.parameters()}),
     }
     digest.add([facts, _state(problem.model), problem.batches, loss])

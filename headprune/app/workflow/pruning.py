@@ -40,6 +40,7 @@ from headprune.app.workflow.timing import inputs, time_generation, time_models, 
 from headprune.budgets import Fit, Reading
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
+from headprune.inputs import model_device
 from headprune.plans import PruningPlan
 from headprune.ranks import current
 from headprune.scoring import HeadScores, save_scores
@@ -90,6 +91,7 @@ class PruneRun:
             HeadPruneError: A format of an export is not there; the goal makes no sense for the model; the scores are another model's, or of examples that will be reported.
         """
         exports.check(self.exports)
+        _check_placed(self)
         scene = open_scene(self.options, console)
         scene = replace(scene, parts=load_also(self.options.data, scene.loaded, scene.parts))
         for part in scene.parts.also:
@@ -98,6 +100,26 @@ class PruneRun:
         if self.source is not None:
             _check_same(scene, scores, self.source)
         return scene
+
+
+def _check_placed(asked: PruneRun) -> None:
+    """Refuse what a model that is spread over devices cannot do, before it is loaded.
+
+    Raises:
+        HeadPruneError: It was to be trained or exported.
+    """
+    if asked.options.device_map is None:
+        return
+    if asked.goal.finetune:
+        raise HeadPruneError(
+            "--finetune and --device-map do not go together: weights that are loaded for each pass cannot be trained.",
+            "Leave out --finetune; train the pruned folder where it fits (headprune finetune).",
+        )
+    if asked.exports:
+        raise HeadPruneError(
+            "--export and --device-map do not go together: an export takes the whole model into memory.",
+            "Leave out --export; `headprune export` writes the pruned folder's file where that fits.",
+        )
 
 
 def plan_run(asked: PruneRun, console: Console) -> tuple[list[HeadScores], list[Fit]]:
@@ -205,7 +227,7 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
 
 
 def _environment(scene: Scene) -> Environment:
-    return runs.environment(str(next(scene.model.parameters()).device))
+    return runs.environment(str(model_device(scene.model)))
 
 
 def _with_exports(job: Job, metrics: Metrics, formats: Sequence[str]) -> Metrics:

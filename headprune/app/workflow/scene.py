@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headprune.app.data import Parts, load_parts
-from headprune.app.models import LoadedModel, load_model, numbers_given
+from headprune.app.models import LoadedModel, load_model, numbers_given, placed
 from headprune.app.options import Options
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
@@ -66,15 +66,14 @@ def open_scene(options: Options, console: Console) -> Scene:
     options.check()
     loaded = load_model(
         options.model, task=options.task, device=options.device, dtype=options.dtype, revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
+        trust_remote_code=options.trust_remote_code, placing=options.placing(),
     )  # fmt: skip
     if (numbers := numbers_given(loaded)) is not None:
         raise HeadPruneError(
             f"{options.model} has a regression head ({numbers}), which the command line does not measure yet.",
             "Use the Python API: headprune.score(model, batches).",
         )
-    device = next(loaded.model.parameters()).device
-    console.say(f"{type(loaded.model).__name__} for {loaded.task.name} on {device}")
+    console.say(f"{type(loaded.model).__name__} for {loaded.task.name} on {placed(loaded.model)}")
     parts = load_parts(options.data, loaded)
     columns = ", ".join(f"{what}: {name}" for what, name in parts.columns.items())
     sizes = ", ".join(f"{len(p)} to {p.name} ({p.split})" for p in (parts.score, parts.choose, parts.report))

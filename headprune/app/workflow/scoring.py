@@ -19,6 +19,7 @@ from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.stages import Stages, publish, stages_of
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
+from headprune.inputs import model_device
 from headprune.plans import heads_to_keep
 from headprune.ranks import current
 from headprune.scoring import HeadScores, method_named, save_scores, score
@@ -101,7 +102,7 @@ def run_document(scene: Scene, methods: Sequence[str], folder: RunFolder) -> Run
         seconds=(),
         options=scene.options,
         methods=tuple(methods),
-        environment=runs.environment(str(parameter.device)),
+        environment=runs.environment(str(model_device(scene.model))),
         **_cut_of(scene),
         model=ModelFacts(
             class_name=type(scene.model).__name__,

@@ -110,8 +110,9 @@ def stages_of(folder: Folder, name: str, scene: Scene, *facts: Any, say: Callabl
     """
     options = asdict(scene.options)
     del options["trust_remote_code"], options["scoring"]["max_memory"], options["data"]["also"]  # change no number here
+    del options["device_map"], options["device_memory"], options["offload_folder"]  # nor does where weights are kept
     parts = [digest(*part.batches(), part.rows) for part in (scene.parts.score, scene.parts.choose, scene.parts.report)]
-    device = next((p.device.type for p in scene.model.parameters()), "cpu")
+    device = model_device(scene.model).type
     own = folder.unfinished / f"{name}-{digest(versions(), device, options, parts, list(facts), scene.model)}"
     if found := len(list(own.glob("*.json"))):
         stages = "1 finished stage" if found == 1 else f"{found} finished stages"
