@@ -16,7 +16,7 @@ from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, gated
 from headprune.inputs import doubled, gathered, model_device
 from headprune.memory import halving
-from headprune.modules import wrapped
+from headprune.modules import uncached, wrapped
 from headprune.offload import is_offloaded, trainable
 from headprune.rows import Rows
 from headprune.scoring.base import Batches, Estimate, NotFiniteError, Problem, Samples, method
@@ -127,8 +127,11 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
     def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return partial(checkpoint, original, use_reentrant=False)
 
-    # To its end: what loaded a module's weights must unload them again.
-    with wrapped(layers, around), set_checkpoint_early_stop(False):
+    if not layers:
+        yield
+        return
+    # To its end: what loaded a module's weights must unload them again. A block that runs twice would find its own keys in a cache.
+    with wrapped(layers, around), set_checkpoint_early_stop(False), uncached(model):
         yield
 
 
