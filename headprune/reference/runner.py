@@ -328,7 +328,7 @@ class Runner:
                 for i, one in enumerate(sums)
             ]
         slopes = (
-            [delta.detach() if one is None else one for one in each]
+            [delta.detach() if one is None else one.to(delta.device) for one in each]
             for delta, *each in zip(deltas, *found, strict=True)
         )
         return {name: [(x, y, next(slopes)) for x, y, _ in calls] for name, calls in seen.items()}

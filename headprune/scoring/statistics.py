@@ -119,7 +119,7 @@ def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor])
             values, counted = (torch.cat(parts, dim=-1) for parts in zip(*blocks, strict=True))
             # A query that may look nowhere says nothing about the head.
             real = real_tokens(problem, weights.layer, batch, weights.shape[2])
-            return _mean(values, counted if real is None else counted & real)
+            return _mean(values, counted if real is None else counted & real.to(counted.device))
 
         with attention_maps(problem.model, problem.layers, size, keep) as found:
             losses = problem.losses(batch)
@@ -138,6 +138,7 @@ def _mean(values: Tensor, counted: Tensor | None) -> Tensor:
     """``[examples, heads]`` of ``[examples, heads, tokens]``: the mean over tokens that count, 0 where none does."""
     if counted is None:
         return values.mean(dim=-1)
+    counted = counted.to(values.device)
     return torch.where(counted, values, 0.0).sum(dim=-1) / counted.sum(dim=-1).clamp(min=1)
 
 
