@@ -20,6 +20,7 @@ from headprune.app.workflow.scene import Scene
 from headprune.errors import HeadPruneError, first_line
 from headprune.evaluation import Measurement
 from headprune.fingerprint import versions
+from headprune.inputs import model_device
 from headprune.jsonio import dumps, loads
 from headprune.planning import Order
 from headprune.ranks import current
