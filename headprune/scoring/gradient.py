@@ -121,7 +121,7 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
     of one block at a time.
     """
     layers: dict[str, nn.Module] = {}
-    if getattr(model, "is_gradient_checkpointing", False) or is_offloaded(model):
+    if _checkpoints(model) or is_offloaded(model):
         layers = blocks_of(model)
 
     def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,6 +133,12 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
     # To its end: what loaded a module's weights must unload them again. A block that runs twice would find its own keys in a cache.
     with wrapped(layers, around), set_checkpoint_early_stop(False), uncached(model):
         yield
+
+
+def _checkpoints(model: nn.Module) -> bool:
+    """Whether a model was told to checkpoint, by either name that transformers has for it."""
+    newer = hasattr(type(model), "is_activation_checkpointing")
+    return bool(getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False))
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
