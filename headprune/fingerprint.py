@@ -29,7 +29,7 @@ def fingerprint(model: nn.Module) -> str:
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
         where: object = tensor.data_ptr()
         if stored is not None and name in stored:
-            where, tensor = stored.place(name), _numbers(stored, name)  # noqa: PLW2901
+            where, tensor = stored.place(name), _numbers(stored, name)
         if tensor.device.type == "meta" or where in seen:
             continue  # no bytes, or those of a weight that is tied to this one
         seen.add(where)

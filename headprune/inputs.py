@@ -174,6 +174,14 @@ def variants(example: Example) -> list[Example]:
     return found
 
 
+def shortened(example: Example, most: int) -> Example:
+    """The first ``most`` tokens of a text, ``input_ids`` and what is as long; any other example as it is."""
+    ids = example.get("input_ids") if isinstance(example, Mapping) else None
+    if not isinstance(example, Mapping) or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] <= most:
+        return example
+    return {k: _cut(k, v, ids, most) for k, v in example.items()}
+
+
 def _cut(name: str, value: Any, ids: Tensor, length: int) -> Any:
     """The first tokens of an argument that has as many as ``ids``."""
     same = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == ids.shape

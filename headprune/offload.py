@@ -13,7 +13,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def value_of(module: nn.Module, name: str) -> Tensor:
         KeyError: It has no such tensor, or its numbers are nowhere.
     """
     held = _held(module, name)[name]
-    assert held is not None
+    assert isinstance(held, Tensor)
     if not held.is_meta:
         return held
     if (hook := hook_of(module)) is None:
@@ -182,9 +182,9 @@ def renewed(model: nn.Module) -> None:
                 if held is not None and held.is_meta and held.is_inference():
                     empty = torch.empty(held.shape, dtype=held.dtype, device="meta")
                     module._parameters[name] = nn.Parameter(empty, requires_grad=held.requires_grad)
-            for name, held in module._buffers.items():
-                if held is not None and held.is_meta and held.is_inference():
-                    module._buffers[name] = torch.empty(held.shape, dtype=held.dtype, device="meta")
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta and buffer.is_inference():
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
 
 
 def trainable(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -222,10 +222,9 @@ def copied(model: nn.Module, own: Sequence[str] = ()) -> nn.Module:
             store, _ = _root(hook.weights_map, "")
             for tensor in getattr(store, "state_dict", store).values() if _in_memory(store) else ():
                 shared[id(tensor)] = tensor
-    for attribute in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"):  # warnings that would move the original
-        if attribute in vars(model):
-            shared[id(vars(model)[attribute])] = vars(model)[attribute]
     found = copy.deepcopy(model, shared)
+    for attribute in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"):  # Accelerate's, which would move the original
+        vars(found).pop(attribute, None)
     return found
 
 
@@ -362,7 +361,5 @@ def _written(value: Tensor, folder: str | os.PathLike[str] | None) -> _Entry:
 
 
 def _unlink(path: str) -> None:
-    try:
+    with suppress(OSError):
         os.unlink(path)
-    except OSError:
-        pass

@@ -135,10 +135,7 @@ def load_model(
                 parameter.data = parameter.data.to(wanted)
     else:
         model = _load_dense(source, kind, config, wanted, {**common, **(placing.options() if placing else {})})
-        if placing is None:
-            model.to(where)
-        else:
-            aligned(model)
+        aligned(model) if placing else model.to(where)
     model.eval()
     _check_numbers(model, source)
     processor = _processor(source, kind, common) if with_processor else None
@@ -153,18 +150,6 @@ def load_model(
     # Some configs name another type than their weights have.
     stored = half if half is not None and holds(model, half) else None
     return LoadedModel(model, processor, kind, source, Path(source.rstrip("/")).name or source, tuple(notes), stored)
-
-
-def placed(model: nn.Module) -> str:
-    """Where a model is, for people."""
-    places: dict[Any, int] = {}
-    for name, place in getattr(model, "hf_device_map", {}).items():
-        module = model.get_submodule(name) if name else model
-        places[place] = places.get(place, 0) + sum(p.numel() * p.element_size() for p in module.parameters())
-    if len(places) < 2 and "disk" not in places:
-        return str(model_device(model))
-    named = {place: f"cuda:{place}" if isinstance(place, int) else str(place) for place in places}
-    return ", ".join(f"{named[place]} ({size / 2**20:,.0f} MiB)" for place, size in places.items())
 
 
 def resolved(source: str) -> str:
@@ -277,9 +262,7 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
         made["decoder_input_ids"] = torch.full((batch, length), config.decoder_start_token_id)
     else:
         made = {"input_values": torch.randn(batch, 16000, generator=generator)}
-    return {
-        k: v.to(device, first.dtype) if v.is_floating_point() else v.to(device) for k, v in made.items()
-    }
+    return {k: v.to(device, first.dtype) if v.is_floating_point() else v.to(device) for k, v in made.items()}
 
 
 def check_length(loaded: LoadedModel, length: int) -> None:

@@ -37,7 +37,7 @@ def widen(model: nn.Module) -> None:
 def holds(model: nn.Module, dtype: torch.dtype) -> bool:
     """Whether a half precision can represent a model's weights exactly."""
     stored = Offloaded(model)
-    values = (stored[name] if name in stored else parameter for name, parameter in _narrowed(model, dtype))
+    values = (stored.get(name, parameter) for name, parameter in _narrowed(model, dtype))
     return all(bool((p.to(dtype).to(p.dtype) == p).all()) for p in values)
 
 

@@ -210,9 +210,7 @@ def _write_weights(
         stored = Offloaded(model)
         write_shards(model, _named_once(model, {n: stored.place(n) for n in stored}), folder, size)
         return
-    save_torch_state_dict(
-        stored_once(model, state), folder, max_shard_size=max_shard_size, metadata={"format": "pt"}
-    )
+    save_torch_state_dict(stored_once(model, state), folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
 
 
 def _as_stock(model: nn.Module, same_tensors: bool) -> tuple[nn.Module, str]:

@@ -7,8 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-
-_OF_ACCELERATE = ("forward", "_old_forward", "_hf_hook")  # what its hooks put into a module: they run the module that they were put on
+_OF_ACCELERATE = (
+    "forward",
+    "_old_forward",
+    "_hf_hook",
+)  # what its hooks put into a module: they run the module that they were put on
 
 
 class _Shadow(nn.Module):

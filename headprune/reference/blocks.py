@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headprune.inputs import call
 from headprune.loss import inputs_of
@@ -153,9 +153,7 @@ class Steps:
     def _hollow(self, index: int, k: int) -> Any:
         """Zeros of that shape, without memory, for a block that only reads them to be skipped itself."""
         device = next((p.device for p in self._outside_tensors()), torch.device("cpu"))
-        return mapped(
-            self._shapes[index, k], lambda t: torch.zeros((), dtype=t.dtype, device=device).expand(t.shape)
-        )
+        return mapped(self._shapes[index, k], lambda t: torch.zeros((), dtype=t.dtype, device=device).expand(t.shape))
 
     def _outside_tensors(self) -> Iterator[Tensor]:
         return (t for m in self._outside for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
@@ -192,7 +190,7 @@ class Steps:
             output = self.runner.run(batch, add)
             deltas = [delta for calls in seen.values() for *_, (delta,) in calls]
             reached = [*deltas, *([] if leaf is None else [leaf])]
-            (first, *_) = tensors_in(output) or ()
+            first = (tensors_in(output) or [torch.zeros(0)])[0]
             found = torch.autograd.grad(first, reached, slope, allow_unused=True) if reached else ()
         if leaf is not None:
             torch.save(torch.zeros_like(leaf) if found[-1] is None else found[-1], path)

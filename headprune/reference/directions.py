@@ -12,8 +12,8 @@ from torch import Tensor
 
 from headprune.inputs import doubled
 from headprune.ranks import current
-from headprune.reference.moments import FOLDS
 from headprune.reference.blocks import Steps
+from headprune.reference.moments import FOLDS
 from headprune.reference.projections import OutputProjection, Values, at
 from headprune.reference.runner import Calls, Runner, replaced, unwatched
 from headprune.reference.token_weights import widened

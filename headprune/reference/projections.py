@@ -133,7 +133,9 @@ def output_projections(
                 yield OutputProjection(name, tuple(those), matrix, start, can, bias is not None, values)
 
 
-def _values(model: nn.Module, layer: AttentionLayer, inputs: int, owners: Mapping[object, Sequence[str]]) -> Values | None:
+def _values(
+    model: nn.Module, layer: AttentionLayer, inputs: int, owners: Mapping[object, Sequence[str]]
+) -> Values | None:
     """What makes a layer's values, if its heads have no parts in common but those of whole groups."""
     if layer.values is None or layer.output_projection is None:
         return None

@@ -103,12 +103,14 @@ def frozen(model: nn.Module) -> Iterator[None]:
     """No gradients for the weights while the context lasts: the backward pass to the gates then takes half the time."""
     before = [(module, name, module._parameters[name]) for module, name in trainable(model)]
     for *_, p in before:
-        p.requires_grad_(False)
+        if p is not None:
+            p.requires_grad_(False)
     try:
         yield
     finally:
         for module, name, p in before:
-            p.requires_grad_(True)
+            if p is not None:
+                p.requires_grad_(True)
             if (now := module._parameters.get(name)) is not None:  # another one, where a hook of accelerate loads it
                 now.requires_grad_(True)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -147,10 +148,12 @@ def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
     """Gradients for every parameter (and floating-point buffer) while the context lasts, frozen or not."""
     renewed(model)
     # By place: a hook of accelerate puts other tensors there whenever a module runs.
-    places = [(m._parameters, n) for m in model.modules() for n in m._parameters]
+    places: list[tuple[Any, str]] = [(m._parameters, n) for m in model.modules() for n in m._parameters]
     places += [(m._buffers, n) for m in model.modules() for n in m._buffers] if buffers else []
     held = [(own, name, own[name]) for own, name in places]
-    before = [(own, n, t, t.requires_grad) for own, n, t in held if t is not None and t.is_floating_point() and t.is_leaf]
+    before = [
+        (own, n, t, t.requires_grad) for own, n, t in held if t is not None and t.is_floating_point() and t.is_leaf
+    ]
     try:
         for *_, t, _ in before:
             t.requires_grad_(True)

@@ -40,9 +40,9 @@ from headprune.budgets import Fit
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
+from headprune.offload import copied
 from headprune.planning import Order
 from headprune.plans import PruningPlan
-from headprune.offload import copied
 from headprune.pruned import note_was_repaired
 from headprune.ranks import current
 from headprune.surgery import prune

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from headprune.app.data import Parts, load_parts
-from headprune.app.models import LoadedModel, load_model, numbers_given, placed
+from headprune.app.models import LoadedModel, load_model, numbers_given
 from headprune.app.options import Options
+from headprune.app.placing import placed
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
