@@ -9,6 +9,7 @@ file of their own, which goes when nobody refers to it any more.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import tempfile
 import weakref
@@ -268,6 +269,20 @@ def aligned(model: nn.Module) -> None:
                 view = view.dataset
             if hasattr(view.dataset, "index") and not isinstance(view.dataset, _Copied):
                 view.dataset = _Copied(view.dataset)
+
+
+def on_disk(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Zeros in a file of their own, which the system reads and writes as there is memory, and which goes with the tensor."""
+    count = math.prod(shape)
+    if not count:
+        return torch.zeros(shape, dtype=dtype)
+    number, path = tempfile.mkstemp(prefix="headprune-")
+    try:
+        os.ftruncate(number, count * dtype.itemsize)
+        return torch.from_file(path, shared=True, size=count, dtype=dtype).view(shape)
+    finally:
+        os.close(number)
+        _unlink(path)
 
 
 # -- stores ----------------------------------------------------------------------------------------

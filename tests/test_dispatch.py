@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headprune as hp
 from headprune import reference
+from headprune.app.data import DataOptions
+from headprune.app.options import Options
+from headprune.app.workflow import scene
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import without_labels
@@ -29,7 +33,7 @@ from headprune.scoring.gradient import blocks_of
 from headprune.seeing import maps
 from headprune.surgery import proof
 from tests.support import zoo
-from tests.support.commands import run
+from tests.support.commands import Silent, run
 from tests.support.otherdevice import pretended
 
 
@@ -120,6 +124,9 @@ def test_from_pretrained_with_a_device_map(tmp_path: Path) -> None:
     batches = [zoo.labelled(model, zoo.text(3, 6, seed=i), seed=i) for i in range(2)]
     drop = {f"transformer.h.{i}.attn": [0, 3] for i in range(2)}
     whole_path(model, spread, batches, without_labels(model, batches[0]), tmp_path / "saved", ("output-norm",), drop)
+    again = hp.load(tmp_path / "saved", device_map={**places, "transformer.ln_f": "cpu", "lm_head": "disk"})
+    same_weights(model, again)
+    assert hp.evaluate(again, batches).metrics == hp.evaluate(model, batches).metrics
 
 
 @pytest.mark.slow
@@ -197,6 +204,12 @@ def test_frozen_weights_stay_frozen(tmp_path: Path) -> None:
     assert {n for n, p in spread.named_parameters() if not p.requires_grad} == {
         n for n, p in model.named_parameters() if not p.requires_grad
     }
+
+
+def test_several_processes_do_not_go_with_a_device_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene, "current", lambda: SimpleNamespace(size=2))
+    with pytest.raises(HeadPruneError, match="several processes would each do"):
+        scene.open_scene(Options("somewhere", DataOptions("data"), device_map="auto"), Silent())  # type: ignore[arg-type]
 
 
 def test_weights_that_are_nowhere_are_refused() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.inputs import gathered, model_device
+from headprune.offload import is_offloaded
 from headprune.reference.answers import DenseAnswers, answers_apart
 from headprune.reference.blocks import Steps
 from headprune.reference.dense_weights import DenseWeights
@@ -211,7 +212,7 @@ def _measured(
     runner: Runner, directions: Directions, progress: Progress | None, steps: Steps | None
 ) -> dict[str, Moments]:
     """The sums over the tokens of all examples and mixtures; block by block, if there are steps."""
-    device, batches = model_device(runner.model), runner.everything
+    device, batches = None if is_offloaded(runner.model) else model_device(runner.model), runner.everything
     found = {p.name: Moments(len(p.weight) + directions.more(p), p.weight.shape[1], device) for p in runner.projections}
 
     def summed(i: int) -> None:

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.modules import exact_attention
-from headprune.offload import is_elsewhere, place_of, value_of
+from headprune.offload import is_elsewhere, on_disk, place_of, value_of
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,10 @@ def _values(
 
 def matrix_of(projection: Any) -> Tensor:
     """A copy of a linear module's weights, ``[in, out]``, float64."""
-    weight: Tensor = value_of(projection, "weight").detach().double()
-    return (weight if is_transposed(projection) else weight.T).clone()
+    held = value_of(projection, "weight").detach()
+    # A model that is not all in memory has hardly room for them there.
+    wide = on_disk(*held.shape).copy_(held) if is_elsewhere(projection, "weight") else held.double().clone()
+    return wide if is_transposed(projection) else wide.T
 
 
 def _not_plain(projection: Any, owners: Mapping[object, Sequence[str]]) -> str:

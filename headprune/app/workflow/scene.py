@@ -65,6 +65,11 @@ class Scene:
 def open_scene(options: Options, console: Console) -> Scene:
     """Load the model and the data, and find the heads."""
     options.check()
+    if options.device_map is not None and current().size > 1:
+        raise HeadPruneError(
+            "--device-map spreads one model over all devices, which several processes would each do.",
+            "Start one process, or leave out --device-map: each process then takes a device.",
+        )
     loaded = load_model(
         options.model, task=options.task, device=options.device, dtype=options.dtype, revision=options.revision,
         trust_remote_code=options.trust_remote_code, placing=options.placing(),
