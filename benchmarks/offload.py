@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH, INNER, HEADS, VOCABULARY, TOKENS = 512, 4096, 8, 2000, 64
+WIDTH, INNER, HEADS, VOCABULARY, TOKENS = 512, 4096, 8, 2000, 32
 
 
 def rss() -> int:
@@ -65,8 +65,8 @@ def worker(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--examples", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--examples", type=int, default=8)
     parser.add_argument("--worker", choices=("memory", "disk"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -29,8 +29,8 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.forms import as_stored, guesses, made, remembered
 from headprune.inputs import Example, call, check_weights, model_device, move, usable
 from headprune.modules import exact_attention, uncompiled
-from headprune.offload import is_elsewhere, renewed
-from headprune.pruned import EmptyAttention, is_ours
+from headprune.offload import hook_of, is_elsewhere, is_offloaded, renewed
+from headprune.pruned import EmptyAttention, convert, is_ours
 from headprune.trace.layers import read_layers
 from headprune.trace.meta import Materialised
 from headprune.trace.tracer import Tracer
@@ -57,6 +57,7 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
             inference mode; or there is no example, and none can be made up.
     """
     check_weights(model)
+    _check_stand_ins(model)
     if example is None:
         example = example_for(model)
     device = model_device(model)
@@ -120,6 +121,20 @@ def _traced(model: nn.Module, example: Example, *, buffers: bool) -> list[Attent
         stack.enter_context(tracer)
         tracer.note_bypass(call(model, example))
     return read_layers(tracer)
+
+
+def _check_stand_ins(model: nn.Module) -> None:
+    """Refuse modules whose stand-ins would have to share weights that a hook loads.
+
+    Raises:
+        HeadPruneError: There is one.
+    """
+    for name, module in model.named_modules() if is_offloaded(model) else ():
+        if any(hook_of(part) is not None for part in module.modules()) and convert(module) is not None:
+            raise HeadPruneError(
+                f"{name} ({type(module).__name__}) is replaced by a stand-in that shares its weights, and Accelerate keeps these elsewhere.",
+                "Give it a device in the device map, so that its weights stay there.",
+            )
 
 
 def _has_no_numbers(model: nn.Module) -> bool:
