@@ -218,15 +218,21 @@ def copied(model: nn.Module, own: Sequence[str] = ()) -> nn.Module:
     for name, buffer in model.named_buffers():
         if not name.startswith(names):
             shared[id(buffer)] = buffer.detach()
-    for module in model.modules():
-        if (hook := hook_of(module)) is not None:
-            store, _ = _root(hook.weights_map, "")
-            for tensor in getattr(store, "state_dict", store).values() if _in_memory(store) else ():
-                shared[id(tensor)] = tensor
+    for store in _stores(model):
+        for tensor in getattr(store, "state_dict", store).values() if _in_memory(store) else ():
+            shared[id(tensor)] = tensor
     found = copy.deepcopy(model, shared)
     for attribute in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"):  # Accelerate's, which would move the original
         vars(found).pop(attribute, None)
     return found
+
+
+def reads_from(model: nn.Module, folder: str | os.PathLike[str]) -> bool:
+    """Whether some weights of a model are read from files in a folder."""
+    stores = {id(store): store for store in _stores(model) if hasattr(store, "index")}
+    places = {entry.get("safetensors_file") for store in stores.values() for entry in store.index.values()}
+    there = os.path.realpath(folder)
+    return any(os.path.dirname(os.path.realpath(place)) == there for place in places if place)
 
 
 @contextmanager
@@ -324,6 +330,13 @@ def _root(store: Any, name: str) -> tuple[Any, str]:
     while hasattr(store, "prefix") and hasattr(store, "dataset"):
         store, name = store.dataset, f"{store.prefix}{name}"
     return store.loader if isinstance(store, _Copied) else store, name
+
+
+def _stores(model: nn.Module) -> Iterator[Any]:
+    """Where a model's hooks keep weights; each once for every hook."""
+    for module in model.modules():
+        if (hook := hook_of(module)) is not None:
+            yield _root(hook.weights_map, "")[0]
 
 
 def _in_memory(store: Any) -> bool:

@@ -127,6 +127,8 @@ def test_from_pretrained_with_a_device_map(tmp_path: Path) -> None:
     again = hp.load(tmp_path / "saved", device_map={**places, "transformer.ln_f": "cpu", "lm_head": "disk"})
     same_weights(model, again)
     assert hp.evaluate(again, batches).metrics == hp.evaluate(model, batches).metrics
+    with pytest.raises(HeadPruneError, match="own weights are read from"):
+        hp.save(again, tmp_path / "saved", overwrite=True)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from headprune.fingerprint import fingerprint, is_wrapper
 from headprune.forms import remember
 from headprune.inputs import Example
 from headprune.jsonio import write_json, write_text
-from headprune.offload import Offloaded, is_dispatched, is_offloaded
+from headprune.offload import Offloaded, is_dispatched, is_offloaded, reads_from
 from headprune.pruned import Structure, heads_before, removed, structure_of, was_repaired
 from headprune.stock import CannotStateError, dense_class, stock_instance
 
@@ -72,6 +72,7 @@ def save(
     path = Path(path)
     check_merged(model)
     check_plain(model, model.state_dict())
+    _check_not_read(model, path)
     with replaced(path, overwrite) as folder:
         write(model, folder, example=example, about=about or {}, max_shard_size=max_shard_size)
         if processor is not None:
@@ -114,6 +115,7 @@ def save_pretrained(
     check_merged(model)
     check_plain(model, state_dict or model.state_dict())
     folder = Path(save_directory)
+    _check_not_read(model, folder)
     folder.mkdir(parents=True, exist_ok=True)
     write(model, folder, state_dict=state_dict, max_shard_size=max_shard_size, same_tensors=True)
     if push_to_hub:
@@ -276,6 +278,18 @@ def _named_once(model: nn.Module, places: Mapping[str, object]) -> list[str]:
 
 def _is_part(tensor: Tensor) -> bool:
     return not tensor.is_meta and tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+
+
+def _check_not_read(model: nn.Module, folder: Path) -> None:
+    """Refuse to replace files that the model itself reads its weights from.
+
+    Raises:
+        HeadPruneError: The folder holds some.
+    """
+    if reads_from(model, folder):
+        raise HeadPruneError(
+            f"The model's own weights are read from {folder} whenever it runs.", "Save it to another folder."
+        )
 
 
 def check_merged(model: nn.Module) -> None:
