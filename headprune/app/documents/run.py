@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_serializer, field_validator
 
 from headprune.app.documents.base import Document, File
 from headprune.app.documents.common import Cut, Environment
@@ -81,3 +81,9 @@ class Run(File):
     def _without_trust(cls, options: Any) -> Any:
         """A folder from elsewhere must not allow that code runs."""
         return {**options, "trust_remote_code": False} if isinstance(options, Mapping) else options
+
+    @field_serializer("options", mode="wrap")
+    def _where_it_was_said(self, options: Options, written: Callable[[Options], dict[str, Any]]) -> dict[str, Any]:
+        """Where weights go is in the file only if it was said: older files do not have it."""
+        unsaid = {name for name in ("device_map", "device_memory", "offload_folder") if getattr(options, name) is None}
+        return {key: value for key, value in written(options).items() if key not in unsaid}
