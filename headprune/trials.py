@@ -117,7 +117,9 @@ class Trials:
         if not self.repair or "calibration" not in vars(self):
             return ()
         known = self.calibration
-        return [p.name for p in known.projections] + [v.name for v in known.values.values()]
+        # Of attention the whole module: a stand-in's projections are parts of tensors that have other names there.
+        around = [layer.module for layer in self.layers]
+        return [*around, *(p.name for p in known.projections), *(v.name for v in known.values.values())]
 
     @property
     def passes(self) -> float:

@@ -29,6 +29,7 @@ from headprune.fingerprint import fingerprint
 from headprune.inputs import without_labels
 from headprune.offload import Offloaded, copied, is_offloaded, value_of
 from headprune.reference import blocks
+from headprune.scoring import gradient
 from headprune.scoring.gradient import blocks_of
 from headprune.seeing import maps
 from headprune.surgery import proof
@@ -285,6 +286,27 @@ def test_statistics_block_by_block(
         assert torch.equal(mine.yy, moments.yy)
         assert torch.equal(found.directions.along[name], known.directions.along[name])
     assert found.passes == known.passes
+
+
+def test_checkpoints_where_memory_runs_out_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one example; from there on for all batches. The scores are the same."""
+    model, given, _ = made("bert", 3)
+    known = hp.score(model, given).flat()
+    tried: list[bool] = []
+    plain = gradient.slopes
+
+    def short(problem: Any, batch: Any, size: int, at: float = 1.0) -> Any:
+        tried.append(gradient._checkpoints(problem.model))
+        if not tried[-1]:
+            raise RuntimeError("CUDA out of memory")
+        return plain(problem, batch, size, at)
+
+    monkeypatch.setattr(gradient, "slopes", short)
+    assert torch.equal(hp.score(model, given).flat(), known)
+    assert tried == [False] * 3 + [True] * 3  # of four examples, two, and one; then all of each batch
+    monkeypatch.setattr(gradient, "blocks_of", lambda model: pytest.fail("not needed any more"))
+    monkeypatch.setattr(gradient, "slopes", plain)
+    assert torch.equal(hp.score(model, given).flat(), known)
 
 
 class _Largest(TorchDispatchMode):

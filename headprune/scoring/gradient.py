@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,11 +16,13 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, gated
 from headprune.inputs import doubled, gathered, model_device
-from headprune.memory import halving
+from headprune.memory import halving, is_out_of_memory
 from headprune.modules import uncached, wrapped
 from headprune.offload import is_offloaded, trainable
 from headprune.rows import Rows
 from headprune.scoring.base import Batches, Estimate, NotFiniteError, Problem, Samples, method
+
+_ASKED: ContextVar[bool] = ContextVar("checkpoints", default=False)  # whether memory demands them
 
 
 @method("gradient", unit="loss (nats) per unit of gate, mean absolute value")
@@ -70,7 +73,7 @@ def gate_gradients(problem: Problem) -> Samples:
     with frozen(problem.model):
         problem = replace(problem, batches=separate(problem))
 
-        def compute(batch: Any, size: int) -> Tensor:
+        def tables(batch: Any, size: int) -> Tensor:
             done = []
             for part in halving(range(size), size):
                 with part as rows:
@@ -78,8 +81,30 @@ def gate_gradients(problem: Problem) -> Samples:
                     done.append(together_or_singly(problem, partial(_table_of_slopes, problem), some, len(rows)))
             return torch.cat(done)
 
-        found = problem.parts(problem.batches, "gradient", compute)
+        found = problem.parts(problem.batches, "gradient", _checkpointing_if_need_be(tables))
     return Samples(finite(found[:, :-1]), found[:, -1])
+
+
+def _checkpointing_if_need_be(measure: Callable[[Any, int], Tensor]) -> Callable[[Any, int], Tensor]:
+    """What ``measure(batch, size)`` finds; with activation checkpointing from the first example on for which memory runs out without."""
+    needed = False
+
+    def compute(batch: Any, size: int) -> Tensor:
+        nonlocal needed
+        if not needed:
+            try:
+                return measure(batch, size)
+            except HeadPruneError as error:
+                if error.__cause__ is None or not is_out_of_memory(error.__cause__):
+                    raise
+                needed = True
+        token = _ASKED.set(True)
+        try:
+            return measure(batch, size)
+        finally:
+            _ASKED.reset(token)
+
+    return compute
 
 
 def _table_of_slopes(problem: Problem, batch: Any, size: int) -> Tensor:
@@ -117,7 +142,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def checkpointed(model: nn.Module) -> Iterator[None]:
-    """Gradient checkpointing, if the model has enabled it or some of its weights are kept elsewhere.
+    """Gradient checkpointing, if the model has enabled it, memory demands it, or some of its weights are kept elsewhere.
 
     By itself it only happens in training mode, with dropout. A graph holds the weights that were loaded for it: with checkpoints only those
     of one block at a time.
@@ -138,9 +163,11 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
 
 
 def _checkpoints(model: nn.Module) -> bool:
-    """Whether a model was told to checkpoint, by either name that transformers has for it."""
+    """Whether memory demands it, or the model was told to checkpoint, by either name that transformers has for it."""
     newer = hasattr(type(model), "is_activation_checkpointing")
-    return bool(getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False))
+    return _ASKED.get() or bool(
+        getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False)
+    )
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
