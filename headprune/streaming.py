@@ -11,15 +11,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from headprune.arguments import Plan
-from headprune.attention import check_heads, check_possible
+from headprune.arguments import Plan, heads_of
+from headprune.attention import Heads, check_heads, check_possible
 from headprune.checkpoint import (
     SIDECAR,
     Loading,
@@ -34,9 +34,10 @@ from headprune.checkpoint import (
     weight_files,
     write,
 )
-from headprune.arguments import heads_of
 from headprune.errors import HeadPruneError, check_writable, first_line
+from headprune.fingerprint import fingerprint
 from headprune.jsonio import read_json
+from headprune.plans import PruningPlan
 from headprune.stock import on_meta
 from headprune.surgery import Proof, prune
 from headprune.surgery.scratch import on_disk
@@ -55,6 +56,7 @@ class Streamed:
 
     Attributes:
         path: The folder.
+        drop: The heads that went, ``{layer_name: [head, …]}``.
         kept: Heads that it has, over all layers.
         total: Heads of the model that it was cut from.
         proof: The cut model's answers, and what its layers give, compared with those of the model with these heads masked.
@@ -69,6 +71,7 @@ class Streamed:
     """
 
     path: Path
+    drop: Heads
     kept: int
     total: int
     proof: Proof
@@ -131,6 +134,7 @@ def cut_checkpoint(
     _check_target(source, path, overwrite)
     model = _mapped(source, files)
     in_memory = _check_mapped(source, model, files)
+    plan = _as_stored(model, plan)
     example = example_for(model)
     layers = find_attention(model, example)
     drop = check_heads(heads_of(plan), layers)
@@ -148,7 +152,7 @@ def cut_checkpoint(
     written = weight_files(path, {})
     total = sum(layer.num_heads for layer in layers)
     return Streamed(
-        path, total - sum(map(len, drop.values())), total, proof, difference, loading_of(path), _bytes(files), _bytes(written),
+        path, drop, total - sum(map(len, drop.values())), total, proof, difference, loading_of(path), _bytes(files), _bytes(written),
         len(written), in_memory, round(time.monotonic() - began, 1),
     )  # fmt: skip
 
@@ -193,7 +197,9 @@ def check_source(source: Path) -> list[Path]:
         except HeadPruneError:
             raise
         except Exception as error:
-            raise damaged(source, error) or HeadPruneError(f"{file} is not readable: {first_line(error)}.", "Copy it again.") from error
+            raise damaged(source, error) or HeadPruneError(
+                f"{file} is not readable: {first_line(error)}.", "Copy it again."
+            ) from error
     if not ours:
         _check_class(source, _config(source), {_DTYPES[k]: n for k, n in stored.items() if k in _DTYPES})
     return files
@@ -220,7 +226,9 @@ def _check_class(source: Path, config: Any, stored: Mapping[str, int]) -> None:
         from transformers.core_model_loading import WeightConverter
     except ImportError:  # before 5.0's last changes; what is in memory then is counted (`_check_mapped`)
         return
-    if any(isinstance(c, WeightConverter) for c in get_model_conversion_mapping(on_meta(cls, config), None, None) or ()):
+    if any(
+        isinstance(c, WeightConverter) for c in get_model_conversion_mapping(on_meta(cls, config), None, None) or ()
+    ):
         raise HeadPruneError(
             f"{source} stores weights of {cls.__name__} in another layout than the model computes with (such as each expert by itself): "
             "they would be converted in memory.",
@@ -262,7 +270,9 @@ def _mapped(source: Path, files: Sequence[Path]) -> nn.Module:
     config = _config(source)
     cls = _class_of(source, config)
     try:
-        model, info = cls.from_pretrained(source, config=config, dtype="auto", output_loading_info=True, use_safetensors=True)
+        model, info = cls.from_pretrained(
+            source, config=config, dtype="auto", output_loading_info=True, use_safetensors=True
+        )
     except Exception as error:
         raise damaged(source, error) or HeadPruneError(
             f"{source} does not load as {cls.__name__}: {first_line(error)}.", "Check the folder."
@@ -294,14 +304,33 @@ def _check_mapped(source: Path, model: nn.Module, files: Sequence[Path]) -> int 
     loose = sum(size for where, size in tensors.items() if not any(low <= where < high for low, high in ranges))
     if loose > IN_MEMORY + sum(tensors.values()) // 16:
         raise HeadPruneError(
-            f"{source} cannot be streamed: {loose / 2**30:.1f} GiB of its weights are converted as they load, in memory.", _LOAD
+            f"{source} cannot be streamed: {loose / 2**30:.1f} GiB of its weights are converted as they load, in memory.",
+            _LOAD,
         )
     return loose
 
 
+def _as_stored(model: nn.Module, plan: Plan) -> Plan:
+    """A plan for the model in the type in which it is stored; on a CPU half precision is scored in float32.
+
+    Raises:
+        HeadPruneError: It is another model's.
+    """
+    if not isinstance(plan, PruningPlan) or not plan.model:
+        return plan
+    if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()) and plan.model == fingerprint(
+        model, widened=True
+    ):
+        return replace(plan, model="")
+    plan.check_model(model)
+    return plan
+
+
 def _check_target(source: Path, path: Path, overwrite: bool) -> None:
     if path.resolve() == source.resolve():
-        raise HeadPruneError(f"{path} is the model itself, whose files are read as they are needed.", "Choose another folder.")
+        raise HeadPruneError(
+            f"{path} is the model itself, whose files are read as they are needed.", "Choose another folder."
+        )
     if path.exists() and (not path.is_dir() or any(path.iterdir())) and not overwrite:
         raise HeadPruneError(f"{path} exists.", "Choose another folder, or allow overwriting.")
     check_writable(path)
