@@ -212,41 +212,80 @@ def unequal(a: Path, b: Path) -> list[str]:
     ]
 
 
-def section(
-    options: argparse.Namespace, size: int, shards: int, found: dict[str, dict[str, Any]], files: list[str]
-) -> str:
-    import torch
-    import transformers
+def section(found: dict[str, Any]) -> str:
+    """The whole section: how it is used, how it works, and what was measured."""
+    streamed, usual, limited = (found[name] for name in ("streamed", "usual", "usual, limited"))
 
-    streamed, usual, limited = found["streamed"], found["usual"], found["usual, limited"]
-    mb, gb = (lambda n: f"{n / 1e6:,.0f} MB"), (lambda n: f"{n / 1e9:.1f} GB")
-    rows = [
-        ("streamed, limited", streamed, "done"),
-        ("as usual, limited", limited, "killed by the kernel" if "killed" in limited else "done"),
-        ("as usual, no limit", usual, "done"),
+    def mb(count: float) -> str:
+        return f"{count / 1e6:,.0f} MB"
+
+    def row(name: str, r: dict[str, Any]) -> str:
+        if "killed" in r:
+            return f"| {name} | killed by the kernel | | | | |"
+        figures = f"{mb(r['anonymous'])} | {mb(r['resident'])} | {r['read'] / 1e9:.1f} GB | {r['seconds']:.0f} s"
+        return f"| {name} | done | {figures} |"
+
+    table = [
+        row("streamed, under the limit", streamed),
+        row("as usual, under the limit", limited),
+        row("as usual, no limit", usual),
     ]
-    table = "\n".join(
-        f"| {name} | {end} | " + (
-            f"{mb(r['anonymous'])} | {mb(r['resident'])} | {gb(r['read'])} | {r['seconds']:.0f} s |" if "seconds" in r else "– | – | – | – |"
-        )
-        for name, r, end in rows
+    return TEXT.format(
+        size=found["size"] / 1e9, layers=found["layers"], shards=found["shards"], kept=streamed["kept"], total=streamed["total"],
+        limit=mb(found["limit"]), peak=mb(streamed["peak"]), table="\n".join(table), base=mb(found["base"]), files=len(found["files"]),
+        told=f"{streamed['told'][0].upper()}{streamed['told'][1:]}", torch=found["torch"], transformers=found["transformers"],
     )  # fmt: skip
-    return f"""### Measured
 
-A Llama with random weights ({size / 1e9:.2f} GB in float32, {options.layers} layers of 32 heads, {shards} shards) was cut to {streamed["kept"]} of {streamed["total"]} heads, with another number in each
-layer and none in one. The limit is {mb(options.limit)}, of a memory cgroup, which counts everything: memory of the process's own and the pages of files that
-it maps. Nothing of the model was in the system's cache when a process began. Most that the cgroup had, streamed: {mb(streamed["peak"])}.
 
-| cut | end | memory of its own | resident, with mapped pages | read from disk | time, one thread |
+TEXT = """## A checkpoint larger than the memory
+
+```
+headprune prune MODEL --plan plan.json --streaming
+```
+
+cuts a model that never has to be in memory as a whole. MODEL is a folder with safetensors files, sharded or not; the plan is
+one of an earlier run, or [written by hand](planning.md#plan-files). The run folder gets the plan, the pruned folder, and `streamed.json`, which says what was proved.
+In Python:
+
+```python
+done = hp.cut_checkpoint("llama-70b", plan, "llama-70b-pruned")
+print(done.told())
+```
+
+**How.** Weights stay in their files, which are mapped into memory: the system reads a page when a layer needs it, and forgets it when memory is short.
+Tensors that are cut go to temporary files in the folder that is being written, and are mapped, too. All else is the code that cuts a
+model in memory, so the folder is the same: weights, config, removal record, model card, code and probe, byte by byte, on all models in `tests/test_streaming.py`
+(BERT, Llama, Qwen3, T5, GPT-2, ViT, Whisper; even, uneven and emptied layers; one file or many). Files of weights are split at 5 GB; `max_shard_size=` takes another size.
+
+**What is proved.** What `headprune.prune` proves: the cut model's answers, and what its layers give, against the model with these heads masked, on the
+same inputs. Then the written folder is read again; its weights must be those that were written, and its answers those of the cut model. The model runs
+in the type in which it is stored: for bfloat16 answers may differ by 5e-2 of the largest value, in float32 by 1e-4.
+
+**What it costs.** The files are read some tens of times, from disk if memory is short. Memory of the process's own: the libraries, one tensor
+while it is cut, the activations of one layer, and for the proof the model's answers to each input and 64 positions of what each cut layer gives.
+
+**What cannot be streamed** is refused in a line before the work: repair, fine-tuning and measuring (a plan that was searched for counts on repair: `--no-repair` cuts by it all
+the same), pickled weights (`.bin`), quantised weights, models whose weights are converted as they load (experts stored one by one, another type in config.json than in the
+files), code that comes with a model, names on the Hub (download the model first), Windows.
+
+### Measured
+
+A Llama with random weights ({size:.2f} GB in float32, {layers} layers of 32 heads, {shards} files) was cut to {kept} of {total} heads: another number in each
+layer, and one layer without any. The limit is {limit}, of a memory cgroup, as containers have it. It counts memory of the process's own and every page of a file that it
+maps or reads; the kernel takes such pages back when the limit is reached. Nothing of the model was in the system's cache when a process began. The cgroup's own count of its
+peak, for the streamed cut: {peak}.
+
+| cut | end | memory of its own | resident, mapped pages included | read from disk | time, one thread |
 |---|---|---|---|---|---|
 {table}
 
-"Memory of its own" is what the kernel cannot take back (RssAnon), at its most; about {mb(options.base)} of it are Python and the libraries. RLIMIT_AS and RLIMIT_DATA are no use
-here: they count how large mapped files are, not what of them is in memory.
+"Memory of its own" (RssAnon, at its most) is what the kernel cannot take back; {base} of it are Python and the libraries. RLIMIT_AS and
+RLIMIT_DATA are no use here: they count how large mapped files are, not how much of them is in memory. "As usual" is `from_pretrained`, `headprune.prune`, `headprune.save`:
+transformers maps files, too, but what is cut stays in memory, and whatever converts or copies weights (`headprune.load`, another type, repair) needs room for all of them.
 
-The streamed folder and that of the usual cut have the same {len(files)} files, byte by byte. What the streamed cut said: {streamed["told"]}
+The streamed folder and that of the usual cut have the same {files} files, byte by byte. The streamed cut said: "{told}"
 
-Made by `python benchmarks/streaming.py` (torch {torch.__version__}, transformers {transformers.__version__})."""
+Made by `python benchmarks/streaming.py` (torch {torch}, transformers {transformers})."""
 
 
 def main() -> None:
@@ -256,6 +295,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("/tmp/headprune-streaming"), help="where 7 GB are free, on a disk"
     )
+    parser.add_argument("--render", type=Path, help="only write the section again, from a results file")
     parser.add_argument("--worker", choices=("streamed", "usual"))
     parser.add_argument("--model", type=Path)
     parser.add_argument("--out", type=Path)
@@ -268,6 +308,9 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from benchmarks.document import replace_section
 
+    if options.render:
+        replace_section(DOCUMENT, "streaming", section(json.loads(options.render.read_text())))
+        return
     folder: Path = options.folder
     shutil.rmtree(folder, ignore_errors=True)
     limit = None
@@ -287,8 +330,17 @@ def main() -> None:
             return
         shutil.rmtree(folder / "usual")
         found["usual, limited"] = cut("usual", folder / "dense", folder / "limited", options.layers, limit)
-        options.base = imported()
-        replace_section(DOCUMENT, "streaming", section(options, size, len(weights), found, files))
+        import torch
+        import transformers
+
+        facts = {
+            "size": size, "layers": options.layers, "shards": len(weights), "limit": options.limit, "base": imported(), "files": files,
+            "torch": torch.__version__, "transformers": transformers.__version__,
+        }  # fmt: skip
+        results = folder.with_suffix(".json")
+        results.write_text(json.dumps({**found, **facts}))
+        print(f"results: {results}")
+        replace_section(DOCUMENT, "streaming", section(json.loads(results.read_text())))
     finally:
         if limit is not None:
             limit.close()

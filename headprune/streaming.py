@@ -36,6 +36,7 @@ from headprune.checkpoint import (
 )
 from headprune.errors import HeadPruneError, check_writable, first_line
 from headprune.fingerprint import fingerprint
+from headprune.inputs import Example
 from headprune.jsonio import read_json
 from headprune.plans import PruningPlan
 from headprune.stock import on_meta
@@ -103,6 +104,7 @@ def cut_checkpoint(
     plan: Plan,
     path: str | Path,
     *,
+    example: Example | None = None,
     processor: Any = None,
     overwrite: bool = False,
     about: dict[str, Any] | None = None,
@@ -119,6 +121,7 @@ def cut_checkpoint(
         plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` to remove.
         path: The folder to write; it appears complete or not at all. While it is written, its disk also needs room for the tensors
             that are cut.
+        example: A batch without labels, as for `prune`; by default an input is made up.
         processor: A tokenizer or image processor to save beside the model.
         overwrite: Replace what is there.
         about: More to store in the sidecar (such as the dataset).
@@ -135,7 +138,7 @@ def cut_checkpoint(
     model = _mapped(source, files)
     in_memory = _check_mapped(source, model, files)
     plan = _as_stored(model, plan)
-    example = example_for(model)
+    example = example_for(model) if example is None else example
     layers = find_attention(model, example)
     drop = check_heads(heads_of(plan), layers)
     for layer in layers:
@@ -226,9 +229,7 @@ def _check_class(source: Path, config: Any, stored: Mapping[str, int]) -> None:
         from transformers.core_model_loading import WeightConverter
     except ImportError:  # before 5.0's last changes; what is in memory then is counted (`_check_mapped`)
         return
-    if any(
-        isinstance(c, WeightConverter) for c in get_model_conversion_mapping(on_meta(cls, config), None, None) or ()
-    ):
+    if any(isinstance(c, WeightConverter) for c in get_model_conversion_mapping(on_meta(cls, config)) or ()):
         raise HeadPruneError(
             f"{source} stores weights of {cls.__name__} in another layout than the model computes with (such as each expert by itself): "
             "they would be converted in memory.",
@@ -327,9 +328,9 @@ def _as_stored(model: nn.Module, plan: Plan) -> Plan:
 
 
 def _check_target(source: Path, path: Path, overwrite: bool) -> None:
-    if path.resolve() == source.resolve():
+    if source.resolve().is_relative_to(path.resolve()):
         raise HeadPruneError(
-            f"{path} is the model itself, whose files are read as they are needed.", "Choose another folder."
+            f"{path} holds the model itself, whose files are read as they are needed.", "Choose another folder."
         )
     if path.exists() and (not path.is_dir() or any(path.iterdir())) and not overwrite:
         raise HeadPruneError(f"{path} exists.", "Choose another folder, or allow overwriting.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def stream_run(model: str, task: str | None, plan: PruningPlan, folder: RunFolde
     kind = task_of(config_of(model, _NOTHING), task, model)
     processor = processor_of(model, kind, _NOTHING)
     content = RunFolder(folder.unfinished / "content")
+    shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed; nothing of it is used
     console.say(f"cutting {model} as it lies in its files, and proving it …")
     made = cut_checkpoint(
         model,
