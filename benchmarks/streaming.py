@@ -112,7 +112,7 @@ def worker(options: argparse.Namespace) -> None:
     else:
         model = transformers.LlamaForCausalLM.from_pretrained(options.model)
         hp.prune(model, heads)
-        hp.save(model, options.out, max_shard_size="5GB")
+        hp.save(model, options.out)
     read = int(re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.M)[1])  # type: ignore[index]
     print(
         json.dumps(
@@ -255,7 +255,7 @@ print(done.told())
 **How.** Weights stay in their files, which are mapped into memory: the system reads a page when a layer needs it, and forgets it when memory is short.
 Tensors that are cut go to temporary files in the folder that is being written, and are mapped, too. All else is the code that cuts a
 model in memory, so the folder is the same: weights, config, removal record, model card, code and probe, byte by byte, on all models in `tests/test_streaming.py`
-(BERT, Llama, Qwen3, T5, GPT-2, ViT, Whisper; even, uneven and emptied layers; one file or many). Files of weights are split at 5 GB; `max_shard_size=` takes another size.
+(BERT, Llama, Qwen3, T5, GPT-2, ViT, Whisper; even, uneven and emptied layers; one file or many). `max_shard_size=` says how large a file of weights may be.
 
 **What is proved.** What `headprune.prune` proves: the cut model's answers, and what its layers give, against the model with these heads masked, on the
 same inputs. Then the written folder is read again; its weights must be those that were written, and its answers those of the cut model. The model runs

@@ -21,6 +21,7 @@ from torch import nn
 from headprune.arguments import Plan, heads_of
 from headprune.attention import Heads, check_heads, check_possible
 from headprune.checkpoint import (
+    MAX_SHARD,
     SIDECAR,
     Loading,
     check_attention,
@@ -44,7 +45,6 @@ from headprune.surgery import Proof, prune
 from headprune.surgery.scratch import on_disk
 from headprune.trace import example_for, find_attention
 
-MAX_SHARD = "5GB"
 IN_MEMORY = 64 * 2**20  # bytes of weights that may be in memory, beside a sixteenth of all
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PLAIN = {*_DTYPES, "I64", "I32", "I16", "BOOL", "C64"}  # what weights and buffers may be
@@ -125,7 +125,8 @@ def cut_checkpoint(
         processor: A tokenizer or image processor to save beside the model.
         overwrite: Replace what is there.
         about: More to store in the sidecar (such as the dataset).
-        max_shard_size: The size from which on weights are split over several files.
+        max_shard_size: The size from which on weights are split over several files. safetensors before 0.8 needs memory for one of
+            these files.
 
     Raises:
         HeadPruneError: The folder's weights are not plain safetensors (pickles, quantised), or have to be converted as they are loaded; it has code

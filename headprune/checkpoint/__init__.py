@@ -17,9 +17,10 @@ from headprune.checkpoint.folders import replaced
 from headprune.checkpoint.hub import upload
 from headprune.checkpoint.loading import SIDECAR, Loading, loading_of
 from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load, load_mapped, weight_files
-from headprune.checkpoint.writing import check_plain, complete, push_to_hub, save, save_pretrained, write
+from headprune.checkpoint.writing import MAX_SHARD, check_plain, complete, push_to_hub, save, save_pretrained, write
 
 __all__ = [
+    "MAX_SHARD",
     "SIDECAR",
     "Loading",
     "about",
