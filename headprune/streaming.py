@@ -25,6 +25,7 @@ from headprune.checkpoint import (
     SIDECAR,
     Loading,
     check_attention,
+    check_merged,
     check_plain,
     complete,
     damaged,
@@ -284,6 +285,7 @@ def _mapped(source: Path, files: Sequence[Path]) -> nn.Module:
             f"{source} has no weights for {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}.",
             "Pass the whole model, and name the class that it was trained as under architectures in config.json.",
         )
+    check_merged(model)
     check_plain(model, model.state_dict())
     made: nn.Module = model
     return made.eval()

@@ -17,7 +17,16 @@ from headprune.checkpoint.folders import replaced
 from headprune.checkpoint.hub import upload
 from headprune.checkpoint.loading import SIDECAR, Loading, loading_of
 from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load, load_mapped, weight_files
-from headprune.checkpoint.writing import MAX_SHARD, check_plain, complete, push_to_hub, save, save_pretrained, write
+from headprune.checkpoint.writing import (
+    MAX_SHARD,
+    check_merged,
+    check_plain,
+    complete,
+    push_to_hub,
+    save,
+    save_pretrained,
+    write,
+)
 
 __all__ = [
     "MAX_SHARD",
@@ -26,6 +35,7 @@ __all__ = [
     "about",
     "add_figures",
     "check_attention",
+    "check_merged",
     "check_plain",
     "code",
     "complete",
