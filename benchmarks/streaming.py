@@ -225,13 +225,21 @@ def section(found: dict[str, Any]) -> str:
         figures = f"{mb(r['anonymous'])} | {mb(r['resident'])} | {r['read'] / 1e9:.1f} GB | {r['seconds']:.0f} s"
         return f"| {name} | done | {figures} |"
 
+    from headprune.surgery.watch import ROWS
+
+    inputs = int(re.search(r"proved on (\d+) inputs", streamed["told"])[1])  # type: ignore[index]
+
+    def a_layer(hidden: int) -> float:
+        """MB that the proof keeps of a layer: float32, three places."""
+        return ROWS * 3 * hidden * 4 * inputs / 1e6
+
     table = [
         row("streamed, under the limit", streamed),
         row("as usual, under the limit", limited),
         row("as usual, no limit", usual),
     ]
     return TEXT.format(
-        size=found["size"] / 1e9, layers=found["layers"], shards=found["shards"], kept=streamed["kept"], total=streamed["total"],
+        rows=ROWS, inputs=inputs, kept_a=a_layer(2048), kept_b=a_layer(8192), size=found["size"] / 1e9, layers=found["layers"], shards=found["shards"], kept=streamed["kept"], total=streamed["total"],
         limit=mb(found["limit"]), peak=mb(streamed["peak"]), table="\n".join(table), base=mb(found["base"]), files=len(found["files"]),
         told=f"{streamed['told'][0].upper()}{streamed['told'][1:]}", torch=found["torch"], transformers=found["transformers"],
     )  # fmt: skip
@@ -262,7 +270,8 @@ same inputs. Then the written folder is read again; its weights must be those th
 in the type in which it is stored: for bfloat16 answers may differ by 5e-2 of the largest value, in float32 by 1e-4.
 
 **What it costs.** The files are read some tens of times, from disk if memory is short. Memory of the process's own: the libraries, one tensor
-while it is cut, the activations of one layer, and for the proof the model's answers to each input and 64 positions of what each cut layer gives.
+while it is cut, the activations of one layer, and for the proof the model's answers to each input and {rows} positions of what each cut layer gives (its heads, W_O and
+the module: {kept_a:.0f} MB a layer for {inputs} inputs at a hidden size of 2,048, {kept_b:.0f} MB at 8,192).
 
 **What cannot be streamed** is refused in a line before the work: repair, fine-tuning and measuring (a plan that was searched for counts on repair: `--no-repair` cuts by it all
 the same), pickled weights (`.bin`), quantised weights, models whose weights are converted as they load (experts stored one by one, another type in config.json than in the
@@ -279,9 +288,12 @@ peak, for the streamed cut: {peak}.
 |---|---|---|---|---|---|
 {table}
 
-"Memory of its own" (RssAnon, at its most) is what the kernel cannot take back; {base} of it are Python and the libraries. RLIMIT_AS and
+"Memory of its own" (RssAnon, at its most) is what the kernel cannot take back; {base} of it are Python and the libraries. Of the resident memory, pages of libraries that
+another process had read before do not count for the cgroup, so it may be more than the limit. The machine was busy with other work, so times are only a rough guide; most of
+the time under the limit goes into reading. RLIMIT_AS and
 RLIMIT_DATA are no use here: they count how large mapped files are, not how much of them is in memory. "As usual" is `from_pretrained`, `headprune.prune`, `headprune.save`:
-transformers maps files, too, but what is cut stays in memory, and whatever converts or copies weights (`headprune.load`, another type, repair) needs room for all of them.
+transformers maps files, too, so here it also gets by, but all that is cut stays in memory until the end, and whatever converts or copies weights (the command line without `--streaming`, `headprune.load`, another
+type, repair) needs room for all of them.
 
 The streamed folder and that of the usual cut have the same {files} files, byte by byte. The streamed cut said: "{told}"
 
