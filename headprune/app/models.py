@@ -123,8 +123,8 @@ def load_model(
     where = pick_device(device)
     wanted = _dtype(dtype, where)
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = _load_config(source, common)
-    kind = _task(config, task, source)
+    config = config_of(source, common)
+    kind = task_of(config, task, source)
     half = _half(config) if dtype == "auto" and wanted == torch.float32 else None
     if checkpoint.is_checkpoint(source):
         model = checkpoint.load(source, **({"device": where} if placing is None else placing.options()))
@@ -138,7 +138,7 @@ def load_model(
         aligned(model) if placing else model.to(where)
     model.eval()
     _check_numbers(model, source)
-    processor = _processor(source, kind, common) if with_processor else None
+    processor = processor_of(source, kind, common) if with_processor else None
     if kind.modality == "text" and processor is not None:
         _set_padding(model.config, processor.pad_token_id)
     notes = []
@@ -159,7 +159,9 @@ def resolved(source: str) -> str:
         HeadPruneError: The run folder holds none or several.
     """
     path = Path(source)
-    is_run = (path / "run.json").is_file() and not (path / "config.json").exists()
+    is_run = (
+        any((path / name).is_file() for name in ("run.json", "streamed.json")) and not (path / "config.json").exists()
+    )
     return str(pruned_in(path)) if is_run else source
 
 
@@ -182,7 +184,7 @@ def pruned_in(path: Path) -> Path:
     return found[0]
 
 
-def _load_config(source: str, common: dict[str, Any]) -> Any:
+def config_of(source: str, common: dict[str, Any]) -> Any:
     import transformers
 
     try:
@@ -243,8 +245,7 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
     """
     config = loaded.config
     generator = torch.Generator().manual_seed(0)
-    first = next(p for p in loaded.model.parameters() if p.is_floating_point())
-    device = model_device(loaded.model)
+    first, device = next(p for p in loaded.model.parameters() if p.is_floating_point()), model_device(loaded.model)
     if loaded.task.modality == "text":
         vocabulary = config.get_text_config().vocab_size
         low = min(10, vocabulary - 1)
@@ -333,7 +334,7 @@ def _half(config: Any) -> torch.dtype | None:
     return next((half for half in HALVES if found in (half, str(half).removeprefix("torch."))), None)
 
 
-def _task(config: Any, task: str | None, source: str) -> Task:
+def task_of(config: Any, task: str | None, source: str) -> Task:
     if task is not None:
         return TASKS[task]
     architecture = str((getattr(config, "architectures", None) or [""])[0])
@@ -400,7 +401,7 @@ def _not_trusted(source: str, error: Exception) -> HeadPruneError | None:
     )
 
 
-def _processor(source: str, kind: Task, common: dict[str, Any]) -> Any:
+def processor_of(source: str, kind: Task, common: dict[str, Any]) -> Any:
     import transformers
 
     name = {"text": "AutoTokenizer", "image": "AutoImageProcessor", "audio": "AutoFeatureExtractor"}[kind.modality]
