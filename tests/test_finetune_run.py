@@ -18,6 +18,7 @@ from headprune.app.data import DataOptions, load_parts, load_train
 from headprune.app.models import dummy_input, load_model
 from headprune.fingerprint import fingerprint
 from tests.support.commands import run
+from tests.support.documents import opened
 from tests.support.folders import sentences, write_jsonl
 from tests.support.interrupted import Processes
 from tests.support.zoo import randomise, vit
@@ -245,7 +246,7 @@ def test_more_mistakes(pruned_here: Path, data_folder: Path) -> None:
     lone = pruned_here.parent / "lone"
     shutil.copytree(pruned_here / "pruned-4", lone)
     assert "Name the dataset with -d" in run("finetune", lone, code=1).stderr
-    sidecar = json.loads((lone / "headprune.json").read_text())
+    sidecar = opened(lone / "headprune.json")
     sidecar["about"]["from"] = "gone/away"
     (lone / "headprune.json").write_text(json.dumps(sidecar))
     assert "--teacher" in run("finetune", lone, "-d", data_folder, code=1).stderr

@@ -46,7 +46,19 @@ def copy(tiny: Path, folder: Path) -> Path:
     return folder
 
 
-COSTS = ("seconds", "passes", "latency", "time", "generation", "energy", "environment", "when", "resumed", "commands")
+COSTS = (
+    "seconds",
+    "passes",
+    "latency",
+    "time",
+    "generation",
+    "energy",
+    "environment",
+    "when",
+    "resumed",
+    "commands",
+    "checksum",
+)
 
 
 def told(value: Any) -> Any:

@@ -16,6 +16,7 @@ import headprune as hp
 from headprune.app.runs import RunFolder
 from headprune.jsonio import dumps, loads, read_json, write_json, write_text
 from tests.support.commands import run
+from tests.support.documents import opened
 
 FLOATS = st.floats() | st.floats().map(np.float64)
 VALUES = st.recursive(
@@ -101,7 +102,7 @@ def test_a_report_of_numbers_that_are_none(form: float, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
     metrics = spoilt(read_json(folder.metrics_path, "metrics"), form)
     write_json(folder.metrics_path, "metrics", metrics)
-    scores = json.loads(folder.scores_path.read_text())
+    scores = opened(folder.scores_path)
     for s in scores["scores"]:
         s["values"] = {k: [form, *v[1:]] for k, v in s["values"].items()}
         s["stderr"] = spoilt(s["stderr"], form)

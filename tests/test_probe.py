@@ -18,6 +18,7 @@ from headprune.forms import guesses, made, packed, remembered, unpacked
 from headprune.inputs import call
 from headprune.surgery import answers
 from tests.support.checks import pruned
+from tests.support.documents import opened
 from tests.support.zoo import ZOO, TorchEncoder, bert, gpt2, llama, randomise, text
 
 
@@ -338,7 +339,7 @@ def test_a_sidecar_from_elsewhere(change: dict[str, str], told: str, tmp_path: P
     """What a folder says is data: no file outside it is read, nothing but a model is built, no kernel is fetched."""
     folder = hp.save(pruned("bert")[0], tmp_path / "m")
     path = folder / "headprune.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    path.write_text(json.dumps(opened(path) | change))
     with pytest.raises(hp.HeadPruneError, match=told):
         hp.load(folder)
 

@@ -202,7 +202,26 @@ def _load(asked: FinetuneRun, source: Path, run: Run | None) -> tuple[LoadedMode
             f"The dense model that {source} names could not be loaded: {error.args[0]}",
             f"{error.hint} Or name it with --teacher.".strip(),
         ) from error
+    if asked.teacher is None and run is not None:
+        _check_dense(dense, run)
     return pruned, dense
+
+
+def _check_dense(dense: LoadedModel, run: Run) -> None:
+    """The dense model must be the one that was pruned: it teaches, and the others are compared with it.
+
+    Raises:
+        HeadPruneError: Its weights are others now, as far as this can be known.
+    """
+    dtype = str(next(dense.model.parameters()).dtype).removeprefix("torch.")
+    if (dense.source, dtype) != (run.options.model, run.model.dtype):
+        return
+    if (now := fingerprint(dense.model)) != run.model.fingerprint:
+        raise HeadPruneError(
+            f"{dense.source} is not the model that was pruned (fingerprint {run.model.fingerprint}): its weights are others now "
+            f"({now}).",
+            "Bring it back as it was, or name the dense model with --teacher.",
+        )
 
 
 def _check_cut(parts: Parts, data: DataOptions, run: Run | None, pruned: LoadedModel) -> list[str]:

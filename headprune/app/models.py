@@ -164,6 +164,7 @@ def pruned_in(path: Path) -> Path:
     Raises:
         HeadPruneError: It holds none or several.
     """
+    checkpoint.recovered(path)
     if checkpoint.is_checkpoint(path):
         return path
     if not path.is_dir():
@@ -362,6 +363,7 @@ def _check_source(source: str, revision: str | None) -> None:
     if not source.strip():
         raise HeadPruneError("No model was named.", "Pass a Hub id, a local folder, or a folder headprune saved.")
     try:
+        checkpoint.recovered(Path(source))
         if Path(source).is_file():
             raise HeadPruneError(f"{source} is a file.", "Pass the folder that it lies in, or a Hub id.")
         local = Path(source).is_dir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from headprune import probe
+from headprune.checkpoint.files import changed
 from headprune.checkpoint.folders import recovered
 from headprune.checkpoint.loading import SIDECAR
 from headprune.errors import HeadPruneError, first_line
@@ -31,7 +33,9 @@ from headprune.surgery import Removal, remove
 _WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pruned.safetensors"  # the latter of pruned models, of 0.1
 
 
-def load(path: str | Path, model: nn.Module | None = None, *, device: torch.device | str = "cpu") -> nn.Module:
+def load(
+    path: str | Path, model: nn.Module | None = None, *, device: torch.device | str = "cpu", as_saved: bool = False
+) -> nn.Module:
     """Load a model that `save` wrote, in evaluation mode, and check that it gives the answers of the saved one.
 
     Nothing in the folder is run as code.
@@ -40,6 +44,8 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
         path: The folder.
         model: For a class outside transformers: a fresh, dense instance to prune and fill.
         device: Where to put it.
+        as_saved: Refuse a folder in which any file (but its README.md) was changed. By default a warning names files beside the
+            model's own, such as a tokenizer's: they may be meant to be edited, and the answers are compared anyway.
 
     Raises:
         HeadPruneError: Not such a folder, weights that do not fit, or other answers than the saved model's: after an
@@ -55,6 +61,7 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
             "Load it by from_pretrained(folder, trust_remote_code=True), and save that by headprune.save.",
         )
     sidecar = read_json(path / SIDECAR, "checkpoint")
+    _check_files(path, sidecar, as_saved)
     files = _files(path, sidecar)
     skeleton = model if model is not None else _skeleton(path, sidecar)
     try:
@@ -83,6 +90,27 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
         save_by_headprune(skeleton)
     probe.check(skeleton, path)
     return skeleton
+
+
+def _check_files(path: Path, sidecar: dict[str, Any], as_saved: bool) -> None:
+    """Compare the files beside the weights with what was saved.
+
+    Raises:
+        HeadPruneError: The probe is another one; or, with ``as_saved``, any of them.
+    """
+    saved = sidecar.get("files", {})  # folders of older versions have none
+    if not isinstance(saved, dict) or not all(isinstance(text, str) for text in saved.values()):
+        raise HeadPruneError(f"{path / SIDECAR} is damaged: files is {saved!r:.60}.", "Save the model again.")
+    other = changed(path, saved)
+    if probe.FILE in other or (other and as_saved):
+        name = probe.FILE if probe.FILE in other else other[0]
+        raise HeadPruneError(f"{path / name} is damaged: it is not what was saved.", "Copy, download or save it again.")
+    # An edited config is told with what was edited (`probe.check`), and nothing here runs code from the folder.
+    if beside := [name for name in other if name != "config.json"]:
+        warnings.warn(
+            f"headprune: {path}: not as saved: {', '.join(beside[:3])}. If that is no edit of yours, copy, download or save it again.",
+            stacklevel=3,
+        )
 
 
 def _repeat(skeleton: nn.Module, sidecar: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headprune import __version__, probe
 from headprune.checkpoint import remote_code
 from headprune.checkpoint.card import CARD, Origin, add_tags, write_card
+from headprune.checkpoint.files import checksums
 from headprune.checkpoint.folders import replaced
 from headprune.checkpoint.hub import upload
 from headprune.checkpoint.loading import SIDECAR
@@ -25,6 +26,7 @@ from headprune.jsonio import write_json, write_text
 from headprune.pruned import Structure, heads_before, removed, structure_of, was_repaired
 from headprune.stock import CannotStateError, dense_class, stock_instance
 
+_OWN = ("config.json", "generation_config.json", remote_code.FILE, probe.FILE)  # files that are always ours
 MAX_SHARD = "50GB"  # as transformers has it
 _COMMIT = (
     "commit_message",
@@ -69,9 +71,7 @@ def save(
     check_merged(model)
     check_plain(model, model.state_dict())
     with replaced(path, overwrite) as folder:
-        write(model, folder, example=example, about=about or {}, max_shard_size=max_shard_size)
-        if processor is not None:
-            processor.save_pretrained(folder)
+        write(model, folder, example=example, about=about or {}, max_shard_size=max_shard_size, processor=processor)
         for file in folder.iterdir():
             file.chmod(0o644)
     return path
@@ -158,16 +158,19 @@ def write(
     state_dict: Mapping[str, Tensor] | None = None,
     max_shard_size: str | int = MAX_SHARD,
     same_tensors: bool = False,
+    processor: Any = None,
 ) -> None:
     """All files of a model, into a folder that exists: a folder of its stock class, where that can state it.
 
     Args:
+        processor: A tokenizer or image processor to save beside it.
         same_tensors: Only where the stock class has the very tensors that the model has, by name and shape: Trainer loads what it
             saved into the model in memory.
     """
     from huggingface_hub import save_torch_state_dict
 
     origin = Origin.of(model)
+    alone = not any(folder.iterdir())  # else other files there are none of ours
     if example is not None:
         remember(model, example)
     model, why = _as_stock(model, same_tensors)
@@ -176,6 +179,9 @@ def write(
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     config = _write_config(model, folder, structure, cls, dtype)
+    probe.keep(model, folder)
+    if processor is not None:
+        processor.save_pretrained(folder)
     write_json(
         folder / SIDECAR,
         "checkpoint",
@@ -190,10 +196,10 @@ def write(
             "repaired": was_repaired(model),
             "structure": structure,
             "why_not_stock": why,
+            "files": checksums(folder, None if alone else _OWN),
             "about": about or {},
         },
     )
-    probe.keep(model, folder)
     write_card(folder, origin)
 
 

@@ -60,7 +60,7 @@ def save(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Saved:
 
 def load(scene: Scene, path: Path) -> nn.Module:
     """A saved model, for the run to measure."""
-    model = checkpoint.load(path, device=next(scene.model.parameters()).device)
+    model = checkpoint.load(path, device=next(scene.model.parameters()).device, as_saved=True)
     if scene.loaded.stored is not None:
         widen(model)
     return model
