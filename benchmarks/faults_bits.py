@@ -1,0 +1,1 @@
+def trials(*a): return iter(())
