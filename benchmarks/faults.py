@@ -27,7 +27,6 @@ from typing import Any
 import faults_bits
 import faults_machine
 import faults_world as w
-from document import replace_section
 
 DOCUMENT = w.ROOT / "docs" / "reliability.md"
 FULL = {"moments": 100, "fresh": 4, "renames": 0, "disk": 15, "read-only": 15, "memory": 10, "ranks": 6, "bits": 8}
@@ -90,9 +89,7 @@ def bits_table(results: Results) -> str:
     for kind, found in rows.items():
         flips = sum(row["how"] == "flip" for row in found)
         count = Counter(row["outcome"] for row in found)
-        lines.append(
-            f"| {kind} | {flips} | {len(found) - flips} | {' | '.join(str(count[n]) for n in names)} |"
-        )
+        lines.append(f"| {kind} | {flips} | {len(found) - flips} | {' | '.join(str(count[n]) for n in names)} |")
     return "\n".join(lines)
 
 

@@ -74,7 +74,7 @@ class Base:
             self._run(old, w.OTHERWISE[step])
             self._keep("old", step, old)
             self.seconds[step] = self._run(here, arguments)
-            self.renames[step] = len((w.beside() / "renames").read_bytes())
+            self.renames[step] = len((w.beside() / "renames").read_text().splitlines())
             self._keep("after", step, here)
         two = w.copy(self.world("before", "prune"), self.path / "two")
         assert [e.status for e in ranks(two, w.STEPS["prune"], 2)] == [0, 0]
@@ -113,14 +113,30 @@ class Trial:
     def world(self) -> Path:
         return w.copy(self.base.path / self.start, self.base.scratch)
 
-    def verdict(self, part: str, fault: str, world: Path, ended: w.Ended, struck: bool, mend: Callable[[], Any] = bool, **more: Any) -> dict[str, Any]:
+    def verdict(
+        self,
+        part: str,
+        fault: str,
+        world: Path,
+        ended: w.Ended,
+        struck: bool,
+        mend: Callable[[], Any] = bool,
+        **more: Any,
+    ) -> dict[str, Any]:
         """Look what is there, type the command again, and compare.
 
         Args:
             mend: Ends the fault.
             more: ``after``: what must be there at last; ``again``: how the command is typed again.
         """
-        row: dict[str, Any] = {"part": part, "fault": fault, "step": self.step, "over": self.over, "struck": struck, "fine": False}
+        row: dict[str, Any] = {
+            "part": part,
+            "fault": fault,
+            "step": self.step,
+            "over": self.over,
+            "struck": struck,
+            "fine": False,
+        }
         old, new = self.base.seen[self.start], more.get("after", self.base.seen[f"after {self.step}"])
         if ended.status >= 0 and not (ended.status == 0 or ended.clean):
             return row | {"outcome": "wrong", "why": f"status {ended.status}: {ended.said[-600:]}"}
@@ -128,7 +144,10 @@ class Trial:
             found, why = w.view(world)
             row |= {"old": found == old, "new": found == new}
             if found not in (old, new):
-                return row | {"outcome": "wrong", "why": f"neither state: {why[-600:] or difference(found, new)}, after: {ended.said[-300:]}"}
+                return row | {
+                    "outcome": "wrong",
+                    "why": f"neither state: {why[-600:] or difference(found, new)}, after: {ended.said[-300:]}",
+                }
         mend()
         again = more.get("again", lambda: w.command(world, self.arguments).ended())()
         found, why = w.view(world)
@@ -162,6 +181,7 @@ def drawn(part: str, number: int, seed: int) -> random.Random:
 def moments(base: Base, counts: dict[str, int], seed: int, skipped: dict[str, str]) -> Trials:
     """A signal at a moment that is drawn; also to processes that the shell starts."""
     for number in range(counts["moments"]):
+
         def make(number: int = number) -> dict[str, Any]:
             rng = drawn("moments", number, seed)
             step, (name, sent) = list(w.STEPS)[number % len(w.STEPS)], list(SIGNALS.items())[number % 3]
@@ -177,6 +197,7 @@ def moments(base: Base, counts: dict[str, int], seed: int, skipped: dict[str, st
 
         yield f"moment {number}", make
     for number in range(counts["fresh"]):
+
         def fresh(number: int = number) -> dict[str, Any]:
             rng = drawn("fresh", number, seed)
             step, (name, sent) = ("score", "finetune")[number % 2], list(SIGNALS.items())[number % 3]
@@ -187,7 +208,9 @@ def moments(base: Base, counts: dict[str, int], seed: int, skipped: dict[str, st
                 [sys.executable, "-m", "headprune", *trial.arguments], cwd=world, env=environment, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )  # fmt: skip
-            until = time.monotonic() + rng.uniform(4, 10 + base.seconds[step])  # importing torch takes the first seconds
+            until = time.monotonic() + rng.uniform(
+                4, 10 + base.seconds[step]
+            )  # importing torch takes the first seconds
             while process.poll() is None and time.monotonic() < until:
                 time.sleep(0.01)
             if struck := process.poll() is None:
@@ -195,7 +218,9 @@ def moments(base: Base, counts: dict[str, int], seed: int, skipped: dict[str, st
             out, err = process.communicate()
             if sent == signal.SIGINT and process.returncode == -sent:
                 err = ""  # Python's own, before the command listened
-            return trial.verdict("moments", f"{name}, a new process", world, w.Ended(process.returncode, err, out), struck)
+            return trial.verdict(
+                "moments", f"{name}, a new process", world, w.Ended(process.returncode, err, out), struck
+            )
 
         yield f"new process {number}", fresh
 
@@ -205,6 +230,7 @@ def renames(base: Base, counts: dict[str, int], seed: int, skipped: dict[str, st
     every = [(step, n) for step in w.STEPS for n in range(1, base.renames[step] + 1)]
     some = counts["renames"]
     for step, n in every[:: max(1, len(every) // some)] if some else every:
+
         def make(step: str = step, n: int = n) -> dict[str, Any]:
             trial = Trial(base, step, over=True, look=n % 3 > 0)
             world = trial.world()
@@ -228,6 +254,7 @@ def disk(base: Base, counts: dict[str, int], seed: int, skipped: dict[str, str])
         return
     subprocess.run(["umount", probe], check=True)
     for number in range(counts["disk"]):
+
         def make(number: int = number) -> dict[str, Any]:
             rng = drawn("disk", number, seed)
             step = list(w.STEPS)[number % len(w.STEPS)]
@@ -259,6 +286,7 @@ def read_only(base: Base, counts: dict[str, int], seed: int, skipped: dict[str, 
         skipped["a folder that becomes read-only"] = "nothing can be mounted"
         return
     for number in range(counts["read-only"]):
+
         def make(number: int = number) -> dict[str, Any]:
             rng = drawn("read-only", number, seed)
             step = list(w.STEPS)[number % len(w.STEPS)]
@@ -271,7 +299,9 @@ def read_only(base: Base, counts: dict[str, int], seed: int, skipped: dict[str, 
                 fork = w.command(world, trial.arguments)
                 ended = fork.wait(rng.uniform(0, base.seconds[step]))
                 struck = ended is None
-                while ended is None and not mount("-o", "remount,ro,bind", reports):  # busy while a file is being written
+                while ended is None and not mount(
+                    "-o", "remount,ro,bind", reports
+                ):  # busy while a file is being written
                     ended = fork.wait(time.monotonic() - fork.began + 0.01)
                 ended = ended or fork.ended()
                 return trial.verdict(
@@ -327,6 +357,7 @@ def memory(base: Base, counts: dict[str, int], seed: int, skipped: dict[str, str
             folder.rmdir()
 
     for number in range(counts["memory"]):
+
         def make(number: int = number) -> dict[str, Any]:
             rng = drawn("memory", number, seed)
             step = CHAIN[number % len(CHAIN)]
@@ -367,6 +398,7 @@ def ranks(world: Path, arguments: list[str], size: int, lose: tuple[int, float] 
 def lost(base: Base, counts: dict[str, int], seed: int, skipped: dict[str, str]) -> Trials:
     """One of two processes is killed; the command goes on with one, or with two where sums depend on how many there are."""
     for number in range(counts["ranks"]):
+
         def make(number: int = number) -> dict[str, Any]:
             rng = drawn("ranks", number, seed)
             step, size = ("score", 1 + number // 2 % 2) if number % 2 == 0 else ("prune", 2)

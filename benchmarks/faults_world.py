@@ -160,8 +160,8 @@ def command(
         def replace(*given: Any) -> None:
             nonlocal count
             count += 1
-            with open(counted, "ab") as file:
-                file.write(b".")
+            with open(counted, "a") as file:
+                file.write(f"{given[1]}\n")
             if before_rename is not None and count == before_rename[0]:
                 os.kill(os.getpid(), before_rename[1])
             original(*given)
@@ -245,7 +245,9 @@ def seen(world: Path) -> dict[str, Any]:
     found = {name: told(json.loads(json.dumps(value, default=str))) for name, value in found.items()}
     for path in sorted((world / "reports").rglob("*")):
         name = path.relative_to(world).as_posix()
-        hidden = any(part.startswith(".") for part in path.relative_to(world).parts)  # left by a command that was killed
+        hidden = any(
+            part.startswith(".") for part in path.relative_to(world).parts
+        )  # left by a command that was killed
         if hidden or name.startswith("reports/m-2") or not path.is_file():
             continue
         document = path.suffix == ".json" and not path.name.startswith(("tokenizer", "config", "generation"))

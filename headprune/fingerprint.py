@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,25 @@ def fingerprint(model: nn.Module) -> str:
         seen.add(where)
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def config_hash(model: nn.Module) -> str:
+    """Hash of a transformers model's config, which decides as much as its weights what it computes; "" for any other model.
+
+    Left out is what differs between equal models: where it was loaded from, by which version, and in which precision.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return ""
+    text = json.dumps(_told(config.to_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        left_out = ("transformers_version", "dtype", "torch_dtype")
+        return {str(k): _told(v) for k, v in value.items() if not str(k).startswith("_") and k not in left_out}
+    return [_told(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def is_wrapper(tensor: Tensor) -> bool:

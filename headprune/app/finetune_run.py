@@ -35,7 +35,7 @@ from headprune.app.workflow.checks import changed_options, seen_before
 from headprune.app.workflow.stages import Stages
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
-from headprune.fingerprint import fingerprint, versions
+from headprune.fingerprint import config_hash, fingerprint, versions
 from headprune.jsonio import write_text
 from headprune.ranks import current
 from headprune.scoring.resume import digest
@@ -216,6 +216,11 @@ def _check_dense(dense: LoadedModel, run: Run) -> None:
     dtype = str(next(dense.model.parameters()).dtype).removeprefix("torch.")
     if (dense.source, dtype) != (run.options.model, run.model.dtype):
         return
+    if run.model.config and run.model.config != config_hash(dense.model):
+        raise HeadPruneError(
+            f"The config of {dense.source} is not what it was when the model was pruned.",
+            "Bring it back as it was, or name the dense model with --teacher.",
+        )
     if (now := fingerprint(dense.model)) != run.model.fingerprint:
         raise HeadPruneError(
             f"{dense.source} is not the model that was pruned (fingerprint {run.model.fingerprint}): its weights are others now "

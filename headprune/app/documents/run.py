@@ -35,6 +35,7 @@ class ModelFacts(Document):
         attention: Its attention kernel, by transformers' name for it.
         parameters: How many it has, shared ones once.
         heads: In all of its layers.
+        config: Hash of its config (`headprune.fingerprint.config_hash`); "" in older files.
     """
 
     class_name: str = Field(validation_alias="class", serialization_alias="class")
@@ -46,6 +47,7 @@ class ModelFacts(Document):
     fingerprint: str
     heads: int
     layers: tuple[LayerFacts, ...]
+    config: str = ""
 
 
 class Run(File):
