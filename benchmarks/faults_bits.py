@@ -113,7 +113,7 @@ def reported(world: Path) -> tuple[Any, w.Ended]:
 
 
 def planned(world: Path) -> tuple[Any, w.Ended]:
-    ended = w.command(world, ["prune", "--plan", f"{w.RUN}/plan.json", "--dry-run", "-o", "elsewhere"]).ended()
+    ended = w.command(world, ["prune", "--plan", f"{w.RUN}/plan.json", "--dry-run", "--scores", w.RUN]).ended()
     return ended.stdout, ended
 
 

@@ -62,7 +62,9 @@ class Ended:
 
     @property
     def clean(self) -> bool:
-        """Whether it ended as a command should that could not go on: one line and no traceback."""
+        """Whether it ended as a command should that could not go on: one line and no traceback; nothing for Ctrl-C before it had begun."""
+        if self.status == 130 and not self.said.strip():
+            return True
         return self.status > 0 and len(self.lines) == 1 and "Traceback" not in self.said
 
 
@@ -118,7 +120,7 @@ def fork(world: Path, work: Callable[[], None], environment: dict[str, str] | No
         os.chdir(world)
         for number, stream in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(streams / stream, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
         os.environ.update({"COLUMNS": "2000", **(environment or {})})  # a message is a line
         work()
         status = 0
@@ -285,6 +287,7 @@ def load() -> None:
     sys.path.insert(0, str(ROOT))
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     os.environ.pop("HEADPRUNE_DEBUG", None)
+    import headprune.cli  # noqa: F401
     from tests.support import interrupted
 
     interrupted.load()

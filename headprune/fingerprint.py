@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
+_LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "use_cache")  # of a config, for its hash
+
+
 def fingerprint(model: nn.Module) -> str:
     """Hash of every parameter and persistent buffer: name, shape, type and all of its bytes.
 
@@ -47,8 +50,10 @@ def config_hash(model: nn.Module) -> str:
 
 def _told(value: Any) -> Any:
     if isinstance(value, Mapping):
-        left_out = ("transformers_version", "dtype", "torch_dtype")
-        return {str(k): _told(v) for k, v in value.items() if not str(k).startswith("_") and k not in left_out}
+        told = {str(k): _told(v) for k, v in value.items() if not str(k).startswith("_") and k not in _LEFT_OUT}
+        if told.get("problem_type") == "single_label_classification":  # classifiers note it when they first compute a loss
+            told["problem_type"] = None
+        return told
     return [_told(v) for v in value] if isinstance(value, list | tuple) else value
 
 

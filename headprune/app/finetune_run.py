@@ -26,7 +26,7 @@ from headprune.app.documents import (
 )
 from headprune.app.finetune import Finetuned, finetune
 from headprune.app.folders import Folder, claimed, key_of
-from headprune.app.models import LoadedModel, load_model, numbers_given, pruned_in
+from headprune.app.models import LoadedModel, load_model, numbers_given, pruned_in, set_padding
 from headprune.app.options import FinetuneOptions, Options
 from headprune.app.report.finetuned import card, render
 from headprune.app.runs import RunFolder, check_free
@@ -202,6 +202,8 @@ def _load(asked: FinetuneRun, source: Path, run: Run | None) -> tuple[LoadedMode
             f"The dense model that {source} names could not be loaded: {error.args[0]}",
             f"{error.hint} Or name it with --teacher.".strip(),
         ) from error
+    if pruned.task.modality == "text" and pruned.processor is not None:
+        set_padding(dense.model.config, pruned.processor.pad_token_id)
     if asked.teacher is None and run is not None:
         _check_dense(dense, run)
     return pruned, dense

@@ -135,7 +135,7 @@ def load_model(
     _check_numbers(model, source)
     processor = _processor(source, kind, common) if with_processor else None
     if kind.modality == "text" and processor is not None:
-        _set_padding(model.config, processor.pad_token_id)
+        set_padding(model.config, processor.pad_token_id)
     notes = []
     if not trust_remote_code and kind.auto_class in (getattr(config, "auto_map", None) or {}):
         notes.append(
@@ -347,7 +347,7 @@ def _task(config: Any, task: str | None, source: str) -> Task:
     )
 
 
-def _set_padding(config: Any, token: int) -> None:
+def set_padding(config: Any, token: int) -> None:
     """Set a config's padding token, if it has none: GPT-2 as a classifier refuses batches without it.
 
     The config of a model of several parts, such as Gemma 3's, may not have the field; then the config of its text part counts.
