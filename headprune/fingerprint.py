@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-
 _LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "use_cache")  # of a config, for its hash
 
 
@@ -48,10 +47,29 @@ def config_hash(model: nn.Module) -> str:
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
+def processor_hash(processor: Any) -> str:
+    """Hash of a tokenizer or of an image processor, which decides what a model is given; "" for one that cannot be read."""
+    raw = getattr(processor, "backend_tokenizer", None)
+    if raw is not None:
+        told = json.loads(raw.to_str())
+        for use in ("truncation", "padding"):  # of the last call
+            told.pop(use, None)
+        told["more"] = [str(processor.special_tokens_map), getattr(processor, "model_max_length", None)]
+    elif hasattr(processor, "to_dict"):
+        told = _told(processor.to_dict())
+    else:
+        return ""
+    return hashlib.sha256(
+        json.dumps(told, sort_keys=True, default=str).encode("utf-8", "backslashreplace")
+    ).hexdigest()[:16]
+
+
 def _told(value: Any) -> Any:
     if isinstance(value, Mapping):
         told = {str(k): _told(v) for k, v in value.items() if not str(k).startswith("_") and k not in _LEFT_OUT}
-        if told.get("problem_type") == "single_label_classification":  # classifiers note it when they first compute a loss
+        if (
+            told.get("problem_type") == "single_label_classification"
+        ):  # classifiers note it when they first compute a loss
             told["problem_type"] = None
         return told
     return [_told(v) for v in value] if isinstance(value, list | tuple) else value

@@ -268,3 +268,31 @@ def test_a_run_that_does_not_say_what_it_scored(made: Path, bert_folder: Path, d
         error = run("prune", bert_folder, "-d", data_folder, "-k", 4, code=1).stderr
         assert "run.json is damaged: it does not say which model was scored" in " ".join(error.split())
         assert "unexpected" not in error
+
+
+def test_a_model_whose_config_changed_since_it_was_scored(bert_folder: Path, data_folder: Path, here: Path) -> None:
+    """Its weights are the same, and its answers are not."""
+    shutil.copytree(bert_folder, here / "m")
+    run("score", "m", "-d", data_folder, "-L", 20, "-m", "random", "-o", "run", "-q")
+    path = here / "m" / "config.json"
+    whole = path.read_text()
+    path.write_text(json.dumps(json.loads(whole) | {"layer_norm_eps": 1e-3}))
+    command = ["prune", "-k", 4, "--scores", "run", *QUICK]
+    assert "The config of m is not what it was when run was scored" in " ".join(run(*command, code=1).stderr.split())
+    path.write_text(whole)
+    words = here / "m" / "tokenizer.json"  # of a word that is in no example
+    words.write_text(words.read_text().replace('"[MASK]": 4', '"[MASL]": 4'))
+    said = " ".join(run(*command, code=1).stderr.split())
+    assert "The tokenizer or image processor of m is not what it was when run was scored" in said
+
+
+def test_data_that_changed_since_it_was_scored(bert_folder: Path, data_folder: Path, here: Path) -> None:
+    shutil.copytree(data_folder, here / "data")
+    run("score", bert_folder, "-d", "data", "-L", 20, "-m", "random", "-o", "run", "-q")
+    command = ["prune", "-k", 4, "--scores", "run", "-m", "random", "-s", "one-shot", "--dry-run"]
+    assert "has changed" not in run(*command).stderr
+    file = here / "data" / "test.jsonl"
+    file.write_text(file.read_text().replace("good", "goof", 1))
+    said = " ".join(run(*command).stderr.split())
+    assert "data has changed since it was scored: the examples to choose or to report are others now." in said
+    assert "has changed" not in run(*command, "--report-limit", 10).stderr

@@ -218,9 +218,9 @@ def _check_dense(dense: LoadedModel, run: Run) -> None:
     dtype = str(next(dense.model.parameters()).dtype).removeprefix("torch.")
     if (dense.source, dtype) != (run.options.model, run.model.dtype):
         return
-    if run.model.config and run.model.config != config_hash(dense.model):
+    for what in run.model.other_now(run.environment, config_hash(dense.model)):
         raise HeadPruneError(
-            f"The config of {dense.source} is not what it was when the model was pruned.",
+            f"The {what} of {dense.source} is not what it was when the model was pruned.",
             "Bring it back as it was, or name the dense model with --teacher.",
         )
     if (now := fingerprint(dense.model)) != run.model.fingerprint:

@@ -39,7 +39,7 @@ from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, 
 from headprune.app.workflow.timing import inputs, time_generation, time_models, time_parts
 from headprune.budgets import Fit, Reading
 from headprune.errors import HeadPruneError, first_line
-from headprune.fingerprint import config_hash, fingerprint
+from headprune.fingerprint import config_hash, fingerprint, processor_hash
 from headprune.plans import PruningPlan
 from headprune.ranks import current
 from headprune.scoring import HeadScores, save_scores
@@ -298,9 +298,9 @@ def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -
                 "Score this model first, or leave it out to prune the one that was scored.",
             )
     run = source.read_run()
-    if run.model.config and run.model.config != config_hash(scene.model):
+    for what in run.model.other_now(run.environment, config_hash(scene.model), processor_hash(scene.loaded.processor)):
         raise HeadPruneError(
-            f"The config of {scene.options.model} is not what it was when {source.path} was scored.",
+            f"The {what} of {scene.options.model} is not what it was when {source.path} was scored.",
             "Bring it back as it was, or score again.",
         )
     notes = check_scored(scene, run, source.path)

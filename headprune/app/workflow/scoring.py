@@ -18,7 +18,7 @@ from headprune.app.seeing import look
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.stages import Stages, publish, stages_of
 from headprune.errors import HeadPruneError
-from headprune.fingerprint import config_hash, fingerprint
+from headprune.fingerprint import config_hash, fingerprint, processor_hash
 from headprune.plans import heads_to_keep
 from headprune.ranks import current
 from headprune.scoring import HeadScores, method_named, save_scores, score
@@ -112,6 +112,7 @@ def run_document(scene: Scene, methods: Sequence[str], folder: RunFolder) -> Run
             parameters=latency.parameters(scene.model),
             fingerprint=fingerprint(scene.model),
             config=config_hash(scene.model),
+            processor=processor_hash(scene.loaded.processor),
             heads=sum(layer.num_heads for layer in scene.layers),
             layers=tuple(LayerFacts.model_validate(layer) for layer in scene.layers),
         ),
