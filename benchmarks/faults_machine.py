@@ -21,6 +21,7 @@ import faults_world as w
 Trials = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 SIGNALS = {"kill -9": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "Ctrl-C": signal.SIGINT}
 CHAIN = ("score", "prune", "finetune", "export")
+SPAN = 0.8  # of an undisturbed command's time, within which moments are drawn: it may be quicker the next time
 ROOM = "64m"  # more than any command needs
 _MOUNTS = "HEADPRUNE_FAULTS_MOUNTS"
 
@@ -58,9 +59,16 @@ class Base:
 
     def prepare(self) -> None:
         """Make it, unless it is there."""
-        done = self.path / "done.json"
+        from headprune.fingerprint import versions
+
+        done, now = self.path / "done.json", list(versions())
         if done.exists():
-            for name, value in json.loads(done.read_text()).items():
+            known = json.loads(done.read_text())
+            if known.pop("versions") != now:
+                sys.exit(
+                    f"{self.path.parent} was begun by another version of headprune: name another folder with --work."
+                )
+            for name, value in known.items():
                 setattr(self, name, value)
             return
         shutil.rmtree(self.path, ignore_errors=True)
@@ -79,7 +87,9 @@ class Base:
         two = w.copy(self.world("before", "prune"), self.path / "two")
         assert [e.status for e in ranks(two, w.STEPS["prune"], 2)] == [0, 0]
         self._keep("two after", "prune", two)
-        done.write_text(json.dumps({"seen": self.seen, "seconds": self.seconds, "renames": self.renames}))
+        done.write_text(
+            json.dumps({"versions": now, "seen": self.seen, "seconds": self.seconds, "renames": self.renames})
+        )
 
     def _run(self, world: Path, arguments: list[str]) -> float:
         ended = w.command(world, arguments).ended()
@@ -188,7 +198,7 @@ def moments(base: Base, counts: dict[str, int], seed: int, skipped: dict[str, st
             trial = Trial(base, step, rng.random() < 0.5, look=rng.random() < 0.5)
             world = trial.world()
             fork = w.command(world, trial.arguments)
-            ended = fork.wait(rng.uniform(0, base.seconds[step]))
+            ended = fork.wait(rng.uniform(0, SPAN * base.seconds[step]))
             if struck := ended is None:
                 os.kill(fork.pid, sent)
                 ended = fork.ended()
@@ -292,24 +302,25 @@ def read_only(base: Base, counts: dict[str, int], seed: int, skipped: dict[str, 
             step = list(w.STEPS)[number % len(w.STEPS)]
             trial = Trial(base, step, over=rng.random() < 0.5)
             world = trial.world()
-            reports = world / "reports"
-            reports.mkdir(exist_ok=True)
-            assert mount("--bind", reports, reports)
+            reports, frozen = world / "reports", base.path.parent / "frozen"
+            for folder in (reports, frozen):
+                folder.mkdir(exist_ok=True)
+            # A mount with open files, such as a lock, cannot be made read-only: another one that is takes its place.
+            assert mount("--bind", reports, frozen)
+            assert mount("-o", "remount,ro,bind", frozen)
             try:
                 fork = w.command(world, trial.arguments)
-                ended = fork.wait(rng.uniform(0, base.seconds[step]))
+                ended = fork.wait(rng.uniform(0, SPAN * base.seconds[step]))
+                assert mount("--bind", frozen, reports)
                 struck = ended is None
-                while ended is None and not mount(
-                    "-o", "remount,ro,bind", reports
-                ):  # busy while a file is being written
-                    ended = fork.wait(time.monotonic() - fork.began + 0.01)
                 ended = ended or fork.ended()
                 return trial.verdict(
                     "read-only", "folder becomes read-only", world, ended, struck and ended.status != 0,
-                    mend=lambda: mount("-o", "remount,rw,bind", reports),
+                    mend=lambda: subprocess.run(["umount", "-l", reports], check=True),
                 )  # fmt: skip
             finally:
-                subprocess.run(["umount", "-l", reports], check=True)
+                subprocess.run(["umount", "-l", reports], check=False, capture_output=True)
+                subprocess.run(["umount", "-l", frozen], check=True)
 
         yield f"read-only {number}", make
 
@@ -405,7 +416,7 @@ def lost(base: Base, counts: dict[str, int], seed: int, skipped: dict[str, str])
             trial = Trial(base, step, over=False)
             world = trial.world()
             gone = rng.randrange(2)
-            ended = ranks(world, trial.arguments, 2, (gone, rng.uniform(0, 2 * base.seconds[step])))
+            ended = ranks(world, trial.arguments, 2, (gone, rng.uniform(0, 2 * SPAN * base.seconds[step])))
             struck = ended[gone].status == -signal.SIGKILL
             left = ended[1 - gone]
             if struck and left.status != 0 and not left.clean:
