@@ -29,8 +29,8 @@ import faults_machine
 import faults_world as w
 
 DOCUMENT = w.ROOT / "docs" / "reliability.md"
-FULL = {"moments": 100, "fresh": 4, "renames": 40, "disk": 15, "read-only": 15, "memory": 12, "ranks": 6, "bits": 6}
-QUICK = {"moments": 6, "fresh": 0, "renames": 12, "disk": 2, "read-only": 2, "memory": 1, "ranks": 1, "bits": 1}
+FULL = {"moments": 150, "fresh": 4, "renames": 40, "disk": 15, "read-only": 15, "memory": 12, "ranks": 6, "bits": 6}
+QUICK = {"moments": 5, "fresh": 0, "renames": 5, "disk": 1, "read-only": 1, "memory": 1, "ranks": 1, "bits": 1}
 
 
 class Results:

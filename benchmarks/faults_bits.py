@@ -207,7 +207,7 @@ def trials(
 ) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """As those of `faults_machine`."""
     worlds, flips = Worlds(base), counts["bits"]
-    chosen = KINDS if flips > 1 else random.Random(seed).sample(KINDS, 6)
+    chosen = KINDS if flips > 1 else random.Random(seed).sample(KINDS, 5)
     for kind in chosen:
         for how, count in (("flip", flips), ("cut", max(1, round(flips * CUTS)))):
             for number in range(count):
