@@ -66,13 +66,17 @@ def table(results: Results) -> str:
         if row["part"] != "bits":
             rows.setdefault((row["fault"], row["step"]), []).append(row)
     lines = [
-        "| fault | command | tried | struck in time | old state whole | new state whole | went on, or said what to do | equal to the bit at last |",
-        "|---|---|---|---|---|---|---|---|",
+        "| fault | command | tried | struck in time | looked at | old state whole | new state whole | went on, or said what to do | equal to the bit at last |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for (fault, step), found in rows.items():
+    for (fault, step), found in sorted(rows.items(), key=lambda item: item[0][0].lower()):
+        looked = sum("old" in row for row in found)
         count = Counter(key for row in found for key in ("struck", "old", "new", "went_on", "equal") if row.get(key))
-        states = [f"{count[k]}" for k in ("struck", "old", "new", "went_on", "equal")]
-        lines.append(f"| {fault} | {step} | {len(found)} | {' | '.join(states)} |")
+        states = [
+            str(n)
+            for n in (len(found), count["struck"], looked, *(count[k] for k in ("old", "new", "went_on", "equal")))
+        ]
+        lines.append(f"| {fault} | {step} | {' | '.join(states)} |")
     return "\n".join(lines)
 
 
@@ -122,7 +126,8 @@ files. {verdict}
 {table}
 
 - **struck in time**: the others came when the command was already through.
-- **old state whole**, **new state whole**: what readers find after the fault: every document reads, every saved model loads and answers as it did. Half of the
+- **looked at**: often nobody looks before the command is typed again.
+- **old state whole**, **new state whole**: what readers who look find after the fault: every document reads, every saved model loads and answers as it did. Half of the
   commands of *at a random moment* replace an older result (`--overwrite`); for the others the old state is that nothing is there.
 - **went on, or said what to do**: a command that was not killed ended with one line and no traceback; typed again (once there was room, and the
   folder could be written), it ended well.
@@ -130,7 +135,7 @@ files. {verdict}
 
 How each was made: `kill -9`, SIGTERM and Ctrl-C (SIGINT) come after a time drawn evenly between the beginning and the end of the command; *before a
 file is put in place* kills with SIGKILL before a rename, since only renames change what readers see. *Disk full*: a file system in memory with too little room.
-*Folder becomes read-only*: its mount does, at a random moment. *Out of memory*: a control group with 0.3 to 0.95 of the memory that the command needs. *A rank is lost*: one of two
+*Folder becomes read-only*: a read-only mount takes its place, at a random moment. *Out of memory*: a control group with 0.3 to 0.95 of the memory that the command needs. *A rank is lost*: one of two
 processes, as torchrun starts them, is killed at a random moment; the other ends with one line, and the command runs again, with one process or two. *New processes* are
 started by the shell; all others are forks of a process that has loaded torch and transformers.
 

@@ -254,7 +254,7 @@ def seen(world: Path) -> dict[str, Any]:
             continue
         document = path.suffix == ".json" and not path.name.startswith(("tokenizer", "config", "generation"))
         whole = (
-            path.suffix in (".safetensors", ".onnx") or path.parent.name.startswith("pruned-") or path.suffix == ".json"
+            path.suffix in (".safetensors", ".gguf") or path.parent.name.startswith("pruned-") or path.suffix == ".json"
         )
         if document:
             found[name] = told(json.loads(path.read_text()))

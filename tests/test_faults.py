@@ -39,7 +39,7 @@ def test_a_trial_that_is_known_is_not_made_again(tmp_path: Path) -> None:
     again.add("a", lambda: pytest.fail("made again"))
     assert "| f | 0 | 1 | 1 | 0 | 0 | 0 |" in bits_table(again)
     again.found["c"] = {"part": "ranks", "fault": "g", "step": "score", "struck": True, "old": True, "equal": True}
-    assert "| g | score | 1 | 1 | 1 | 0 | 0 | 1 |" in table(again)
+    assert "| g | score | 1 | 1 | 1 | 1 | 0 | 0 | 1 |" in table(again)
 
 
 @pytest.mark.parametrize("how", ["flip", "cut"])

@@ -12,15 +12,18 @@ from pathlib import Path
 
 from headprune.probe import FILE as PROBE
 
+_APART = ("README.md", "README-source.md", "headprune.json")
+
 
 def checksums(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
     """Of files of a folder: relative path with slashes -> checksum.
 
     Args:
-        names: Which, where they are there; by default all but the weights.
+        names: Which, where they are there; by default all but the weights, the cards (which people edit) and headprune.json itself.
     """
     if names is None:
         names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        names = [name for name in names if name not in _APART]
     chosen = sorted(name for name in names if name == PROBE or not name.endswith(".safetensors"))
     return {name: _hash_of(folder / name) for name in chosen if (folder / name).is_file()}
 

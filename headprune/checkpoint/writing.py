@@ -22,7 +22,7 @@ from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint, is_wrapper
 from headprune.forms import remember
 from headprune.inputs import Example
-from headprune.jsonio import write_json, write_text
+from headprune.jsonio import read_json, write_json, write_text
 from headprune.pruned import Structure, heads_before, removed, structure_of, was_repaired
 from headprune.stock import CannotStateError, dense_class, stock_instance
 
@@ -71,10 +71,20 @@ def save(
     check_merged(model)
     check_plain(model, model.state_dict())
     with replaced(path, overwrite) as folder:
-        write(model, folder, example=example, about=about or {}, max_shard_size=max_shard_size, processor=processor)
-        for file in folder.iterdir():
-            file.chmod(0o644)
+        write(model, folder, example=example, about=about or {}, max_shard_size=max_shard_size)
+        complete(folder, processor)
     return path
+
+
+def complete(folder: Path, processor: Any) -> None:
+    """Put a processor beside a model that was written into an empty folder, if there is one, note all files' checksums, and let everyone read
+    them."""
+    if processor is not None:
+        processor.save_pretrained(folder)
+        sidecar = read_json(folder / SIDECAR, "checkpoint")
+        write_json(folder / SIDECAR, "checkpoint", {**sidecar, "files": checksums(folder)})
+    for file in folder.iterdir():
+        file.chmod(0o644)
 
 
 def save_pretrained(
@@ -158,19 +168,16 @@ def write(
     state_dict: Mapping[str, Tensor] | None = None,
     max_shard_size: str | int = MAX_SHARD,
     same_tensors: bool = False,
-    processor: Any = None,
 ) -> None:
     """All files of a model, into a folder that exists: a folder of its stock class, where that can state it.
 
     Args:
-        processor: A tokenizer or image processor to save beside it.
         same_tensors: Only where the stock class has the very tensors that the model has, by name and shape: Trainer loads what it
             saved into the model in memory.
     """
     from huggingface_hub import save_torch_state_dict
 
     origin = Origin.of(model)
-    alone = not any(folder.iterdir())  # else other files there are none of ours
     if example is not None:
         remember(model, example)
     model, why = _as_stock(model, same_tensors)
@@ -180,8 +187,6 @@ def write(
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     config = _write_config(model, folder, structure, cls, dtype)
     probe.keep(model, folder)
-    if processor is not None:
-        processor.save_pretrained(folder)
     write_json(
         folder / SIDECAR,
         "checkpoint",
@@ -196,7 +201,7 @@ def write(
             "repaired": was_repaired(model),
             "structure": structure,
             "why_not_stock": why,
-            "files": checksums(folder, None if alone else _OWN),
+            "files": checksums(folder, _OWN),
             "about": about or {},
         },
     )
