@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headprune.offload import Offloaded, is_dispatched
+
+_LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "use_cache")  # of a config, for its hash
 
 
 def fingerprint(model: nn.Module, *, widened: bool = False) -> str:
@@ -48,6 +51,46 @@ def _numbers(stored: Offloaded, name: str) -> Tensor:
         return stored[name]
     except KeyError:
         return stored.placeholder(name)
+
+
+def config_hash(model: nn.Module) -> str:
+    """Hash of a transformers model's config, which decides as much as its weights what it computes; "" for any other model.
+
+    Left out is what differs between equal models: where it was loaded from, by which version, and in which precision.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return ""
+    text = json.dumps(_told(config.to_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+def processor_hash(processor: Any) -> str:
+    """Hash of a tokenizer or of an image processor, which decides what a model is given; "" for one that cannot be read."""
+    raw = getattr(processor, "backend_tokenizer", None)
+    if raw is not None:
+        told = json.loads(raw.to_str())
+        for use in ("truncation", "padding"):  # of the last call
+            told.pop(use, None)
+        told["more"] = [str(processor.special_tokens_map), getattr(processor, "model_max_length", None)]
+    elif hasattr(processor, "to_dict"):
+        told = _told(processor.to_dict())
+    else:
+        return ""
+    return hashlib.sha256(
+        json.dumps(told, sort_keys=True, default=str).encode("utf-8", "backslashreplace")
+    ).hexdigest()[:16]
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        told = {str(k): _told(v) for k, v in value.items() if not str(k).startswith("_") and k not in _LEFT_OUT}
+        if (
+            told.get("problem_type") == "single_label_classification"
+        ):  # classifiers note it when they first compute a loss
+            told["problem_type"] = None
+        return told
+    return [_told(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def is_wrapper(tensor: Tensor) -> bool:

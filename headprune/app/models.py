@@ -140,7 +140,7 @@ def load_model(
     _check_numbers(model, source)
     processor = processor_of(source, kind, common) if with_processor else None
     if kind.modality == "text" and processor is not None:
-        _set_padding(model.config, processor.pad_token_id)
+        set_padding(model.config, processor.pad_token_id)
     notes = []
     if not trust_remote_code and kind.auto_class in (getattr(config, "auto_map", None) or {}):
         notes.append(
@@ -171,6 +171,7 @@ def pruned_in(path: Path) -> Path:
     Raises:
         HeadPruneError: It holds none or several.
     """
+    checkpoint.recovered(path)
     if checkpoint.is_checkpoint(path):
         return path
     if not path.is_dir():
@@ -351,7 +352,7 @@ def task_of(config: Any, task: str | None, source: str) -> Task:
     )
 
 
-def _set_padding(config: Any, token: int) -> None:
+def set_padding(config: Any, token: int) -> None:
     """Set a config's padding token, if it has none: GPT-2 as a classifier refuses batches without it.
 
     The config of a model of several parts, such as Gemma 3's, may not have the field; then the config of its text part counts.
@@ -367,6 +368,7 @@ def _check_source(source: str, revision: str | None) -> None:
     if not source.strip():
         raise HeadPruneError("No model was named.", "Pass a Hub id, a local folder, or a folder headprune saved.")
     try:
+        checkpoint.recovered(Path(source))
         if Path(source).is_file():
             raise HeadPruneError(f"{source} is a file.", "Pass the folder that it lies in, or a Hub id.")
         local = Path(source).is_dir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from headprune import probe
+from headprune.checkpoint.files import changed
 from headprune.checkpoint.folders import recovered
 from headprune.checkpoint.loading import SIDECAR
 from headprune.checkpoint.shards import Placing, dispatch, fill_placed
@@ -42,6 +44,7 @@ def load(
     device_map: str | Mapping[str, Any] | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: str | Path | None = None,
+    as_saved: bool = False,
 ) -> nn.Module:
     """Load a model that `save` wrote, in evaluation mode, and check that it gives the answers of the saved one.
 
@@ -53,13 +56,15 @@ def load(
         device: Where to put it.
         device_map, max_memory, offload_folder: For a model that is larger than a device: as for transformers' ``from_pretrained``, such as
             ``device_map="auto"``. Then ``device`` is not looked at, and weights on disk are read from the folder, which has to stay.
+        as_saved: Refuse a folder in which any file (but its README.md) was changed. By default a warning names files beside the
+            model's own, such as a tokenizer's: they may be meant to be edited, and the answers are compared anyway.
 
     Raises:
         HeadPruneError: Not such a folder, weights that do not fit, or other answers than the saved model's: after an
             edit of the config, with another class or another version. The error names what differs.
     """
     placing = None if device_map is None else Placing(device_map, max_memory, offload_folder)
-    return _loaded(Path(path), model, device, placing=placing)[0]
+    return _loaded(Path(path), model, device, placing=placing, as_saved=as_saved)[0]
 
 
 def load_mapped(path: Path) -> tuple[nn.Module, float | None]:
@@ -78,6 +83,7 @@ def _loaded(
     *,
     copied: bool = True,
     placing: Placing | None = None,
+    as_saved: bool = False,
 ) -> tuple[nn.Module, float | None]:
     recovered(path)
     if not path.is_dir():
@@ -88,6 +94,7 @@ def _loaded(
             "Load it by from_pretrained(folder, trust_remote_code=True), and save that by headprune.save.",
         )
     sidecar = read_json(path / SIDECAR, "checkpoint")
+    _check_files(path, sidecar, as_saved)
     files = weight_files(path, sidecar)
     places: dict[str, Any] = {}
     skeleton = model if model is not None else _skeleton(path, sidecar, meta=placing is not None)
@@ -125,6 +132,27 @@ def _loaded(
     if sidecar.get("structure"):
         save_by_headprune(skeleton)
     return skeleton, probe.check(skeleton, path)
+
+
+def _check_files(path: Path, sidecar: dict[str, Any], as_saved: bool) -> None:
+    """Compare the files beside the weights with what was saved.
+
+    Raises:
+        HeadPruneError: The probe is another one; or, with ``as_saved``, any of them.
+    """
+    saved = sidecar.get("files", {})  # folders of older versions have none
+    if not isinstance(saved, dict) or not all(isinstance(text, str) for text in saved.values()):
+        raise HeadPruneError(f"{path / SIDECAR} is damaged: files is {saved!r:.60}.", "Save the model again.")
+    other = changed(path, saved)
+    if probe.FILE in other or (other and as_saved):
+        name = probe.FILE if probe.FILE in other else other[0]
+        raise HeadPruneError(f"{path / name} is damaged: it is not what was saved.", "Copy, download or save it again.")
+    # An edited config is told with what was edited (`probe.check`), and nothing here runs code from the folder.
+    if beside := [name for name in other if name != "config.json"]:
+        warnings.warn(
+            f"headprune: {path}: not as saved: {', '.join(beside[:3])}. If that is no edit of yours, copy, download or save it again.",
+            stacklevel=4,
+        )
 
 
 def _repeat(skeleton: nn.Module, sidecar: dict[str, Any]) -> None:

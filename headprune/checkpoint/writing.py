@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headprune import __version__, probe
 from headprune.checkpoint import remote_code
 from headprune.checkpoint.card import CARD, Origin, add_tags, write_card
+from headprune.checkpoint.files import checksums
 from headprune.checkpoint.folders import replaced
 from headprune.checkpoint.hub import upload
 from headprune.checkpoint.loading import SIDECAR
@@ -23,11 +24,12 @@ from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint, is_wrapper
 from headprune.forms import remember
 from headprune.inputs import Example
-from headprune.jsonio import write_json, write_text
+from headprune.jsonio import read_json, write_json, write_text
 from headprune.offload import Offloaded, is_dispatched, is_offloaded, reads_from
 from headprune.pruned import Structure, heads_before, removed, structure_of, was_repaired
 from headprune.stock import CannotStateError, dense_class, stock_instance
 
+_OWN = ("config.json", "generation_config.json", remote_code.FILE, probe.FILE)  # files that are always ours
 MAX_SHARD = "50GB"  # as transformers has it
 _COMMIT = (
     "commit_message",
@@ -80,9 +82,12 @@ def save(
 
 
 def complete(folder: Path, processor: Any) -> None:
-    """Put a processor beside a model that was written, if there is one, and let everyone read the files."""
+    """Put a processor beside a model that was written into an empty folder, if there is one, note all files' checksums, and let everyone read
+    them."""
     if processor is not None:
         processor.save_pretrained(folder)
+        sidecar = read_json(folder / SIDECAR, "checkpoint")
+        write_json(folder / SIDECAR, "checkpoint", {**sidecar, "files": checksums(folder)})
     for file in folder.iterdir():
         file.chmod(0o644)
 
@@ -184,6 +189,7 @@ def write(
     _write_weights(model, folder, state_dict, max_shard_size)
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     config = _write_config(model, folder, structure, cls, dtype)
+    probe.keep(model, folder)
     write_json(
         folder / SIDECAR,
         "checkpoint",
@@ -198,10 +204,10 @@ def write(
             "repaired": was_repaired(model),
             "structure": structure,
             "why_not_stock": why,
+            "files": checksums(folder, _OWN),
             "about": about or {},
         },
     )
-    probe.keep(model, folder)
     write_card(folder, origin)
 
 

@@ -35,6 +35,7 @@ class ModelFacts(Document):
         attention: Its attention kernel, by transformers' name for it.
         parameters: How many it has, shared ones once.
         heads: In all of its layers.
+        config, processor: Hashes of its config and of its tokenizer or image processor (`headprune.fingerprint`); "" in older files.
     """
 
     class_name: str = Field(validation_alias="class", serialization_alias="class")
@@ -46,6 +47,21 @@ class ModelFacts(Document):
     fingerprint: str
     heads: int
     layers: tuple[LayerFacts, ...]
+    config: str = ""
+    processor: str = ""
+
+    def other_now(self, then: Environment, config: str, processor: str = "") -> list[str]:
+        """What differs now of these hashes, in words; [] if that is not known, as under another version of transformers.
+
+        Args:
+            then: The environment that this was noted in.
+        """
+        import transformers
+
+        if then.transformers != transformers.__version__:
+            return []
+        pairs = {"config": (self.config, config), "tokenizer or image processor": (self.processor, processor)}
+        return [what for what, (before, now) in pairs.items() if before and now and before != now]
 
 
 class Run(File):

@@ -39,7 +39,7 @@ from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, 
 from headprune.app.workflow.timing import inputs, time_generation, time_models, time_parts
 from headprune.budgets import Fit, Reading
 from headprune.errors import HeadPruneError, first_line
-from headprune.fingerprint import fingerprint
+from headprune.fingerprint import config_hash, fingerprint, processor_hash
 from headprune.inputs import model_device
 from headprune.plans import PruningPlan
 from headprune.ranks import current
@@ -98,7 +98,8 @@ class PruneRun:
             console.say(f"Second data, to which nothing is fitted: {len(part)} examples of {part.name}.")
         check_goal(self.goal, scene)
         if self.source is not None:
-            _check_same(scene, scores, self.source)
+            for note in _check_same(scene, scores, self.source):
+                console.say(note)
         return scene
 
 
@@ -308,8 +309,8 @@ def _kept_fits(job: Job, environment: Environment, make: Callable[[], list[Fit]]
     return [Fit(kept.plan, None if kept.budget is None else budgets[kept.budget], kept.reading) for kept in found.fits]
 
 
-def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -> None:
-    """Scores must be this model's, and their examples must not be among those that are reported."""
+def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -> list[str]:
+    """Scores must be this model's, and their examples must not be among those that are reported; notes on what else changed."""
     now = fingerprint(scene.model)
     for s in scores:
         if s.model != now:
@@ -318,4 +319,12 @@ def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -
                 f"this one is {now}).",
                 "Score this model first, or leave it out to prune the one that was scored.",
             )
-    check_scored(scene, source.read_run(), source.path)
+    run = source.read_run()
+    for what in run.model.other_now(run.environment, config_hash(scene.model), processor_hash(scene.loaded.processor)):
+        raise HeadPruneError(
+            f"The {what} of {scene.options.model} is not what it was when {source.path} was scored.",
+            "Bring it back as it was, or score again.",
+        )
+    notes = check_scored(scene, run, source.path)
+    scene.parts.notes.extend(notes)
+    return notes

@@ -62,7 +62,7 @@ def load(scene: Scene, path: Path) -> nn.Module:
     """A saved model, for the run to measure."""
     placing = scene.options.placing()
     places = {"device": model_device(scene.model)} if placing is None else placing.options()
-    model = checkpoint.load(path, **places)
+    model = checkpoint.load(path, **places, as_saved=True)
     if scene.loaded.stored is not None:
         widen(model)
     return model

@@ -17,7 +17,7 @@ from headprune.app.documents import File
 from headprune.app.folders import Folder
 from headprune.app.runs import PARTS, RunFolder
 from headprune.app.workflow.scene import Scene
-from headprune.errors import HeadPruneError, first_line
+from headprune.errors import HeadPruneError, first_line, is_of_the_disk
 from headprune.evaluation import Measurement
 from headprune.fingerprint import versions
 from headprune.inputs import model_device
@@ -129,12 +129,15 @@ def publish(folder: RunFolder, content: RunFolder) -> None:
     """Write the report of a complete run, and put all of it in the place of what is there.
 
     Raises:
-        HeadPruneError: The report could not be written; all else is in its place.
+        HeadPruneError: The report could not be written; all else is in its place. Or the disk is full: then nothing is, and what was
+            there stays.
     """
     trouble: Exception | None = None
     try:
         report.write(content)
     except Exception as error:
+        if is_of_the_disk(error):  # the report will be written once there is room, so the old folder stays until then
+            raise
         trouble = error
     folder.publish(content.path, PARTS)
     if trouble is not None:
