@@ -114,7 +114,7 @@ def load_model(
     """
     if task not in (None, *TASKS):
         raise HeadPruneError(f"There is no task {task!r}.", f"Use one of {', '.join(TASKS)}.")
-    _check_source(source, revision)
+    check_source(source, revision)
     source = resolved(source)
     where = pick_device(device)
     wanted = _dtype(dtype, where)
@@ -332,7 +332,8 @@ def _half(config: Any) -> torch.dtype | None:
 def _task(config: Any, task: str | None, source: str) -> Task:
     if task is not None:
         return TASKS[task]
-    architecture = str((getattr(config, "architectures", None) or [""])[0])
+    named = getattr(config, "architectures", None)
+    architecture = str(named[0]) if isinstance(named, list | tuple) and named else ""
     for kind in TASKS.values():
         if kind.fits(architecture):
             if kind.name == "seq2seq" and config.model_type in _SPEECH_TYPES:
@@ -357,8 +358,12 @@ def _set_padding(config: Any, token: int) -> None:
             part.pad_token_id = token
 
 
-def _check_source(source: str, revision: str | None) -> None:
-    """Refuse what cannot be a model, before anything is loaded."""
+def check_source(source: str, revision: str | None) -> None:
+    """Refuse what cannot be a model, before anything is loaded.
+
+    Raises:
+        HeadPruneError: No such folder, and no name that a model on the Hub can have; a file; or a folder's revision.
+    """
     if not source.strip():
         raise HeadPruneError("No model was named.", "Pass a Hub id, a local folder, or a folder headprune saved.")
     try:
@@ -367,10 +372,27 @@ def _check_source(source: str, revision: str | None) -> None:
         local = Path(source).is_dir()
     except OSError as error:
         raise HeadPruneError(f"There is no model {source!r} ({error.strerror}).", "Check the spelling.") from None
+    if not local and not _may_be_on_hub(source):
+        raise HeadPruneError(
+            f"There is no model {source!r:.200}: no such folder, and on the Hugging Face Hub no model can have this name.",
+            "Check the path.",
+        )
     if local and revision is not None:
         raise HeadPruneError(
             f"{source} is a local folder, which has no revisions.", "Leave out --revision, or name a Hub id."
         )
+
+
+def _may_be_on_hub(source: str) -> bool:
+    """Whether a model on the Hub can have a name: no path can that begins with a dot or a slash, or has several folders."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _check_numbers(model: nn.Module, source: str) -> None:

@@ -34,7 +34,7 @@ def bench(
     """Time two models in turn, and say where the first one's time goes; or two files that `headprune export` wrote, in their engine."""
     with session(manner) as console:
         from headprune import exporting, latency
-        from headprune.app.models import check_length, dummy_input, load_model
+        from headprune.app.models import check_length, check_source, dummy_input, load_model
         from headprune.app.workflow import timing
         from headprune.timing import energy
         from headprune.trace import find_attention
@@ -52,6 +52,8 @@ def bench(
             tables.print_latency(console, rows)
             console.document({"rows": [row.to_json() for row in rows]})
             return
+        for model in (dense, pruned):
+            check_source(model, None)
         loading = typed(Loading(task, device, dtype, trust_remote_code))
         first, second = (load_model(m, **loading, with_processor=False) for m in (dense, pruned))
         if first.task != second.task:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headprune.app.data.broken import first_broken
+from headprune.app.data.broken import fatal, first_broken
 from headprune.errors import HeadPruneError, first_line
 
 BUILDERS = {
@@ -53,6 +54,8 @@ def read_splits(dataset: str, subset: str | None = None) -> dict[str, Any]:
         HeadPruneError: No such dataset, or one that cannot be read; the message names the file and the line, if they can be found.
     """
     check_local(dataset)
+    if Path(dataset).exists() and (deadly := fatal(Path(dataset))):
+        raise deadly
     try:
         return _load(dataset, subset)
     except Exception as error:
@@ -90,7 +93,7 @@ def _unreadable(dataset: str, error: Exception) -> HeadPruneError:
     if path.exists():
         if found := first_broken(path):
             return found
-        why = "it holds no rows" if "empty" in text.lower() or isinstance(error, StopIteration) else text
+        why = "it holds no rows" if re.search("empty|no data", text.lower()) or isinstance(error, StopIteration) else text
         return HeadPruneError(f"{path} cannot be read as a dataset: {why}.", "Check the files in it.")
     if cause is not error:
         return HeadPruneError(f"Dataset {dataset!r} cannot be read: {text}.", "Check --subset, or its page on the hub.")

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from headprune.errors import HeadPruneError, first_line
 from headprune.jsonio import read_json, write_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+Count = Annotated[int, Field(ge=0)]
+"""How many there are of something, or which one of them, counted from 0."""
+
+
+def _beside(name: str) -> str:
+    if name in ("", ".", "..") or "\0" in name or Path(name).name != name:
+        raise ValueError("it leads to another folder")
+    return name
+
+
+Beside = Annotated[str, AfterValidator(_beside)]
+"""The name of a file or folder beside the document: no path, so it leads nowhere else."""
 
 
 class Document(BaseModel):
