@@ -54,7 +54,7 @@ def spoilt(draw: Any, document: dict[str, Any]) -> str:
     for _ in range(draw(st.integers(1, 3))):
         where = draw(st.sampled_from(sorted(places(made), key=str)))
         if not where:
-            made = draw(st.just(made) | ANY) if draw(st.integers(0, 9)) == 0 else made
+            made = copy.deepcopy(draw(ANY)) if draw(st.integers(0, 9)) == 0 else made
             if not isinstance(made, dict):
                 break
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,7 +75,7 @@ def _load(dataset: str, subset: str | None) -> dict[str, Any]:
     if path.is_file():
         suffix = path.suffix.lower()
         extra = {"delimiter": "\t"} if suffix == ".tsv" else {}
-        found = datasets.load_dataset(BUILDERS[suffix], data_files=str(path), **extra)
+        found = datasets.load_dataset(BUILDERS[suffix], data_files=glob.escape(str(path)), **extra)
         return {WHOLE: found["train"]}
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         stored = datasets.load_from_disk(str(path))
@@ -93,6 +94,11 @@ def _unreadable(dataset: str, error: Exception) -> HeadPruneError:
     if path.exists():
         if found := first_broken(path):
             return found
+        if path.is_dir() and glob.has_magic(str(path.resolve())):
+            return HeadPruneError(
+                f"{path} cannot be read as a dataset: the library takes *, ? and [ in {path.resolve()} for patterns of names.",
+                "Name a file in it, or rename the folder.",
+            )
         why = "it holds no rows" if re.search("empty|no data", text.lower()) or isinstance(error, StopIteration) else text
         return HeadPruneError(f"{path} cannot be read as a dataset: {why}.", "Check the files in it.")
     if cause is not error:
