@@ -57,10 +57,30 @@ def read_splits(dataset: str, subset: str | None = None) -> dict[str, Any]:
     check_local(dataset)
     if Path(dataset).exists() and (deadly := fatal(Path(dataset))):
         raise deadly
+    _check_addresses(Path(dataset))
     try:
         return _load(dataset, subset)
     except Exception as error:
         raise _unreadable(dataset, error) from error
+
+
+def _check_addresses(folder: Path) -> None:
+    """Refuse a folder whose description names files on a network, which the library would fetch.
+
+    Raises:
+        HeadPruneError: It does.
+    """
+    for name in ("README.md", ".huggingface.yaml"):
+        file = folder / name
+        if not file.is_file():
+            continue
+        text = file.read_text(encoding="utf-8", errors="replace")
+        told = text.split("\n---", 1)[0] if name == "README.md" else text
+        if found := re.search(r"[\w+.-]+://[^\s'\",\]]*", told) if "data_files" in told or "data_dir" in told else None:
+            raise HeadPruneError(
+                f"{file} names files elsewhere ({found[0]:.80}), and headprune fetches nothing for a folder.",
+                "Put the files into the folder, or take the address out.",
+            )
 
 
 def place(dataset: str, split: str) -> str:
