@@ -54,7 +54,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)  # of a killed run; or a link that somebody put there, which must not be followed
+        temporary.unlink(
+            missing_ok=True
+        )  # of a killed run; or a link that somebody put there, which must not be followed
         with open(temporary, "xb") as file:
             yield file
             file.flush()

@@ -25,7 +25,17 @@ from headprune.checkpoint.reading import _files, _sidecar
 from headprune.jsonio import dumps, loads, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores
-from tests.support.documents import FINETUNE, GENERATION, METRICS, RUN, TIME, TRAINED, heads_document, repaired, scores_of
+from tests.support.documents import (
+    FINETUNE,
+    GENERATION,
+    METRICS,
+    RUN,
+    TIME,
+    TRAINED,
+    heads_document,
+    repaired,
+    scores_of,
+)
 
 ODD = st.sampled_from([
     None, True, False, 0, -1, 1, 2, 3, 4, 2**31, 2**63, -(2**63) - 1, 10**30, 10**400, 0.5, -0.5, 1.0, 1e308, -1e308, 5e-324, 1e16,
@@ -33,7 +43,11 @@ ODD = st.sampled_from([
     "\x1b[31m", "x" * 5000, [], [0, 0], [-1], [[]], [None], [True], ["0"], {}, {"float": "NaN"}, {"float": "Infinity"}, {"L0": [0]}, {"": ""},
     {"\ud800": 1},
 ])  # fmt: skip
-ANY = ODD | st.recursive(ODD, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=8)
+ANY = ODD | st.recursive(
+    ODD,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
 
 
 def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -183,7 +197,7 @@ def test_any_document(kind: str, tmp_path: Path) -> None:
     data, read, right = KINDS[kind]
     path = tmp_path / ".unfinished" / NAMES.get(kind, f"{kind}.json")
     path.parent.mkdir()
-    tried = 0
+    tried, said = 0, list[hp.HeadPruneError]()
 
     @settings(max_examples=CASES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(spoilt(document(kind, data)))
@@ -194,13 +208,14 @@ def test_any_document(kind: str, tmp_path: Path) -> None:
         try:
             found = read(path)
         except hp.HeadPruneError as error:
-            assert "\n" not in str(error.args[0])
-            assert len(str(error)) < 1000
+            said.append(error)
             return
         right(found)
 
     one()
     assert tried >= CASES * 0.9
+    assert all("\n" not in str(error.args[0]) and len(str(error)) < 1000 for error in said)
+    assert said or kind in ("stage", "command")  # these two are made anew where they are damaged
 
 
 @pytest.mark.slow
@@ -208,6 +223,7 @@ def test_any_report(tmp_path: Path) -> None:
     """A report of whatever can be read is written, or refused, and then no file is touched."""
     from headprune.app import report
 
+    said, wrong = list[hp.HeadPruneError](), list[str]()
     folder = RunFolder(tmp_path / "run")
     for kind, data in (("run", RUN), ("metrics", FULL), ("heads", heads_document().to_json())):
         write_json(tmp_path / "right" / f"{kind}.json", kind, loads(dumps(data)))
@@ -223,9 +239,13 @@ def test_any_report(tmp_path: Path) -> None:
         try:
             report.write(folder)
         except hp.HeadPruneError as error:
-            assert "\n" not in str(error.args[0])
-            assert sorted(p.name for p in folder.path.iterdir()) == ["heads.json", "metrics.json", "run.json", "scores.json"]
+            said.append(error)
+            left = sorted(p.name for p in folder.path.iterdir())
+            wrong.extend(left if left != ["heads.json", "metrics.json", "run.json", "scores.json"] else ())
             return
         assert folder.page_path.exists()
 
     one()
+    assert said
+    assert not wrong
+    assert not any("\n" in str(error.args[0]) for error in said)

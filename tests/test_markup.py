@@ -122,7 +122,9 @@ def test_the_terminal_shows_it_as_it_is(made: dict[str, Any]) -> None:
     for result in made["said"]:
         for text in (result.stdout, result.stderr):
             assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
-            assert "49" not in re.sub(r"[\d.]+%?", lambda n: n[0] if n[0] == "49" else "", text)  # {{7*7}} was not computed
+            assert "49" not in re.sub(
+                r"[\d.]+%?", lambda n: n[0] if n[0] == "49" else "", text
+            )  # {{7*7}} was not computed
         if result.exit_code:
             (line,) = [line for line in result.stderr.splitlines() if line.startswith("headprune: ")]
             assert result.stderr.rstrip().endswith(line)
@@ -139,7 +141,11 @@ def test_report_html_has_no_element_of_theirs(made: dict[str, Any]) -> None:
     for (attrs, text), (_, theirs) in zip(page.scripts, plain.scripts, strict=True):
         assert text == theirs or (attrs.get("type") == "application/json" and json.loads(text))
     assert not [a for a in page.attributes if a[1].startswith("on")]
-    assert not [v for _, name, v in page.attributes if name in ("href", "src") and v and not v.startswith(("#", "data:", "report.md"))]
+    assert not [
+        v
+        for _, name, v in page.attributes
+        if name in ("href", "src") and v and not v.startswith(("#", "data:", "report.md"))
+    ]
 
 
 @pytest.mark.parametrize("file", ["report.md", "pruned-4/README.md"])

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headprune.checkpoint import remote_code
 from headprune.jsonio import read_json
@@ -58,7 +59,7 @@ def loading_of(folder: str | Path) -> Loading:
         own = f"{remote_code.FILE.removesuffix('.py')}.{name}"
         auto = _usual(auto for auto, cls in maps.items() if cls == own)
         return Loading(auto, bool(auto), why)
-    cls = getattr(transformers, name, None)
+    cls: Any = getattr(transformers, name, None)
     if getattr(cls, "config_class", None) is None:  # the name is from a file
         return Loading("")
     return Loading(_usual(auto for auto, own in remote_code.auto_classes(cls).items() if own == name) or name)

@@ -97,7 +97,8 @@ def _sidecar(path: Path) -> dict[str, Any]:
         "about": isinstance(found.get("about", {}), dict),
         "fingerprint": isinstance(found.get("fingerprint"), str),
         "heads": isinstance(counts, dict) and all(type(n) is int and n > 0 for n in counts.values()),
-        "removed": isinstance(steps, list) and all(isinstance(s, dict) and all(map(_are_heads, s.values())) for s in steps),
+        "removed": isinstance(steps, list)
+        and all(isinstance(s, dict) and all(map(_are_heads, s.values())) for s in steps),
     }
     for name, fine in right.items():
         if not fine:
@@ -106,7 +107,9 @@ def _sidecar(path: Path) -> dict[str, Any]:
 
 
 def _are_heads(listed: Any) -> bool:
-    return isinstance(listed, list) and all(type(h) is int and h >= 0 for h in listed) and len(set(listed)) == len(listed)
+    return (
+        isinstance(listed, list) and all(type(h) is int and h >= 0 for h in listed) and len(set(listed)) == len(listed)
+    )
 
 
 def _repeat(skeleton: nn.Module, sidecar: dict[str, Any]) -> None:

@@ -18,8 +18,8 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import tensors
 from headprune.jsonio import read_json, write_json
 from headprune.ranks import current
-from headprune.scoring.checked import check_scores, check_together, numbers_of
 from headprune.rows import Rows
+from headprune.scoring.checked import check_scores, check_together, numbers_of
 from headprune.uncertainty import FEW, carried_by, spread
 
 _NAMED = 4  # heads that a caution names

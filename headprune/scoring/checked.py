@@ -44,11 +44,12 @@ def check_together(layers: Sequence[AttentionLayer], methods: Sequence[str]) -> 
         ValueError: What stands twice, or is missing.
     """
     for what, found in (
-        ("layer", [layer.name for layer in layers]), ("layer's number", [layer.index for layer in layers]), ("method", methods),
-    ):  # fmt: skip
-        for one in found:
-            if found.count(one) > 1:
-                raise ValueError(f"the {what} {one!r:.60} is there twice")
+        ("layer", [(layer.name, layer.index) for layer in layers]),
+        ("method", [(m, m) for m in methods]),
+    ):
+        for each in zip(*found, strict=True):  # names, then numbers
+            if len(set(each)) < len(each):
+                raise ValueError(f"a {what} is there twice")
     if methods and not layers:
         raise ValueError("there are scores, but no layers")
 

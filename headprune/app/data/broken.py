@@ -53,8 +53,15 @@ def fatal(path: Path) -> HeadPruneError | None:
     """
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     for file in files:
-        if file.suffix.lower() in (".json", ".jsonl") and file.is_file() and _suspicious(file) and (why := _fatal(file)):
-            return HeadPruneError(f"{file} cannot be read as a dataset: {why}.", f"Each example is a JSON object. {_REPAIR}")
+        if (
+            file.suffix.lower() in (".json", ".jsonl")
+            and file.is_file()
+            and _suspicious(file)
+            and (why := _fatal(file))
+        ):
+            return HeadPruneError(
+                f"{file} cannot be read as a dataset: {why}.", f"Each example is a JSON object. {_REPAIR}"
+            )
     return None
 
 

@@ -119,7 +119,9 @@ def _unreadable(dataset: str, error: Exception) -> HeadPruneError:
                 f"{path} cannot be read as a dataset: the library takes *, ? and [ in {path.resolve()} for patterns of names.",
                 "Name a file in it, or rename the folder.",
             )
-        why = "it holds no rows" if re.search("empty|no data", text.lower()) or isinstance(error, StopIteration) else text
+        why = (
+            "it holds no rows" if re.search("empty|no data", text.lower()) or isinstance(error, StopIteration) else text
+        )
         return HeadPruneError(f"{path} cannot be read as a dataset: {why}.", "Check the files in it.")
     if cause is not error:
         return HeadPruneError(f"Dataset {dataset!r} cannot be read: {text}.", "Check --subset, or its page on the hub.")

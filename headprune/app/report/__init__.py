@@ -31,7 +31,16 @@ def write(folder: RunFolder) -> None:
     """
     try:
         _write(folder)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, StopIteration, jinja2.UndefinedError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        ArithmeticError,
+        StopIteration,
+        jinja2.UndefinedError,
+    ) as error:
         raise HeadPruneError(
             f"The documents in {folder.path} are damaged, or of another version ({type(error).__name__}: {error}).",
             "Make the run again.",

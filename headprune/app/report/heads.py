@@ -75,7 +75,11 @@ def prose(text: str) -> str:
     if not len(parts) % 2:
         return plain(text)
     escaped = [
-        re.sub(r"([\\<\[*|]|&(?=[\w#])|(?<!\w)_|_(?!\w))", r"\\\1", part) if not i % 2 else f"`{part}`" if part else r"\`\`"
+        re.sub(r"([\\<\[*|]|&(?=[\w#])|(?<!\w)_|_(?!\w))", r"\\\1", part)
+        if not i % 2
+        else f"`{part}`"
+        if part
+        else r"\`\`"
         for i, part in enumerate(parts)
     ]
     return "".join(escaped)

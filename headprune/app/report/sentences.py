@@ -272,7 +272,7 @@ def usage(run: Run, metrics: Metrics) -> str:
     budget, which = found.budget, "it" if found.recommended or len(metrics.budgets) == 1 else "one"
     folder = f"{run.folder}/{budget.checkpoint}" if run.folder else budget.checkpoint
     widened = bool(precision(run, metrics)) and run.model.dtype == "float32"
-    own = f'import headprune; model = headprune.load({quoted(folder)}){".float()" if widened else ""}'
+    own = f"import headprune; model = headprune.load({quoted(folder)}){'.float()' if widened else ''}"
     known = budget.loads if budget.loads and not budget.loads.startswith("headprune.") else ""
     other = known or "from_pretrained(folder, trust_remote_code=True)"
     other = f'{other.removesuffix(")")}, dtype="float32")' if widened else other

@@ -72,7 +72,9 @@ class Stages(Results):
         ranks = current()
         known = ranks.first(f"known of {name}", lambda: self._known(name))
         if known is not None:
-            with suppress(LookupError, TypeError, ValueError, AttributeError, HeadPruneError):  # damaged: it is made anew
+            with suppress(
+                LookupError, TypeError, ValueError, AttributeError, HeadPruneError
+            ):  # damaged: it is made anew
                 return read(known.result)
         made = ranks.first(name, make) if alone else make()
         return read(ranks.first(f"keeping {name}", lambda: self._keep(name, made)))

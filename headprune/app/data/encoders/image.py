@@ -21,7 +21,9 @@ class ImageClassification(Encoder):
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
         image = example[self.image]
         if isinstance(image, str | list):  # an image processor would fetch what the text names, also from a network
-            raise HeadPruneError(f"column {self.image!r} holds no image.", "Give the images themselves, not their names.")
+            raise HeadPruneError(
+                f"column {self.image!r} holds no image.", "Give the images themselves, not their names."
+            )
         if self.config.num_channels == 3 and getattr(image, "mode", "RGB") != "RGB":
             image = image.convert("RGB")
         pixels = self.processor(images=image, return_tensors="pt")["pixel_values"][0]
