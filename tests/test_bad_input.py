@@ -16,7 +16,8 @@ import transformers as tf
 import headprune as hp
 from headprune.jsonio import dumps, loads, write_json
 from headprune.scoring import save_scores
-from tests.support.bad_inputs import DATA, DOCUMENTS, GONE, MODELS, PYTHON, SAVED, TYPED, Call, Row
+from tests.support.bad_files import DATA, MODELS, PYTHON, SAVED, Call
+from tests.support.bad_inputs import DOCUMENTS, GONE, TYPED, Row
 from tests.support.commands import runner
 from tests.support.documents import METRICS, RUN, heads_document, scores_of
 from tests.support.zoo import bert

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from headprune import checkpoint
+from headprune.app.named import check_source
 from headprune.app.precision import HALVES, holds, widen
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
@@ -356,43 +357,6 @@ def _set_padding(config: Any, token: int) -> None:
     if all(getattr(part, "pad_token_id", None) is None for part in parts):
         for part in parts:
             part.pad_token_id = token
-
-
-def check_source(source: str, revision: str | None) -> None:
-    """Refuse what cannot be a model, before anything is loaded.
-
-    Raises:
-        HeadPruneError: No such folder, and no name that a model on the Hub can have; a file; or a folder's revision.
-    """
-    if not source.strip():
-        raise HeadPruneError("No model was named.", "Pass a Hub id, a local folder, or a folder headprune saved.")
-    try:
-        if Path(source).is_file():
-            raise HeadPruneError(f"{source} is a file.", "Pass the folder that it lies in, or a Hub id.")
-        local = Path(source).is_dir()
-    except OSError as error:
-        raise HeadPruneError(f"There is no model {source!r} ({error.strerror}).", "Check the spelling.") from None
-    if not local and not _may_be_on_hub(source):
-        raise HeadPruneError(
-            f"There is no model {source!r:.200}: no such folder, and on the Hugging Face Hub no model can have this name.",
-            "Check the path.",
-        )
-    if local and revision is not None:
-        raise HeadPruneError(
-            f"{source} is a local folder, which has no revisions.", "Leave out --revision, or name a Hub id."
-        )
-
-
-def _may_be_on_hub(source: str) -> bool:
-    """Whether a model on the Hub can have a name: no path can that begins with a dot or a slash, or has several folders."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(source)
-    except HFValidationError:
-        return False
-    return True
 
 
 def _check_numbers(model: nn.Module, source: str) -> None:

@@ -34,7 +34,8 @@ def bench(
     """Time two models in turn, and say where the first one's time goes; or two files that `headprune export` wrote, in their engine."""
     with session(manner) as console:
         from headprune import exporting, latency
-        from headprune.app.models import check_length, check_source, dummy_input, load_model
+        from headprune.app.models import check_length, dummy_input, load_model
+        from headprune.app.named import check_source
         from headprune.app.workflow import timing
         from headprune.timing import energy
         from headprune.trace import find_attention

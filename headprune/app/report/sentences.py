@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -272,16 +271,11 @@ def usage(run: Run, metrics: Metrics) -> str:
     budget, which = found.budget, "it" if found.recommended or len(metrics.budgets) == 1 else "one"
     folder = f"{run.folder}/{budget.checkpoint}" if run.folder else budget.checkpoint
     widened = bool(precision(run, metrics)) and run.model.dtype == "float32"
-    own = f"import headprune; model = headprune.load({quoted(folder)}){'.float()' if widened else ''}"
+    own = f"import headprune; model = headprune.load({numbers.quoted(folder)}){'.float()' if widened else ''}"
     known = budget.loads if budget.loads and not budget.loads.startswith("headprune.") else ""
     other = known or "from_pretrained(folder, trust_remote_code=True)"
     other = f'{other.removesuffix(")")}, dtype="float32")' if widened else other
     return f"To use {which}: {code(own)}, or without headprune, with the same folder, transformers' {code(other)}."
-
-
-def quoted(text: str) -> str:
-    """As a text in Python, in double quotes."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def proved(metrics: Metrics) -> str:
