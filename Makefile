@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Workers for pytest: two, like the smallest machine this is developed on.
 JOBS ?= 2
 
-.PHONY: demo test test-slow coverage wheel vendor lint types install clean
+.PHONY: demo test test-slow coverage wheel vendor licences audit lint types install clean
 
 demo: install  ## train, score, prune and report on scikit-learn's digits
 	@$(BIN)/headprune demo
@@ -33,6 +33,14 @@ wheel: install  ## what `pip install headprune` will install, built and tried ap
 vendor: install  ## report.html's chart libraries again, from npm (tools/vendor.py takes other versions)
 	$(BIN)/python tools/vendor.py
 
+licences: install  ## docs/licences.md again, from the metadata of the pinned packages
+	$(BIN)/python tools/licences.py
+
+audit:  ## known holes of the pinned packages, by pip-audit in an environment of its own; needs a network
+	test -x $(VENV)-audit/bin/pip-audit || $(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(VENV)-audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,4 +57,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .headprune build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-audit .headprune build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
