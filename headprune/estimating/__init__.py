@@ -19,7 +19,7 @@ from torch import nn
 
 from headprune import searching
 from headprune.arguments import layers_for, listed
-from headprune.attention import AttentionLayer
+from headprune.attention import AttentionLayer, Heads
 from headprune.budgets import Budget, budget_of
 from headprune.budgets.subject import Subject
 from headprune.errors import HeadPruneError
@@ -37,7 +37,7 @@ from headprune.scoring import HeadScores, Settings, maskable_of, method_named
 from headprune.scoring.base import Progress
 
 __all__ = [
-    "CostEstimate", "Ledger", "Limits", "Load", "Phase", "Rehearsal", "Sampler", "TooShortError", "add_scoring", "bisected",
+    "CostEstimate", "Ledger", "Limits", "Load", "Phase", "Rehearsal", "SILENT", "Sampler", "TooShortError", "add_scoring", "bisected",
     "estimate", "estimated", "made_up_scores", "rough", "traits", "worth",
 ]  # fmt: skip
 
@@ -170,7 +170,7 @@ def estimate(
     if not searches and not names:
         raise HeadPruneError("Nothing is asked for.", 'Pass keep="50%", or methods=["ablation"].')
     ledger, rehearsal = Ledger(), None
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.random.fork_rng():
         fitted_to = given
         if searches:
             request = searching.Request(
@@ -193,17 +193,22 @@ def estimate(
             )  # fmt: skip
             orders = len(request.searches(made_up_scores(maskable, names)))
             own = bisected(request.budgets, ledger, sum(a.num_heads for a in maskable), orders, sampler.pass_seconds)
-            _searched(replace(request, budgets=own), names, rehearsal, given[0])
+            plans = _searched(replace(request, budgets=own), names, rehearsal, given[0])
+            for drop in plans if repair else ():  # `headprune.repair` measures the dense model anew
+                own_repair = rehearsal.anew()
+                with own_repair.repaired(drop, whole=True):
+                    rehearsal.fits += own_repair.fits
+                    rehearsal.solved += own_repair.solved
         return estimated(ledger, sampler, rehearsal, limits, began)
 
 
-def _searched(request: searching.Request, names: Sequence[str], rehearsal: Rehearsal, example: Any) -> None:
-    """`headprune.search` and a repair of every plan, rehearsed."""
+def _searched(
+    request: searching.Request, names: Sequence[str], rehearsal: Rehearsal, example: Any
+) -> list[Heads]:
+    """`headprune.search`, rehearsed; the plans that it made up."""
     scores = made_up_scores(rehearsal.maskable, names)
     orders = searching.orders_of(request, scores, rehearsal, SILENT)
     inputs = without_labels(rehearsal.model, inputs_of(rehearsal.model, example))
     subject = Subject(rehearsal.model, rehearsal.layers, inputs, inputs, change=rehearsal.change_at)
     fits = searching.fits_of(request, orders, rehearsal, SILENT, lambda budget: subject)
-    for fitted in {str(f.plan.drop): f for f in fits}.values():
-        with rehearsal.repaired(fitted.plan.drop, whole=True):
-            pass
+    return list({str(f.plan.drop): f.plan.drop for f in fits}.values())

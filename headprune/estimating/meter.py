@@ -17,6 +17,8 @@ from headprune.ranks import Ranks, using
 from headprune.rows import apparent_size
 
 T = TypeVar("T")
+CLOCK: Callable[[], float] = time.perf_counter
+"""What time goes by; a benchmark on a busy machine takes `time.process_time`."""
 
 
 @dataclass
@@ -96,7 +98,7 @@ def clock(device: torch.device) -> float:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
-    return time.perf_counter()
+    return CLOCK()
 
 
 @contextmanager
@@ -140,16 +142,26 @@ def _held(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return int(torch.cuda.memory_allocated(device))
-    with suppress(OSError):  # not on Linux, or not allowed
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-        return resident()
-    return 0
+    return resident() if clear_peak() else 0
+
+
+def clear_peak() -> bool:
+    """Let `peak` begin anew; False where the system does not say it, or does not allow that."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+        return True
+    return False
+
+
+def peak() -> int:
+    """The most bytes of this process that were in memory."""
+    return _status("VmHWM")
 
 
 def _most(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    return _status("VmHWM")
+    return peak()
 
 
 def resident() -> int:

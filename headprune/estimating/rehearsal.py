@@ -49,6 +49,7 @@ class Rehearsal(Trials):
 
     def __init__(self, *args: Any, ledger: Ledger, answers: int = 0, mixes: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "results": _Unread(self)})
+        self._made_of = args, {**kwargs, "ledger": ledger, "answers": answers, "mixes": mixes}
         self.ledger, self.answers, self.mixes = ledger, answers, mixes
         self.fits: list[tuple[str, float, bool]] = []
         self.solved: list[tuple[str, int]] = []
@@ -56,6 +57,11 @@ class Rehearsal(Trials):
         self._choose, self._known_fits = Load.of(self.choose), {}  # type: ignore[var-annotated]
         self._answered = False
         self._generator = torch.Generator().manual_seed(0)
+
+    def anew(self) -> Rehearsal:
+        """Another one with the same ledger, for which nothing was measured yet."""
+        args, kwargs = self._made_of
+        return Rehearsal(*args, **kwargs)
 
     # -- the dense reference -----------------------------------------------------------------------
 
@@ -105,8 +111,9 @@ class Rehearsal(Trials):
             return self.masked(drop, self.choose)
 
     def masked(self, drop: Heads, batches: Sequence[Any]) -> Measurement:
-        self.ledger.add(self.phase, "evaluating", Load.of(batches))
-        return self.made_up(drop, batches)
+        load = Load.of(batches)
+        self.ledger.add(self.phase, "evaluating", load)
+        return self.made_up(drop, int(load.examples))
 
     def _nearness(self, drop: Heads) -> float:
         with self.repaired(drop):
@@ -169,9 +176,8 @@ class Rehearsal(Trials):
     def _share(self, drop: Heads) -> float:
         return sum(map(len, drop.values())) / max(1, sum(layer.num_heads for layer in self.maskable))
 
-    def made_up(self, drop: Heads, batches: Sequence[Any]) -> Measurement:
-        """A measurement that is worse with fewer heads."""
-        count = max(2, int(Load.of(batches).examples))
+    def made_up(self, drop: Heads, count: int) -> Measurement:
+        """A measurement of so many examples, that is worse with fewer heads."""
         worse = 100 * _LOSS * self._share(drop)
         loss = np.linspace(0.9, 1.1, count) + worse
         correct = (np.arange(count) / count > min(0.9, worse)).astype(float)

@@ -31,6 +31,7 @@ from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import exports
 from headprune.app.workflow.checks import check_goal, check_scored
+from headprune.app.workflow.estimating import BEFORE_A_RUN, announce, begun, estimate_prune
 from headprune.app.workflow.results import CarriedOut, Control, Job, carry_out, guessing, result_of
 from headprune.app.workflow.saving import dense_weights
 from headprune.app.workflow.scene import Console, Scene, open_scene
@@ -135,6 +136,8 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
         )
     methods = asked.methods if source or asked.goal.uses_scores else []
     run = run_document(scene, methods, folder) if source is None else run_after(source.read_run(), scene, folder)
+    if not begun(folder, "score", "prune"):  # what an interrupted run has left to do is not known
+        announce(console, lambda: estimate_prune(replace(asked, methods=methods), scene, scores, BEFORE_A_RUN))
     before = 0.0
     if source is None:
         scores, before = score_all(scene, methods, folder, console)
