@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,17 @@ def minilm(home: Path, quick: bool) -> list[str]:
     """The fine-tuned BERT on its sentences."""
     if not MINILM.is_dir():
         raise FileNotFoundError("minilm-rt is not there")
-    return [str(MINILM), "-d", str(MINILM / "data"), "-L", "96" if quick else "512", "--report-limit", "200" if quick else "800", "--keep", "36"]
+    return [
+        str(MINILM),
+        "-d",
+        str(MINILM / "data"),
+        "-L",
+        "96" if quick else "512",
+        "--report-limit",
+        "200" if quick else "800",
+        "--keep",
+        "36",
+    ]
 
 
 def bert(home: Path, quick: bool) -> list[str]:
@@ -62,7 +73,21 @@ def vit(home: Path, quick: bool) -> list[str]:
     from headprune.app import demo
 
     model, data, _ = demo.prepare(demo.HOME, lambda done, total: None)
-    return [str(model), "-d", str(data), "-L", "200" if quick else "1000", "--keep", "12", "--keep", "6", "-m", "ablation", "-m", "gradient"]
+    return [
+        str(model),
+        "-d",
+        str(data),
+        "-L",
+        "200" if quick else "1000",
+        "--keep",
+        "12",
+        "--keep",
+        "6",
+        "-m",
+        "ablation",
+        "-m",
+        "gradient",
+    ]
 
 
 def t5(home: Path, quick: bool) -> list[str]:
@@ -76,7 +101,13 @@ def t5(home: Path, quick: bool) -> list[str]:
     return _saved(home, tf.T5ForConditionalGeneration(config), -1, 64 if quick else 256)
 
 
-MODELS: dict[str, Callable[[Path, bool], list[str]]] = {"minilm": minilm, "bert": bert, "llama": llama, "vit": vit, "t5": t5}
+MODELS: dict[str, Callable[[Path, bool], list[str]]] = {
+    "minilm": minilm,
+    "bert": bert,
+    "llama": llama,
+    "vit": vit,
+    "t5": t5,
+}
 _WORDS = 500
 
 
@@ -118,7 +149,7 @@ def one(name: str, options: argparse.Namespace) -> dict[str, Any]:
     from typer.testing import CliRunner
 
     from headprune.app import workflow
-    from headprune.app.workflow import estimating, pruning
+    from headprune.app.workflow import estimating, pruning, saving
     from headprune.cli import app
     from headprune.estimating import Limits, meter
 
@@ -131,7 +162,6 @@ def one(name: str, options: argparse.Namespace) -> dict[str, Any]:
     def announced(console: Any, make: Callable[[], Any]) -> None:
         """In the place of the line: the whole estimate, and from here on the run is metered."""
 
-    original = pruning._pruned_and_measured
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         arguments = MODELS[name](home, options.quick)
@@ -151,18 +181,25 @@ def one(name: str, options: argparse.Namespace) -> dict[str, Any]:
             kind = type(asked)
             before, kind.open = kind.open, opened
             meter.clear_peak()
-            counts, began = meter.Meter(), meter.CLOCK()
+            counts, began, load = meter.Meter(), meter.CLOCK(), saving.load
             try:
-                with meter.counting(scene.model, counts):
+                with ExitStack() as stack:
+
+                    def counted(scene: Any, path: Any) -> Any:
+                        model = load(scene, path)
+                        stack.enter_context(meter.counting(model, counts))
+                        return model
+
+                    saving.load = counted
+                    stack.enter_context(meter.counting(scene.model, counts))
                     result = run(asked, target, console)
             finally:
-                kind.open = before
+                kind.open, saving.load = before, load
             made["seconds"], made["counts"], made["peak"] = meter.CLOCK() - began, counts, meter.peak()
             return result
 
         workflow.prune_run = both
         result = CliRunner().invoke(app, ["prune", *arguments, "-o", str(home / "run"), "-q"])
-        assert pruning._pruned_and_measured is original
         if result.exit_code:
             raise RuntimeError(result.output[-400:] or repr(result.exception))
         os.chdir(ROOT)
@@ -242,12 +279,26 @@ def main() -> None:
     rows = []
     for name in options.only or MODELS:
         flags = [flag for flag, given in (("--quick", options.quick), ("--cpu-time", options.cpu_time)) if given]
-        command = [sys.executable, "-W", "ignore", __file__, "--one", name, *flags, "--batches", str(options.batches), "--threads", str(options.threads)]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            __file__,
+            "--one",
+            name,
+            *flags,
+            "--batches",
+            str(options.batches),
+            "--threads",
+            str(options.threads),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         try:
             rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
         except (IndexError, ValueError):
-            rows.append({"model": name, "left_out": (done.stderr.strip().splitlines() or ["nothing was said"])[-1][-200:]})
+            rows.append(
+                {"model": name, "left_out": (done.stderr.strip().splitlines() or ["nothing was said"])[-1][-200:]}
+            )
         print(rows[-1], file=sys.stderr, flush=True)
     text = section(rows, options)
     print(text, file=sys.stderr)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from headprune.estimating import CostEstimate
 
 
-@app.command(epilog="Example: `headprune estimate MODEL -d DATA --keep 50%`, or `headprune estimate MODEL -d DATA -m ablation`")
+@app.command(
+    epilog="Example: `headprune estimate MODEL -d DATA --keep 50%`, or `headprune estimate MODEL -d DATA -m ablation`"
+)
 @by_groups
 def estimate(
     budgets: Budgets,
@@ -31,14 +33,14 @@ def estimate(
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="Without it, the model of the newest scores.")
     ] = None,
-    no_repair: Annotated[
-        bool, typer.Option("--no-repair", help="As for prune.", rich_help_panel="Repair")
-    ] = False,
+    no_repair: Annotated[bool, typer.Option("--no-repair", help="As for prune.", rich_help_panel="Repair")] = False,
     finetune: Annotated[
         float | None, typer.Option(metavar="EPOCHS", help="As for prune.", rich_help_panel="Repair")
     ] = None,
     also: Annotated[list[str] | None, typer.Option(help="As for prune.", rich_help_panel="Data")] = None,
-    scores: Annotated[Path | None, typer.Option(help="Scores that prune would use: a run folder or its scores.json.")] = None,
+    scores: Annotated[
+        Path | None, typer.Option(help="Scores that prune would use: a run folder or its scores.json.")
+    ] = None,
     method: Annotated[
         list[str] | None,
         typer.Option("--method", "-m", help="As for prune; without a budget, as for score. Repeatable."),
@@ -92,13 +94,19 @@ def _tell(console: Console, found: CostEstimate) -> None:
         forward = f"{p.forward:,.1f}" + (f" ({p.forward_low:,.1f} to {p.forward_high:,.1f})" if varies else "")
         made = p.forward or p.backward
         table.add_row(
-            Text(p.name), forward if made else "", f"{p.backward:,.1f}" if made else "", flops(p.flops) if made else "", duration(p.seconds)
+            Text(p.name),
+            forward if made else "",
+            f"{p.backward:,.1f}" if made else "",
+            flops(p.flops) if made else "",
+            duration(p.seconds),
         )
     console.result(f"Passes over {found.examples:,} examples, typically:\n")
     console.table(table)
     console.result("")
     if duration(found.seconds_low) != duration(found.seconds_high):
-        console.result(f"Time from {duration(found.seconds_low)} to {duration(found.seconds_high)}, as it depends on what is found.")
+        console.result(
+            f"Time from {duration(found.seconds_low)} to {duration(found.seconds_high)}, as it depends on what is found."
+        )
     held = ", ".join(f"{name} {size(count)}" for name, count in found.memory_parts.items())
     console.result(f"Memory: {held}.")
     for note in found.notes:

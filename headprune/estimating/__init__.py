@@ -37,12 +37,29 @@ from headprune.scoring import HeadScores, Settings, maskable_of, method_named
 from headprune.scoring.base import Progress
 
 __all__ = [
-    "CostEstimate", "Ledger", "Limits", "Load", "Phase", "Rehearsal", "SILENT", "Sampler", "TooShortError", "add_scoring", "bisected",
-    "estimate", "estimated", "made_up_scores", "rough", "traits", "worth",
+    "SILENT",
+    "CostEstimate",
+    "Ledger",
+    "Limits",
+    "Load",
+    "Phase",
+    "Rehearsal",
+    "Sampler",
+    "TooShortError",
+    "add_scoring",
+    "bisected",
+    "estimate",
+    "estimated",
+    "made_up_scores",
+    "rough",
+    "traits",
+    "worth",
 ]  # fmt: skip
 
 
-def add_scoring(ledger: Ledger, methods: Iterable[str], batches: Sequence[Any], settings: Settings | None = None) -> None:
+def add_scoring(
+    ledger: Ledger, methods: Iterable[str], batches: Sequence[Any], settings: Settings | None = None
+) -> None:
     """Note the scoring by some methods."""
     load, settings = Load.of(batches), settings or Settings()
     for name in methods:
@@ -66,9 +83,7 @@ def made_up_scores(layers: Sequence[AttentionLayer], methods: Iterable[str]) -> 
     return found
 
 
-def bisected(
-    budgets: Sequence[Budget], ledger: Ledger, total: int, orders: int, seconds: float
-) -> tuple[Budget, ...]:
+def bisected(budgets: Sequence[Budget], ledger: Ledger, total: int, orders: int, seconds: float) -> tuple[Budget, ...]:
     """The budgets, with a number of heads in the place of those that are found by pruning copies and timing or counting on them.
 
     Args:
@@ -84,10 +99,16 @@ def bisected(
         from headprune import latency
 
         tried = math.ceil(math.log2(max(2, total))) + 1
-        once = max(latency.MIN_RUNS / 2 * seconds, latency.MIN_SECONDS / 4) + latency.WARM_UP * seconds if budget.timed else 0.0
+        once = (
+            max(latency.MIN_RUNS / 2 * seconds, latency.MIN_SECONDS / 4) + latency.WARM_UP * seconds
+            if budget.timed
+            else 0.0
+        )
         last = max(latency.MIN_RUNS * seconds, latency.MIN_SECONDS) if budget.timed else 0.0
         ledger.add(f"fitting {budget}", rough.SECONDS, Load(0, orders * 2 * (tried * once + last)), 1.0, 0.5, 1.5)
-        ledger.unknown.append(f"How many heads hold “{budget}” is found out in the run; here half of them are taken to stay.")
+        ledger.unknown.append(
+            f"How many heads hold “{budget}” is found out in the run; here half of them are taken to stay."
+        )
         found.append(budget_of("keep 50%"))
     return tuple(dict.fromkeys(found))
 
@@ -202,9 +223,7 @@ def estimate(
         return estimated(ledger, sampler, rehearsal, limits, began)
 
 
-def _searched(
-    request: searching.Request, names: Sequence[str], rehearsal: Rehearsal, example: Any
-) -> list[Heads]:
+def _searched(request: searching.Request, names: Sequence[str], rehearsal: Rehearsal, example: Any) -> list[Heads]:
     """`headprune.search`, rehearsed; the plans that it made up."""
     scores = made_up_scores(rehearsal.maskable, names)
     orders = searching.orders_of(request, scores, rehearsal, SILENT)

@@ -59,7 +59,11 @@ def estimated(
     parts = memory_of(sampler, rehearsal, copies)
     phases = tuple(
         replace(
-            p, forward=p.forward / per, backward=p.backward / per, forward_low=p.forward_low / per, forward_high=p.forward_high / per
+            p,
+            forward=p.forward / per,
+            backward=p.backward / per,
+            forward_low=p.forward_low / per,
+            forward_high=p.forward_high / per,
         )
         for p in phases
     )
@@ -129,4 +133,3 @@ def _solving(rows: int) -> float:
 
     tried = min(rows, 1024)
     return 1.3 * rows**2 * min(MOST, 4096) + 2 * (4 * 2.0 * tried**3 + 2.0 * rows**3)
-

@@ -122,7 +122,7 @@ def counting(model: nn.Module, meter: Meter) -> Iterator[None]:
         answer = getattr(output, "logits", None)
         found = [answer] if isinstance(answer, Tensor) else [t for t in tensors(output) if t.requires_grad]
         if found and found[0].requires_grad:
-            found[0].register_hook(lambda gradient: back(size))
+            found[0].register_hook(lambda gradient: back(size))  # type: ignore[no-untyped-call]
 
     def back(size: int) -> None:
         meter.backward += size

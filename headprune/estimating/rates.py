@@ -61,7 +61,9 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self.batches = [usable(batch) for batch in self.batches]
-        order = sorted(range(len(self.batches)), key=lambda i: cost_of(self.batches[i]) / max(1, apparent_size(self.batches[i])))
+        order = sorted(
+            range(len(self.batches)), key=lambda i: cost_of(self.batches[i]) / max(1, apparent_size(self.batches[i]))
+        )
         count = min(self.count, len(order))
         # The middles of as many equal parts: short ones and long ones.
         self.sample = [self.batches[order[(2 * i + 1) * len(order) // (2 * count)]] for i in range(count)]
@@ -131,7 +133,9 @@ class Sampler:
         load, spent = load or self.load, meter.loop(*loops)
         forward, backward = spent.forward / load.examples, spent.backward / load.examples
         fixed = meter.rest(*loops)
-        return Rate(spent.seconds / load.units, fixed, forward, backward, (forward + back * backward) * self.flops_per_unit)
+        return Rate(
+            spent.seconds / load.units, fixed, forward, backward, (forward + back * backward) * self.flops_per_unit
+        )
 
     def evaluating(self) -> Rate:
         """A model measured, heads masked or not."""
@@ -141,24 +145,42 @@ class Sampler:
         """A turn of a scoring method through the examples (`PARTS`)."""
         known = PARTS.get(name, Part())
         sample = [self._part(self.sample[0])] if known.by_head else self.sample
-        settings = replace(self.settings or Settings(), examples=None, seconds=None, **known.settings)
-        meter = self.metered(
-            lambda: score(
-                self.model, sample, name, layers=self.layers, loss_fn=self.loss_fn, distil=self.distil, settings=settings
-            )
-        )
-        load = Load.of(sample)
-        if known.steps:  # a loop of its own, over one batch a step
-            load = Load.of([sample[i % len(sample)] for i in range(known.steps)])
-        names = () if known.whole else tuple(meter.loops)
-        rate = self._rate(meter, *names, load=load)
-        if known.whole:  # what `share` does not see grows with the examples
-            rate = Rate(
-                meter.seconds / load.units, 0.0, meter.forward / load.examples, meter.backward / load.examples,
-                (meter.forward + meter.backward) / load.examples * self.flops_per_unit,
-            )  # fmt: skip
+        if known.whole:
+            return self._twice(name, known, sample)
+        meter, load = self._scored(name, known.settings, sample), Load.of(sample)
+        rate = self._rate(meter, *meter.loops, load=load)
         # Of the passes for every head only what comes behind its layer is made: on average, half.
         return replace(rate, flops=rate.flops / 2) if known.by_head else rate
+
+    def _scored(self, name: str, told: Mapping[str, Any], sample: Sequence[Any]) -> Meter:
+        settings = replace(self.settings or Settings(), examples=None, seconds=None, **told)
+        return self.metered(
+            lambda: score(
+                self.model,
+                sample,
+                name,
+                layers=self.layers,
+                loss_fn=self.loss_fn,
+                distil=self.distil,
+                settings=settings,
+            )
+        )
+
+    def _twice(self, name: str, known: Part, sample: Sequence[Any]) -> Rate:
+        """A method whose loop is its own: it is done, and twice as much of it is, so that what does not grow is told apart."""
+        first = self._scored(name, known.settings, sample[:1])
+        more = {"steps": 2 * known.steps} if known.steps else known.settings
+        second = self._scored(name, more, sample[:1] if known.steps else [sample[0], sample[0]])
+        load = Load.of(sample[:1]).times(known.steps or 1)
+        grown = [max(0.0, getattr(second, part) - getattr(first, part)) for part in ("seconds", "forward", "backward")]
+        forward, backward = grown[1] / load.examples, grown[2] / load.examples
+        return Rate(
+            grown[0] / load.units,
+            max(0.0, first.seconds - grown[0]),
+            forward,
+            backward,
+            (forward + backward) * self.flops_per_unit,
+        )
 
     def _part(self, batch: Any) -> Any:
         size = apparent_size(batch)
@@ -321,6 +343,7 @@ class Part:
     whole: bool = False
     steps: int = 0
     turns: Callable[[Settings, int, int], Turns] = lambda settings, batches, examples: (1.0, 1.0, 1.0)
+
 
 def _turns_of_shapley(settings: Settings, batches: int, examples: int) -> Turns:
     """It stops when it is sure enough, at the latest after all permutations."""

@@ -69,13 +69,19 @@ class Rehearsal(Trials):
     def refit(self) -> Any:
         """Something that has the runner and no sums."""
         self.ledger.add("statistics for repair", "statistics", Load.of(self.runner.everything))
-        return SimpleNamespace(reference=SimpleNamespace(**vars(self.calibration), passes=0.0), model=self.model, ridge=None if self.repair else math.inf)
+        return SimpleNamespace(
+            reference=SimpleNamespace(**vars(self.calibration), passes=0.0),
+            model=self.model,
+            ridge=None if self.repair else math.inf,
+        )
 
     @cached_property
     def runner(self) -> Runner:
         """The examples, with the mixtures of them that will be made."""
         runner = copy.copy(self.calibration.runner)
-        runner.mixtures = tuple(runner.mixed(self.calibration.times)) if self.mixes and self.calibration.projections else ()
+        runner.mixtures = (
+            tuple(runner.mixed(self.calibration.times)) if self.mixes and self.calibration.projections else ()
+        )
         return runner
 
     @property
@@ -181,7 +187,11 @@ class Rehearsal(Trials):
         worse = 100 * _LOSS * self._share(drop)
         loss = np.linspace(0.9, 1.1, count) + worse
         correct = (np.arange(count) / count > min(0.9, worse)).astype(float)
-        metrics = {"loss": float(loss.mean()), "accuracy": float(correct.mean()), "perplexity": float(np.exp(loss.mean()))}
+        metrics = {
+            "loss": float(loss.mean()),
+            "accuracy": float(correct.mean()),
+            "perplexity": float(np.exp(loss.mean())),
+        }
         return Measurement(metrics, loss, correct, np.ones(count))
 
 
@@ -221,4 +231,3 @@ def _runs(name: str) -> bool:
         return strategy_named(name).runs_model
     except Exception:  # it is named after the scores
         return False
-

@@ -141,7 +141,11 @@ def estimate_finetune(
         per = load_of(train).examples / found.examples  # passes are over all that is trained on
         phases = tuple(
             replace(
-                p, forward=p.forward / per, backward=p.backward / per, forward_low=p.forward_low / per, forward_high=p.forward_high / per
+                p,
+                forward=p.forward / per,
+                backward=p.backward / per,
+                forward_low=p.forward_low / per,
+                forward_high=p.forward_high / per,
             )
             for p in found.phases
         )
@@ -190,9 +194,7 @@ class Rehearsed(Job):
 _NOWHERE = Environment.model_construct()
 
 
-def _rehearsal(
-    asked: PruneRun, scene: Scene, batches: Sequence[Any], sampler: Sampler, ledger: Ledger
-) -> Rehearsal:
+def _rehearsal(asked: PruneRun, scene: Scene, batches: Sequence[Any], sampler: Sampler, ledger: Ledger) -> Rehearsal:
     goal = asked.goal
     answers, mixes = traits(scene.model, scene.layers, sampler.sample[0]) if goal.repair else (0, False)
     return Rehearsal(
@@ -229,7 +231,7 @@ def _timing(ledger: Ledger, scene: Scene, models: int, sampler: Sampler) -> None
     """The times that are reported: of every model, with every input, for at least a second (`headprune.latency.bench`)."""
     shapes = inputs(scene)
     writes = bool(getattr(scene.model, "can_generate", bool)())
-    for batch, length, example in shapes:
+    for _, length, example in shapes:
         once = latency.timer(scene.model, example)() / 1000
         warm = latency.WARM_UP * once
         whole = min(max(latency.MIN_RUNS * once, latency.MIN_SECONDS), latency.MAX_RUNS * once)

@@ -148,8 +148,7 @@ def carry_out(fitted: Fit, control: Control, job: Job) -> CarriedOut:
     random = masked.random(control.random)
     like_random = masked.like_random(made.repair)
     also = tuple(
-        _on_also(job, plan, model, part, dense)
-        for part, dense in zip(job.scene.parts.also, control.also, strict=True)
+        _on_also(job, plan, model, part, dense) for part, dense in zip(job.scene.parts.also, control.also, strict=True)
     )
     return CarriedOut(fitted, made, model, path, pruned, repair, random, like_random, also)
 
