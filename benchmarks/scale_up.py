@@ -19,8 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
@@ -34,7 +32,7 @@ from headprune.reference import directions
 from headprune.reference.directions import room
 from headprune.reference.moments import FOLDS
 
-DOCUMENT = ROOT / "docs" / "scale.md"
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
 SHAPES = {  # Llama 3.1: hidden size, layers, heads, key/value heads, width of the feed-forward part
     "8B": (4096, 32, 32, 8, 14336),
     "70B": (8192, 80, 64, 8, 28672),

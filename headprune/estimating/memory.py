@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from headprune.estimating.meter import resident
 from headprune.estimating.rates import Sampler
 from headprune.estimating.rehearsal import Rehearsal
 from headprune.inputs import model_device
@@ -36,7 +35,7 @@ def memory_of(sampler: Sampler, rehearsal: Rehearsal | None, copies: int) -> dic
     """Bytes by what they are for; of a GPU, what is on it."""
     weights = weights_of(sampler.model)
     device = model_device(sampler.model)
-    now = resident() if device.type == "cpu" else 0
+    now = sampler.held if device.type == "cpu" else 0
     found = {"the process with the model": now or weights, "a pass": sampler.peak}
     if copies:
         found["further models"] = copies * weights

@@ -15,7 +15,7 @@ from torch import nn
 from headprune import latency
 from headprune.attention import AttentionLayer, Heads
 from headprune.estimating.ledger import Load, Rate
-from headprune.estimating.meter import Meter, clock, metered
+from headprune.estimating.meter import Meter, clock, metered, resident
 from headprune.evaluation import evaluate
 from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import LossFn, inputs_of
@@ -45,7 +45,9 @@ class Sampler:
         count: How many of their batches to measure on.
 
     Attributes:
-        used: How many were.
+        sample: These.
+        held: Bytes of this process before.
+        peak: Bytes that any of the work held more than before it.
     """
 
     model: nn.Module
@@ -57,9 +59,10 @@ class Sampler:
     loss_fn: LossFn | None = None
     distil: bool = False
     settings: Settings | None = None
-    peak: int = 0
+    peak: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self.held = resident()
         self.batches = [usable(batch) for batch in self.batches]
         order = sorted(
             range(len(self.batches)), key=lambda i: cost_of(self.batches[i]) / max(1, apparent_size(self.batches[i]))
@@ -201,7 +204,8 @@ class Sampler:
             )
             found.append(measure(calibration, answers=False))
 
-        meter = self.metered(work)
+        with metered(self.model) as meter:  # the sums that it makes are counted apart, so this is not what a pass takes
+            work()
         return Refit(found[0], None if self.repair else math.inf), meter
 
     @property
