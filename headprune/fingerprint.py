@@ -13,22 +13,27 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
-def fingerprint(model: nn.Module) -> str:
+def fingerprint(model: nn.Module, *, widened: bool = False) -> str:
     """Hash of every parameter and persistent buffer: name, shape, type and all of its bytes.
 
     A sample of the bytes would be quicker, but an even stride over a weight matrix can miss every column but one.
+
+    Args:
+        widened: Whether half precision counts as the float32 that it is computed with on a CPU; one tensor at a time is widened.
     """
     digest = hashlib.sha256()
     seen: set[int] = set()
     for name, tensor in _plain(model.state_dict()):
         if not tensor.numel():
             continue  # it stands for weights that are gone
-        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+        half = widened and tensor.dtype in (torch.bfloat16, torch.float16)
+        digest.update(f"{name}:{tuple(tensor.shape)}:{torch.float32 if half else tensor.dtype};".encode())
         where = tensor.data_ptr()
         if tensor.device.type == "meta" or where in seen:
             continue  # no bytes, or those of a weight that is tied to this one
         seen.add(where)
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        plain = tensor.detach().float() if half else tensor.detach()
+        digest.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

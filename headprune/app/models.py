@@ -119,8 +119,8 @@ def load_model(
     where = pick_device(device)
     wanted = _dtype(dtype, where)
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = _load_config(source, common)
-    kind = _task(config, task, source)
+    config = config_of(source, common)
+    kind = task_of(config, task, source)
     half = _half(config) if dtype == "auto" and wanted == torch.float32 else None
     if checkpoint.is_checkpoint(source):
         model = checkpoint.load(source, device=where)
@@ -133,7 +133,7 @@ def load_model(
         model = _load_dense(source, kind, config, wanted, common).to(where)
     model.eval()
     _check_numbers(model, source)
-    processor = _processor(source, kind, common) if with_processor else None
+    processor = processor_of(source, kind, common) if with_processor else None
     if kind.modality == "text" and processor is not None:
         _set_padding(model.config, processor.pad_token_id)
     notes = []
@@ -154,7 +154,9 @@ def resolved(source: str) -> str:
         HeadPruneError: The run folder holds none or several.
     """
     path = Path(source)
-    is_run = (path / "run.json").is_file() and not (path / "config.json").exists()
+    is_run = (
+        any((path / name).is_file() for name in ("run.json", "streamed.json")) and not (path / "config.json").exists()
+    )
     return str(pruned_in(path)) if is_run else source
 
 
@@ -177,7 +179,7 @@ def pruned_in(path: Path) -> Path:
     return found[0]
 
 
-def _load_config(source: str, common: dict[str, Any]) -> Any:
+def config_of(source: str, common: dict[str, Any]) -> Any:
     import transformers
 
     try:
@@ -329,7 +331,7 @@ def _half(config: Any) -> torch.dtype | None:
     return next((half for half in HALVES if found in (half, str(half).removeprefix("torch."))), None)
 
 
-def _task(config: Any, task: str | None, source: str) -> Task:
+def task_of(config: Any, task: str | None, source: str) -> Task:
     if task is not None:
         return TASKS[task]
     architecture = str((getattr(config, "architectures", None) or [""])[0])
@@ -396,7 +398,7 @@ def _not_trusted(source: str, error: Exception) -> HeadPruneError | None:
     )
 
 
-def _processor(source: str, kind: Task, common: dict[str, Any]) -> Any:
+def processor_of(source: str, kind: Task, common: dict[str, Any]) -> Any:
     import transformers
 
     name = {"text": "AutoTokenizer", "image": "AutoImageProcessor", "audio": "AutoFeatureExtractor"}[kind.modality]

@@ -16,23 +16,39 @@ from headprune.checkpoint.card import add_figures, code
 from headprune.checkpoint.folders import replaced
 from headprune.checkpoint.hub import upload
 from headprune.checkpoint.loading import SIDECAR, Loading, loading_of
-from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load
-from headprune.checkpoint.writing import push_to_hub, save, save_pretrained
+from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load, load_mapped, weight_files
+from headprune.checkpoint.writing import (
+    MAX_SHARD,
+    check_merged,
+    check_plain,
+    complete,
+    push_to_hub,
+    save,
+    save_pretrained,
+    write,
+)
 
 __all__ = [
+    "MAX_SHARD",
     "SIDECAR",
     "Loading",
     "about",
     "add_figures",
     "check_attention",
+    "check_merged",
+    "check_plain",
     "code",
+    "complete",
     "damaged",
     "is_checkpoint",
     "load",
+    "load_mapped",
     "loading_of",
     "push_to_hub",
     "replaced",
     "save",
     "save_pretrained",
     "upload",
+    "weight_files",
+    "write",
 ]

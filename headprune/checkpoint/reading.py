@@ -45,7 +45,21 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
         HeadPruneError: Not such a folder, weights that do not fit, or other answers than the saved model's: after an
             edit of the config, with another class or another version. The error names what differs.
     """
-    path = Path(path)
+    return _loaded(Path(path), model, device)[0]
+
+
+def load_mapped(path: Path) -> tuple[nn.Module, float | None]:
+    """As `load`, on the CPU, with the weights left in their files, which are mapped into memory: they are read as they are needed.
+
+    Returns:
+        The model, and by how much its answers differ from the saved ones, as a share of the largest; None where none were saved.
+    """
+    return _loaded(path, None, "cpu", copied=False)
+
+
+def _loaded(
+    path: Path, model: nn.Module | None, device: torch.device | str, *, copied: bool = True
+) -> tuple[nn.Module, float | None]:
     recovered(path)
     if not path.is_dir():
         raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that headprune saved.")
@@ -55,14 +69,14 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
             "Load it by from_pretrained(folder, trust_remote_code=True), and save that by headprune.save.",
         )
     sidecar = read_json(path / SIDECAR, "checkpoint")
-    files = _files(path, sidecar)
+    files = weight_files(path, sidecar)
     skeleton = model if model is not None else _skeleton(path, sidecar)
     try:
         if "structure" in sidecar:
             restructure(skeleton, sidecar["structure"])
         else:
             _repeat(skeleton, sidecar)
-        _fill(skeleton, files)
+        _fill(skeleton, files, copied)
     except Exception as error:
         raise damaged(path, error) or HeadPruneError(
             f"The weights in {path} do not fit {type(skeleton).__name__}: {first_line(error)}{probe.edits(path)}.",
@@ -81,8 +95,7 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
         note_was_repaired(skeleton)
     if sidecar.get("structure"):
         save_by_headprune(skeleton)
-    probe.check(skeleton, path)
-    return skeleton
+    return skeleton, probe.check(skeleton, path)
 
 
 def _repeat(skeleton: nn.Module, sidecar: dict[str, Any]) -> None:
@@ -94,7 +107,7 @@ def _repeat(skeleton: nn.Module, sidecar: dict[str, Any]) -> None:
         add_biases(skeleton, biases)
 
 
-def _files(path: Path, sidecar: dict[str, Any]) -> list[Path]:
+def weight_files(path: Path, sidecar: dict[str, Any]) -> list[Path]:
     """The files that hold the weights; a name that leads elsewhere is refused."""
     name = sidecar.get("weights", _WEIGHTS)  # a key of folders of 0.1
     if name not in (_WEIGHTS, _OLD_WEIGHTS):
@@ -111,11 +124,14 @@ def _files(path: Path, sidecar: dict[str, Any]) -> list[Path]:
     return [path / shard for shard in shards]
 
 
-def _fill(model: nn.Module, files: list[Path]) -> None:
+def _fill(model: nn.Module, files: list[Path], copied: bool) -> None:
     """Give every parameter and persistent buffer its saved values and type; everything else stays as it was built.
 
     A cast of the whole model would be wrong: it would also round buffers that are not saved, such as the frequencies of
     rotary embeddings.
+
+    Args:
+        copied: Whether the values are read into memory; else they stay in their files.
     """
     from safetensors.torch import load_file
 
@@ -132,7 +148,7 @@ def _fill(model: nn.Module, files: list[Path]) -> None:
             if own[name].shape != value.shape:
                 raise ValueError(f"{name} has shape {tuple(own[name].shape)}, the file {tuple(value.shape)}")
             # A copy, because a tensor may start at any byte of the file, and kernels then sum in another order.
-            own[name].data = value.clone()
+            own[name].data = value.clone() if copied else value
             filled.add(id(own[name]))
     for name, tensor in model.state_dict().items():
         if tensor.numel() and id(own[name]) not in filled:  # tied weights are saved once

@@ -70,11 +70,16 @@ def save(
     check_plain(model, model.state_dict())
     with replaced(path, overwrite) as folder:
         write(model, folder, example=example, about=about or {}, max_shard_size=max_shard_size)
-        if processor is not None:
-            processor.save_pretrained(folder)
-        for file in folder.iterdir():
-            file.chmod(0o644)
+        complete(folder, processor)
     return path
+
+
+def complete(folder: Path, processor: Any) -> None:
+    """Put a processor beside a model that was written, if there is one, and let everyone read the files."""
+    if processor is not None:
+        processor.save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)
 
 
 def save_pretrained(

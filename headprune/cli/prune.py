@@ -12,8 +12,9 @@ from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.asked import known_methods, planned, refuse_unused, scores_first
 from headprune.cli.made import goal_of, key_of, options_of, prune_folder, source_of
-from headprune.cli.options import Budgets, Data, Loading, Manner, Planning, Scoring, Seed, Writing, by_groups
+from headprune.cli.options import Budgets, Data, Loading, Manner, Planning, Scoring, Seed, Writing, by_groups, typed
 from headprune.cli.session import session
+from headprune.cli.streaming import stream
 
 if TYPE_CHECKING:
     from headprune.app.console import Console
@@ -70,15 +71,34 @@ def prune(
             "is enough for auto, or by ablation and gradient for another --strategy].",
         ),
     ] = None,
+    streaming: Annotated[
+        bool,
+        typer.Option(
+            "--streaming",
+            help="With --plan: cut a checkpoint that is larger than the memory, as it lies in its safetensors files. Neither repairs nor measures.",
+        ),
+    ] = False,
     seed: Seed = None,
 ) -> None:
     """Remove the least important heads, measure accuracy and latency again, save the model and the report."""
     key = key_of(
         "prune", budgets, planning, data, scoring, loading, writing,
         model=model, no_repair=no_repair, finetune=finetune, scores=scores, method=method, seed=seed,
-        also=also, export=export,
+        also=also, export=export, streaming=streaming,
     )  # fmt: skip
     with session(manner, shared=True) as console:
+        if streaming:
+            others = {
+                **typed(planning),
+                **typed(data),
+                **typed(scoring),
+                "finetune": finetune,
+                "also": also,
+                "export": export,
+            }
+            others |= {"scores": scores, "method": method, "seed": seed}
+            stream(model, budgets, loading, writing, no_repair, key, others, console)
+            return
         from headprune.app import runs, workflow
         from headprune.app.folders import claimed
         from headprune.ranks import current

@@ -33,6 +33,7 @@ from headprune.pruned import (
 )
 from headprune.surgery.features import Counts, groups_left
 from headprune.surgery.removal import WIDTHS, Removal
+from headprune.surgery.scratch import placed
 
 
 class Journal:
@@ -146,7 +147,7 @@ class Journal:
         """Let a W_O that has just been sliced give nothing."""
         held, old = output._parameters, output._parameters["weight"]
         assert old is not None
-        held["weight"] = nn.Parameter(torch.zeros_like(old), requires_grad=old.requires_grad)
+        held["weight"] = nn.Parameter(placed(torch.zeros_like(old)), requires_grad=old.requires_grad)
         self._undo.append(lambda: held.__setitem__("weight", old))
 
     def _place(
@@ -189,7 +190,7 @@ class Journal:
         index = features.index(old.shape[dim], torch.device("cpu"))
         key = (id(old), dim, tuple(index.tolist()))
         if key not in self._slices:
-            new: Tensor = old.detach().index_select(dim, index.to(old.device))
+            new: Tensor = placed(old.detach().index_select(dim, index.to(old.device)))
             self._slices[key] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
         passing = name in module._non_persistent_buffers_set
         hold(module, name, self._slices[key])
