@@ -1,0 +1,257 @@
+"""Would the tests notice a wrong number? Small changes to the code of planning, surgery and repair, and what the tests say of each.
+
+    python tools/mutations.py                   a random sample of 150 places for each room; goes on where it was stopped
+    python tools/mutations.py --survivors       only those that no test noticed, once more: after tests were added
+    python tools/mutations.py --room surgery --sample 400
+
+The changes are cosmic-ray's (`pip install cosmic-ray coverage`), the tests those that CONTRIBUTING names for the room; of these, the fast
+ones that run the changed line. Writes its section of docs/tests.md, with a reason for each survivor from tools/survivors.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("planning", "surgery", "repairing")
+CACHE = ROOT / ".cache" / "mutations"
+REASONS = ROOT / "tools" / "survivors.json"
+
+import mutants as of  # noqa: E402
+import warm  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Room:
+    """Part of headprune, and what guards it.
+
+    Attributes:
+        name: Of its folder.
+        modules: Paths, relative to the root.
+        tests: Files, relative to the root.
+    """
+
+    name: str
+    modules: list[str]
+    tests: list[str]
+
+
+def room_named(name: str, root: Path = ROOT) -> Room:
+    """A room by the table at the end of CONTRIBUTING.md."""
+    for row in (root / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines():
+        cells = [re.findall(r"`([^`]+)`", cell) for cell in row.split("|")[1:-1]]
+        if len(cells) == 2 and f"{name}/" in cells[0]:
+            inside = [root / "headprune" / cell for cell in cells[0]]
+            modules = [p for path in inside for p in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+            tests = [p for glob in cells[1] for p in sorted((root / "tests").glob(glob))]
+            return Room(name, *([str(p.relative_to(root)) for p in paths] for paths in (modules, tests)))
+    raise SystemExit(f"CONTRIBUTING.md has no row for {name}/.")
+
+
+def wilson(good: int, of_all: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % interval of a share, by Wilson's score.
+
+    >>> [round(end, 3) for end in wilson(90, 100)]
+    [0.826, 0.945]
+    """
+    if not of_all:
+        return 0.0, 1.0
+    share, square = good / of_all, z * z / of_all
+    middle, half = share + square / 2, z * math.sqrt(share * (1 - share) / of_all + square / of_all / 4)
+    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
+
+
+class Results:
+    """What became of each mutant, on disk as soon as it is known: a line each, the last one counts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self.by_key: dict[str, dict[str, Any]] = {}
+        for line in lines:
+            try:
+                found = json.loads(line)
+            except json.JSONDecodeError:  # cut off by a kill
+                continue
+            self.by_key[found["key"]] = found
+
+    def add(self, mutant: of.Mutant, by: str, tests: int, seconds: float) -> None:
+        found = {**asdict(mutant), "by": by, "tests": tests, "seconds": round(seconds, 1)}
+        self.by_key[mutant.key] = found
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found, ensure_ascii=False) + "\n")
+
+
+def guards(mutant: of.Mutant, source: str, base: dict[str, Any]) -> list[str]:
+    """The tests that run a mutant, the quickest first. Of a change that happens on import, those that run anything of the module."""
+    lines = base["lines"].get(mutant.module, {})
+    near, on_import = of.lines_around(source, mutant.where[0])
+    chosen = {test for line, tests in lines.items() if on_import or int(line) in near for test in tests}
+    seconds = base["seconds"]
+    return sorted(chosen & set(seconds), key=lambda test: (seconds[test], test))
+
+
+def baseline_of(room: Room, tree: warm.Tree) -> dict[str, Any]:
+    """What the room's tests run, measured again only when code or tests have changed."""
+    state = hashlib.sha256()
+    for folder in ("headprune", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            state.update(path.read_bytes())
+    stored = CACHE / f"{room.name}-baseline.json"
+    if stored.exists() and (found := json.loads(stored.read_text(encoding="utf-8")))["state"] == state.hexdigest():
+        return dict(found)
+    print(f"{room.name}: {len(room.tests)} test files without any change …", flush=True)
+    found = {"state": state.hexdigest(), **warm.baseline(tree, room.tests)}
+    stored.write_text(json.dumps(found), encoding="utf-8")
+    return found
+
+
+def run(room: Room, tree: warm.Tree, sample: Sequence[of.Mutant], results: Results, again: bool, until: float) -> None:
+    """Try what has not been tried, or what has survived once more."""
+    todo = [m for m in sample if m.key not in results.by_key]
+    if again:
+        todo += [m for m in sample if m.key in results.by_key and not results.by_key[m.key]["by"]]
+    if not todo:
+        return
+    base = baseline_of(room, tree)
+    warm.warm_up(base["modules"])
+    for i, mutant in enumerate(todo, 1):
+        if time.monotonic() > until:
+            print(f"{room.name}: {len(todo) - i + 1} are left; the same command goes on.", flush=True)
+            return
+        source = (tree.path / mutant.module).read_text(encoding="utf-8")
+        tests = guards(mutant, source, base)
+        seconds = sum(base["seconds"][test] for test in tests)
+        start, by = time.monotonic(), ""
+        if tests:
+            with tree.written(mutant.module, of.mutated(source, mutant.operator, mutant.occurrence)):
+                by = warm.killed_by(tree, tests, seconds)
+        results.add(mutant, by, len(tests), time.monotonic() - start)
+        said = f"killed by {by}" if by else f"SURVIVED {len(tests)} tests"
+        print(
+            f"{room.name} {i}/{len(todo)} {mutant.module}:{mutant.where[0]} {mutant.before!r} -> {mutant.after!r}: "
+            f"{said} ({time.monotonic() - start:.1f} s)",
+            flush=True,
+        )
+
+
+def text_of(rooms: Sequence[tuple[Room, int, list[dict[str, Any]]]], seed: int, reasons: dict[str, Any]) -> str:
+    """The section of docs/tests.md."""
+    rows, listed = [], []
+    for room, count, found in rooms:
+        killed = [f for f in found if f["by"]]
+        low, high = wilson(len(killed), len(found))
+        survivors = [f for f in found if not f["by"]]
+        equal = sum(reasons.get(f["key"], {}).get("equivalent", False) for f in survivors)
+        share = len(killed) / max(1, len(found))
+        rows.append(
+            f"| `{room.name}/` | {count:,} | {len(found)} | {len(killed)} ({share:.1%}) | {low:.1%} to {high:.1%} | {len(survivors)} | {equal} |"
+        )
+        for f in survivors:
+            why = reasons.get(f["key"], {}).get("why", "not looked at yet")
+            place = f"`{f['module'].removeprefix('headprune/')}:{f['where'][0]}` {f['function'].rpartition('.')[2]}"
+            listed.append(f"| {place} | {_code(f['before'])} | {_code(f['after'])} | {why} |")
+    every = [f for *_, found in rooms for f in found]
+    killed = sum(bool(f["by"]) for f in every)
+    low, high = wilson(killed, len(every))
+    return f"""## Small mistakes that the tests notice
+
+Made by `make mutations` (`tools/mutations.py`, seed {seed}). [Cosmic-ray](https://github.com/sixty-north/cosmic-ray) changes one thing at a time: a number by one, `<` to
+`<=` or `>`, `+` to `-` or `*`, `and` to `or`, `True` to `False`; it negates conditions, removes `not`, `-` and keyword arguments,
+and empties loops. The fast tests that [CONTRIBUTING](../CONTRIBUTING.md#where-the-tests-are) names for the room, as far as they
+run the changed line, must then fail. A place is a position in the code and a kind of change; at each drawn place one variant is tried.
+
+**{killed} of {len(every)} are noticed: {killed / max(1, len(every)):.1%} (95 % interval, by Wilson: {low:.1%} to {high:.1%}).** The required share is 85 %. Equivalent
+changes, by which no result becomes another, count as survivors in every share here; the last column says how many they are.
+
+| room | places | tried | noticed | 95 % interval | not noticed | of these equivalent |
+|---|---|---|---|---|---|---|
+{chr(10).join(rows)}
+
+Left out by rule: annotations, `TYPE_CHECKING`, `assert`, `cast`, `frozen=` of dataclasses, `strict=` of `zip`, numbers from 50 on (a size by taste, of which
+one more is as right), decorators, `==` made `is`, and operators of another kind in an operator's place (`+` made `<<`), which fail at once.
+
+<details><summary>The {len(listed)} that no test notices, and why</summary>
+
+| place | code | changed to | why no test notices |
+|---|---|---|---|
+{chr(10).join(listed)}
+
+</details>
+"""
+
+
+def _code(text: str) -> str:
+    short = text if len(text) <= 160 else text[:159] + "…"
+    return f"`{short}`".replace("|", "\\|") if text else "(nothing)"
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--room", choices=ROOMS, action="append", help="only this one; can be given several times")
+    parser.add_argument("--sample", type=int, default=150, help="places for each room (150)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--survivors", action="store_true", help="try those again that no test noticed")
+    parser.add_argument("--minutes", type=float, default=45, help="stop after so long (45)")
+    parser.add_argument("--list", action="store_true", help="say what would be tried, and run nothing")
+    asked = parser.parse_args(given)
+    until = time.monotonic() + 60 * asked.minutes
+    CACHE.mkdir(parents=True, exist_ok=True)
+    tree = None
+    for name in asked.room or ROOMS:
+        room = room_named(name)
+        sample = _sampled(room, asked.sample, asked.seed)[1]
+        if asked.list:
+            print(*(f"{m.module}:{m.where[0]} {m.before!r} -> {m.after!r}" for m in sample), sep="\n")
+            continue
+        if tree is None:
+            tree = warm.Tree(ROOT, CACHE / "tree")
+            warm.prepare(tree)
+        run(room, tree, sample, Results(CACHE / f"{name}.jsonl"), asked.survivors, until)
+    if not asked.list:
+        write(asked.sample, asked.seed)
+
+
+def _sampled(room: Room, size: int, seed: int) -> tuple[int, list[of.Mutant]]:
+    places = [place for module in room.modules for place in of.places(ROOT, module)]
+    return len(places), of.sample(ROOT, places, size, seed)
+
+
+def write(size: int, seed: int) -> None:
+    """The section, from what is known by now."""
+    sys.path.append(str(ROOT / "benchmarks"))  # last: its coverage.py is another
+    from document import replace_section
+
+    reasons = json.loads(REASONS.read_text(encoding="utf-8")) if REASONS.exists() else {}
+    found = []
+    for name in ROOMS:
+        room = room_named(name)
+        count, sample = _sampled(room, size, seed)
+        results = Results(CACHE / f"{name}.jsonl").by_key
+        # Lines move: where a mutant is now is what counts.
+        known = [{**results[m.key], "where": m.where} for m in sample if m.key in results]
+        found.append((room, count, known))
+    replace_section(ROOT / "docs" / "tests.md", "mutations", text_of(found, seed, reasons))
+    _say(found)
+
+
+def _say(rooms: Iterable[tuple[Room, int, list[dict[str, Any]]]]) -> None:
+    for room, count, found in rooms:
+        killed = sum(bool(f["by"]) for f in found)
+        low, high = wilson(killed, len(found))
+        print(f"{room.name}: {killed} of {len(found)} noticed ({low:.1%} to {high:.1%}), of {count} places")
+
+
+if __name__ == "__main__":
+    main()
