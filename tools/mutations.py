@@ -85,6 +85,12 @@ class Results:
                 continue
             self.by_key[found["key"]] = found
 
+    def todo(self, sample: Sequence[of.Mutant], again: bool) -> list[of.Mutant]:
+        """What has not been tried yet; or (``again``) what no test noticed."""
+        if again:
+            return [m for m in sample if m.key in self.by_key and not self.by_key[m.key]["by"]]
+        return [m for m in sample if m.key not in self.by_key]
+
     def add(self, mutant: of.Mutant, by: str, tests: int, seconds: float) -> None:
         found = {**asdict(mutant), "by": by, "tests": tests, "seconds": round(seconds, 1)}
         self.by_key[mutant.key] = found
@@ -103,47 +109,53 @@ def guards(mutant: of.Mutant, source: str, base: dict[str, Any]) -> list[str]:
 
 
 def baseline_of(room: Room, tree: warm.Tree) -> dict[str, Any]:
-    """What the room's tests run, measured again only when code or tests have changed."""
-    state = hashlib.sha256()
-    for folder in ("headprune", "tests"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            state.update(path.read_bytes())
+    """What the room's tests run: of files that have changed, measured again; of all, when what they all use has changed."""
+    shared = [*(ROOT / "headprune").rglob("*.py"), *(ROOT / "tests" / "support").rglob("*.py"), ROOT / "tests" / "conftest.py"]
+    state, now = _hash(shared), {file: _hash([ROOT / file]) for file in room.tests}
     stored = CACHE / f"{room.name}-baseline.json"
-    if stored.exists() and (found := json.loads(stored.read_text(encoding="utf-8")))["state"] == state.hexdigest():
-        return dict(found)
-    print(f"{room.name}: {len(room.tests)} test files without any change …", flush=True)
-    found = {"state": state.hexdigest(), **warm.baseline(tree, room.tests)}
-    stored.write_text(json.dumps(found), encoding="utf-8")
-    return found
+    base: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
+    if base.get("state") != state:
+        base = {"state": state, "files": {}, "seconds": {}, "lines": {}, "modules": []}
+    if new := [file for file in room.tests if base["files"].get(file) != now[file]]:
+        print(f"{room.name}: {len(new)} test files without any change …", flush=True)
+        found = warm.baseline(tree, new)
+        base["files"] = now
+
+        def stays(test: str) -> bool:
+            return (file := test.partition("::")[0]) in now and file not in new
+
+        base["seconds"] = {t: s for t, s in base["seconds"].items() if stays(t)} | found["seconds"]
+        lines: dict[str, dict[str, list[str]]] = {}
+        for part, kept in ((base["lines"], stays), (found["lines"], bool)):
+            for module, by_line in part.items():
+                for line, tests in by_line.items():
+                    lines.setdefault(module, {}).setdefault(line, []).extend(filter(kept, tests))
+        base["lines"], base["modules"] = lines, list(dict.fromkeys([*base["modules"], *found["modules"]]))
+        stored.write_text(json.dumps(base), encoding="utf-8")
+    return base
 
 
-def run(room: Room, tree: warm.Tree, sample: Sequence[of.Mutant], results: Results, again: bool, until: float) -> None:
-    """Try what has not been tried, or what has survived once more."""
-    todo = [m for m in sample if m.key not in results.by_key]
-    if again:
-        todo += [m for m in sample if m.key in results.by_key and not results.by_key[m.key]["by"]]
-    if not todo:
-        return
-    base = baseline_of(room, tree)
-    warm.warm_up(base["modules"])
-    for i, mutant in enumerate(todo, 1):
-        if time.monotonic() > until:
-            print(f"{room.name}: {len(todo) - i + 1} are left; the same command goes on.", flush=True)
-            return
-        source = (tree.path / mutant.module).read_text(encoding="utf-8")
-        tests = guards(mutant, source, base)
-        seconds = sum(base["seconds"][test] for test in tests)
-        start, by = time.monotonic(), ""
-        if tests:
-            with tree.written(mutant.module, of.mutated(source, mutant.operator, mutant.occurrence)):
-                by = warm.killed_by(tree, tests, seconds)
-        results.add(mutant, by, len(tests), time.monotonic() - start)
-        said = f"killed by {by}" if by else f"SURVIVED {len(tests)} tests"
-        print(
-            f"{room.name} {i}/{len(todo)} {mutant.module}:{mutant.where[0]} {mutant.before!r} -> {mutant.after!r}: "
-            f"{said} ({time.monotonic() - start:.1f} s)",
-            flush=True,
-        )
+def _hash(paths: Iterable[Path]) -> str:
+    found = hashlib.sha256()
+    for path in sorted(paths):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def attempt(room: Room, tree: warm.Tree, mutant: of.Mutant, results: Results, base: dict[str, Any]) -> None:
+    """Try one mutant, and note what became of it."""
+    source = (tree.path / mutant.module).read_text(encoding="utf-8")
+    tests = guards(mutant, source, base)
+    start, by = time.monotonic(), ""
+    if tests:
+        with tree.written(mutant.module, of.mutated(source, mutant.operator, mutant.occurrence)):
+            by = warm.killed_by(tree, tests, sum(base["seconds"][test] for test in tests))
+    results.add(mutant, by, len(tests), time.monotonic() - start)
+    said = f"noticed by {by}" if by else f"NOT NOTICED by {len(tests)} tests"
+    print(
+        f"{mutant.module}:{mutant.where[0]} {mutant.before!r} -> {mutant.after!r}: {said} ({time.monotonic() - start:.1f} s)",
+        flush=True,
+    )
 
 
 def text_of(rooms: Sequence[tuple[Room, int, list[dict[str, Any]]]], seed: int, reasons: dict[str, Any]) -> str:
@@ -152,7 +164,7 @@ def text_of(rooms: Sequence[tuple[Room, int, list[dict[str, Any]]]], seed: int, 
     for room, count, found in rooms:
         killed = [f for f in found if f["by"]]
         low, high = wilson(len(killed), len(found))
-        survivors = [f for f in found if not f["by"]]
+        survivors = sorted((f for f in found if not f["by"]), key=lambda f: (f["module"], f["where"]))
         equal = sum(reasons.get(f["key"], {}).get("equivalent", False) for f in survivors)
         share = len(killed) / max(1, len(found))
         rows.append(
@@ -207,20 +219,30 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--list", action="store_true", help="say what would be tried, and run nothing")
     asked = parser.parse_args(given)
     until = time.monotonic() + 60 * asked.minutes
-    CACHE.mkdir(parents=True, exist_ok=True)
-    tree = None
-    for name in asked.room or ROOMS:
-        room = room_named(name)
-        sample = _sampled(room, asked.sample, asked.seed)[1]
-        if asked.list:
+    rooms = [room_named(name) for name in asked.room or ROOMS]
+    samples = {room.name: _sampled(room, asked.sample, asked.seed)[1] for room in rooms}
+    if asked.list:
+        for sample in samples.values():
             print(*(f"{m.module}:{m.where[0]} {m.before!r} -> {m.after!r}" for m in sample), sep="\n")
-            continue
-        if tree is None:
-            tree = warm.Tree(ROOT, CACHE / "tree")
-            warm.prepare(tree)
-        run(room, tree, sample, Results(CACHE / f"{name}.jsonl"), asked.survivors, until)
-    if not asked.list:
-        write(asked.sample, asked.seed)
+        return
+    CACHE.mkdir(parents=True, exist_ok=True)
+    results = {room.name: Results(CACHE / f"{room.name}.jsonl") for room in rooms}
+    todo = [(room, results[room.name].todo(samples[room.name], asked.survivors)) for room in rooms]
+    if any(left for _, left in todo):
+        tree = warm.Tree(ROOT, CACHE / "tree")
+        warm.prepare(tree)
+        bases = {room.name: baseline_of(room, tree) for room, left in todo if left}
+        warm.warm_up([name for base in bases.values() for name in base["modules"]])
+        # In turn, so that every room has a random sample whenever this is stopped.
+        queue = sorted((i / len(left), room.name, i) for room, left in todo for i in range(len(left)))
+        by_name = {room.name: (room, left) for room, left in todo}
+        for done, (_, name, i) in enumerate(queue):
+            if time.monotonic() > until:
+                print(f"{len(queue) - done} are left; the same command goes on.")
+                break
+            room, left = by_name[name]
+            attempt(room, tree, left[i], results[name], bases[name])
+    write(asked.sample, asked.seed)
 
 
 def _sampled(room: Room, size: int, seed: int) -> tuple[int, list[of.Mutant]]:

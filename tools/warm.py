@@ -163,8 +163,9 @@ class Watched(_Plugin):
         self.failed: list[str] = []
 
     def pytest_runtest_protocol(self, item: Any) -> None:
-        for each in gc.get_objects():
-            if isinstance(each, functools._lru_cache_wrapper) and each.__module__.startswith("tests."):
+        ours = [module for name, module in list(sys.modules.items()) if name.startswith("tests.")]
+        for each in (value for module in ours for value in vars(module).values()):
+            if isinstance(each, functools._lru_cache_wrapper):
                 each.cache_clear()
         for name in item.fixturenames:
             self.shared.setdefault(f"fixture {name}", []).append(item.nodeid)
