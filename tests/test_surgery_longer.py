@@ -113,12 +113,21 @@ def test_two_sequences_grow_together() -> None:
 
 
 def test_what_holds_tokens_is_found_by_its_name_or_its_shape() -> None:
-    assert [s["inputs_embeds"] for s in shapes({"inputs_embeds": torch.ones(2, 8, 3)})[1][:2]] == [(64, 1, 3), (64, 8, 3)]
+    assert [s["inputs_embeds"] for s in shapes({"inputs_embeds": torch.ones(2, 8, 3)})[1][:2]] == [
+        (64, 1, 3),
+        (64, 8, 3),
+    ]
     assert first({"input_ids": [1, 2], "other": ids(2, 8)})["other"].shape == (1, 64)  # no tensor of that name
     assert first({"pixel_mask": ids(2, 6), "other": ids(2, 8)})["other"].shape == (1, 64)
     assert first({"pixel_mask": ids(2, 6), "other": ids(2, 8)})["pixel_mask"].shape == (1, 6)
     assert first((torch.ones(2, 8, dtype=torch.bool), ids(2, 8)))[0].shape == (1, 64)
-    for none in ({"input_ids": ids(8)}, (torch.ones(2, 8, dtype=torch.bool),), ids(0, 8), ids(2, 3, 4, 5), {"flag": True}):
+    for none in (
+        {"input_ids": ids(8)},
+        (torch.ones(2, 8, dtype=torch.bool),),
+        ids(0, 8),
+        ids(2, 3, 4, 5),
+        {"flag": True},
+    ):
         assert longer(none) == []
     assert longer((torch.ones(2, 3, 8, 8), ids(2, 8))) == []  # images
 
@@ -147,7 +156,10 @@ def test_indexes_are_checked_where_the_device_does_not() -> None:
     with within_bounds(nn.Linear(2, 2)), pytest.raises(IndexError) as by_torch:
         F.embedding(wrong, table)
     assert "5 entries" not in str(by_torch.value)
-    with within_bounds(nn.Linear(2, 2, device="meta")), pytest.raises(IndexError, match="index 5 is out of range for 5"):
+    with (
+        within_bounds(nn.Linear(2, 2, device="meta")),
+        pytest.raises(IndexError, match="index 5 is out of range for 5"),
+    ):
         F.embedding(wrong, table)
 
 

@@ -132,7 +132,14 @@ def test_generation_is_compared_up_to_a_near_tie() -> None:
 
 def test_answers_are_floats_but_not_attention_weights() -> None:
     weights, hidden = torch.randn(1, 2, 3, 3).softmax(-1), torch.randn(1, 3, 4)
-    found = answers({"logits": hidden.half(), "cross_attentions": (weights,), "past_key_values": (hidden,), "ids": torch.ones(2).long()})
+    found = answers(
+        {
+            "logits": hidden.half(),
+            "cross_attentions": (weights,),
+            "past_key_values": (hidden,),
+            "ids": torch.ones(2).long(),
+        }
+    )
     assert len(found) == 1
     assert found[0].dtype == torch.float32
     assert len(answers((weights, hidden, weights))) == 2  # whatever comes first is an answer

@@ -43,9 +43,22 @@ def measure() -> int:
         old.unlink()
     (CACHE / "rc").write_text(CONFIG, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "coverage", "run", f"--rcfile={CACHE / 'rc'}", "-m", "pytest", "-q", "-m", "not slow"]
+    command = [
+        sys.executable,
+        "-m",
+        "coverage",
+        "run",
+        f"--rcfile={CACHE / 'rc'}",
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "not slow",
+    ]
     code = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, env=environment).returncode
-    subprocess.run([sys.executable, "-m", "coverage", "combine", f"--rcfile={CACHE / 'rc'}", "-q"], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "coverage", "combine", f"--rcfile={CACHE / 'rc'}", "-q"], cwd=ROOT, check=True
+    )
     return code
 
 
@@ -61,7 +74,9 @@ def text() -> str:
             continue
         name = path.relative_to(ROOT / "headprune")
         parts = name.parts
-        room = "/".join(parts[:2] if parts[0] == "app" and len(parts) > 2 else parts[:1] if len(parts) > 1 else ["*.py"])
+        room = "/".join(
+            parts[:2] if parts[0] == "app" and len(parts) > 2 else parts[:1] if len(parts) > 1 else ["*.py"]
+        )
         found = rooms.setdefault(room if "." in room else f"{room}/", [0, 0])
         found[0] += len(lines)
         found[1] += len(lines) - len(missing)

@@ -110,7 +110,11 @@ def guards(mutant: of.Mutant, source: str, base: dict[str, Any]) -> list[str]:
 
 def baseline_of(room: Room, tree: warm.Tree) -> dict[str, Any]:
     """What the room's tests run: of files that have changed, measured again; of all, when what they all use has changed."""
-    shared = [*(ROOT / "headprune").rglob("*.py"), *(ROOT / "tests" / "support").rglob("*.py"), ROOT / "tests" / "conftest.py"]
+    shared = [
+        *(ROOT / "headprune").rglob("*.py"),
+        *(ROOT / "tests" / "support").rglob("*.py"),
+        ROOT / "tests" / "conftest.py",
+    ]
     state, now = _hash(shared), {file: _hash([ROOT / file]) for file in room.tests}
     stored = CACHE / f"{room.name}-baseline.json"
     base: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
