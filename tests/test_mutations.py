@@ -109,7 +109,7 @@ def mutant(key: str) -> mutants.Mutant:
 def test_results_stay_though_the_last_line_was_cut_off(tmp_path: Path) -> None:
     results = mutations.Results(tmp_path / "r.jsonl")
     for key, by in (("a", "tests/test_x.py::test"), ("b", ""), ("c", "")):
-        results.add(mutant(key), by, 3, 1.0)
+        results.add(mutant(key), by, 3, 0, 1.0)
     with results.path.open("a") as file:
         file.write('{"key": "d", "by"')
     again = mutations.Results(results.path)
@@ -117,7 +117,7 @@ def test_results_stay_though_the_last_line_was_cut_off(tmp_path: Path) -> None:
     assert [m.key for m in again.todo(sample, again=False)] == ["d"]
     assert [m.key for m in again.todo(sample, again=True)] == ["b", "c"]
     again.path.write_text(again.path.read_text().rpartition("\n")[0] + "\n")
-    again.add(mutant("b"), "time", 3, 1.0)  # noticed later: the last line counts
+    again.add(mutant("b"), "time", 3, 0, 1.0)  # noticed later: the last line counts
     assert [m.key for m in mutations.Results(results.path).todo(sample, again=True)] == ["c"]
 
 

@@ -188,17 +188,18 @@ def mutated(source: str, operator: str, occurrence: int) -> str:
 def lines_around(source: str, line: int) -> tuple[range, bool]:
     """The lines that tell which tests run a change at ``line``, and whether it happens on import.
 
-    That is the statement around it, without what is indented below; of a function's head, its body.
+    That is the statement around it, without what is indented below; of a function's head, its body. Decorators, and what stands outside of
+    functions, run on import.
     """
     body = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.stmt)]
     around = [n for n in body if _first(n) <= line <= (n.end_lineno or n.lineno)]
-    inner = max(around, key=_first, default=None)
+    inner = max(around, key=lambda n: (_first(n), -(n.end_lineno or 0)), default=None)
     inside = any(isinstance(n, ast.FunctionDef) for n in around if n is not inner)
-    if inner is None or (not inside and not isinstance(inner, ast.FunctionDef)):
+    if isinstance(inner, ast.FunctionDef):
+        return range(inner.body[0].lineno, (inner.end_lineno or 0) + 1), line < inner.lineno
+    if inner is None or not inside:
         return range(0), True
     below = getattr(inner, "body", None)
-    if isinstance(inner, ast.FunctionDef):
-        return range(inner.body[0].lineno, (inner.end_lineno or 0) + 1), False
     last = below[0].lineno if below else (inner.end_lineno or inner.lineno) + 1
     return range(inner.lineno, max(last, inner.lineno + 1)), False
 

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,8 @@ class Results:
             return [m for m in sample if m.key in self.by_key and not self.by_key[m.key]["by"]]
         return [m for m in sample if m.key not in self.by_key]
 
-    def add(self, mutant: of.Mutant, by: str, tests: int, seconds: float) -> None:
-        found = {**asdict(mutant), "by": by, "tests": tests, "seconds": round(seconds, 1)}
+    def add(self, mutant: of.Mutant, by: str, tests: int, left: int, seconds: float) -> None:
+        found = {**asdict(mutant), "by": by, "tests": tests, "left": left, "seconds": round(seconds, 1)}
         self.by_key[mutant.key] = found
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
@@ -100,12 +101,11 @@ class Results:
 
 
 def guards(mutant: of.Mutant, source: str, base: dict[str, Any]) -> list[str]:
-    """The tests that run a mutant, the quickest first. Of a change that happens on import, those that run anything of the module."""
-    lines = base["lines"].get(mutant.module, {})
+    """The tests that run a mutant, the quickest first. What happens on import, all of them run."""
     near, on_import = of.lines_around(source, mutant.where[0])
-    chosen = {test for line, tests in lines.items() if on_import or int(line) in near for test in tests}
-    seconds = base["seconds"]
-    return sorted(chosen & set(seconds), key=lambda test: (seconds[test], test))
+    lines, seconds = base["lines"].get(mutant.module, {}), base["seconds"]
+    chosen = {test for line, tests in lines.items() if int(line) in near for test in tests}
+    return sorted(seconds if on_import else chosen & set(seconds), key=lambda test: (seconds[test], test))
 
 
 def baseline_of(room: Room, tree: warm.Tree) -> dict[str, Any]:
@@ -146,16 +146,18 @@ def _hash(paths: Iterable[Path]) -> str:
     return found.hexdigest()
 
 
-def attempt(room: Room, tree: warm.Tree, mutant: of.Mutant, results: Results, base: dict[str, Any]) -> None:
-    """Try one mutant, and note what became of it."""
+def attempt(mutant: of.Mutant, tree: warm.Tree, results: Results, base: dict[str, Any], most: float) -> None:
+    """Try one mutant with tests of at most ``most`` seconds, and note what became of it."""
     source = (tree.path / mutant.module).read_text(encoding="utf-8")
-    tests = guards(mutant, source, base)
+    every = guards(mutant, source, base)
+    so_far = accumulate(base["seconds"][test] for test in every)
+    tests = [test for i, (test, spent) in enumerate(zip(every, so_far, strict=True)) if not i or spent <= most]
     start, by = time.monotonic(), ""
     if tests:
         with tree.written(mutant.module, of.mutated(source, mutant.operator, mutant.occurrence)):
             by = warm.killed_by(tree, tests, sum(base["seconds"][test] for test in tests))
-    results.add(mutant, by, len(tests), time.monotonic() - start)
-    said = f"noticed by {by}" if by else f"NOT NOTICED by {len(tests)} tests"
+    results.add(mutant, by, len(tests), len(every) - len(tests), time.monotonic() - start)
+    said = f"noticed by {by}" if by else f"NOT NOTICED by {len(tests)} of {len(every)} tests"
     print(
         f"{mutant.module}:{mutant.where[0]} {mutant.before!r} -> {mutant.after!r}: {said} ({time.monotonic() - start:.1f} s)",
         flush=True,
@@ -219,6 +221,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--sample", type=int, default=150, help="places for each room (150)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--survivors", action="store_true", help="try those again that no test noticed")
+    parser.add_argument("--seconds", type=float, default=60, help="tests for each mutant, the quickest first (60)")
     parser.add_argument("--minutes", type=float, default=45, help="stop after so long (45)")
     parser.add_argument("--list", action="store_true", help="say what would be tried, and run nothing")
     asked = parser.parse_args(given)
@@ -239,13 +242,12 @@ def main(given: Sequence[str] | None = None) -> None:
         warm.warm_up([name for base in bases.values() for name in base["modules"]])
         # In turn, so that every room has a random sample whenever this is stopped.
         queue = sorted((i / len(left), room.name, i) for room, left in todo for i in range(len(left)))
-        by_name = {room.name: (room, left) for room, left in todo}
+        by_name = {room.name: left for room, left in todo}
         for done, (_, name, i) in enumerate(queue):
             if time.monotonic() > until:
                 print(f"{len(queue) - done} are left; the same command goes on.")
                 break
-            room, left = by_name[name]
-            attempt(room, tree, left[i], results[name], bases[name])
+            attempt(by_name[name][i], tree, results[name], bases[name], asked.seconds)
     write(asked.sample, asked.seed)
 
 

@@ -28,11 +28,17 @@ MEMORY = 16 << 30  # bytes of address space: a mutant may ask for any amount
 class Tree:
     """A copy of the checkout, in which mutants are written: nothing happens to the checkout, whatever ends the run."""
 
-    def __init__(self, root: Path, path: Path) -> None:
+    def __init__(self, root: Path, path: Path, all_of_it: bool = False) -> None:
         self.root, self.path = root, path
         self.files = path / ".files"
         shutil.rmtree(path, ignore_errors=True)
-        leave = shutil.ignore_patterns("__pycache__", ".*_cache", "*.egg-info")
+        leave = shutil.ignore_patterns(
+            "__pycache__", ".*_cache", "*.egg-info", ".git", ".venv", ".cache", ".headprune", "build", "dist"
+        )
+        if all_of_it:
+            shutil.copytree(root, path, ignore=leave)
+            self.files.mkdir()
+            return
         for name in ("headprune", "tests", "benchmarks", "tools", "docs"):
             shutil.copytree(root / name, path / name, ignore=leave)
         for file in root.glob("*.*"):
@@ -200,10 +206,14 @@ class Chosen(_Plugin):
             self.told.write_text(report.nodeid, encoding="utf-8")
 
 
-def _foreign(name: str, module: Any, path: Path) -> bool:
-    """Whether a module is neither headprune's nor its tests'."""
-    ours = name.startswith(("headprune", "tests", "conftest", "__main__", "transformers_modules"))
-    return not ours and not (getattr(module, "__file__", None) or "").startswith(str(path))
+def foreign(path: Path) -> list[str]:
+    """Modules that are imported now and are neither headprune's nor its tests'."""
+    ours = ("headprune", "tests", "conftest", "__main__", "transformers_modules")
+    return [
+        name
+        for name, module in sys.modules.items()
+        if not name.startswith(ours) and not (getattr(module, "__file__", None) or "").startswith(str(path))
+    ]
 
 
 OPTIONS = ["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line", "-W", "ignore"]
@@ -233,7 +243,7 @@ def baseline(tree: Tree, files: Sequence[str]) -> dict[str, Any]:
                 str(line): sorted({test for c in contexts for test in plugin.shared.get(c, [c] if c else [])})
                 for line, contexts in by_line.items()
             }
-        modules = [name for name, module in sys.modules.items() if _foreign(name, module, tree.path)]
+        modules = foreign(tree.path)
         told.write_text(json.dumps({"seconds": plugin.seconds, "lines": lines, "modules": modules}), encoding="utf-8")
         return int(code)
 
