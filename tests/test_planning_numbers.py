@@ -19,6 +19,7 @@ from headprune.planning.effects import _effects, _Removal
 from headprune.planning.effort import EFFORTS, Effort, Work, flops_of_pass, spread
 from headprune.planning.search import stages, work_of
 from headprune.planning.state import State
+from headprune.planning.uniform import _kinds, _tied
 from headprune.planning.units import SLICES, Unit, units_of, why_stay, within
 from headprune.reference import calibrate
 from tests.support.plans import scores_of
@@ -307,3 +308,46 @@ def test_a_plan_with_other_heads_than_it_says_was_edited(kept: int, total: int, 
 def test_heads_of_a_file_are_lists_of_whole_numbers(heads: Any) -> None:
     with pytest.raises(hp.HeadPruneError, match="is no list of heads"):
         hp.PruningPlan.from_json({"drop": {"a": heads}})
+
+
+# -- as many heads in every layer -------------------------------------------------------------------------
+
+
+def test_layers_that_lose_the_same_go_by_their_sum() -> None:
+    columns = units_of(
+        (scores := scores_of([(3, 3)] * 3, [0.0, 1, 5, 9, 2, 0, 4, 4, 4])).layers,
+        scores.values,
+        Constraints({"l2": [1]}),
+    )
+    tied = _tied(columns, [[0, 1]])
+    assert [[u.heads[0] for u in column] for column in tied] == [[1, 2, 0], [1, 2, 0], [0, 2]]
+    assert [[u.score for u in column] for column in tied[:2]] == [[1, 5, 0], [2, 0, 9]]
+    assert [u.layer for u in tied[1]] == [1, 1, 1]
+    assert [[u.heads[0] for u in column] for column in _tied(columns, [[2]])] == [[0, 1, 2], [2, 1, 0], [0, 2]]
+    assert [[u.heads[0] for u in column] for column in _tied(columns, [[0, 2]])] == [[0, 2], [2, 1, 0], [0, 2]]
+    assert _tied(columns, []) == columns
+
+
+def test_layers_of_a_kind_differ_by_numbers_alone() -> None:
+    layers = [
+        replace(a, name=name)
+        for a, name in zip(
+            scores_of([(2, 2)] * 4, [0.0] * 8).layers, ("e.0.a", "d.0.a", "e.1.a", "e.12.a"), strict=True
+        )
+    ]
+    assert _kinds(Search(layers), [0, 1, 2, 3]) == [[0, 2, 3], [1]]
+    assert _kinds(Search(layers), [1, 2]) == [[1], [2]]
+
+
+def test_uniform_says_which_layer_holds_the_others() -> None:
+    scores = scores_of([(4, 4)] * 3, [float(i) for i in range(12)])
+    order = STRATEGIES["uniform"].run(Search(scores.layers, scores, Constraints({"l1": [0], "l2": [1, 3]})), [])
+    assert order.stays == ("protected: L1.H0, L2.H1, L2.H3", "l2 can lose no more, and every layer keeps as many")
+    assert order.kept() == (12, 9, 6)
+    assert not order.stock
+    free = STRATEGIES["uniform"].run(Search(scores.layers, scores), [])
+    assert (free.stays, free.kept(), free.least) == ((), (12, 9, 6, 3, 0), 0)
+    mixed = scores_of([(2, 2), (4, 4)], [0.0] * 6)  # layers of two sizes lose as large a share
+    assert STRATEGIES["uniform"].run(Search(mixed.layers, mixed), []).steps == (
+        {"l1": [0]}, {"l0": [0]}, {"l1": [1]}, {"l1": [2]}, {"l0": [1]}, {"l1": [3]},
+    )  # fmt: skip

@@ -204,6 +204,12 @@ def lines_around(source: str, line: int) -> tuple[range, bool]:
     return range(inner.lineno, max(last, inner.lineno + 1)), False
 
 
+def in_body(source: str, line: int) -> bool:
+    """Whether a line is run when a function is called: not its head, with the defaults."""
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
+    return any(n.body[0].lineno <= line <= (n.end_lineno or 0) and line > n.lineno for n in functions)
+
+
 def _first(node: ast.stmt) -> int:
     decorators = getattr(node, "decorator_list", [])
     return min([node.lineno, *(d.lineno for d in decorators)])

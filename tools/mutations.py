@@ -146,7 +146,14 @@ def _hash(paths: Iterable[Path]) -> str:
     return found.hexdigest()
 
 
-def attempt(mutant: of.Mutant, tree: warm.Tree, results: Results, base: dict[str, Any], most: float) -> None:
+def attempt(
+    mutant: of.Mutant,
+    tree: warm.Tree,
+    results: Results,
+    base: dict[str, Any],
+    most: float,
+    collected: warm.Collected | None,
+) -> None:
     """Try one mutant with tests of at most ``most`` seconds, and note what became of it."""
     source = (tree.path / mutant.module).read_text(encoding="utf-8")
     every = guards(mutant, source, base)
@@ -154,8 +161,16 @@ def attempt(mutant: of.Mutant, tree: warm.Tree, results: Results, base: dict[str
     tests = [test for i, (test, spent) in enumerate(zip(every, so_far, strict=True)) if not i or spent <= most]
     start, by = time.monotonic(), ""
     if tests:
-        with tree.written(mutant.module, of.mutated(source, mutant.operator, mutant.occurrence)):
-            by = warm.killed_by(tree, tests, sum(base["seconds"][test] for test in tests))
+        text, seconds = (
+            of.mutated(source, mutant.operator, mutant.occurrence),
+            sum(base["seconds"][test] for test in tests),
+        )
+        with tree.written(mutant.module, text):
+            by = "elsewhere"
+            if collected and of.in_body(source, mutant.where[0]):
+                by = collected.killed_by(mutant.module, mutant.function, text, tests, seconds)
+            if by == "elsewhere":
+                by = warm.killed_by(tree, tests, seconds)
     results.add(mutant, by, len(tests), len(every) - len(tests), time.monotonic() - start)
     said = f"noticed by {by}" if by else f"NOT NOTICED by {len(tests)} of {len(every)} tests"
     print(
@@ -240,6 +255,12 @@ def main(given: Sequence[str] | None = None) -> None:
         warm.prepare(tree)
         bases = {room.name: baseline_of(room, tree) for room, left in todo if left}
         warm.warm_up([name for base in bases.values() for name in base["modules"]])
+        # Survivors are tried again with everything imported anew, so that none is called one that is not.
+        collected = (
+            None
+            if asked.survivors
+            else warm.Collected(tree, [file for room, left in todo if left for file in room.tests])
+        )
         # In turn, so that every room has a random sample whenever this is stopped.
         queue = sorted((i / len(left), room.name, i) for room, left in todo for i in range(len(left)))
         by_name = {room.name: left for room, left in todo}
@@ -247,7 +268,9 @@ def main(given: Sequence[str] | None = None) -> None:
             if time.monotonic() > until:
                 print(f"{len(queue) - done} are left; the same command goes on.")
                 break
-            attempt(by_name[name][i], tree, results[name], bases[name], asked.seconds)
+            attempt(by_name[name][i], tree, results[name], bases[name], asked.seconds, collected)
+        if collected:
+            collected.close()
     write(asked.sample, asked.seed)
 
 

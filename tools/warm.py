@@ -17,11 +17,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 POLL = 0.05  # seconds
+_ELSEWHERE = 71  # exit status
 MEMORY = 16 << 30  # bytes of address space: a mutant may ask for any amount
 
 
@@ -254,8 +256,12 @@ def baseline(tree: Tree, files: Sequence[str]) -> dict[str, Any]:
     return dict(json.loads(told.read_text(encoding="utf-8")))
 
 
-def killed_by(tree: Tree, tests: Sequence[str], seconds: float) -> str:
-    """What noticed the change: a test's name, "import" (the tests could not begin), "time" or "crash"; "" if nothing did."""
+def killed_by(tree: Tree, tests: Sequence[str], seconds: float, before: Callable[[], bool] = lambda: True) -> str:
+    """What noticed the change: a test's name, "import" (the tests could not begin), "time" or "crash"; "" if nothing did.
+
+    Args:
+        before: Called in the fork; "elsewhere" is returned where it says no.
+    """
     told = tree.path / ".told"
     told.write_text("")
     files = sorted({test.partition("::")[0] for test in tests})
@@ -263,6 +269,8 @@ def killed_by(tree: Tree, tests: Sequence[str], seconds: float) -> str:
     def work() -> int:
         import pytest
 
+        if not before():
+            return _ELSEWHERE
         code = pytest.main([*OPTIONS, f"--basetemp={tree.files}/t", *files], plugins=[Chosen(tests, told)])
         return int(code)
 
@@ -271,4 +279,97 @@ def killed_by(tree: Tree, tests: Sequence[str], seconds: float) -> str:
         return "time" if how == "time" else "crash"
     if code == 0:
         return ""
-    return told.read_text() or "import"
+    return "elsewhere" if code == _ELSEWHERE else told.read_text() or "import"
+
+
+class Collected:
+    """A fork that has imported headprune and the tests as well: functions are changed there in place, which saves their import.
+
+    What a test file computes while it is imported, it computes without the change. So this may notice less than `killed_by`, never more.
+    """
+
+    def __init__(self, tree: Tree, files: Sequence[str]) -> None:
+        sys.stdout.flush()
+        mine, asked = os.pipe()
+        answers, its = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.close(asked), os.close(answers)
+                self._serve(tree, files, mine, its)
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(mine), os.close(its)
+        self._asked, self._answers = os.fdopen(asked, "w"), os.fdopen(answers)
+
+    def killed_by(self, module: str, function: str, text: str, tests: Sequence[str], seconds: float) -> str:
+        """As `killed_by`; "elsewhere" if the function is not found."""
+        self._asked.write(json.dumps([module, function, text, list(tests), seconds]) + "\n")
+        self._asked.flush()
+        if not (line := self._answers.readline()):
+            raise RuntimeError("The process with the tests has ended.")
+        return str(json.loads(line))
+
+    def close(self) -> None:
+        self._asked.close()
+        os.waitpid(self.pid, 0)
+
+    @staticmethod
+    def _serve(tree: Tree, files: Sequence[str], asked: int, answers: int) -> None:
+        import pytest
+
+        log = os.open(tree.path / ".collected", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(tree.path)
+        sys.dont_write_bytecode = True
+        sys.path.insert(0, str(tree.path))
+        pytest.main([*OPTIONS, "--collect-only", *files])
+        gc.collect()
+        gc.freeze()
+        with os.fdopen(asked) as lines, os.fdopen(answers, "w") as out:
+            for line in lines:
+                module, function, text, tests, seconds = json.loads(line)
+                by = killed_by(tree, tests, seconds, functools.partial(_changed_in_place, module, function, text))
+                out.write(json.dumps(by) + "\n")
+                out.flush()
+
+
+def _changed_in_place(module: str, function: str, text: str) -> bool:
+    """Give a function that is already imported the code of a module's other text; whether it was found."""
+    there = sys.modules.get(module.removesuffix(".py").replace("/", ".").removesuffix(".__init__"))
+    if there is None:
+        return False
+    codes: dict[str, types.CodeType] = {}
+
+    def collect(code: types.CodeType) -> None:
+        for each in code.co_consts:
+            if isinstance(each, types.CodeType):
+                codes.setdefault(each.co_qualname, each)
+                collect(each)
+
+    collect(compile(text, there.__file__ or module, "exec"))
+    found = False
+    for each in _functions(vars(there), there):
+        name = each.__qualname__
+        if (
+            f"{function}.".startswith(f"{name}.")
+            and name in codes
+            and codes[name].co_freevars == each.__code__.co_freevars
+        ):
+            each.__code__, found = codes[name], True
+    return found
+
+
+def _functions(inside: Mapping[str, Any], module: types.ModuleType) -> Iterator[types.FunctionType]:
+    """Functions and methods of a module, also those inside of decorators."""
+    for each in list(inside.values()):
+        if isinstance(each, type) and each.__module__ == module.__name__:
+            yield from _functions(vars(each), module)
+        each = each.fget if isinstance(each, property) else getattr(each, "__func__", each)
+        while isinstance(each, types.FunctionType):
+            if each.__code__.co_filename == module.__file__:
+                yield each
+            each = getattr(each, "__wrapped__", None)
