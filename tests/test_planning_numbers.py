@@ -17,7 +17,7 @@ from headprune.loss import inputs_of
 from headprune.planning import STRATEGIES, Constraints, Order, Search, arrange, heads_to_keep
 from headprune.planning.effects import _effects, _Removal
 from headprune.planning.effort import EFFORTS, Effort, Work, flops_of_pass, spread
-from headprune.planning.search import stages, work_of
+from headprune.planning.search import _sliced, stages, work_of
 from headprune.planning.state import State
 from headprune.planning.uniform import _kinds, _tied
 from headprune.planning.units import SLICES, Unit, units_of, why_stay, within
@@ -150,6 +150,18 @@ def test_effects_are_multiplied_in_the_inputs_type_and_no_less_than_float32(
     near = removal.near(torch.ones(1, dtype=given))
     assert {near.mean.dtype, near.left.dtype, near.right.dtype} == {wanted}
     assert (near is removal) == (own == wanted)
+
+
+def test_slices_are_the_sums_of_their_heads() -> None:
+    """Of each group the heads of least effect go together; heads that share nothing go alone."""
+    layers = scores_of([(6, 2), (2, 2)], [0.0] * 8).layers
+    units = [Unit(0.0, 0, (h,)) for h in (0, 1, 2, 3, 5)] + [Unit(0.0, 1, (h,)) for h in (0, 1)]
+    found = torch.tensor([[3.0, -1, 2, -5, 4, 7, 8], [3, 1, 2, 5, -4, -7, 9]])
+    made, columns = _sliced(Search(layers), units, found)
+    assert [(u.layer, u.heads) for u in made] == [(0, (1, 5)), (0, (2, 3)), (1, (0,)), (1, (1,))]
+    assert columns.tolist() == [[3, -3, 7, 8], [-3, 7, -7, 9]]
+    none, empty = _sliced(Search(layers), [], found[:, :0])
+    assert (none, empty.shape) == ([], (2, 0))
 
 
 # -- what may go ---------------------------------------------------------------------------------------

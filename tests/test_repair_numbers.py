@@ -15,7 +15,7 @@ from torch import Tensor
 
 import headprune as hp
 from headprune.errors import HeadPruneError
-from headprune.reference.answers import DenseAnswers
+from headprune.reference.answers import DenseAnswers, dense_answers
 from headprune.repairing import AnswersRepair, LayerRepair, Repair, Trial, Weights, held_out, repair
 from headprune.repairing.held_out import _between, better
 from headprune.repairing.step import Step
@@ -190,6 +190,20 @@ def test_less_of_a_step_is_taken_where_more_of_it_leads_away(
     start = refit.fitted(DROP)
     for name in (place.name for place in refit.reference.projections):
         assert not torch.equal(found.by_module[name][0], start.by_module[name][0])
+
+
+def test_the_last_step_costs_a_pass_and_one_for_every_direction() -> None:
+    model, batches = classifier()
+    refit = refit_of(model, hp.find_attention(model, batches[0]), batches, mixtures=False)
+    runner, start = refit.reference.runner, refit.fitted(DROP)
+    known = dense_answers(runner)
+    assert isinstance(known, DenseAnswers)
+    assert known.count == 2  # differences between three classes
+    before = runner.passes
+    places = {p.name: (p, p.kept(DROP)) for p in refit.reference.projections}
+    with refit.applied(start, DROP):
+        assert logits.gauss_newton(known, places) is not None
+    assert runner.passes - before == pytest.approx(3)
 
 
 def test_a_part_of_a_change() -> None:

@@ -154,6 +154,18 @@ def test_layers_outputs_may_be_off_by_ten_tolerances(
     assert asked == [pytest.approx(most)]
 
 
+def test_the_last_way_that_was_really_tried_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = iter(["one", "two", "three", "tried before"])
+    undone: list[int] = []
+    monkeypatch.setattr(proof, "_attempt", lambda *given: (0.5, next(told)))
+    monkeypatch.setattr(Journal, "undo", lambda self: undone.append(1))
+    cut = proof.first_exact(nn.Identity(), [NONE] * 4, [], TOLERANCE)
+    assert (cut.failure, cut.difference, len(undone)) == ("three", 0.5, 4)
+    told = iter(["one", "", "three"])
+    cut = proof.first_exact(nn.Identity(), [NONE] * 3, [], TOLERANCE)
+    assert (cut.failure, len(undone), next(told)) == ("", 5, "three")
+
+
 def test_inputs_of_the_proof() -> None:
     model, example = bert()
     given = inputs_for(model, example)
