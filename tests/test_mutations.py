@@ -22,7 +22,7 @@ SIZE = 64
 
 def add(a: int | None, b: int = 1) -> int | None:
     """Sum."""
-    assert a != 0
+    assert a != SIZE
     for x, y in zip([a], [b], strict=True):
         if x < y:
             return x - y
@@ -57,16 +57,13 @@ def test_what_no_test_can_see_is_left_out(text: str, part: str, hidden: bool) ->
 
 @pytest.mark.parametrize(("text", "first", "last", "on_import"), [
     ("if x <", "if x <", "if x <", False), ("return x -", "return x -", "return x -", False), ("def add", '"""Sum', "return cast", False),
-    ("            / self", "return (", "        )", False), ("LIMIT", "", "", True), ("part = 2", "", "", True),
+    ("            / self", "return (", "        )", False), ("LIMIT", "", "", True), ("part = 2", "", "", True), ("SIZE", "assert", "assert", True),
 ])  # fmt: skip
 def test_the_lines_that_tell_which_tests_run_a_change(text: str, first: str, last: str, on_import: bool) -> None:
     near, importing = mutants.lines_around(SOURCE, line_of(text))
     assert importing is on_import
-    if not on_import:
-        assert (near[0], near[-1]) == (
-            line_of(first),
-            len(SOURCE.splitlines()) if last == "        )" else line_of(last),
-        )
+    end = len(SOURCE.splitlines()) if last == "        )" else line_of(last) if last else 0
+    assert near == (set(range(line_of(first), end + 1)) if first else set())
 
 
 def test_a_sample_is_the_same_each_time_and_changes_one_thing(tmp_path: Path) -> None:

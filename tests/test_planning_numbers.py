@@ -239,7 +239,7 @@ def test_layers_behind_one_that_stays_may_lose_heads() -> None:
     layers = [replace(first, prunable=False), second]
     assert State(Search(layers)).units() == [Unit(0.0, 1, (0, 1)), Unit(0.0, 1, (2, 3))]
     sliced = State(Search(layers, constraints=Constraints({"l1": [2]}), kind=SLICES)).units()
-    assert [u.heads for u in sliced] == [(0,), (1,), (3,)]
+    assert sliced == [Unit(0.0, 1, (0,)), Unit(0.0, 1, (1,)), Unit(0.0, 1, (3,))]
 
 
 # -- orders and plans ------------------------------------------------------------------------------------

@@ -185,23 +185,34 @@ def mutated(source: str, operator: str, occurrence: int) -> str:
     return text
 
 
-def lines_around(source: str, line: int) -> tuple[range, bool]:
+def lines_around(source: str, line: int) -> tuple[set[int], bool]:
     """The lines that tell which tests run a change at ``line``, and whether it happens on import.
 
-    That is the statement around it, without what is indented below; of a function's head, its body. Decorators, and what stands outside of
-    functions, run on import.
+    That is the statement around it, without what is indented below; of a function's head, its body; of a name of the module, the statements
+    that use it. Decorators, and what stands outside of functions, run on import.
     """
-    body = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.stmt)]
-    around = [n for n in body if _first(n) <= line <= (n.end_lineno or n.lineno)]
+    tree = ast.parse(source)
+    statements = [n for n in ast.walk(tree) if isinstance(n, ast.stmt)]
+    around = [n for n in statements if _first(n) <= line <= (n.end_lineno or n.lineno)]
     inner = max(around, key=lambda n: (_first(n), -(n.end_lineno or 0)), default=None)
-    inside = any(isinstance(n, ast.FunctionDef) for n in around if n is not inner)
     if isinstance(inner, ast.FunctionDef):
-        return range(inner.body[0].lineno, (inner.end_lineno or 0) + 1), line < inner.lineno
-    if inner is None or not inside:
-        return range(0), True
-    below = getattr(inner, "body", None)
-    last = below[0].lineno if below else (inner.end_lineno or inner.lineno) + 1
-    return range(inner.lineno, max(last, inner.lineno + 1)), False
+        return set(range(inner.body[0].lineno, (inner.end_lineno or 0) + 1)), line < inner.lineno
+    if inner is not None and any(isinstance(n, ast.FunctionDef) for n in around):
+        return _own_lines(inner), False
+    if not isinstance(inner, ast.Assign | ast.AnnAssign) or inner not in tree.body:
+        return set(), True
+    given = {n.id for n in ast.walk(inner) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    users = {
+        n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.id in given
+    }
+    return {at for n in statements if (own := _own_lines(n)) & users for at in own}, True
+
+
+def _own_lines(node: ast.stmt) -> set[int]:
+    """A statement without what is indented below it."""
+    below = getattr(node, "body", None)
+    last = below[0].lineno if below else (node.end_lineno or node.lineno) + 1
+    return set(range(node.lineno, max(last, node.lineno + 1)))
 
 
 def in_body(source: str, line: int) -> bool:

@@ -101,11 +101,16 @@ class Results:
 
 
 def guards(mutant: of.Mutant, source: str, base: dict[str, Any]) -> list[str]:
-    """The tests that run a mutant, the quickest first. What happens on import, all of them run."""
+    """The tests that run a mutant, the quickest first. What happens on import, all of them run: first those that use what is changed.
+
+    Where none runs it, all of them may still see it, as it is for a function that is called on import.
+    """
     near, on_import = of.lines_around(source, mutant.where[0])
     lines, seconds = base["lines"].get(mutant.module, {}), base["seconds"]
-    chosen = {test for line, tests in lines.items() if int(line) in near for test in tests}
-    return sorted(seconds if on_import else chosen & set(seconds), key=lambda test: (seconds[test], test))
+    chosen = {test for line, tests in lines.items() if int(line) in near for test in tests} & set(seconds)
+    return sorted(
+        seconds if on_import or not chosen else chosen, key=lambda test: (test not in chosen, seconds[test], test)
+    )
 
 
 def baseline_of(room: Room, tree: warm.Tree) -> dict[str, Any]:
@@ -167,7 +172,7 @@ def attempt(
         )
         with tree.written(mutant.module, text):
             by = "elsewhere"
-            if collected and of.in_body(source, mutant.where[0]):
+            if of.in_body(source, mutant.where[0]):
                 by = collected.killed_by(mutant.module, mutant.function, text, tests, seconds)
             if by == "elsewhere":
                 by = warm.killed_by(tree, tests, seconds)
@@ -255,12 +260,7 @@ def main(given: Sequence[str] | None = None) -> None:
         warm.prepare(tree)
         bases = {room.name: baseline_of(room, tree) for room, left in todo if left}
         warm.warm_up([name for base in bases.values() for name in base["modules"]])
-        # Survivors are tried again with everything imported anew, so that none is called one that is not.
-        collected = (
-            None
-            if asked.survivors
-            else warm.Collected(tree, [file for room, left in todo if left for file in room.tests])
-        )
+        collected = warm.Collected(tree, [file for room, left in todo if left for file in room.tests])
         # In turn, so that every room has a random sample whenever this is stopped.
         queue = sorted((i / len(left), room.name, i) for room, left in todo for i in range(len(left)))
         by_name = {room.name: left for room, left in todo}
@@ -269,8 +269,7 @@ def main(given: Sequence[str] | None = None) -> None:
                 print(f"{len(queue) - done} are left; the same command goes on.")
                 break
             attempt(by_name[name][i], tree, results[name], bases[name], asked.seconds, collected)
-        if collected:
-            collected.close()
+        collected.close()
     write(asked.sample, asked.seed)
 
 
