@@ -16,6 +16,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,23 @@ def ratio(a: list[float], b: list[float]) -> str:
 # -- replay against the plain loop -------------------------------------------------------------
 
 
+def plain_loop(problem: Problem) -> Tensor:
+    """Effects ``[examples, heads]`` of ablation, by one forward pass of the whole model per head and batch."""
+    found = []
+    with torch.no_grad():
+        for row in torch.cat(one_by_one(problem)):
+            changed = {k: g for k, g in problem.split(row).items() if bool((g != 1).any())}
+            with gated(problem.model, problem.layers, changed):
+                found.append(torch.cat([problem.losses(b).cpu().double() for b, _ in problem.batches]))
+        dense = torch.cat([problem.losses(b).cpu().double() for b, _ in problem.batches])
+    return torch.stack(found, dim=1) - dense[:, None]
+
+
+def replay(problem: Problem) -> Tensor:
+    """The same, replayed."""
+    return exact(problem, Replay(problem)).effects
+
+
 def replayed(device: str) -> list[str]:
     """12 layers x 12 heads, width 384, as design.md's prototype was measured."""
     lines = [
@@ -109,20 +127,7 @@ def replayed(device: str) -> list[str]:
         ]
         with evaluating(model), exact_attention(model):
             problem = problem_of(model, batches)
-
-            def plain(problem: Problem = problem) -> Tensor:
-                found = []
-                with torch.no_grad():
-                    for row in torch.cat(one_by_one(problem)):
-                        changed = {k: g for k, g in problem.split(row).items() if bool((g != 1).any())}
-                        with gated(problem.model, problem.layers, changed):
-                            found.append(torch.cat([problem.losses(b).cpu().double() for b, _ in problem.batches]))
-                    dense = torch.cat([problem.losses(b).cpu().double() for b, _ in problem.batches])
-                return torch.stack(found, dim=1) - dense[:, None]
-
-            def fast(problem: Problem = problem) -> Tensor:
-                return exact(problem, Replay(problem)).effects
-
+            plain, fast = partial(plain_loop, problem), partial(replay, problem)
             difference = (plain() - fast()).abs().max().item()
             slow, quick = in_turn(device, 2, plain, fast)
             notes = "; ".join(Replay(problem).notes) or "Every layer was replayed"

@@ -20,22 +20,22 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as tf
+from ablation import plain_loop, replay
 from gpu_parts import ROOT, Found, Part, parser, run, synchronize, table
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import headprune as hp
 from headprune import memory
-from headprune.gates import gated
 from headprune.loss import ExampleLoss
 from headprune.modules import exact_attention
 from headprune.scoring import Settings
-from headprune.scoring.ablation import exact, one_by_one
 from headprune.scoring.base import Problem
 from headprune.scoring.gradient import gate_gradients
 from headprune.scoring.replay import Recording, Replay
@@ -498,19 +498,7 @@ def speed(options: argparse.Namespace) -> Found:
             batches = texts(size, tokens, count, options.device)
             with evaluating(model), exact_attention(model):
                 problem = problem_of(model, batches)
-
-                def plain(problem: Problem = problem) -> Tensor:
-                    found = []
-                    with torch.no_grad():
-                        for row in torch.cat(one_by_one(problem)):
-                            changed = {k: g for k, g in problem.split(row).items() if bool((g != 1).any())}
-                            with gated(problem.model, problem.layers, changed):
-                                found.append(torch.cat([problem.losses(b).cpu().double() for b, _ in problem.batches]))
-                        dense = torch.cat([problem.losses(b).cpu().double() for b, _ in problem.batches])
-                    return torch.stack(found, dim=1) - dense[:, None]
-
-                def fast(problem: Problem = problem) -> Tensor:
-                    return exact(problem, Replay(problem)).effects
+                plain, fast = partial(plain_loop, problem), partial(replay, problem)
 
                 def forward(problem: Problem = problem) -> None:
                     with torch.no_grad():

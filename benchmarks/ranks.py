@@ -86,8 +86,11 @@ class Workers:
 
     def close(self) -> None:
         """End them."""
+        for process in self.processes:  # all of them before the first wait: none leaves before the others are through
+            assert process.stdin is not None
+            process.stdin.close()
         for process in self.processes:
-            process.communicate()
+            process.wait()
 
     @staticmethod
     def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:

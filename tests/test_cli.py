@@ -1,6 +1,7 @@
 """The commands as a user types them: results, errors, exit codes, and what is left on disk."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -469,3 +470,11 @@ def test_a_wrong_amount_of_memory(text: str, here: Path, bert_folder: Path, data
 def test_the_list_of_methods(here: Path) -> None:
     names = [m["name"] for m in json.loads(run("methods", "--json").stdout)["methods"]]
     assert {"ablation", "gradient", "fisher", "shapley", "l0", "random"} <= set(names)
+
+
+def test_what_libraries_say_of_each_other_is_not_shown() -> None:
+    """transformers imports torchao where it is installed, and that warns: six lines before the one that says what is wrong."""
+    from headprune.cli.session import quieten
+
+    quieten(False)
+    assert not any(logging.getLogger(name).isEnabledFor(logging.WARNING) for name in ("torchao", "torch.utils._pytree"))

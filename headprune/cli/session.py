@@ -136,7 +136,11 @@ def quieten(verbose: bool) -> None:
     """Keep the libraries' bars and warnings off the screen."""
     if verbose:
         return
+    import logging
     import warnings
+
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao where it is installed, which warns
+        logging.getLogger(name).setLevel(logging.ERROR)
 
     import datasets
     import huggingface_hub
