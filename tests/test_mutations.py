@@ -123,9 +123,12 @@ def test_the_document_counts_survivors_and_says_why() -> None:
     found: list[dict[str, Any]] = [
         {**vars(mutant(key)), "by": by, "tests": 1} for key, by in (("a", "t"), ("b", "time"), ("c", ""), ("d", ""))
     ]
-    text = mutations.text_of([(room, 50, found)], 0, {"c": {"equivalent": True, "why": "the same"}})
+    text = mutations.text_of(
+        {0: [(room, 50, found)], 1: [(room, 50, found[:1])]}, {"c": {"equivalent": True, "why": "the same"}}
+    )
     assert "**2 of 4 are noticed: 50.0%" in text
-    assert "| `planning/` | 50 | 4 | 2 (50.0%) | 15.0% to 85.0% | 2 | 1 |" in text
+    assert "| 0 | `planning/` | 50 | 4 | 2 (50.0%) | 15.0% to 85.0% | 2 | 1 |" in text
+    assert "nobody had looked at (seed 1) 1 of 1 are noticed: 100.0%" in text
     assert "| `plans.py:3` plan | `if a \\| b:` | `if not a \\| b:` | the same |" in text
     assert text.count("not looked at yet") == 1
 

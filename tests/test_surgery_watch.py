@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer
+from headprune.attention import AttentionLayer, HeadFeatures
 from headprune.errors import HeadPruneError
 from headprune.pruned import HeadArgument
 from headprune.surgery.proof import _is_distribution, _per_head, _sure, _vocabulary, answers, tolerance_of
 from headprune.surgery.removal import WIDTHS, Removal, left_as_ghosts, ways
-from headprune.surgery.watch import ROWS, _by_head, _sampled, differing, gap, largest
+from headprune.surgery.watch import ROWS, _by_head, _sampled, differing, gap, largest, watching
 
 INF, NAN = math.inf, math.nan
 
@@ -67,6 +67,30 @@ def test_heads_are_found_again_behind_the_cut() -> None:
     for dense, left in zip(_by_head(full, features, kept, False), _by_head(cut, features, kept, True), strict=True):
         assert torch.equal(dense, left)
     assert torch.equal(_by_head(cut, features, kept, True)[0], full[..., [4, 1]])
+
+
+class Convolved(nn.Module):
+    """Its output projection takes channels first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.o = nn.Identity(), nn.Conv1d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.o(self.a(x))
+        return out
+
+
+def test_heads_are_told_apart_where_channels_come_first() -> None:
+    model, x = Convolved(), torch.randn(2, 4, 5)
+    one = AttentionLayer("a", 0, "encoder", 2, 2, 2, output_projection=HeadFeatures("o", ((0, 3), (1, 2))))
+    with watching(model, [one], {"a": [0]}, cut=False) as found:
+        out = model(x)
+    ((heads,), (given,)) = found["what heads of a give"], found["the output of o"]
+    assert torch.equal(heads[0], x.movedim(1, -1)[..., [1, 2]].reshape(10, 2))
+    assert torch.equal(given[0], _sampled(out))
+    model(x)
+    assert len(found["the output of o"]) == 1  # nothing is watched any more
 
 
 def seen(*heads: Tensor, place: str = "W_O") -> dict[str, list[list[Tensor]]]:

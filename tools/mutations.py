@@ -17,7 +17,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -72,6 +72,11 @@ def wilson(good: int, of_all: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
 
 
+def reasons() -> dict[str, dict[str, Any]]:
+    """Why some survive, by key: ``why``, and whether they are ``equivalent``."""
+    return dict(json.loads(REASONS.read_text(encoding="utf-8"))) if REASONS.exists() else {}
+
+
 class Results:
     """What became of each mutant, on disk as soon as it is known: a line each, the last one counts."""
 
@@ -87,9 +92,12 @@ class Results:
             self.by_key[found["key"]] = found
 
     def todo(self, sample: Sequence[of.Mutant], again: bool) -> list[of.Mutant]:
-        """What has not been tried yet; or (``again``) what no test noticed."""
+        """What has not been tried yet; or (``again``) what no test noticed, and some could."""
         if again:
-            return [m for m in sample if m.key in self.by_key and not self.by_key[m.key]["by"]]
+            hopeless = {key for key, reason in reasons().items() if reason["equivalent"]}
+            return [
+                m for m in sample if m.key in self.by_key and not self.by_key[m.key]["by"] and m.key not in hopeless
+            ]
         return [m for m in sample if m.key not in self.by_key]
 
     def add(self, mutant: of.Mutant, by: str, tests: int, left: int, seconds: float) -> None:
@@ -184,37 +192,52 @@ def attempt(
     )
 
 
-def text_of(rooms: Sequence[tuple[Room, int, list[dict[str, Any]]]], seed: int, reasons: dict[str, Any]) -> str:
-    """The section of docs/tests.md."""
-    rows, listed = [], []
-    for room, count, found in rooms:
-        killed = [f for f in found if f["by"]]
-        low, high = wilson(len(killed), len(found))
-        survivors = sorted((f for f in found if not f["by"]), key=lambda f: (f["module"], f["where"]))
-        equal = sum(reasons.get(f["key"], {}).get("equivalent", False) for f in survivors)
-        share = len(killed) / max(1, len(found))
-        rows.append(
-            f"| `{room.name}/` | {count:,} | {len(found)} | {len(killed)} ({share:.1%}) | {low:.1%} to {high:.1%} | {len(survivors)} | {equal} |"
-        )
-        for f in survivors:
-            why = reasons.get(f["key"], {}).get("why", "not looked at yet")
-            place = f"`{f['module'].removeprefix('headprune/')}:{f['where'][0]}` {f['function'].rpartition('.')[2]}"
-            listed.append(f"| {place} | {_code(f['before'])} | {_code(f['after'])} | {why} |")
+Found = tuple[Room, int, list[dict[str, Any]]]
+"""A room, how many places it has, and what became of the mutants that were tried."""
+
+
+def share_of(rooms: Iterable[Found]) -> str:
+    """How many are noticed, with the interval."""
     every = [f for *_, found in rooms for f in found]
     killed = sum(bool(f["by"]) for f in every)
     low, high = wilson(killed, len(every))
+    return f"{killed} of {len(every)} are noticed: {killed / max(1, len(every)):.1%} (95 % interval, by Wilson: {low:.1%} to {high:.1%})"
+
+
+def text_of(found: Mapping[int, Sequence[Found]], known: Mapping[str, Any]) -> str:
+    """The section of docs/tests.md, from samples by their seeds: the first is the one that tests were written for."""
+    rows, listed = [], dict[str, str]()
+    for seed, rooms in found.items():
+        for room, count, tried in rooms:
+            killed = sum(bool(f["by"]) for f in tried)
+            low, high = wilson(killed, len(tried))
+            survivors = sorted((f for f in tried if not f["by"]), key=lambda f: (f["module"], f["where"]))
+            equal = sum(known.get(f["key"], {}).get("equivalent", False) for f in survivors)
+            rows.append(
+                f"| {seed} | `{room.name}/` | {count:,} | {len(tried)} | {killed} ({killed / max(1, len(tried)):.1%}) | {low:.1%} to {high:.1%} "
+                f"| {len(survivors)} | {equal} |"
+            )
+            for f in survivors:
+                why = known.get(f["key"], {}).get("why", "not looked at yet")
+                place = f"`{f['module'].removeprefix('headprune/')}:{f['where'][0]}` {f['function'].rpartition('.')[2]}"
+                listed[f["key"]] = f"| {place} | {_code(f['before'])} | {_code(f['after'])} | {why} |"
+    first, *others = found.items()
+    fresh = "".join(
+        f" Of a sample that nobody had looked at (seed {seed}) {share_of(rooms)}." for seed, rooms in others
+    )
+    fresh = fresh or " Another seed gives a sample that nobody has looked at: `python tools/mutations.py --seed 1`."
     return f"""## Small mistakes that the tests notice
 
-Made by `make mutations` (`tools/mutations.py`, seed {seed}). [Cosmic-ray](https://github.com/sixty-north/cosmic-ray) changes one thing at a time: a number by one, `<` to
+Made by `make mutations` (`tools/mutations.py`). [Cosmic-ray](https://github.com/sixty-north/cosmic-ray) changes one thing at a time: a number by one, `<` to
 `<=` or `>`, `+` to `-` or `*`, `and` to `or`, `True` to `False`; it negates conditions, removes `not`, `-` and keyword arguments,
 and empties loops. The fast tests that [CONTRIBUTING](../CONTRIBUTING.md#where-the-tests-are) names for the room, as far as they
 run the changed line, must then fail. A place is a position in the code and a kind of change; at each drawn place one variant is tried.
 
-**{killed} of {len(every)} are noticed: {killed / max(1, len(every)):.1%} (95 % interval, by Wilson: {low:.1%} to {high:.1%}).** The required share is 85 %. Equivalent
-changes, by which no result becomes another, count as survivors in every share here; the last column says how many they are.
+**{share_of(first[1])}.** The required share is 85 %. Tests were written for what survived of this sample (seed {first[0]}), so it flatters.{fresh}
+Equivalent changes, by which no result becomes another, count as survivors in every share here; the last column says how many they are.
 
-| room | places | tried | noticed | 95 % interval | not noticed | of these equivalent |
-|---|---|---|---|---|---|---|
+| seed | room | places | tried | noticed | 95 % interval | not noticed | of these equivalent |
+|---|---|---|---|---|---|---|---|
 {chr(10).join(rows)}
 
 Left out by rule: annotations, `TYPE_CHECKING`, `assert`, `cast`, `frozen=` of dataclasses, `strict=` of `zip`, numbers from 50 on (a size by taste, of which
@@ -224,7 +247,7 @@ one more is as right), decorators, `==` made `is`, and operators of another kind
 
 | place | code | changed to | why no test notices |
 |---|---|---|---|
-{chr(10).join(listed)}
+{chr(10).join(listed.values())}
 
 </details>
 """
@@ -279,24 +302,30 @@ def _sampled(room: Room, size: int, seed: int) -> tuple[int, list[of.Mutant]]:
 
 
 def write(size: int, seed: int) -> None:
-    """The section, from what is known by now."""
+    """The section, from what is known by now; with other seeds' samples, by which nobody has written tests."""
     sys.path.append(str(ROOT / "benchmarks"))  # last: its coverage.py is another
     from document import replace_section
 
-    reasons = json.loads(REASONS.read_text(encoding="utf-8")) if REASONS.exists() else {}
-    found = []
+    stored = CACHE / "samples.json"
+    sizes = {int(k): v for k, v in json.loads(stored.read_text()).items()} if stored.exists() else {}
+    sizes[seed] = max(size, sizes.get(seed, 0))
+    stored.write_text(json.dumps(sizes))
+    found: dict[int, list[Found]] = {number: [] for number in sorted(sizes)}
     for name in ROOMS:
-        room = room_named(name)
-        count, sample = _sampled(room, size, seed)
-        results = Results(CACHE / f"{name}.jsonl").by_key
-        # Lines move: where a mutant is now is what counts.
-        known = [{**results[m.key], "where": m.where} for m in sample if m.key in results]
-        found.append((room, count, known))
-    replace_section(ROOT / "docs" / "tests.md", "mutations", text_of(found, seed, reasons))
-    _say(found)
+        room, results = room_named(name), Results(CACHE / f"{name}.jsonl").by_key
+        places = [place for module in room.modules for place in of.places(ROOT, module)]
+        for number, most in sizes.items():
+            # Lines move: where a mutant is now is what counts.
+            sample = of.sample(ROOT, places, most, number)
+            known = [{**results[m.key], "where": m.where} for m in sample if m.key in results]
+            found[number].append((room, len(places), known))
+    replace_section(ROOT / "docs" / "tests.md", "mutations", text_of(found, reasons()))
+    for number, rooms in found.items():
+        print(f"seed {number}:")
+        _say(rooms)
 
 
-def _say(rooms: Iterable[tuple[Room, int, list[dict[str, Any]]]]) -> None:
+def _say(rooms: Iterable[Found]) -> None:
     for room, count, found in rooms:
         killed = sum(bool(f["by"]) for f in found)
         low, high = wilson(killed, len(found))
