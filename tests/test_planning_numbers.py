@@ -363,3 +363,13 @@ def test_uniform_says_which_layer_holds_the_others() -> None:
     assert STRATEGIES["uniform"].run(Search(mixed.layers, mixed), []).steps == (
         {"l1": [0]}, {"l0": [0]}, {"l1": [1]}, {"l1": [2]}, {"l0": [1]}, {"l1": [3]},
     )  # fmt: skip
+
+
+def test_a_strategy_gets_its_levels_from_the_most_heads_to_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+    run = STRATEGIES["one-shot"].run
+    spy = replace(STRATEGIES["one-shot"], run=lambda search, levels: asked.append(list(levels)) or run(search, levels))  # type: ignore[func-returns-value]
+    monkeypatch.setitem(STRATEGIES, "one-shot", spy)
+    scores = scores_of([(4, 4)], [1.0, 2, 3, 4])
+    arrange(Search(scores.layers, scores), "one-shot", [1, 3, 2])
+    assert asked == [[3, 2, 1]]

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import headprune as hp
-from headprune.attention import HeadFeatures
+from headprune.attention import AttentionLayer, HeadFeatures
 from headprune.pruned import Features, HeadArgument, HeadArguments, Narrowing, Placement, Selection, surviving
 from headprune.surgery.journal import Journal, _restore
+from headprune.surgery.removal import Removal
 from tests.support.checks import hooks, same, state
 from tests.support.zoo import randomise
 
@@ -184,3 +185,38 @@ def test_an_attention_without_heads_gives_the_bias_of_its_output_projection(conv
     assert not same(model, before)
     hp.prune(model, {layer.name: [0]}, x)
     torch.testing.assert_close(model(x), expected.expand(2, 5, 3))
+
+
+def test_inputs_claim_the_width_of_the_heads_that_stay() -> None:
+    model, x = randomise(nn.Sequential(Uneven(False), nn.Linear(12, 3))), torch.randn(2, 5, 12)
+    (layer,) = hp.find_attention(model, x)
+    Journal().remove(model, Removal((layer,), {layer.name: [1]}, "none", False, narrow=True))
+    assert Narrowing.of(model[0]) == Narrowing(8, 4)
+    Journal().remove(other := randomise(Uneven(False)), Removal((), {}, "none", False, narrow=True))
+    assert not Narrowing.of(other)
+
+
+def test_key_value_heads_are_called_heads_beside_the_attention_alone() -> None:
+    groups = tuple(tuple(range(3 * g, 3 * g + 3)) for g in range(4))
+    layer = AttentionLayer(
+        "b", 0, "decoder", 12, 4, 8, groups, inner_modules=("b", "b.inner", "a"), side_modules=("c",)
+    )
+    for sides in (False, True):
+        model: Any = nn.Module()
+        for name in ("a", "b", "c"):
+            setattr(model, name, nn.Module())
+        model.b.inner = nn.Module()
+        for module in (model.a, model.b, model.b.inner, model.c):
+            module.heads, module.num_heads, module.cache = 4, 12, {"all": torch.ones(1)}
+        model.b._cache = model.b.cache
+        journal = Journal()
+        journal._correct_counts(
+            model, layer, Removal((layer,), {}, "none", False, side_modules=sides), [0, 1, 2, 6, 7, 8]
+        )
+        assert [(m.heads, m.num_heads) for m in (model.b, model.b.inner, model.a)] == [(4, 6), (2, 6), (2, 6)]
+        assert (model.c.heads, model.c.num_heads) == ((2, 6) if sides else (4, 12))
+        assert [bool(m.cache) for m in (model.b, model.a, model.c)] == [False, False, not sides]
+        assert model.b._cache
+        journal.undo()
+        assert model.b.cache is model.b._cache
+        assert model.a.heads == 4

@@ -218,7 +218,11 @@ def text_of(found: Mapping[int, Sequence[Found]], known: Mapping[str, Any]) -> s
                 f"| {len(survivors)} | {equal} |"
             )
             for f in survivors:
-                why = known.get(f["key"], {}).get("why", "not looked at yet")
+                why = known.get(f["key"], {}).get("why") or (
+                    f"not looked at yet; {f['left']} slower tests were left out"
+                    if f.get("left")
+                    else "not looked at yet"
+                )
                 place = f"`{f['module'].removeprefix('headprune/')}:{f['where'][0]}` {f['function'].rpartition('.')[2]}"
                 listed[f["key"]] = f"| {place} | {_code(f['before'])} | {_code(f['after'])} | {why} |"
     first, *others = found.items()
