@@ -2,16 +2,19 @@
 
 JSON has no infinity and no NaN. Both have one form here, wherever a document holds them: ``{"float": "Infinity"}``,
 ``{"float": "-Infinity"}`` and ``{"float": "NaN"}``, which `loads` reads back as the floats that they were.
+
+A document also holds a checksum of what it says: one flipped bit turns a score of 0.31 into one of 0.71, and nothing else would tell.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +22,7 @@ from typing import Any, BinaryIO
 from headprune.errors import HeadPruneError
 
 SCHEMA = 1
+CHECKSUM = "checksum"
 
 _TAG = "float"
 _FORMS = {math.inf: "Infinity", -math.inf: "-Infinity"}
@@ -82,8 +86,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, kind: str, data: Mapping[str, Any]) -> None:
-    """Write a document that `read_json` recognises as a ``kind``."""
-    write_text(path, dumps({"headprune": kind, "schema": SCHEMA, **data}) + "\n")
+    """Write a document that `read_json` recognises as a ``kind``, with a checksum of its content."""
+    write_text(path, dumps({"headprune": kind, "schema": SCHEMA, CHECKSUM: checksum(data), **data}) + "\n")
+
+
+def checksum(data: Mapping[str, Any]) -> str:
+    """Of what a document says; how its text is laid out does not count."""
+    text = json.dumps(_plain(data, "the document"), separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 # Whole numbers in a list go on one line, as a person would write the heads of a layer. JSON escapes line ends within
@@ -91,11 +101,14 @@ def write_json(path: Path, kind: str, data: Mapping[str, Any]) -> None:
 _NUMBERS = re.compile(r"\[\n\s*-?\d+(?:,\n\s*-?\d+)*\n\s*\]")
 
 
-def read_json(path: Path, kind: str) -> dict[str, Any]:
-    """What `write_json` was given.
+def read_json(path: Path, kind: str, changed: Callable[[], object] | None = None) -> dict[str, Any]:
+    """What `write_json` was given. A document without a checksum (an older version's, or a person's) is taken as it is.
+
+    Args:
+        changed: Called if the document was changed since it was written, for documents that people may edit.
 
     Raises:
-        HeadPruneError: No such file, not JSON, or not a ``kind``.
+        HeadPruneError: No such file, not JSON, not a ``kind``, or changed since it was written.
     """
     try:
         data = loads(path.read_text(encoding="utf-8"))
@@ -113,6 +126,13 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
             "Make it again with this version.",
         )
     del data["headprune"], data["schema"]
+    if CHECKSUM in data and data.pop(CHECKSUM) != checksum(data):
+        if changed is None:
+            raise HeadPruneError(
+                f"{path} is damaged, or was edited: it no longer says what headprune wrote.",
+                f'Make it again, or copy it again. If the edit is meant, delete its line "{CHECKSUM}".',
+            )
+        changed()
     return data
 
 

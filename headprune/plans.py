@@ -17,6 +17,8 @@ from headprune.pruned import note_was_repaired
 
 Keep = int | float | str
 
+_EDITED = "was changed after headprune had written it."  # the end of a note: by a person, or by a fault of the disk
+
 
 @dataclass(frozen=True)
 class PruningPlan:
@@ -91,7 +93,8 @@ class PruningPlan:
         if (kept, total) == (self.kept, self.total):
             return replace(self, drop=drop)
         # Edited by hand: what the plan says about its making is about other heads.
-        return PruningPlan(drop, kept, total, kept, model=self.model)
+        edited = tuple(note for note in self.notes if note.endswith(_EDITED))
+        return PruningPlan(drop, kept, total, kept, model=self.model, notes=edited)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -119,14 +122,16 @@ class PruningPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> PruningPlan:
-        """Read a plan; one edited by hand needs only ``drop``.
+        """Read a plan; one edited by hand needs only ``drop``, and has a note that says so.
 
         Raises:
             HeadPruneError: The file is missing, corrupt, or does not hold a plan.
         """
-        data = read_json(Path(path), "plan")
+        remarks: list[str] = []
+        data = read_json(Path(path), "plan", lambda: remarks.append(f"{Path(path).name} {_EDITED}"))
         try:
-            return cls.from_json(data)
+            plan = cls.from_json(data)
+            return replace(plan, notes=(*plan.notes, *remarks))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             what = f"{type(error).__name__}: {error}"
             raise HeadPruneError(f"{path} is a damaged plan ({what}).", "Plan again.") from None

@@ -80,10 +80,13 @@ def restore_buffers(model: nn.Module, folder: Path) -> None:
             held[own] = shared.setdefault(number, stored[key].clone())
 
 
-def check(model: nn.Module, folder: Path) -> None:
+def check(model: nn.Module, folder: Path) -> float | None:
     """Compare a loaded model's answers with those that were saved.
 
     Warns if there is nothing to compare with, or if something differs that does not change the answers.
+
+    Returns:
+        The largest difference, as a share of that answer's largest value; None where nothing could be compared.
 
     Raises:
         HeadPruneError: The answers differ by more than rounding; the error names what else differs.
@@ -93,13 +96,13 @@ def check(model: nn.Module, folder: Path) -> None:
         _warn(
             f"{folder} was saved without a probe, so whether the model answers as it did is not checked: save it again"
         )
-        return
+        return None
     edited = compared_config(about["config"], config_of(folder))
     changed = telling(edited) or differences(about["facts"], facts(model)) or edited
     if about["form"] is None:
         missing = f"{folder} holds no answers to compare with: {about['why']}"
         _warn(f"{missing}; {changed[0] if changed else 'pass example= to headprune.save'}")
-        return
+        return None
     form = unpacked(about["form"], stored)
     remember_forms(model, [form])
     named = "; ".join(changed[:3]) or f"saved with {about['versions']}, loaded with {versions()}"
@@ -112,7 +115,7 @@ def check(model: nn.Module, folder: Path) -> None:
     except Exception as error:
         if "not implemented for" in str(error):
             _warn(f"{folder}: whether the model answers as it did is not checked ({first_line(error)})")
-            return
+            return None
         raise HeadPruneError(
             f"The model from {folder} does not run as the saved one did: {type(error).__name__}: {first_line(error)} ({named}).",
             hint,
@@ -127,6 +130,7 @@ def check(model: nn.Module, folder: Path) -> None:
     same = about["versions"] == versions()
     if quiet := telling(edited) or (differences(about["facts"], facts(model), plain=False) if same else []):
         _warn(f"{folder}: not as it was saved, though the model answers as it did: {'; '.join(quiet[:3])}")
+    return off
 
 
 def edits(folder: Path) -> str:
@@ -223,4 +227,4 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(f"headprune: {text}.", stacklevel=4)
+    warnings.warn(f"headprune: {text}.", stacklevel=5)

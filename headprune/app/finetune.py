@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -314,6 +315,7 @@ class _Training:
                 say(f"Unfinished work in {work} is not used: its model, data, seed, options or versions were others.")
             return
         try:
+            _check_whole(self._file)
             state = torch.load(self._file, map_location="cpu", weights_only=True)
             for name, part in self._parts().items():
                 part.load_state_dict(state[name])
@@ -327,6 +329,17 @@ class _Training:
 
     def _parts(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+
+
+def _check_whole(file: Path) -> None:
+    """Compare the checksums in a file of `torch.save`, which `torch.load` does not.
+
+    Raises:
+        BadZipFile: The file is cut short, or some of it is not what was saved.
+    """
+    with zipfile.ZipFile(file) as parts:
+        if damaged := parts.testzip():
+            raise zipfile.BadZipFile(damaged)
 
 
 @contextmanager

@@ -129,7 +129,7 @@ class Folder:
         ready = self.path / _READY
         journal = ready / _GONE
         if journal.exists():
-            for name in read_json(journal, "publication")["gone"]:
+            for name in self._gone(journal):
                 _remove(self.path / name)
             # Folders first: when a report or a document appears, all that it names is there.
             for entry in sorted(ready.iterdir(), key=lambda p: (p.is_file(), p.name)):
@@ -145,6 +145,25 @@ class Folder:
                 _remove(path)
         with suppress(FileNotFoundError):
             ready.rmdir()
+
+    def _gone(self, journal: Path) -> list[str]:
+        """Names of what the new content takes away.
+
+        Raises:
+            HeadPruneError: The list is damaged, or names something elsewhere.
+        """
+        try:
+            names = read_json(journal, "publication")["gone"]
+            if not all(
+                isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name for name in names
+            ):
+                raise TypeError
+        except (HeadPruneError, LookupError, TypeError):
+            raise HeadPruneError(
+                f"{journal.parent} holds the new content of {self.path}, and its list of what goes is damaged.",
+                f"Move {journal.parent} away, and run the command again with --overwrite.",
+            ) from None
+        return list(names)
 
 
 AnyFolder = TypeVar("AnyFolder", bound=Folder)

@@ -14,6 +14,8 @@ from headprune import checkpoint
 from headprune.app.precision import HALVES, holds, widen
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
+from headprune.inputs import model_device
+from headprune.offload import aligned
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     with_processor: bool = True,
+    placing: checkpoint.Placing | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face model, a local folder, or a folder that `headprune.save` wrote.
 
@@ -107,6 +110,7 @@ def load_model(
         trust_remote_code: Whether code that comes with the model may run. Pass on only what the user said for this run,
             never what a file says.
         with_processor: Whether to load a tokenizer or image processor too.
+        placing: Where the weights go, if not all onto ``device``.
 
     Raises:
         HeadPruneError: No such model, an unknown task, a missing tokenizer, weights that do not load or are not numbers,
@@ -119,23 +123,24 @@ def load_model(
     where = pick_device(device)
     wanted = _dtype(dtype, where)
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = _load_config(source, common)
-    kind = _task(config, task, source)
+    config = config_of(source, common)
+    kind = task_of(config, task, source)
     half = _half(config) if dtype == "auto" and wanted == torch.float32 else None
     if checkpoint.is_checkpoint(source):
-        model = checkpoint.load(source, device=where)
+        model = checkpoint.load(source, **({"device": where} if placing is None else placing.options()))
         if half is not None:
             widen(model)
         elif isinstance(wanted, torch.dtype) and dtype != "auto":
             for parameter in model.parameters():  # not the buffers: rotary frequencies must not be rounded
                 parameter.data = parameter.data.to(wanted)
     else:
-        model = _load_dense(source, kind, config, wanted, common).to(where)
+        model = _load_dense(source, kind, config, wanted, {**common, **(placing.options() if placing else {})})
+        aligned(model) if placing else model.to(where)
     model.eval()
     _check_numbers(model, source)
-    processor = _processor(source, kind, common) if with_processor else None
+    processor = processor_of(source, kind, common) if with_processor else None
     if kind.modality == "text" and processor is not None:
-        _set_padding(model.config, processor.pad_token_id)
+        set_padding(model.config, processor.pad_token_id)
     notes = []
     if not trust_remote_code and kind.auto_class in (getattr(config, "auto_map", None) or {}):
         notes.append(
@@ -154,7 +159,9 @@ def resolved(source: str) -> str:
         HeadPruneError: The run folder holds none or several.
     """
     path = Path(source)
-    is_run = (path / "run.json").is_file() and not (path / "config.json").exists()
+    is_run = (
+        any((path / name).is_file() for name in ("run.json", "streamed.json")) and not (path / "config.json").exists()
+    )
     return str(pruned_in(path)) if is_run else source
 
 
@@ -164,6 +171,7 @@ def pruned_in(path: Path) -> Path:
     Raises:
         HeadPruneError: It holds none or several.
     """
+    checkpoint.recovered(path)
     if checkpoint.is_checkpoint(path):
         return path
     if not path.is_dir():
@@ -177,7 +185,7 @@ def pruned_in(path: Path) -> Path:
     return found[0]
 
 
-def _load_config(source: str, common: dict[str, Any]) -> Any:
+def config_of(source: str, common: dict[str, Any]) -> Any:
     import transformers
 
     try:
@@ -238,7 +246,7 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
     """
     config = loaded.config
     generator = torch.Generator().manual_seed(0)
-    first = next(p for p in loaded.model.parameters() if p.is_floating_point())
+    first, device = next(p for p in loaded.model.parameters() if p.is_floating_point()), model_device(loaded.model)
     if loaded.task.modality == "text":
         vocabulary = config.get_text_config().vocab_size
         low = min(10, vocabulary - 1)
@@ -256,9 +264,7 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
         made["decoder_input_ids"] = torch.full((batch, length), config.decoder_start_token_id)
     else:
         made = {"input_values": torch.randn(batch, 16000, generator=generator)}
-    return {
-        k: v.to(first.device, first.dtype) if v.is_floating_point() else v.to(first.device) for k, v in made.items()
-    }
+    return {k: v.to(device, first.dtype) if v.is_floating_point() else v.to(device) for k, v in made.items()}
 
 
 def check_length(loaded: LoadedModel, length: int) -> None:
@@ -329,7 +335,7 @@ def _half(config: Any) -> torch.dtype | None:
     return next((half for half in HALVES if found in (half, str(half).removeprefix("torch."))), None)
 
 
-def _task(config: Any, task: str | None, source: str) -> Task:
+def task_of(config: Any, task: str | None, source: str) -> Task:
     if task is not None:
         return TASKS[task]
     architecture = str((getattr(config, "architectures", None) or [""])[0])
@@ -346,7 +352,7 @@ def _task(config: Any, task: str | None, source: str) -> Task:
     )
 
 
-def _set_padding(config: Any, token: int) -> None:
+def set_padding(config: Any, token: int) -> None:
     """Set a config's padding token, if it has none: GPT-2 as a classifier refuses batches without it.
 
     The config of a model of several parts, such as Gemma 3's, may not have the field; then the config of its text part counts.
@@ -362,6 +368,7 @@ def _check_source(source: str, revision: str | None) -> None:
     if not source.strip():
         raise HeadPruneError("No model was named.", "Pass a Hub id, a local folder, or a folder headprune saved.")
     try:
+        checkpoint.recovered(Path(source))
         if Path(source).is_file():
             raise HeadPruneError(f"{source} is a file.", "Pass the folder that it lies in, or a Hub id.")
         local = Path(source).is_dir()
@@ -396,7 +403,7 @@ def _not_trusted(source: str, error: Exception) -> HeadPruneError | None:
     )
 
 
-def _processor(source: str, kind: Task, common: dict[str, Any]) -> Any:
+def processor_of(source: str, kind: Task, common: dict[str, Any]) -> Any:
     import transformers
 
     name = {"text": "AutoTokenizer", "image": "AutoImageProcessor", "audio": "AutoFeatureExtractor"}[kind.modality]

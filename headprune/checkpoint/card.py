@@ -24,6 +24,7 @@ CARD, SOURCE_CARD = "README.md", "README-source.md"
 
 # What of a card's metadata still holds of a smaller model. Results that the larger one was measured to have do not.
 _KEPT = ("license", "license_name", "license_link", "language", "datasets", "base_model", "base_model_relation")
+_APART: dict[str, Any] = {"about": None, "files": None}  # what a folder's document says that is not of its model
 _MARK = "\n<!-- Written by headprune ({}), which does not replace it once it was changed. -->\n"
 
 
@@ -74,7 +75,7 @@ def write_card(folder: Path, origin: Origin) -> None:
     if (
         origin.card is not None
         and origin.sidecar is not None
-        and {**sidecar, "about": None} == {**origin.sidecar, "about": None}
+        and {**sidecar, **_APART} == {**origin.sidecar, **_APART}
         and loading_of(folder) == origin.loads
     ):  # the same model, so the card holds, with what was measured
         write_bytes(folder / CARD, origin.card)

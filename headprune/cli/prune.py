@@ -12,8 +12,21 @@ from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.asked import known_methods, planned, refuse_unused, scores_first
 from headprune.cli.made import goal_of, key_of, options_of, prune_folder, source_of
-from headprune.cli.options import Budgets, Data, Loading, Manner, Planning, Scoring, Seed, Writing, by_groups
+from headprune.cli.options import (
+    Budgets,
+    Data,
+    Loading,
+    Manner,
+    Placing,
+    Planning,
+    Scoring,
+    Seed,
+    Writing,
+    by_groups,
+    typed,
+)  # fmt: skip
 from headprune.cli.session import session
+from headprune.cli.streaming import stream
 
 if TYPE_CHECKING:
     from headprune.app.console import Console
@@ -29,6 +42,7 @@ def prune(
     data: Data,
     scoring: Scoring,
     loading: Loading,
+    placing: Placing,
     writing: Writing,
     manner: Manner,
     model: Annotated[
@@ -70,15 +84,35 @@ def prune(
             "is enough for auto, or by ablation and gradient for another --strategy].",
         ),
     ] = None,
+    streaming: Annotated[
+        bool,
+        typer.Option(
+            "--streaming",
+            help="With --plan: cut a checkpoint that is larger than the memory, as it lies in its safetensors files. Neither repairs nor measures.",
+        ),
+    ] = False,
     seed: Seed = None,
 ) -> None:
     """Remove the least important heads, measure accuracy and latency again, save the model and the report."""
     key = key_of(
-        "prune", budgets, planning, data, scoring, loading, writing,
+        "prune", budgets, planning, data, scoring, loading, placing, writing,
         model=model, no_repair=no_repair, finetune=finetune, scores=scores, method=method, seed=seed,
-        also=also, export=export,
+        also=also, export=export, streaming=streaming,
     )  # fmt: skip
     with session(manner, shared=True) as console:
+        if streaming:
+            others = {
+                **typed(planning),
+                **typed(data),
+                **typed(scoring),
+                **typed(placing),
+                "finetune": finetune,
+                "also": also,
+                "export": export,
+            }
+            others |= {"scores": scores, "method": method, "seed": seed}
+            stream(model, budgets, loading, writing, no_repair, key, others, console)
+            return
         from headprune.app import runs, workflow
         from headprune.app.folders import claimed
         from headprune.ranks import current
@@ -92,7 +126,7 @@ def prune(
         )
         refuse_unused(source, goal, {**vars(scoring), "method": method})
         keep = None if source else next(iter(budgets.asked.get("keep", [])), None)
-        options = options_of(source, model, data, scoring, loading, seed, keep, also)
+        options = options_of(source, model, data, scoring, loading, seed, keep, also, placing)
         choose = partial(prune_folder, source, writing.output, options.model, writing.overwrite, key)
         methods = asked or (list(methods_for(goal.strategy)) if source is None and goal.uses_scores else [])
         if methods and not asked:

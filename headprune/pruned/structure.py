@@ -144,7 +144,7 @@ def _new(like: Tensor | None, shape: Sequence[int], beside: Tensor | None = None
     """A tensor or parameter to be filled; of the type of ``beside`` where the class has none there."""
     source = like if like is not None else beside
     assert source is not None
-    new = source.detach().new_zeros(shape)
+    new = source.detach().new_empty(shape)  # no memory is taken until it is filled
     if like is not None and not isinstance(like, nn.Parameter):
         return new
     return nn.Parameter(new, requires_grad=source.requires_grad)

@@ -8,7 +8,7 @@ the class has the pruned model's tensors (`statement`); `stock_instance` makes a
 from headprune.stock.counts import Counts, alike
 from headprune.stock.instance import built, prove, stock_instance
 from headprune.stock.padding import padded
-from headprune.stock.statement import CannotStateError, Statement, configs_in, dense_class, pattern, statements
+from headprune.stock.statement import CannotStateError, Statement, configs_in, dense_class, on_meta, pattern, statements
 
 __all__ = [
     "CannotStateError",
@@ -18,6 +18,7 @@ __all__ = [
     "built",
     "configs_in",
     "dense_class",
+    "on_meta",
     "padded",
     "pattern",
     "prove",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_serializer, field_validator
 
 from headprune.app.documents.base import Document, File
 from headprune.app.documents.common import Cut, Environment
@@ -35,6 +35,7 @@ class ModelFacts(Document):
         attention: Its attention kernel, by transformers' name for it.
         parameters: How many it has, shared ones once.
         heads: In all of its layers.
+        config, processor: Hashes of its config and of its tokenizer or image processor (`headprune.fingerprint`); "" in older files.
     """
 
     class_name: str = Field(validation_alias="class", serialization_alias="class")
@@ -46,6 +47,21 @@ class ModelFacts(Document):
     fingerprint: str
     heads: int
     layers: tuple[LayerFacts, ...]
+    config: str = ""
+    processor: str = ""
+
+    def other_now(self, then: Environment, config: str, processor: str = "") -> list[str]:
+        """What differs now of these hashes, in words; [] if that is not known, as under another version of transformers.
+
+        Args:
+            then: The environment that this was noted in.
+        """
+        import transformers
+
+        if then.transformers != transformers.__version__:
+            return []
+        pairs = {"config": (self.config, config), "tokenizer or image processor": (self.processor, processor)}
+        return [what for what, (before, now) in pairs.items() if before and now and before != now]
 
 
 class Run(File):
@@ -81,3 +97,9 @@ class Run(File):
     def _without_trust(cls, options: Any) -> Any:
         """A folder from elsewhere must not allow that code runs."""
         return {**options, "trust_remote_code": False} if isinstance(options, Mapping) else options
+
+    @field_serializer("options", mode="wrap")
+    def _where_it_was_said(self, options: Options, written: Callable[[Options], dict[str, Any]]) -> dict[str, Any]:
+        """Where weights go is in the file only if it was said: older files do not have it."""
+        unsaid = {name for name in ("device_map", "device_memory", "offload_folder") if getattr(options, name) is None}
+        return {key: value for key, value in written(options).items() if key not in unsaid}
