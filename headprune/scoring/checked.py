@@ -31,7 +31,7 @@ def check_scores(data: Mapping[str, Any], layers: Sequence[AttentionLayer]) -> N
     if type(data["examples"]) is not int or data["examples"] < 0:
         raise ValueError(f"examples is {data['examples']!r:.60}, which is no number of examples")
     carried = data["details"].get("carried_by")
-    if carried is not None and len(numbers_of(carried)) != heads:
+    if carried is not None and (len(numbers_of(carried)) != heads or None in carried):
         raise ValueError(f"carried_by is not of {heads} heads")
     if "matrix" in data and [len(numbers_of(row)) for row in data["matrix"]] != [heads] * heads:
         raise ValueError(f"the matrix is not of {heads} by {heads} heads")

@@ -257,6 +257,7 @@ DOCUMENTS: list[Row] = [
     changed(BY_SCORES, "scores.json", ("scores", 0, "stderr", "block.0.attn"), [1, 1, 1, -1], "standard error below 0"),
     changed(BY_SCORES, "scores.json", ("scores", 0, "details"), None, "damaged scores file"),
     changed(BY_SCORES, "scores.json", ("scores", 0, "details"), {"carried_by": [1]}, "carried_by is not of 4 heads"),
+    changed(BY_SCORES, "scores.json", ("scores", 0, "details"), {"carried_by": [1, 2, 3, None]}, "carried_by is not of"),
     changed(BY_SCORES, "scores.json", ("scores", 0, "matrix"), [[1]], "matrix is not of 4 by 4"),
     changed(BY_SCORES, "scores.json", ("scores",), [], "holds no scores"),
     changed(BY_SCORES, "scores.json", ("scores",), {}, "holds no scores|damaged scores"),
