@@ -17,7 +17,7 @@ from headprune.modules import exact_attention
 from headprune.ranks import current
 from headprune.trace import evaluating
 
-_MOST = 1 << 28  # bytes of the dense model's answers
+MOST = 1 << 28  # bytes of the dense model's answers
 
 
 class Fidelity:
@@ -44,15 +44,20 @@ class Fidelity:
         self._answers: dict[int, Tensor] = {}
         try:
             sizes = self._ranks.share("dense answers", [partial(self._keep, i) for i in range(len(self._batches))])
-            self.known = 0 < sum(sizes) <= _MOST
+            self.known = 0 < sum(sizes) <= MOST
         except HeadPruneError:  # no logits
             self.known = False
         if not self.known:
             self._answers = {}
 
+    @property
+    def answers(self) -> list[Tensor]:
+        """The dense model's, by batch, as far as they are kept."""
+        return list(self._answers.values())
+
     def _keep(self, index: int) -> int:
         """Keep the answers to a batch, or note that they are too many; their bytes."""
-        if sum(map(_bytes, self._answers.values())) > _MOST:
+        if sum(map(_bytes, self._answers.values())) > MOST:
             return 0
         self._answers[index] = self._logits(self._batches[index])
         return _bytes(self._answers[index])

@@ -107,14 +107,24 @@ class PruningPlan:
         for name, heads in data["drop"].items():
             if not isinstance(heads, list) or not all(type(h) is int for h in heads):
                 raise HeadPruneError(
-                    f"Layer {name}: {heads!r} is no list of heads.", "Heads are whole numbers, such as [0, 3]."
+                    f"Layer {name}: {heads!r:.60} is no list of heads.", "Heads are whole numbers, such as [0, 3]."
                 )
-        kept, total, asked = (int(data.get(name, 0)) for name in ("kept", "total", "asked"))
-        method, model, strategy, budget = (
-            str(data.get(name, "")) for name in ("method", "model", "strategy", "budget")
-        )
+            if heads and min(heads) < 0:
+                raise HeadPruneError(f"Layer {name} has no head {min(heads)}.", "Heads are counted from 0.")
+            if len(set(heads)) < len(heads):
+                raise HeadPruneError(f"Layer {name}: head {_twice(heads)} is listed twice.", "Name every head once.")
+        kept, total, asked = (data.get(name, 0) for name in ("kept", "total", "asked"))
+        for number in (kept, total, asked):
+            if type(number) is not int or number < 0:
+                raise ValueError(f"{number!r:.60} is no number of heads")
+        texts = [data.get(name, "") for name in ("method", "model", "strategy", "budget")]
+        notes = data.get("notes", [])
+        for text in (*texts, *notes):
+            if not isinstance(text, str) or not isinstance(notes, list | tuple):
+                raise TypeError(f"{text!r:.60} is no text")
         drop = {name: list(heads) for name, heads in data["drop"].items()}
-        return cls(drop, kept, total, asked, method, model, tuple(data.get("notes", ())), strategy, budget)
+        method, model, strategy, budget = texts
+        return cls(drop, kept, total, asked, method, model, tuple(notes), strategy, budget)
 
     def save(self, path: str | Path) -> None:
         """Write to a JSON file, a line per layer."""
@@ -153,6 +163,11 @@ class Repaired:
 
 
 _REPAIRED = "_headprune_repaired"
+
+
+def _twice(heads: Sequence[int]) -> int:
+    """The first head that a list has more than once."""
+    return next(h for i, h in enumerate(heads) if h in heads[:i])
 
 
 def note_repaired(model: nn.Module, dense: str, drop: Heads) -> None:

@@ -180,7 +180,7 @@ class _Group(Ranks):
         found: dict[int, T] = {}
         failed: tuple[int, Any] | None = None
         error: Exception | None = None
-        with _using(ALONE):
+        with using(ALONE):
             for i in own:
                 try:
                     found[i] = tasks[i]()
@@ -201,7 +201,7 @@ class _Group(Ranks):
         mine: tuple[Any, Any] = (None, None)
         error: Exception | None = None
         if self.main:
-            with _using(ALONE):
+            with using(ALONE):
                 try:
                     mine = (make(), None)
                 except Exception as caught:
@@ -335,7 +335,8 @@ def lost_ranks(gone: Sequence[int]) -> LostRankError:
 
 
 @contextmanager
-def _using(ranks: Ranks) -> Iterator[None]:
+def using(ranks: Ranks) -> Iterator[None]:
+    """These are the current ones while the context lasts."""
     token = _current.set(ranks)
     try:
         yield
@@ -347,7 +348,7 @@ def _using(ranks: Ranks) -> Iterator[None]:
 def _together(group: _Group) -> Iterator[Ranks]:
     """Work is shared out while the context lasts. Whoever leaves it by an error says so to the others."""
     try:
-        with _using(group):
+        with using(group):
             yield group
     except BaseException as error:
         group.leave(error)

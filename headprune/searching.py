@@ -120,7 +120,7 @@ def orders_of(request: Request, scores: Sequence[HeadScores], trials: Trials, li
     kinds = (GROUPS,) if by_groups else (GROUPS, SLICES)
     base = Search(
         trials.maskable, constraints=request.constraints, seed=request.seed, model=trials.model, batches=trials.batches,
-        store=trials.results.store, effort=effort_named(request.effort), loss_fn=trials.loss_fn,
+        store=trials.results.store, effort=effort_named(request.effort), loss_fn=trials.loss_fn, look=trials.look,
     )  # fmt: skip
 
     @cache
@@ -328,7 +328,7 @@ def search(
     layers = layers_for(model, layers, batches=given)
     maskable = maskable_of(model, layers)
     constraints = Constraints.parse(protect, maskable, min_heads_per_layer)
-    asked = _budgets(keep, budgets, maskable)
+    asked = budgets_of(keep, budgets, maskable)
     request = Request(asked, strategy, constraints, effort, seed)
     effort_named(effort)
     by = [scores] if isinstance(scores, HeadScores) else None if scores is None else list(scores)
@@ -339,7 +339,7 @@ def search(
     compares = by_metric or strategy == AUTO or _shares(layers) or len(by or methods) > 1
     listener = _Calls(progress)
     with torch.inference_mode(False), together(accelerator, model, given):
-        fitted_to, chooses = usable(_parted(given, choose, compares))
+        fitted_to, chooses = usable(parted(given, choose, compares))
         inputs = without_labels(model, inputs_of(model, fitted_to[0]))
         metric = _metric(model, chooses, loss_fn) if by_metric else "loss"
         _check_dense(asked, Subject(model, layers, inputs, inputs, metric=metric))
@@ -364,7 +364,7 @@ def search(
         return [fitted.plan for fitted in fits_of(request, orders, trials, listener, lambda budget: subject)]
 
 
-def _budgets(
+def budgets_of(
     keep: Keep | Sequence[Keep], others: str | Budget | Sequence[str | Budget], layers: Sequence[AttentionLayer]
 ) -> tuple[Budget, ...]:
     """A budget for every number of heads, and the others; what no model of these layers can keep is refused."""
@@ -409,7 +409,7 @@ def _metric(model: nn.Module, chooses: Sequence[Any], loss_fn: LossFn | None) ->
     )
 
 
-def _parted(batches: list[Any], choose: Iterable[Any] | None, compares: bool) -> tuple[list[Any], list[Any]]:
+def parted(batches: list[Any], choose: Iterable[Any] | None, compares: bool) -> tuple[list[Any], list[Any]]:
     """The batches to fit to, and those to choose by: those that were given, or else every fourth, if any are needed."""
     if choose is not None:
         chosen = [batch for batch in listed(choose, "choose") if not is_empty(batch)]

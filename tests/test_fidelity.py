@@ -40,9 +40,9 @@ def test_the_divergence_is_the_mean_over_examples() -> None:
 def test_answers_too_many_to_keep_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = small()
     size = sum(len(batch["labels"]) for batch in batches) * 2 * 8
-    monkeypatch.setattr(fidelity, "_MOST", size)
+    monkeypatch.setattr(fidelity, "MOST", size)
     assert Fidelity(model, batches).known
-    monkeypatch.setattr(fidelity, "_MOST", size - 1)
+    monkeypatch.setattr(fidelity, "MOST", size - 1)
     assert not Fidelity(model, batches).known
 
 

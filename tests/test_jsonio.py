@@ -105,7 +105,7 @@ def test_a_report_of_numbers_that_are_none(form: float, tmp_path: Path) -> None:
     scores = opened(folder.scores_path)
     for s in scores["scores"]:
         s["values"] = {k: [form, *v[1:]] for k, v in s["values"].items()}
-        s["stderr"] = spoilt(s["stderr"], form)
+        s["stderr"] = spoilt(s["stderr"], abs(form))
     write_json(folder.scores_path, "scores", {k: v for k, v in scores.items() if k not in ("headprune", "schema")})
     strict(folder.metrics_path.read_text())
     read = folder.read_metrics()

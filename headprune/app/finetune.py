@@ -319,11 +319,15 @@ class _Training:
             state = torch.load(self._file, map_location="cpu", weights_only=True)
             for name, part in self._parts().items():
                 part.load_state_dict(state[name])
+            step, history, best = state["step"], list(state["history"]), dict(state["best_weights"])
+            if type(step) is not int or not 0 <= step <= len(self.order) or not history:
+                raise ValueError("it is at no step of this training")
+            self._best_of(history)
         except Exception as error:
             raise HeadPruneError(
                 f"The unfinished work in {work} is damaged ({type(error).__name__}).", "Start again with --no-resume."
             ) from error
-        self.step, self.history, self._best_weights = state["step"], state["history"], state["best_weights"]
+        self.step, self.history, self._best_weights = step, history, best
         self._resumed = self.step
         say(f"Continuing from step {self.step} of an interrupted training (--no-resume starts again).")
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from headprune import checkpoint
+from headprune.app.named import check_source
 from headprune.app.precision import HALVES, holds, widen
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
@@ -118,7 +119,7 @@ def load_model(
     """
     if task not in (None, *TASKS):
         raise HeadPruneError(f"There is no task {task!r}.", f"Use one of {', '.join(TASKS)}.")
-    _check_source(source, revision)
+    check_source(source, revision)
     source = resolved(source)
     where = pick_device(device)
     wanted = _dtype(dtype, where)
@@ -338,7 +339,8 @@ def _half(config: Any) -> torch.dtype | None:
 def task_of(config: Any, task: str | None, source: str) -> Task:
     if task is not None:
         return TASKS[task]
-    architecture = str((getattr(config, "architectures", None) or [""])[0])
+    named = getattr(config, "architectures", None)
+    architecture = str(named[0]) if isinstance(named, list | tuple) and named else ""
     for kind in TASKS.values():
         if kind.fits(architecture):
             if kind.name == "seq2seq" and config.model_type in _SPEECH_TYPES:
@@ -361,23 +363,6 @@ def set_padding(config: Any, token: int) -> None:
     if all(getattr(part, "pad_token_id", None) is None for part in parts):
         for part in parts:
             part.pad_token_id = token
-
-
-def _check_source(source: str, revision: str | None) -> None:
-    """Refuse what cannot be a model, before anything is loaded."""
-    if not source.strip():
-        raise HeadPruneError("No model was named.", "Pass a Hub id, a local folder, or a folder headprune saved.")
-    try:
-        checkpoint.recovered(Path(source))
-        if Path(source).is_file():
-            raise HeadPruneError(f"{source} is a file.", "Pass the folder that it lies in, or a Hub id.")
-        local = Path(source).is_dir()
-    except OSError as error:
-        raise HeadPruneError(f"There is no model {source!r} ({error.strerror}).", "Check the spelling.") from None
-    if local and revision is not None:
-        raise HeadPruneError(
-            f"{source} is a local folder, which has no revisions.", "Leave out --revision, or name a Hub id."
-        )
 
 
 def _check_numbers(model: nn.Module, source: str) -> None:

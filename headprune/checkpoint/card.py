@@ -176,7 +176,7 @@ def _metadata(card: bytes | None) -> dict[str, Any]:
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     found = REGEX_YAML_BLOCK.search((card or b"").decode("utf-8-sig", "replace"))
-    with suppress(yaml.YAMLError):
+    with suppress(yaml.YAMLError, ValueError, RecursionError):  # a date of month 13 is a ValueError
         data = yaml.safe_load(found[2]) if found else None
         return data if isinstance(data, dict) else {}
     return {}

@@ -93,7 +93,7 @@ def _loaded(
             f"{path} was saved by transformers' save_pretrained, so it holds nothing to prove a load by.",
             "Load it by from_pretrained(folder, trust_remote_code=True), and save that by headprune.save.",
         )
-    sidecar = read_json(path / SIDECAR, "checkpoint")
+    sidecar = _sidecar(path)
     _check_files(path, sidecar, as_saved)
     files = weight_files(path, sidecar)
     places: dict[str, Any] = {}
@@ -153,6 +153,33 @@ def _check_files(path: Path, sidecar: dict[str, Any], as_saved: bool) -> None:
             f"headprune: {path}: not as saved: {', '.join(beside[:3])}. If that is no edit of yours, copy, download or save it again.",
             stacklevel=4,
         )
+
+
+def _sidecar(path: Path) -> dict[str, Any]:
+    """What headprune noted of a folder; the structure is looked at when it is applied.
+
+    Raises:
+        HeadPruneError: It is damaged.
+    """
+    found = read_json(path / SIDECAR, "checkpoint")
+    counts, steps = found.get("heads", {}), found.get("removed", [])
+    right = {
+        "about": isinstance(found.get("about", {}), dict),
+        "fingerprint": isinstance(found.get("fingerprint"), str),
+        "heads": isinstance(counts, dict) and all(type(n) is int and n > 0 for n in counts.values()),
+        "removed": isinstance(steps, list)
+        and all(isinstance(s, dict) and all(map(_are_heads, s.values())) for s in steps),
+    }
+    for name, fine in right.items():
+        if not fine:
+            raise HeadPruneError(f"{path / SIDECAR} is damaged: {name} is {found.get(name)!r:.60}.", "Save it again.")
+    return found
+
+
+def _are_heads(listed: Any) -> bool:
+    return (
+        isinstance(listed, list) and all(type(h) is int and h >= 0 for h in listed) and len(set(listed)) == len(listed)
+    )
 
 
 def _repeat(skeleton: nn.Module, sidecar: dict[str, Any]) -> None:
@@ -228,8 +255,7 @@ def is_checkpoint(path: str | Path) -> bool:
 
 def about(path: str | Path) -> dict[str, Any]:
     """The ``about`` that `save` stored."""
-    data = read_json(Path(path) / SIDECAR, "checkpoint")
-    found: dict[str, Any] = data.get("about", {})
+    found: dict[str, Any] = _sidecar(Path(path)).get("about", {})
     return found
 
 

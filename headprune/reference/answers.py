@@ -71,7 +71,7 @@ def dense_answers(runner: Runner, apart: Examples | None = None) -> DenseAnswers
     """The answers of the model as it is now, which must be the dense one, to all examples but those apart; or why there are none."""
     rest = runner.without(apart) if apart else runner
     apart = apart or {}
-    batches, left_out, mixtures = _chosen(rest)
+    batches, left_out, mixtures = chosen(rest)
     try:
         known = _answers(rest, batches)
     except HeadPruneError as error:
@@ -80,7 +80,7 @@ def dense_answers(runner: Runner, apart: Examples | None = None) -> DenseAnswers
         return f"{_NOT}: the dense model's are not all finite."
     examples, classes = sum(map(len, known)), known[0].shape[1]
     basis = _basis(classes, gives_several(rest.model) or regresses(rest.model) or classes == 1)
-    count = max(1, min(len(basis), _MOST_DIRECTIONS, MOST_ROWS // examples))
+    count = directions(len(basis), examples)
     # Drawn once, so that an example's directions do not depend on the batch that it is in.
     noise = torch.randn(examples, len(basis), count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     noises = torch.split(noise, [len(each) for each in known])
@@ -88,7 +88,13 @@ def dense_answers(runner: Runner, apart: Examples | None = None) -> DenseAnswers
 
 
 def answers_apart(runner: Runner) -> DenseAnswers | str:
-    """The dense model's answers to the examples, a few set apart to try on them what was fitted to the others; or why there are none.
+    """The dense model's answers to the examples, a few set apart to try on them what was fitted to the others; or why there are none."""
+    apart = set_apart(runner)
+    return f"{_NOT}: there are too few examples to try that on." if apart is None else dense_answers(runner, apart)
+
+
+def set_apart(runner: Runner) -> Examples | None:
+    """The examples to try on what is fitted to the others; None where there are too few.
 
     Whole blocks are set apart, where there are mixtures: no example that stays may have a half in common with one set apart.
     """
@@ -102,9 +108,12 @@ def answers_apart(runner: Runner) -> DenseAnswers | str:
     count = wanted // size if wanted >= size else int(2 * size <= runner.examples)
     apart = by_batch([one for chunk in spread_out(chunks, count) for one in chunk])
     held = sum(map(len, apart.values()))
-    if held < 2 or 2 * held > runner.examples:
-        return f"{_NOT}: there are too few examples to try that on."
-    return dense_answers(runner, apart)
+    return None if held < 2 or 2 * held > runner.examples else apart
+
+
+def directions(every: int, examples: int) -> int:
+    """Along how many of all directions an answer is looked at, where there are so many examples."""
+    return max(1, min(every, _MOST_DIRECTIONS, MOST_ROWS // examples))
 
 
 def logits_by_example(runner: Runner, output: object, batch: Any) -> Tensor:
@@ -132,15 +141,15 @@ def by_batch(found: Sequence[tuple[int, int]]) -> Examples:
     return examples
 
 
-def _chosen(runner: Runner) -> tuple[list[Any], Tensor, int]:
+def chosen(runner: Runner) -> tuple[list[Any], Tensor, int]:
     """The batches to fit to, the group of each of their examples, and how many of these are mixtures."""
     most = max(1, MOST_ROWS // max(map(runner.rows.size, runner.batches)))
     count = min(len(runner.batches), most)
     # Batches often come sorted by length: some from everywhere.
-    chosen = [i * len(runner.batches) // count for i in range(count)]
-    batches = [runner.batches[i] for i in chosen]
+    taken = [i * len(runner.batches) // count for i in range(count)]
+    batches = [runner.batches[i] for i in taken]
     left_out = torch.arange(sum(map(runner.rows.size, batches)))
-    mixed = [m for m in runner.mixtures if m.batch in chosen and m.shift == 1]
+    mixed = [m for m in runner.mixtures if m.batch in taken and m.shift == 1]
     mixtures = sum(len(m.rows) for m in mixed)
     if 2 * mixtures < len(left_out):
         return batches, left_out, 0

@@ -156,13 +156,7 @@ class Runner:
 
     def with_mixtures(self, times: int) -> Runner:
         """With up to ``times`` mixtures of every example; none if the model does not take them, or gives not one answer a text."""
-        found = copy.copy(self)
-        made = [
-            Mixed(index, shift, *mixed)
-            for index, batch in enumerate(self.batches)
-            for shift in range(1, times + 1)
-            if (mixed := crossed(batch, shift, self.rows)) is not None
-        ]
+        found, made = copy.copy(self), self.mixed(times)
         with torch.no_grad(), self.deterministic_eval():
             # The first one says what most models do with mixtures; if they take it, all are tried.
             taken = not made or self._answers_once(made[0])
@@ -180,6 +174,15 @@ class Runner:
         few.batches = [self.rows.take(batch, range(min(2, self.rows.size(batch))))]
         few.examples = self.rows.size(few.batches[0])
         return few
+
+    def mixed(self, times: int) -> list[Mixed]:
+        """Up to ``times`` mixtures of every example, whether the model takes them or not."""
+        return [
+            Mixed(index, shift, *mixed)
+            for index, batch in enumerate(self.batches)
+            for shift in range(1, times + 1)
+            if (mixed := crossed(batch, shift, self.rows)) is not None
+        ]
 
     def without(self, rows: Examples) -> Runner:
         """The same model on the other examples, and on those mixtures that begin with them."""

@@ -16,7 +16,7 @@ from headprune.repairing.step import Step
 from headprune.repairing.steps import STEPS
 from headprune.repairing.weights import Fit, Repair, Weights
 
-_REMEMBERED = 8  # fits of one W_O by one step: what a search, its trials and the pruning that follows come back to
+REMEMBERED = 8  # fits of one W_O by one step: what a search, its trials and the pruning that follows come back to
 
 
 class Refit:
@@ -93,7 +93,7 @@ class Refit:
         known, key = self._fits.setdefault((step.name, projection.name), {}), tuple(kept.tolist())
         if key not in known:
             known[key] = make()
-            if len(known) > _REMEMBERED:
+            if len(known) > REMEMBERED:
                 del known[next(iter(known))]
         return known[key]
 

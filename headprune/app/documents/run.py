@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, field_serializer, field_validator
 
-from headprune.app.documents.base import Document, File
+from headprune.app.documents.base import Count, Document, File
 from headprune.app.documents.common import Cut, Environment
 from headprune.app.options import Options
 
@@ -18,11 +18,11 @@ class LayerFacts(Document):
     model_config = ConfigDict(from_attributes=True)
 
     name: str
-    index: int
+    index: Count
     kind: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
     prunable: bool
     reason: str
 
@@ -43,9 +43,9 @@ class ModelFacts(Document):
     metric: str
     dtype: str
     attention: str | None
-    parameters: int
+    parameters: Count
     fingerprint: str
-    heads: int
+    heads: Count
     layers: tuple[LayerFacts, ...]
     config: str = ""
     processor: str = ""

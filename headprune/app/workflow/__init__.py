@@ -5,11 +5,12 @@ What each step gives is kept at once, so that an interrupted run goes on; the ru
 
 from headprune.app.options import Options
 from headprune.app.workflow.checks import check_goal
+from headprune.app.workflow.estimating import estimate_prune, estimate_score
 from headprune.app.workflow.pruning import PruneRun, plan_run, prune_run
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.scoring import score_run
 from headprune.app.workflow.targets import Goal
 
 __all__ = [
-    "Console", "Goal", "Options", "PruneRun", "Scene", "check_goal", "open_scene", "plan_run", "prune_run", "score_run",
+    "Console", "Goal", "Options", "PruneRun", "Scene", "check_goal", "estimate_prune", "estimate_score", "open_scene", "plan_run", "prune_run", "score_run",
 ]  # fmt: skip

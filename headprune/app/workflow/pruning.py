@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,12 +25,14 @@ from headprune.app.documents import (
     Latency,
     Measured,
     Metrics,
+    Point,
 )
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import exports
 from headprune.app.workflow.checks import check_goal, check_scored
-from headprune.app.workflow.results import Control, Job, guessing, prune_to
+from headprune.app.workflow.estimating import BEFORE_A_RUN, announce, begun, estimate_prune
+from headprune.app.workflow.results import CarriedOut, Control, Job, carry_out, guessing, result_of
 from headprune.app.workflow.saving import dense_weights
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.scoring import run_after, run_document, score_all, write_heads
@@ -39,8 +41,10 @@ from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, 
 from headprune.app.workflow.timing import inputs, time_generation, time_models, time_parts
 from headprune.budgets import Fit, Reading
 from headprune.errors import HeadPruneError, first_line
+from headprune.evaluation import Measurement
 from headprune.fingerprint import config_hash, fingerprint, processor_hash
 from headprune.inputs import model_device
+from headprune.planning import Order
 from headprune.plans import PruningPlan
 from headprune.ranks import current
 from headprune.scoring import HeadScores, save_scores
@@ -155,6 +159,8 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
         )
     methods = asked.methods if source or asked.goal.uses_scores else []
     run = run_document(scene, methods, folder) if source is None else run_after(source.read_run(), scene, folder)
+    if not begun(folder, "score", "prune"):  # what an interrupted run has left to do is not known
+        announce(console, lambda: estimate_prune(replace(asked, methods=methods), scene, scores, BEFORE_A_RUN))
     before = 0.0
     if source is None:
         scores, before = score_all(scene, methods, folder, console)
@@ -189,27 +195,47 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
     return metrics
 
 
-def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[Fit], Metrics]:
-    """The plans, carried out with their checkpoints in the new content, and what metrics.json will say."""
+@dataclass(frozen=True)
+class Done:
+    """The long work of a run, done."""
+
+    orders: Mapping[str, Order]
+    fits: list[Fit]
+    dense: Measurement
+    also: Sequence[Measurement]
+    control: Control
+    curve: list[Point]
+    budgets: list[CarriedOut]
+
+
+def carry_out_all(job: Job, scores: Sequence[HeadScores], environment: Environment) -> Done:
+    """All of a run's long work between the scores and the timing, in its order (`estimating` rehearses it)."""
     scene, goal, trials, console = job.scene, job.goal, job.trials, job.console
-    environment = current().first("environment", lambda: _environment(scene))
     orders = {} if goal.plan else orders_of(goal.request(scene), scores, trials, console)
     fits = _kept_fits(job, environment, lambda: fits_of(scene, goal, orders, trials, console))
     fits = list({f.plan.asked: f for f in fits}.values())  # "50%" and "36" may be the same
     dense = job.measured("dense", scene.model, "measuring the dense model")
     also = [job.measured("dense", scene.model, f"measuring the dense model on {p.name}", p) for p in scene.parts.also]
-    weights, dtype = dense_weights(scene)
     control = Control(dense, random_orders(scene, goal, fits), also)
     curve = trade_off(shown(goal, orders, fits, trials), control.random, fits, trials, console)
     for note in dict.fromkeys(note for f in fits for note in f.plan.notes):
         console.say(note)
-    made = [prune_to(fitted, control, job) for fitted in fits]
+    return Done(orders, fits, dense, also, control, curve, [carry_out(fitted, control, job) for fitted in fits])
+
+
+def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[Fit], Metrics]:
+    """The plans, carried out with their checkpoints in the new content, and what metrics.json will say."""
+    scene, goal = job.scene, job.goal
+    environment = current().first("environment", lambda: _environment(scene))
+    done = carry_out_all(job, scores, environment)
+    weights, dtype = dense_weights(scene)
+    made = [(result_of(did, done.control, job), did.model) for did in done.budgets]
     metrics = Metrics(
         metric=scene.metric,
         environment=environment,
-        planning=goal.planning(orders, trials),
+        planning=goal.planning(dict(done.orders), job.trials),
         dense=Dense(
-            **Measured.of(dense, scene.metric).given(),
+            **Measured.of(done.dense, scene.metric).given(),
             parameters=latency.parameters(scene.model),
             flops=latency.flops(scene.model, scene.typical_input()),
             guessing=guessing(scene),
@@ -217,14 +243,14 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
             dtype=dtype,
         ),
         budgets=tuple(result for result, _ in made),
-        curve=tuple(curve),
+        curve=tuple(done.curve),
         **_timed(job, environment, made),
         also=tuple(
             AlsoData(name=part.name, data=Examples.of(part), dense=Measured.of(found, scene.metric))
-            for part, found in zip(scene.parts.also, also, strict=True)
+            for part, found in zip(scene.parts.also, done.also, strict=True)
         ),
     )
-    return fits, metrics
+    return done.fits, metrics
 
 
 def _environment(scene: Scene) -> Environment:

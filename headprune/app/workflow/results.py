@@ -70,6 +70,10 @@ class Job:
         with self.console.track(label) as progress:
             return self.stages.measurement(stage_on(name, also), lambda: evaluate(model, batches, progress=progress))
 
+    def made(self, plan: PruningPlan, path: Path) -> tuple[Made, nn.Module]:
+        """The facts of a pruned model that is saved to ``path``, and the model as it is loaded from there."""
+        return _made(self, plan, path)
+
 
 def stage_on(name: str, also: Part | None) -> str:
     """A stage's name where it is made on a second dataset: which ones there are is no part of what a computation is known by."""
@@ -91,7 +95,7 @@ class Control:
     also: Sequence[Measurement] = ()
 
 
-class _Made(Document):
+class Made(Document):
     """A pruned model that was saved; ``dtype`` and ``note`` as in `saving.Saved`.
 
     Attributes:
@@ -108,18 +112,51 @@ class _Made(Document):
     weights: int | None = None  # of an interrupted run of an older version
 
 
-def prune_to(fitted: Fit, control: Control, job: Job) -> tuple[BudgetResult, nn.Module]:
-    """What is reported of a plan, and the pruned model as it is loaded from where it was saved."""
-    scene, plan = job.scene, fitted.plan
+@dataclass(frozen=True)
+class CarriedOut:
+    """A plan, and all that was done with it and takes long: made, saved and measured beside its controls.
+
+    Attributes:
+        model: The pruned model as it is loaded from where it was saved.
+        path: That place.
+        pruned: It on the reporting part.
+        repair: What its repair did, and was worth; None where there was none.
+        random, like_random: The control, and the plan's own heads repaired as that is.
+    """
+
+    fitted: Fit
+    made: Made
+    model: nn.Module
+    path: Path
+    pruned: Measurement
+    repair: Repaired | None
+    random: Sequence[Measurement]
+    like_random: Measurement
+    also: Sequence[AlsoMeasured]
+
+
+def carry_out(fitted: Fit, control: Control, job: Job) -> CarriedOut:
+    """Make a plan's model and measure it: all of what a budget's work is, in its order (`headprune.app.workflow.estimating` rehearses it)."""
+    plan = fitted.plan
     path = job.content.checkpoint_path(plan.asked)
-    made, model = _made(job, plan, path)
+    made, model = job.made(plan, path)
     if made.note:
         job.console.say(made.note)
     pruned = job.measured(f"pruned {plan.asked}", model, f"measuring with {plan.kept} heads")
     masked = _Masked(job, plan, pruned)
     repair = None if made.repair is None else masked.repaired(made.repair)
     random = masked.random(control.random)
-    result = BudgetResult(
+    like_random = masked.like_random(made.repair)
+    also = tuple(
+        _on_also(job, plan, model, part, dense) for part, dense in zip(job.scene.parts.also, control.also, strict=True)
+    )
+    return CarriedOut(fitted, made, model, path, pruned, repair, random, like_random, also)
+
+
+def result_of(did: CarriedOut, control: Control, job: Job) -> BudgetResult:
+    """What is reported of a plan."""
+    scene, fitted, made, plan = job.scene, did.fitted, did.made, did.fitted.plan
+    return BudgetResult(
         name=f"{plan.kept} heads",
         asked=plan.asked,
         kept=plan.kept,
@@ -129,25 +166,22 @@ def prune_to(fitted: Fit, control: Control, job: Job) -> tuple[BudgetResult, nn.
         budget=_asked(scene, fitted),
         notes=(*plan.notes, *filter(None, [made.note])),
         drop={name: tuple(heads) for name, heads in plan.drop.items()},
-        pruned=Measured.of(pruned, scene.metric),
-        change=compare(control.dense, pruned, scene.metric),
-        random=tuple(found.metrics[scene.metric] for found in random),
-        over_random=compare(mean_of(random), masked.like_random(made.repair), scene.metric),
-        also=tuple(
-            _on_also(job, plan, model, part, dense) for part, dense in zip(scene.parts.also, control.also, strict=True)
-        ),
-        repair=repair,
+        pruned=Measured.of(did.pruned, scene.metric),
+        change=compare(control.dense, did.pruned, scene.metric),
+        random=tuple(found.metrics[scene.metric] for found in did.random),
+        over_random=compare(mean_of(did.random), did.like_random, scene.metric),
+        also=tuple(did.also),
+        repair=did.repair,
         finetune=made.finetune,
         proof=made.proof,
-        parameters=latency.parameters(model),
-        flops=latency.flops(model, scene.typical_input()),
-        checkpoint=path.name,
+        parameters=latency.parameters(did.model),
+        flops=latency.flops(did.model, scene.typical_input()),
+        checkpoint=did.path.name,
         size=made.size,
         weights=made.weights,
         dtype=made.dtype,
-        loads=checkpoint.loading_of(path).call(),
+        loads=checkpoint.loading_of(did.path).call(),
     )
-    return result, model
 
 
 @dataclass(frozen=True)
@@ -231,7 +265,7 @@ def guessing(scene: Scene) -> float | None:
     return max(labels.values()) / labels.total() if labels else None
 
 
-def _made(job: Job, plan: PruningPlan, path: Path) -> tuple[_Made, nn.Module]:
+def _made(job: Job, plan: PruningPlan, path: Path) -> tuple[Made, nn.Module]:
     """The facts of a pruned model that is saved to ``path``, and the model as it is loaded from there.
 
     What is reported is what a user will load, not what is in memory.
@@ -240,7 +274,7 @@ def _made(job: Job, plan: PruningPlan, path: Path) -> tuple[_Made, nn.Module]:
     for damaged in (False, True):
         if damaged:
             job.stages.forget(name)
-        made = job.stages.get(name, lambda: _make(job, plan, path).to_json(), _Made.model_validate)
+        made = job.stages.get(name, lambda: _make(job, plan, path).to_json(), Made.model_validate)
         try:
             return made, saving.load(job.scene, path)
         except HeadPruneError:
@@ -249,7 +283,7 @@ def _made(job: Job, plan: PruningPlan, path: Path) -> tuple[_Made, nn.Module]:
     raise AssertionError
 
 
-def _make(job: Job, plan: PruningPlan, path: Path) -> _Made:
+def _make(job: Job, plan: PruningPlan, path: Path) -> Made:
     """Repair, prune, train and save."""
     scene, trials, console = job.scene, job.trials, job.console
     doing = console.track(f"repairing {plan.kept} heads") if trials.repair else nullcontext()
@@ -263,7 +297,7 @@ def _make(job: Job, plan: PruningPlan, path: Path) -> _Made:
     if job.goal.finetune:
         model, trained = _trained(job, model, plan.asked)
     saved = current().first(f"saving {plan.asked}", lambda: saving.save(scene, model, path, proof.tolerance))
-    return _Made(
+    return Made(
         repair=None if repair is None else Refitted.model_validate(repair.to_json()),
         finetune=trained,
         proof=Proved(**asdict(proof), reload_difference=saved.difference),

@@ -15,6 +15,7 @@ from headprune.app.documents import Cut, Heads, LayerFacts, ModelFacts, Run
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.seeing import look
+from headprune.app.workflow.estimating import BEFORE_A_RUN, announce, begun, estimate_score
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.stages import Stages, publish, stages_of
 from headprune.errors import HeadPruneError
@@ -35,6 +36,8 @@ def score_run(
         method_named(name)
     scene = open_scene(options, console)
     run = run_document(scene, methods, folder)
+    if not begun(folder, "score"):
+        announce(console, lambda: estimate_score(scene, methods, BEFORE_A_RUN))
     scores, before = score_all(scene, methods, folder, console)
 
     def written() -> None:

@@ -6,6 +6,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,7 +73,10 @@ class Stages(Results):
         ranks = current()
         known = ranks.first(f"known of {name}", lambda: self._known(name))
         if known is not None:
-            return read(known.result)
+            with suppress(
+                LookupError, TypeError, ValueError, AttributeError, HeadPruneError
+            ):  # damaged: it is made anew
+                return read(known.result)
         made = ranks.first(name, make) if alone else make()
         return read(ranks.first(f"keeping {name}", lambda: self._keep(name, made)))
 
