@@ -37,7 +37,8 @@ from headprune.scoring import HeadScores, Settings, maskable_of, method_named
 from headprune.scoring.base import Progress
 
 __all__ = [
-    "SILENT", "CostEstimate", "Ledger", "Limits", "Load", "Phase", "Rehearsal", "Sampler", "TooShortError", "add_scoring", "bisected", "estimate", "estimated", "made_up_scores", "rough", "traits", "worth", "worth_rehearsing",
+    "SILENT", "CostEstimate", "Ledger", "Limits", "Load", "Phase", "Rehearsal", "Sampler", "TooShortError", "add_scoring", "bisected",
+    "estimate", "estimated", "made_up_scores", "rough", "traits", "worth", "worth_rehearsing",
 ]  # fmt: skip
 
 

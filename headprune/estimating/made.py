@@ -90,7 +90,7 @@ def worth_rehearsing(ledger: Ledger, sampler: Sampler, heads: int, limits: Limit
     load = Load.of(sampler.batches)
     passes = _USUAL + rough.passes(ledger, heads) / max(1.0, load.units)
     work = sampler.pass_seconds / cost_of(sampler.sample[0]) * load.units * passes
-    if work < limits.least or (limits.share is not None and _REHEARSED > limits.share * passes * len(sampler.batches)):
+    if work < limits.least or (limits.share is not None and limits.share * passes * len(sampler.batches) < _REHEARSED):
         raise TooShortError
 
 
