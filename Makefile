@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Minutes for `make mutations`, which goes on where it was stopped.
+MINUTES ?= 45
 # Workers for pytest: two, like the smallest machine this is developed on.
 JOBS ?= 2
 
-.PHONY: demo test test-slow coverage wheel vendor lint types install clean
+.PHONY: demo test test-slow mutations lines coverage wheel vendor licences audit lint types install clean
 
 demo: install  ## train, score, prune and report on scikit-learn's digits
 	@$(BIN)/headprune demo
@@ -16,6 +18,12 @@ test: install  ## the tests that take minutes, not hours
 
 test-slow: install  ## end-to-end runs, on minilm-rt too where it lies beside the checkout
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m slow
+
+mutations: $(VENV)/.strength  ## what the tests say of small mistakes in planning, surgery and repair (docs/tests.md); up to MINUTES, then go on
+	$(BIN)/python tools/mutations.py --minutes $(MINUTES)
+
+lines: $(VENV)/.strength  ## how much of headprune the fast tests run (docs/tests.md); ten to twenty minutes
+	$(BIN)/python tools/lines.py
 
 coverage: install  ## every model type of transformers, against docs/coverage.md; about four minutes
 	$(BIN)/python benchmarks/coverage.py --check
@@ -33,6 +41,14 @@ wheel: install  ## what `pip install headprune` will install, built and tried ap
 vendor: install  ## report.html's chart libraries again, from npm (tools/vendor.py takes other versions)
 	$(BIN)/python tools/vendor.py
 
+licences: install  ## docs/licences.md again, from the metadata of the pinned packages
+	$(BIN)/python tools/licences.py
+
+audit:  ## known holes of the pinned packages, by pip-audit in an environment of its own; needs a network
+	test -x $(VENV)-audit/bin/pip-audit || $(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(VENV)-audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,5 +64,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
 
+$(VENV)/.strength: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[strength]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .headprune build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-audit .headprune .cache/mutations .cache/lines build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -37,7 +37,7 @@ class HeadFeatures:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeadFeatures:
-        return cls(data["module"], tuple(from_ranges(text) for text in data["features"]), data.get("dim", -1))
+        return cls(_text(data["module"]), tuple(map(_indices, data["features"])), _whole(data.get("dim", -1), -8))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class HeadTable:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeadTable:
-        return cls(data["name"], data["dim"], tuple(from_ranges(text) for text in data["indices"]))
+        return cls(_text(data["name"]), _whole(data["dim"], -8), tuple(map(_indices, data["indices"])))
 
 
 @dataclass(frozen=True, repr=False)
@@ -186,12 +186,18 @@ class AttentionLayer:
     def from_json(cls, data: Mapping[str, Any]) -> AttentionLayer:
         if missing := _REQUIRED - set(data):
             raise KeyError(min(missing))
-        found = {f.name: _as_tuples(data[f.name]) for f in fields(cls) if f.name in data}
+        found = {f.name: _as_tuples(_checked(f.name, f.type, data[f.name])) for f in fields(cls) if f.name in data}
         for name, kind in _PARTS.items():
             # A file from before a field was traced lacks it; a prune that needs it fails its proof.
             if parts := data.get(name):
                 found[name] = kind.from_json(parts) if isinstance(parts, Mapping) else tuple(map(kind.from_json, parts))
-        return cls(**found)
+        layer = cls(**found)
+        grouped = sorted(h for group in layer.groups for h in group)
+        if layer.num_heads < 1 or (grouped and grouped != [*range(layer.num_heads)]):
+            raise ValueError(f"layer {layer.name} has {layer.num_heads} heads, and groups of others")
+        if layer.mask_point is not None and len(layer.mask_point.features) != layer.num_heads:
+            raise ValueError(f"layer {layer.name} has {layer.num_heads} heads, and features of others")
+        return layer
 
 
 # Fields of an AttentionLayer that hold values of another class: one of them or None, or a tuple of them.
@@ -307,3 +313,41 @@ def check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:
 def _as_tuples(value: Any) -> Any:
     """Lists as tuples, at every depth."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+_MOST = 2**24  # features that a projection, or entries that a table, may have; more would only fill memory
+
+
+def _checked(name: str, kind: Any, value: Any) -> Any:
+    """A value of a file, where a field has a plain type; `AttentionLayer.from_json` looks at the others."""
+    if kind == "int":
+        return _whole(value)
+    if kind == "str":
+        return _text(value)
+    if kind == "bool" and type(value) is not bool:
+        raise TypeError(f"{name} is {value!r:.60}, not true or false")
+    if name in ("inner_modules", "side_modules"):
+        return [_text(part) for part in value]
+    if name == "groups":
+        return [[_whole(h) for h in group] for group in value]
+    return value
+
+
+def _whole(value: Any, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= _MOST:
+        raise ValueError(f"{value!r:.60} is no number from {least} to {_MOST}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.60} is no text")
+    return value
+
+
+def _indices(text: Any) -> tuple[int, ...]:
+    """As `from_ranges`, which a few characters could make fill the memory."""
+    runs = [[int(end) for end in run.split(":")] for run in _text(text).split(",") if run]
+    if not all(0 <= start < stop for start, stop in runs) or sum(stop - start for start, stop in runs) > _MOST:
+        raise ValueError(f"{text!r:.60} are no features")
+    return from_ranges(text)

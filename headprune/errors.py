@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -75,8 +76,7 @@ def explained(error: BaseException) -> HeadPruneError | None:
 
     Libraries wrap such errors, and safetensors raises one that is not an OSError, so causes and texts are read.
     """
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _causes(error):
         system = cause if isinstance(cause, OSError) else OSError()
         where = f" ({system.filename})" if system.filename else ""
         if system.errno in _FULL or "No space left on device" in str(cause):
@@ -95,5 +95,20 @@ def explained(error: BaseException) -> HeadPruneError | None:
             return HeadPruneError(
                 "Memory ran out.", "Use a smaller --batch-size, a smaller --max-length, or a machine with more of it."
             )
-        cause = cause.__cause__ or cause.__context__
     return None
+
+
+def is_of_the_disk(error: BaseException) -> bool:
+    """Whether a disk is full, read-only or broken, so that nothing else can be written there either."""
+    return any(
+        (isinstance(cause, OSError) and cause.errno in _FULL | {errno.EROFS, errno.EIO})
+        or "No space left on device" in str(cause)
+        for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from headprune.offload import Offloaded, is_dispatched
+
+_LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "use_cache")  # of a config, for its hash
 
 
 def fingerprint(model: nn.Module, *, widened: bool = False) -> str:
@@ -22,19 +27,70 @@ def fingerprint(model: nn.Module, *, widened: bool = False) -> str:
         widened: Whether half precision counts as the float32 that it is computed with on a CPU; one tensor at a time is widened.
     """
     digest = hashlib.sha256()
-    seen: set[int] = set()
+    seen: set[object] = set()
+    stored = Offloaded(model) if is_dispatched(model) else None
     for name, tensor in _plain(model.state_dict()):
         if not tensor.numel():
             continue  # it stands for weights that are gone
         half = widened and tensor.dtype in (torch.bfloat16, torch.float16)
         digest.update(f"{name}:{tuple(tensor.shape)}:{torch.float32 if half else tensor.dtype};".encode())
-        where = tensor.data_ptr()
+        where: object = tensor.data_ptr()
+        if stored is not None and name in stored:
+            where, tensor = stored.place(name), _numbers(stored, name)
         if tensor.device.type == "meta" or where in seen:
             continue  # no bytes, or those of a weight that is tied to this one
         seen.add(where)
         plain = tensor.detach().float() if half else tensor.detach()
         digest.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def _numbers(stored: Offloaded, name: str) -> Tensor:
+    """A tensor of a dispatched model; one without numbers if they are nowhere."""
+    try:
+        return stored[name]
+    except KeyError:
+        return stored.placeholder(name)
+
+
+def config_hash(model: nn.Module) -> str:
+    """Hash of a transformers model's config, which decides as much as its weights what it computes; "" for any other model.
+
+    Left out is what differs between equal models: where it was loaded from, by which version, and in which precision.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return ""
+    text = json.dumps(_told(config.to_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+def processor_hash(processor: Any) -> str:
+    """Hash of a tokenizer or of an image processor, which decides what a model is given; "" for one that cannot be read."""
+    raw = getattr(processor, "backend_tokenizer", None)
+    if raw is not None:
+        told = json.loads(raw.to_str())
+        for use in ("truncation", "padding"):  # of the last call
+            told.pop(use, None)
+        told["more"] = [str(processor.special_tokens_map), getattr(processor, "model_max_length", None)]
+    elif hasattr(processor, "to_dict"):
+        told = _told(processor.to_dict())
+    else:
+        return ""
+    return hashlib.sha256(
+        json.dumps(told, sort_keys=True, default=str).encode("utf-8", "backslashreplace")
+    ).hexdigest()[:16]
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        told = {str(k): _told(v) for k, v in value.items() if not str(k).startswith("_") and k not in _LEFT_OUT}
+        if (
+            told.get("problem_type") == "single_label_classification"
+        ):  # classifiers note it when they first compute a loss
+            told["problem_type"] = None
+        return told
+    return [_told(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def is_wrapper(tensor: Tensor) -> bool:

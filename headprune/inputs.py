@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError
+from headprune.offload import execution_device, renewed
 
 LABELS = ("labels", "start_positions", "end_positions")
 KNOWN, DRAWN = "headprune_dense", "headprune_drawn"  # keys that `headprune.divergence` adds to a batch
@@ -65,8 +66,12 @@ def too_long(model: nn.Module, batch: Any) -> str:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter (CPU for a model without any)."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+    """The device that a model's inputs go to: that of its first parameter (CPU for a model without any).
+
+    Of a model whose weights Accelerate keeps elsewhere, the one that they are loaded onto.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return (execution_device(model) or device) if device.type == "meta" else device
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -126,6 +131,7 @@ def check_weights(model: nn.Module) -> None:
     Raises:
         HeadPruneError: Some were made in inference mode.
     """
+    renewed(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_inference():
             raise HeadPruneError(
@@ -166,6 +172,14 @@ def variants(example: Example) -> list[Example]:
     if len(batch) == 1 and (rows := batch.pop()) > 1:
         found.append(first_rows(example, rows - 1))
     return found
+
+
+def shortened(example: Example, most: int) -> Example:
+    """The first ``most`` tokens of a text, ``input_ids`` and what is as long; any other example as it is."""
+    ids = example.get("input_ids") if isinstance(example, Mapping) else None
+    if not isinstance(example, Mapping) or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] <= most:
+        return example
+    return {k: _cut(k, v, ids, most) for k, v in example.items()}
 
 
 def _cut(name: str, value: Any, ids: Tensor, length: int) -> Any:

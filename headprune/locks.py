@@ -109,7 +109,8 @@ class Lock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._made += reversed(missing)
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            # A link is not followed: what it leads to would be overwritten.
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         except FileNotFoundError:
             return None
         for wait in _WAITS:
@@ -151,8 +152,9 @@ def _read(file: int) -> dict[str, Any]:
     try:
         os.lseek(file, 0, os.SEEK_SET)
         found = json.loads(os.read(file, 1 << 16))
-        return found if isinstance(found, dict) and isinstance(found.get("pid"), int) else {}
-    except (OSError, ValueError):
+        known = isinstance(found, dict) and type(found.get("pid")) is int and 0 < found["pid"] < 2**31
+        return found if known else {}
+    except (OSError, ValueError, RecursionError):
         return {}
 
 

@@ -17,6 +17,8 @@ from headprune.pruned import note_was_repaired
 
 Keep = int | float | str
 
+_EDITED = "was changed after headprune had written it."  # the end of a note: by a person, or by a fault of the disk
+
 
 @dataclass(frozen=True)
 class PruningPlan:
@@ -91,7 +93,8 @@ class PruningPlan:
         if (kept, total) == (self.kept, self.total):
             return replace(self, drop=drop)
         # Edited by hand: what the plan says about its making is about other heads.
-        return PruningPlan(drop, kept, total, kept, model=self.model)
+        edited = tuple(note for note in self.notes if note.endswith(_EDITED))
+        return PruningPlan(drop, kept, total, kept, model=self.model, notes=edited)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -104,14 +107,24 @@ class PruningPlan:
         for name, heads in data["drop"].items():
             if not isinstance(heads, list) or not all(type(h) is int for h in heads):
                 raise HeadPruneError(
-                    f"Layer {name}: {heads!r} is no list of heads.", "Heads are whole numbers, such as [0, 3]."
+                    f"Layer {name}: {heads!r:.60} is no list of heads.", "Heads are whole numbers, such as [0, 3]."
                 )
-        kept, total, asked = (int(data.get(name, 0)) for name in ("kept", "total", "asked"))
-        method, model, strategy, budget = (
-            str(data.get(name, "")) for name in ("method", "model", "strategy", "budget")
-        )
+            if heads and min(heads) < 0:
+                raise HeadPruneError(f"Layer {name} has no head {min(heads)}.", "Heads are counted from 0.")
+            if len(set(heads)) < len(heads):
+                raise HeadPruneError(f"Layer {name}: head {_twice(heads)} is listed twice.", "Name every head once.")
+        kept, total, asked = (data.get(name, 0) for name in ("kept", "total", "asked"))
+        for number in (kept, total, asked):
+            if type(number) is not int or number < 0:
+                raise ValueError(f"{number!r:.60} is no number of heads")
+        texts = [data.get(name, "") for name in ("method", "model", "strategy", "budget")]
+        notes = data.get("notes", [])
+        for text in (*texts, *notes):
+            if not isinstance(text, str) or not isinstance(notes, list | tuple):
+                raise TypeError(f"{text!r:.60} is no text")
         drop = {name: list(heads) for name, heads in data["drop"].items()}
-        return cls(drop, kept, total, asked, method, model, tuple(data.get("notes", ())), strategy, budget)
+        method, model, strategy, budget = texts
+        return cls(drop, kept, total, asked, method, model, tuple(notes), strategy, budget)
 
     def save(self, path: str | Path) -> None:
         """Write to a JSON file, a line per layer."""
@@ -119,14 +132,16 @@ class PruningPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> PruningPlan:
-        """Read a plan; one edited by hand needs only ``drop``.
+        """Read a plan; one edited by hand needs only ``drop``, and has a note that says so.
 
         Raises:
             HeadPruneError: The file is missing, corrupt, or does not hold a plan.
         """
-        data = read_json(Path(path), "plan")
+        remarks: list[str] = []
+        data = read_json(Path(path), "plan", lambda: remarks.append(f"{Path(path).name} {_EDITED}"))
         try:
-            return cls.from_json(data)
+            plan = cls.from_json(data)
+            return replace(plan, notes=(*plan.notes, *remarks))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             what = f"{type(error).__name__}: {error}"
             raise HeadPruneError(f"{path} is a damaged plan ({what}).", "Plan again.") from None
@@ -148,6 +163,11 @@ class Repaired:
 
 
 _REPAIRED = "_headprune_repaired"
+
+
+def _twice(heads: Sequence[int]) -> int:
+    """The first head that a list has more than once."""
+    return next(h for i, h in enumerate(heads) if h in heads[:i])
 
 
 def note_repaired(model: nn.Module, dense: str, drop: Heads) -> None:

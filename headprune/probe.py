@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,11 @@ def keep(model: nn.Module, folder: Path, example: Any = None) -> None:
 
 def restore_buffers(model: nn.Module, folder: Path) -> None:
     """Give a model the saved buffers that are not in the file of weights, such as rotary frequencies."""
-    about, stored = _read(folder)
+    with _readable(folder):
+        _restore(model, *_read(folder))
+
+
+def _restore(model: nn.Module, about: dict[str, Any] | None, stored: dict[str, Tensor]) -> None:
     if about is None:
         return
     shared: dict[int, Tensor] = {}
@@ -91,7 +97,11 @@ def check(model: nn.Module, folder: Path) -> float | None:
     Raises:
         HeadPruneError: The answers differ by more than rounding; the error names what else differs.
     """
-    about, stored = _read(folder)
+    with _readable(folder):
+        return _check(model, folder, *_read(folder))
+
+
+def _check(model: nn.Module, folder: Path, about: dict[str, Any] | None, stored: dict[str, Tensor]) -> float | None:
     if about is None:
         _warn(
             f"{folder} was saved without a probe, so whether the model answers as it did is not checked: save it again"
@@ -143,6 +153,17 @@ def edits(folder: Path) -> str:
     return f" ({'; '.join(found[:3])})" if found else ""
 
 
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """What is done with a folder's probe, which somebody may have edited."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, RuntimeError) as error:
+        raise HeadPruneError(
+            f"{folder / FILE} is damaged: {type(error).__name__}: {first_line(error)}.", "Save the model again."
+        ) from error
+
+
 def _read(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     """What `keep` wrote; None for a folder that an earlier version saved."""
     from safetensors import safe_open
@@ -161,9 +182,9 @@ def config_of(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         found = {}
-    return found
+    return found if isinstance(found, dict) else {}
 
 
 def _pack_buffers(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, tuple[str, int]]:
@@ -227,4 +248,4 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(f"headprune: {text}.", stacklevel=5)
+    warnings.warn(f"headprune: {text}.", stacklevel=6)

@@ -113,6 +113,16 @@ class Trials:
             return Fidelity(self.model, self.choose)
 
     @property
+    def written(self) -> Sequence[str]:
+        """The modules whose weights `repaired` may change."""
+        if not self.repair or "calibration" not in vars(self):
+            return ()
+        known = self.calibration
+        # Of attention the whole module: a stand-in's projections are parts of tensors that have other names there.
+        around = [layer.module for layer in self.layers]
+        return [*around, *(p.name for p in known.projections), *(v.name for v in known.values.values())]
+
+    @property
     def look(self) -> Callable[..., Tensor]:
         """How a search looks at the model (`headprune.planning.strategies.Search.look`)."""
         return effects

@@ -16,6 +16,7 @@ from headprune.app.documents import Metrics
 from headprune.checkpoint import add_figures, code, loading_of
 from headprune.pruned import save_by_headprune
 from tests.support.commands import run
+from tests.support.documents import opened
 from tests.support.folders import tokenizer
 from tests.support.zoo import ZOO
 
@@ -96,7 +97,7 @@ def test_every_prune_counts_from_the_first_model(tmp_path: Path) -> None:
 def test_heads_that_nobody_counted_are_not_made_up(tmp_path: Path) -> None:
     """Of a folder of an older version the first number of heads is not known."""
     folder = hp.save(pruned(), tmp_path / "m")
-    sidecar = json.loads((folder / "headprune.json").read_text())
+    sidecar = opened(folder / "headprune.json")
     del sidecar["heads"]
     (folder / "headprune.json").write_text(json.dumps(sidecar))
     older = hp.load(folder)

@@ -218,3 +218,14 @@ def test_folders_of_0_1_load(name: str) -> None:
     expected = given.pop("logits")
     with torch.no_grad():
         torch.testing.assert_close(hp.load(here / name)(**given).logits, expected)
+
+
+def test_a_command_finds_what_a_killed_save_left(tmp_path: Path) -> None:
+    """Between the two renames nothing lies at the path: `headprune inspect` said that there is no such model."""
+    from headprune.app.models import load_model, pruned_in
+
+    folder = hp.save(pruned("bert")[0], tmp_path / "m")
+    folder.rename(tmp_path / ".m.old")
+    assert load_model(str(folder), with_processor=False).name == "m"
+    folder.rename(tmp_path / ".m.old")
+    assert pruned_in(folder) == folder

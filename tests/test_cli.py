@@ -14,6 +14,7 @@ import torch
 import headprune as hp
 from headprune.errors import Stopped
 from tests.support.commands import PRUNE, run
+from tests.support.documents import opened
 from tests.support.folders import sentences, write_jsonl
 
 ROOT = Path(__file__).parent.parent
@@ -241,7 +242,7 @@ def test_scores_of_another_model_are_refused(scored: Path, bert_folder: Path, tm
         model.classifier.weight.add_(1)
     model.save_pretrained(other)
     tf.AutoTokenizer.from_pretrained(bert_folder).save_pretrained(other)
-    document = json.loads((scored / "run.json").read_text())
+    document = opened(scored / "run.json")
     document["options"]["model"] = str(other)
     (scored / "run.json").write_text(json.dumps(document))
     assert "another model's" in run("prune", "-k", 4, code=1).stderr
@@ -418,7 +419,7 @@ def test_scoring_again_leaves_no_figures_of_the_old_prune(pruned: Path, bert_fol
 
 
 def test_latency_says_where_it_was_timed(scored: Path) -> None:
-    run_ = json.loads((scored / "run.json").read_text())
+    run_ = opened(scored / "run.json")
     run_["environment"] |= {"device_name": "another machine", "threads": 77}
     (scored / "run.json").write_text(json.dumps(run_))
     run(*PRUNE, 4)

@@ -14,7 +14,7 @@ from headprune.app.documents import Cut
 from headprune.app.models import load_model
 from headprune.jsonio import write_json
 from tests.support.commands import run
-from tests.support.documents import FINETUNE, METRICS, TRAINED
+from tests.support.documents import FINETUNE, METRICS, TRAINED, opened
 from tests.support.folders import sentences, write_jsonl
 from tests.support.zoo import randomise
 
@@ -123,7 +123,7 @@ def test_data_that_has_changed_is_noticed(made: Path, data_folder: Path, here: P
         "--dataset the scoring part is another one"
         in run("prune", "-k", 4, "--scores", "run", "-d", here / "data", *QUICK, code=1).stderr
     )
-    document = json.loads((here / "run" / "run.json").read_text())
+    document = opened(here / "run" / "run.json")
     document["options"]["data"]["dataset"] = str(here / "data")
     (here / "run" / "run.json").write_text(json.dumps(document))
     error = run("prune", "-k", 4, "--scores", "run", *QUICK, code=1).stderr
@@ -159,7 +159,7 @@ def test_finetune_with_other_limits_where_no_reported_example_was_used(
 def cut_by_seed(pruned: Path, here: Path) -> Path:
     """The same run, on one file that was cut by the seed."""
     data = write_jsonl(here / "one.jsonl", sentences(80, 9))
-    document = json.loads((pruned / "run.json").read_text())
+    document = opened(pruned / "run.json")
     document["options"]["data"] |= {"dataset": str(data), "limit": 12}
     parts = load_parts(DataOptions(str(data), limit=12), load_model(str(pruned / "pruned-8")))
     document["parts"] = Cut.of(parts).to_json()
@@ -187,7 +187,7 @@ def test_what_a_model_was_trained_on_before_is_not_reported(
     if trained_by == "finetune":
         write_json(source / "finetune.json", "finetune", {**FINETUNE, "data": vars(options), "parts": parts})
     else:
-        run_ = json.loads((pruned / "run.json").read_text())
+        run_ = opened(pruned / "run.json")
         run_["options"]["data"] |= vars(options)
         (pruned / "run.json").write_text(json.dumps({**run_, "parts": parts}))
         budget = {**METRICS["budgets"][0], "checkpoint": "pruned-8", "finetune": TRAINED}
@@ -262,9 +262,37 @@ def test_a_run_that_does_not_say_what_it_scored(made: Path, bert_folder: Path, d
     for damage in ({}, {"options": None}, {"options": {"seed": 0}}):
         folder = here / "reports" / "x-1"
         shutil.copytree(made, folder, dirs_exist_ok=True)
-        document = json.loads((folder / "run.json").read_text())
+        document = opened(folder / "run.json")
         del document["options"]
         (folder / "run.json").write_text(json.dumps({**document, **damage}))
         error = run("prune", bert_folder, "-d", data_folder, "-k", 4, code=1).stderr
         assert "run.json is damaged: it does not say which model was scored" in " ".join(error.split())
         assert "unexpected" not in error
+
+
+def test_a_model_whose_config_changed_since_it_was_scored(bert_folder: Path, data_folder: Path, here: Path) -> None:
+    """Its weights are the same, and its answers are not."""
+    shutil.copytree(bert_folder, here / "m")
+    run("score", "m", "-d", data_folder, "-L", 20, "-m", "random", "-o", "run", "-q")
+    path = here / "m" / "config.json"
+    whole = path.read_text()
+    path.write_text(json.dumps(json.loads(whole) | {"layer_norm_eps": 1e-3}))
+    command = ["prune", "-k", 4, "--scores", "run", *QUICK]
+    assert "The config of m is not what it was when run was scored" in " ".join(run(*command, code=1).stderr.split())
+    path.write_text(whole)
+    words = here / "m" / "tokenizer.json"  # of a word that is in no example
+    words.write_text(words.read_text().replace('"[MASK]": 4', '"[MASL]": 4'))
+    said = " ".join(run(*command, code=1).stderr.split())
+    assert "The tokenizer or image processor of m is not what it was when run was scored" in said
+
+
+def test_data_that_changed_since_it_was_scored(bert_folder: Path, data_folder: Path, here: Path) -> None:
+    shutil.copytree(data_folder, here / "data")
+    run("score", bert_folder, "-d", "data", "-L", 20, "-m", "random", "-o", "run", "-q")
+    command = ["prune", "-k", 4, "--scores", "run", "-m", "random", "-s", "one-shot", "--dry-run"]
+    assert "has changed" not in run(*command).stderr
+    file = here / "data" / "test.jsonl"
+    file.write_text(file.read_text().replace("good", "goof", 1))
+    said = " ".join(run(*command).stderr.split())
+    assert "data has changed since it was scored: the examples to choose or to report are others now." in said
+    assert "has changed" not in run(*command, "--report-limit", 10).stderr

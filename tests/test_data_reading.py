@@ -97,3 +97,15 @@ def test_rows_are_named_by_the_file_or_the_split(bert_folder: Path, tmp_path: Pa
     assert "There is no other split to report on: few.jsonl was cut by seed 0." in (
         load_parts(DataOptions(str(file)), loaded).notes
     )
+
+
+def test_a_name_is_no_pattern(tmp_path: Path) -> None:
+    """`datasets` takes names of files for patterns: data[1].jsonl was "no rows", and a*.jsonl could be another file."""
+    for name in ("data[1].jsonl", "a*.jsonl", "b?.csv", "[x]/train.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"text": "good"}\n' if path.suffix == ".jsonl" else "text\ngood\n")
+        (tmp_path / name.replace("*", "b").replace("?", "c")).with_suffix(path.suffix).touch()
+        assert read_splits(str(path))["all"]["text"][:] == ["good"]
+    with pytest.raises(hp.HeadPruneError, match=r"takes \*, \? and \[ in .* for patterns of names"):
+        read_splits(str(tmp_path / "[x]"))

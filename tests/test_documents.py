@@ -23,7 +23,7 @@ from headprune.jsonio import dumps, loads, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores
 from tests.support.commands import run
-from tests.support.documents import FINETUNE, HEADS, METRICS, RUN, TRAINED, repaired
+from tests.support.documents import FINETUNE, HEADS, METRICS, RUN, TRAINED, opened, repaired
 
 ROOT = Path(__file__).parent.parent
 REPORTS = sorted((ROOT / "reports").glob("*/"))
@@ -147,7 +147,7 @@ def test_a_wrong_value_is_told_in_one_line(
 def test_report_names_the_file_and_the_key(file: str, key: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(ROOT / "reports" / "digits", folder)
-    data = json.loads((folder / file).read_text())
+    data = opened(folder / file)
     data[f"{key}_"] = data.pop(key)
     (folder / file).write_text(json.dumps(data))
     error = run("report", folder, code=1).stderr

@@ -304,3 +304,20 @@ def test_training_does_what_transformers_trainer_does(tmp_path: Path) -> None:
     for name, mine in done.model.named_parameters():
         if not name.endswith("key.bias"):  # its gradient is 0 but for rounding, of which AdamW makes whole steps
             torch.testing.assert_close(mine, theirs[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("saved_every_step")
+def test_a_flipped_bit_in_the_state_is_noticed(tmp_path: Path) -> None:
+    """torch.load compares no checksum: the weights that came back were others."""
+    dense, pruned, train, choose = setting(4)
+    with pytest.raises(Interrupted):
+        finetune(pruned, dense, train, choose, work=tmp_path, progress=stopping_at(2))
+    (file,) = tmp_path.glob("*.pt")
+    whole = file.read_bytes()
+    before = pruned.classifier.weight.detach().numpy().tobytes()[:8]
+    content = bytearray(whole)
+    content[max(whole.find(before), len(whole) // 3)] ^= 0x10
+    file.write_bytes(bytes(content))
+    torch.load(file, weights_only=True)  # it is none the wiser
+    with pytest.raises(hp.HeadPruneError, match=r"is damaged.*Start again with --no-resume"):
+        finetune(pruned, dense, train, choose, work=tmp_path)

@@ -18,6 +18,7 @@ from headprune.app.data import DataOptions, load_parts, load_train
 from headprune.app.models import dummy_input, load_model
 from headprune.fingerprint import fingerprint
 from tests.support.commands import run
+from tests.support.documents import opened
 from tests.support.folders import sentences, write_jsonl
 from tests.support.interrupted import Processes
 from tests.support.zoo import randomise, vit
@@ -100,7 +101,7 @@ def test_finetune(pruned_here: Path, bert_folder: Path) -> None:
     assert document["folder"] == str(output)
     written = json.loads((output / "finetune.json").read_text())
     assert {k: v for k, v in document.items() if k != "folder"} == {
-        k: v for k, v in written.items() if k not in ("headprune", "schema")
+        k: v for k, v in written.items() if k not in ("headprune", "schema", "checksum")
     }
     assert document["teacher"] == str(bert_folder)
     assert "60 examples to train on (train), of which 20 also scored" in result.stderr
@@ -245,9 +246,33 @@ def test_more_mistakes(pruned_here: Path, data_folder: Path) -> None:
     lone = pruned_here.parent / "lone"
     shutil.copytree(pruned_here / "pruned-4", lone)
     assert "Name the dataset with -d" in run("finetune", lone, code=1).stderr
-    sidecar = json.loads((lone / "headprune.json").read_text())
+    sidecar = opened(lone / "headprune.json")
     sidecar["about"]["from"] = "gone/away"
     (lone / "headprune.json").write_text(json.dumps(sidecar))
     assert "--teacher" in run("finetune", lone, "-d", data_folder, code=1).stderr
     shutil.copytree(pruned_here / "pruned-4", pruned_here / "pruned-3")
     assert "2 pruned models (pruned-3, pruned-4)" in run("finetune", pruned_here, code=1).stderr
+
+
+@pytest.mark.parametrize("part", ["weights", "config"])
+def test_a_dense_model_that_changed_since(part: str, pruned_here: Path, bert_folder: Path, here: Path) -> None:
+    """It would teach, and be measured as the model that was pruned."""
+    source = here / "m"
+    shutil.copytree(bert_folder, source)
+    document = opened(pruned_here / "run.json")
+    document["options"]["model"] = str(source)
+    (pruned_here / "run.json").write_text(json.dumps(document))
+    sidecar = opened(pruned_here / "pruned-4" / "headprune.json")
+    sidecar["about"]["from"] = str(source)
+    (pruned_here / "pruned-4" / "headprune.json").write_text(json.dumps(sidecar))
+    if part == "weights":
+        model = tf.AutoModelForSequenceClassification.from_pretrained(source)
+        with torch.no_grad():
+            model.classifier.weight[0, 0] += 1e-3
+        model.save_pretrained(source)
+    else:
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    error = " ".join(run("finetune", pruned_here / "pruned-4", "--epochs", 1, code=1).stderr.split())
+    assert "is not what it was" in error or "is not the model that was pruned" in error
+    assert "--teacher" in error

@@ -1,5 +1,6 @@
 """Runs that are killed, or told to stop, or that fail in their last second: nothing is lost, and the same command goes on."""
 
+import errno
 import json
 import random
 import shutil
@@ -19,7 +20,7 @@ from headprune.app.folders import Folder, claimed
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import Options, score_run
 from headprune.errors import Stopped
-from headprune.jsonio import read_json
+from headprune.jsonio import read_json, write_json
 from tests.support.commands import run
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
 from tests.support.interrupted import Processes
@@ -46,7 +47,19 @@ def copy(tiny: Path, folder: Path) -> Path:
     return folder
 
 
-COSTS = ("seconds", "passes", "latency", "time", "generation", "energy", "environment", "when", "resumed", "commands")
+COSTS = (
+    "seconds",
+    "passes",
+    "latency",
+    "time",
+    "generation",
+    "energy",
+    "environment",
+    "when",
+    "resumed",
+    "commands",
+    "checksum",
+)
 
 
 def told(value: Any) -> Any:
@@ -317,3 +330,42 @@ def test_an_interruption_says_how_to_go_on(tmp_path: Path) -> None:
     assert stopped.value.status == 143
     assert "the same command continues there" in stopped.value.hint
     assert folder.left_by("k")
+
+
+@pytest.mark.parametrize("gone", [["../precious"], [".."], ["/precious"], [3], "x/y"])
+def test_a_publication_from_elsewhere_removes_nothing_elsewhere(gone: Any, tmp_path: Path) -> None:
+    """Whoever reads a run folder finishes its publication: the list of what goes was taken at its word."""
+    (tmp_path / "precious").mkdir()
+    ready = tmp_path / "r" / ".ready"
+    ready.mkdir(parents=True)
+    write_json(ready / ".gone.json", "publication", {"gone": gone})
+    with pytest.raises(hp.HeadPruneError, match=r"list of what goes is damaged.*Move .*\.ready away"):
+        Folder(tmp_path / "r").settle()
+    assert (tmp_path / "precious").is_dir()
+
+
+def test_a_full_disk_leaves_the_old_report(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new results were put in its place without their report, which the disk had no room for."""
+    run(*QUICK, "-o", "r")
+    before = {p.name: p.read_bytes() for p in (here / "r").iterdir() if p.is_file()}
+
+    def full(path: Path, *_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headprune.app.report.figures.trade_off", full)
+        error = " ".join(run(*QUICK, "-o", "r", "--overwrite", "-k", "3", code=1).stderr.split())
+    assert "No space left on the disk" in error
+    assert {p.name: p.read_bytes() for p in (here / "r").iterdir() if p.is_file()} == before
+    assert "Going on with" in run(*QUICK, "-o", "r", "--overwrite", "-k", "3").stderr
+
+
+def test_an_unfinished_model_with_another_tokenizer_is_made_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("headprune.app.workflow.pruning.time_models", interrupt)
+        run(*QUICK, code=130)
+    (file,) = (here / "reports" / "m-1" / ".unfinished").glob("prune-*/content/pruned-2/tokenizer.json")
+    whole = file.read_text()
+    file.write_text(whole.replace('"good"', '"goof"', 1))
+    assert "repairing" in run(*QUICK).stderr
+    assert (here / "reports" / "m-1" / "pruned-2" / "tokenizer.json").read_text() == whole

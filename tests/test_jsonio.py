@@ -16,6 +16,7 @@ import headprune as hp
 from headprune.app.runs import RunFolder
 from headprune.jsonio import dumps, loads, read_json, write_json, write_text
 from tests.support.commands import run
+from tests.support.documents import opened
 
 FLOATS = st.floats() | st.floats().map(np.float64)
 VALUES = st.recursive(
@@ -101,10 +102,10 @@ def test_a_report_of_numbers_that_are_none(form: float, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
     metrics = spoilt(read_json(folder.metrics_path, "metrics"), form)
     write_json(folder.metrics_path, "metrics", metrics)
-    scores = json.loads(folder.scores_path.read_text())
+    scores = opened(folder.scores_path)
     for s in scores["scores"]:
         s["values"] = {k: [form, *v[1:]] for k, v in s["values"].items()}
-        s["stderr"] = spoilt(s["stderr"], form)
+        s["stderr"] = spoilt(s["stderr"], abs(form))
     write_json(folder.scores_path, "scores", {k: v for k, v in scores.items() if k not in ("headprune", "schema")})
     strict(folder.metrics_path.read_text())
     read = folder.read_metrics()
@@ -138,3 +139,39 @@ def test_a_layer_whose_refit_does_no_better(
     (refitted,) = metrics.budgets[0].repair.layers.values()
     assert refitted.ridge == math.inf
     assert "∞ to ∞" in (here / "r" / "report.md").read_text()
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    """Digits are most of a document, and a flip may turn one into another: 0.31 was read as 0.71."""
+    path = tmp_path / "scores.json"
+    data = {"values": {"L0": [0.31, -2.5e-07, math.inf]}, "kept": 36, "text": 'é \\ "x"', "none": [None, True, {}]}
+    write_json(path, "scores", data)
+    whole, unnoticed = path.read_bytes(), 0
+    for place in range(len(whole)):
+        content = bytearray(whole)
+        content[place] ^= 1 << place % 5  # of a digit the low bits make another digit
+        path.write_bytes(bytes(content))
+        try:
+            found = read_json(path, "scores")
+        except hp.HeadPruneError:
+            continue
+        unnoticed += {k: v for k, v in found.items() if k in data} != data
+    assert not unnoticed
+
+
+def test_a_document_may_be_laid_out_anew_or_have_no_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    write_json(path, "run", {"a": [1.0, 2], "b": math.nan})
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    assert same(read_json(path, "run"), {"a": [1.0, 2], "b": math.nan})
+    document = opened(path)
+    path.write_text(json.dumps({**document, "a": 5}))
+    assert read_json(path, "run")["a"] == 5
+
+
+def test_an_edited_document_says_how_to_keep_the_edit(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    write_json(path, "run", {"a": 1})
+    path.write_text(path.read_text().replace('"a": 1', '"a": 3'))
+    with pytest.raises(hp.HeadPruneError, match=r"run.json is damaged, or was edited.*delete its line \"checksum\""):
+        read_json(path, "run")

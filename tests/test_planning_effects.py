@@ -247,3 +247,40 @@ def test_a_layer_that_does_not_matter_costs_nothing() -> None:
         model.classifier.weight.zero_()
     layers = hp.find_attention(model, batches[0])
     assert not effects(refit_of(model, layers, batches), layers, {}, units_for(layers, {})).any()
+
+
+class Unread(Classifier):
+    """What its first block gives is never read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.blocks[0](x)
+        return self.head((x + self.blocks[1](x)).mean(1))
+
+
+def test_a_layer_that_no_answer_depends_on_costs_nothing() -> None:
+    model, x = randomise(Unread(Bare(), Attention())).double(), noise(6, 5, WIDTH).double()
+    layers = hp.find_attention(model, x)
+    refit = refit_of(model, layers, [x], ridge=0.1)
+    units = units_for(layers, {})
+    found = effects(refit, layers, {}, units)
+    unread = [i for i, u in enumerate(units) if layers[u.layer].name.endswith("0")]
+    assert len(unread) == 4
+    assert not found[:, unread].any()
+    assert found[:, [i for i in range(len(units)) if i not in unread]].abs().min() > 0
+
+
+class Detached(Classifier):
+    """Its answers do not tell what they depend on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+def test_answers_that_cannot_be_differentiated_are_refused() -> None:
+    """Of layers whose W_O cannot be refitted nothing else would say so, and heads would look free."""
+    model, x = randomise(Detached(Pair())).double(), noise(6, 5, WIDTH).double()
+    layers = hp.find_attention(model, x)
+    refit = refit_of(model, layers, [x], ridge=0.1)
+    assert not refit.reference.projections
+    with pytest.raises(hp.HeadPruneError, match="do not depend on any head by what can be differentiated"):
+        effects(refit, layers, {}, units_for(layers, {}))

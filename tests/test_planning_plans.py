@@ -215,3 +215,18 @@ def test_plans_of_an_older_headprune(tmp_path: Path) -> None:
     old = {"kept": 3, "total": 4, "asked": 3, "method": "gradient", "model": "", "notes": ["said"]}
     plan = hp.PruningPlan.load(edited(tmp_path / "plan.json", {"a": [1]}, **old))
     assert plan == hp.PruningPlan({"a": [1]}, 3, 4, 3, "gradient", "", ("said",))
+
+
+def test_a_plan_that_was_changed_says_so(tmp_path: Path) -> None:
+    """A person may edit it; a disk should not."""
+    plan = hp.PruningPlan({"bert.encoder.layer.0.attention.self": [1]}, 7, 8, 7)
+    plan.save(tmp_path / "plan.json")
+    assert hp.PruningPlan.load(tmp_path / "plan.json") == plan
+    text = (tmp_path / "plan.json").read_text()
+    note = "plan.json was changed after headprune had written it."
+    for old, new in (("[1]", "[3]"), ("[1]", "[0, 3]")):
+        (tmp_path / "plan.json").write_text(text.replace(old, new))
+        loaded = hp.PruningPlan.load(tmp_path / "plan.json")
+        assert loaded.notes == (note,)
+        model, example = bert()
+        assert note in loaded.on(hp.find_attention(model, example)).notes

@@ -113,6 +113,23 @@ def test_swap_counts_what_has_gone_before() -> None:
     assert order.plan(2).drop == {"l0": [0, 2]}
 
 
+def test_swap_takes_what_makes_up_for_what_has_gone() -> None:
+    matrix = torch.diag(torch.tensor([1.0, 2, 3, 4], dtype=torch.float64))
+    matrix[0, 3] = matrix[3, 0] = -2.5
+    scores = scored([(4, 4)], matrix)
+    order = STRATEGIES["swap"].run(Search(scores.layers, scores), [3, 2])
+    assert order.plan(2).drop == {"l0": [0, 3]}
+
+
+def test_swap_exchanges_whole_groups_below_a_level_that_they_cannot_meet() -> None:
+    """Two of three groups of two go, though three heads could stay: the third must not go before they are exchanged."""
+    matrix = torch.tensor([[1.0, 2, 2], [2, 1.1, -0.9], [2, -0.9, 1.2]], dtype=torch.float64)
+    scores = scored([(6, 3)], torch.kron(matrix, torch.full((2, 2), 0.25, dtype=torch.float64)))
+    order = STRATEGIES["swap"].run(Search(scores.layers, scores), [3])
+    assert order.plan(3).drop == {"l0": [2, 3, 4, 5]}
+    assert order.kept() == (6, 4, 2, 0)
+
+
 def test_swap_needs_a_matrix() -> None:
     scores = scores_of([(4, 4)], [1, 2, 3, 4])
     for given_ in (scores, None):

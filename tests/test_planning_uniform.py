@@ -69,7 +69,11 @@ def test_layers_that_share_a_position_bias_lose_the_same_heads() -> None:
 def test_parts_that_cannot_be_stated_stay() -> None:
     order, *_ = order_of(MADE["llava"]())
     assert all("language_model" in name for plan in order.plans() for name in plan.drop)
-    assert any("cannot have another number of heads there" in reason for reason in order.stays)
+    (reason,) = [reason for reason in order.stays if "cannot have another number of heads there" in reason]
+    assert reason.startswith(
+        "model.vision_tower.encoder.layers.0.self_attn and 1 more: LlavaForConditionalGeneration cannot"
+    )
+    assert order.notes == ("LlavaForConditionalGeneration can have 4, 2 heads in every layer.",)
 
 
 def test_where_no_number_can_be_stated() -> None:

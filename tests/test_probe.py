@@ -18,6 +18,8 @@ from headprune.forms import guesses, made, packed, remembered, unpacked
 from headprune.inputs import call
 from headprune.surgery import answers
 from tests.support.checks import pruned
+from tests.support.documents import opened
+from tests.support.folders import tokenizer
 from tests.support.zoo import ZOO, TorchEncoder, bert, gpt2, llama, randomise, text
 
 
@@ -338,7 +340,7 @@ def test_a_sidecar_from_elsewhere(change: dict[str, str], told: str, tmp_path: P
     """What a folder says is data: no file outside it is read, nothing but a model is built, no kernel is fetched."""
     folder = hp.save(pruned("bert")[0], tmp_path / "m")
     path = folder / "headprune.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    path.write_text(json.dumps(opened(path) | change))
     with pytest.raises(hp.HeadPruneError, match=told):
         hp.load(folder)
 
@@ -365,3 +367,44 @@ def test_the_command_line_tells_too() -> None:
         warnings.warn("a library's", stacklevel=1)
         probe._warn("a folder was edited")
     assert [str(w.message) for w in told] == ["headprune: a folder was edited."]
+
+
+def test_a_flipped_bit_in_a_buffer_is_an_error(tmp_path: Path) -> None:
+    """At positions that the made-up input does not reach, the answers stay as they were."""
+    folder = hp.save(pruned("bert")[0], tmp_path / "m")
+    file = folder / probe.FILE
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 0x01
+    file.write_bytes(bytes(content))
+    with pytest.raises(hp.HeadPruneError, match=r"headprune.safetensors is damaged: it is not what was saved"):
+        hp.load(folder)
+
+
+def test_a_changed_tokenizer_is_told(tmp_path: Path) -> None:
+    """It changes every measurement, but not the model's answers to token ids."""
+    folder = hp.save(pruned("bert")[0], tmp_path / "m", processor=tokenizer())
+    hp.load(folder, as_saved=True)
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace('"good"', '"goof"', 1))
+    with pytest.warns(UserWarning, match=r"not as saved: tokenizer.json"):
+        hp.load(folder)
+    with pytest.raises(hp.HeadPruneError, match=r"tokenizer.json is damaged"):
+        hp.load(folder, as_saved=True)
+    (folder / "README.md").write_text("mine")
+    path.unlink()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="headprune")
+        hp.load(folder)  # a model without its tokenizer, and with a card of its own
+
+
+def test_checksums_lead_nowhere_else(tmp_path: Path) -> None:
+    folder = hp.save(pruned("bert")[0], tmp_path / "m")
+    path = folder / "headprune.json"
+    (tmp_path / "secret").write_text("x")
+    path.write_text(json.dumps(opened(path) | {"files": {"../secret": "0", "/etc/passwd": "0"}}))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="headprune")
+        hp.load(folder)
+    path.write_text(json.dumps(opened(path) | {"files": ["x"]}))
+    with pytest.raises(hp.HeadPruneError, match="files is"):
+        hp.load(folder)

@@ -32,6 +32,7 @@ COSTS = {
     "resumed",
     "commands",
     "command",
+    "checksum",
 }
 PRUNE = ["prune", "m", "-d", "d", "-k", "4", "-k", "2", "-b", "4", "-m", "gradient", "-m", "ablation"]
 TUNE = ["finetune", "reports/m-1/pruned-4", "--epochs", "2", "--learning-rate", "1e-3", "-o", "tuned"]

@@ -111,6 +111,27 @@ def problems(draw: st.DrawFn) -> Tokens:
     return found
 
 
+def test_strengths_are_shares_of_the_variance_of_inputs() -> None:
+    """Of W_O's those of the old values, of the values' mixtures all that they are made of."""
+    tokens = Tokens(5, [2, 2], 3, 2, bias=True)
+    tokens.look([0, 3])  # two heads of three features
+    start, xx, xy = tokens.start()
+    found = start.sums(xx, xy)
+    equal(torch.tensor(found.own, dtype=torch.float64), tokens.v)
+    equal(torch.tensor(found.var, dtype=torch.float64), tokens.mean((tokens.z - tokens.mean(tokens.z)) ** 2).mean())
+
+
+def test_conjugate_gradients_end_at_the_least_squares() -> None:
+    tokens = Tokens(5, [2, 1, 2], 3, 2, bias=True)
+    tokens.look([0, 1, 3])
+    start, xx, xy = tokens.start()
+    found = start._mix(start.sums(xx, xy), start.mix, start.out, 0.05, 60).requires_grad_()
+    error = tokens.error(found, tokens.old_out, tokens.bias(found, tokens.old_out))
+    (slope,) = torch.autograd.grad(error + 0.05 * (found - tokens.old_mix).square().sum(), found)
+    assert slope.abs().max() < 1e-9
+    assert (found - tokens.old_mix).abs().max() > 1e-2
+
+
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.sampled_from([1e-6, 1e-3, 0.1, 3.0]), st.integers(1, 4), st.integers(1, 8))
 def test_every_round_is_a_gain(tokens: Tokens, ridge: float, rounds: int, steps: int) -> None:

@@ -255,7 +255,7 @@ def test_scores_that_rest_on_few_examples() -> None:
 def test_what_users_named_is_written_as_it_is() -> None:
     run = {**RUN, "options": {**RUN["options"], "model": "<a> & {{ b }}  c"}, "columns": {"items": "x"}}
     text = render(None, run=run)
-    assert text.startswith("# Attention heads of <a> & {{ b }}  c\n\n**")
+    assert text.startswith("# Attention heads of \\<a> & {{ b }}  c\n\n**")
     assert "- Columns: items = `x`." in text
     assert "- The model: `<a> & {{ b }} c`, M, t, " in text
     assert text.endswith("timings do not.\n")

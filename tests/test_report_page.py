@@ -215,7 +215,7 @@ def test_texts_never_become_markup() -> None:
     run["model"] |= {"class": HOSTILE, "task": HOSTILE}
     run["parts"]["score"]["split"] = HOSTILE
     metrics = copy.deepcopy(METRICS)
-    metrics["budgets"][0]["checkpoint"] = HOSTILE
+    metrics["budgets"][0]["checkpoint"] = HOSTILE.replace("/", "")
     heads = heads_document(title=HOSTILE, token=HOSTILE, role=HOSTILE)
     found = parsed(metrics, scores_of([0.3, 0.2, -0.1, 0.005], HOSTILE), run=run, heads=heads)
     plain = parsed(METRICS, scores_of([0.3, 0.2, -0.1, 0.005]), heads=heads_document())

@@ -12,7 +12,7 @@ from torch import nn
 
 import headprune as hp
 from headprune.scoring import METHODS, Settings
-from headprune.scoring.resume import Work
+from headprune.scoring.resume import DiskStore, Work
 from tests.support.interrupted import Processes
 from tests.support.problems import split
 from tests.support.zoo import bert, labelled, text
@@ -155,3 +155,21 @@ def test_no_resume(here: Path, bert_folder: Path, data_folder: Path) -> None:
     (here / "out2" / ".unfinished" / "ablation-0").mkdir(parents=True)
     result = CliRunner().invoke(app, [*base[:-1], "out2", "--no-resume"])
     assert "not used" not in " ".join(result.stderr.split())
+
+
+def test_a_flipped_bit_in_a_part_is_never_a_score(tmp_path: Path) -> None:
+    """A part is numbers, and every bit of theirs makes another number: only a checksum tells."""
+    model, batches = setting()
+    whole = hp.score(model, batches, "ablation", work=tmp_path)
+    for number, part in enumerate(sorted(tmp_path.glob("*/*.npy"))):
+        content = bytearray(part.read_bytes())
+        content[-33 - number % 8] ^= 0x40  # in the last of its numbers, or in one before
+        part.write_bytes(bytes(content))
+    assert torch.equal(hp.score(model, batches, "ablation", work=tmp_path).flat(), whole.flat())
+
+
+def test_a_part_under_another_parts_name_is_not_used(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    store.keep("a", torch.ones(2))
+    (tmp_path / "a.npy").rename(tmp_path / "b.npy")
+    assert store.known("b") is None

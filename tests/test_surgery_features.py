@@ -30,7 +30,9 @@ def test_plain_attention_with_5_of_12_heads(field: str, before: Any, now: int | 
 
 @pytest.mark.parametrize(("field", "before", "now"), [
     ("num_heads", 12, 6), ("num_key_value_heads", 4, 2), ("n_kv_heads", 4, 2), ("num_key_value_groups", 3, None),
-    ("kv_dim", 256, 128), ("hidden_size", 768, 384),
+    ("kv_dim", 256, 128), ("hidden_size", 768, 384), ("value_width", 256, 128),
+    ("num_layers", 4, None), ("kv_dim", 300, None), ("inner_dim", 256, None), ("inner_dim", 800, None), ("num_kv_heads", 5, None),
+    ("num_key_value_groups", 5, None), ("num_kv_heads", 3, None), ("num_heads", 4, None),
 ])  # fmt: skip
 def test_two_whole_groups_go(field: str, before: int, now: int | None) -> None:
     assert after(GROUPED, (6, 2), {field: before}) == ({} if now is None else {field: now})
@@ -39,6 +41,16 @@ def test_two_whole_groups_go(field: str, before: int, now: int | None) -> None:
 def test_a_head_of_every_group_goes() -> None:
     fields = {"num_heads": 12, "num_key_value_heads": 4, "num_key_value_groups": 3, "n_rep": 3}
     assert after(GROUPED, (8, 4), fields) == {"num_heads": 8, "num_key_value_groups": 2, "n_rep": 2}
+
+
+def test_a_number_that_stays_hides_none_behind_it() -> None:
+    fields = {"dropout": 0.1, "_num_heads": 12, "head_dim": 64, "max_length": 12, "num_heads": 12, "inner_dim": 768}
+    assert after(PLAIN, (5, 5), fields) == {"num_heads": 5, "inner_dim": 320}
+
+
+def test_a_module_beside_the_attention_calls_key_value_heads_its_heads() -> None:
+    beside = Counts(GROUPED, 6, 2, is_width=lambda name: True, beside=True)
+    assert beside.changed({"num_heads": 4, "n_head": 12, "heads": 5}) == {"num_heads": 2, "n_head": 6}
 
 
 def test_a_layer_that_loses_all_its_heads() -> None:
@@ -50,3 +62,4 @@ def test_groups_are_counted_while_they_have_a_head() -> None:
     assert groups_left(GROUPED, [0, 4, 5, 11]) == 3
     assert groups_left(GROUPED, []) == 0
     assert groups_left(PLAIN, [1, 2]) == 2
+    assert groups_left(AttentionLayer("a", 0, "decoder", 12, 1, 64), [1, 2]) == 1  # all share one key/value head

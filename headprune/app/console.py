@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.console import RenderableType
+from rich.console import ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +24,20 @@ _PIPED_WIDTH = 140  # columns where no terminal says how many there are
 _WIDE = 16  # heads per layer up to which the heat map shows numbers
 
 
+class Terminal(RichConsole):
+    """A terminal that no text gives orders: an escape code in a label or a name is shown, not obeyed."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """What is printed, piece by piece; rich adds its own colours later."""
+        for piece in super().render(renderable, options):
+            text, style, control = piece
+            yield piece if control else Segment(_UNPRINTABLE.sub("\ufffd", text), style)
+
+
+# Codes that terminals obey, halves of characters that no terminal takes, and marks that turn the order of a line around.
+_UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+
+
 class Console:
     """stdout for results, stderr for the rest; ``quiet`` keeps stderr for errors."""
 
@@ -29,8 +45,8 @@ class Console:
         self.quiet = quiet
         self.as_json = as_json
         self.stdout = sys.stdout  # of now: while a command runs, what others print may be redirected
-        self.out = RichConsole(highlight=False)
-        self.err = RichConsole(stderr=True, highlight=False)
+        self.out = Terminal(highlight=False, markup=False, emoji=False)
+        self.err = Terminal(stderr=True, highlight=False, markup=False, emoji=False)
         if not self.out.is_terminal:
             self.out.width = _PIPED_WIDTH
 
@@ -65,7 +81,7 @@ class Console:
             self.say(f"{label} …")
             yield lambda done, total, note="": None
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeLeft())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeLeft())
         with Progress(*columns, console=self.err, transient=True) as bars:
             task = bars.add_task(label, total=None)
 

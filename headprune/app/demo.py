@@ -40,8 +40,9 @@ def prepare(home: Path, progress: Callable[[int, int], None]) -> tuple[Path, Pat
     model_path, data_path, done = home / "model", home / "data", home / "trained.json"
     if done.is_file() and checkpoint.is_checkpoint(model_path):
         document = read_json(done, "demo")
-        if document["recipe"] == _RECIPE:
-            return model_path, data_path, document["accuracy"]
+        accuracy = document.get("accuracy")
+        if document.get("recipe") == _RECIPE and isinstance(accuracy, float):
+            return model_path, data_path, accuracy
     images, labels = _digits()
     _write_data(data_path, images, labels)
     model, processor, accuracy = _train(images, labels, progress)

@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -314,19 +315,35 @@ class _Training:
                 say(f"Unfinished work in {work} is not used: its model, data, seed, options or versions were others.")
             return
         try:
+            _check_whole(self._file)
             state = torch.load(self._file, map_location="cpu", weights_only=True)
             for name, part in self._parts().items():
                 part.load_state_dict(state[name])
+            step, history, best = state["step"], list(state["history"]), dict(state["best_weights"])
+            if type(step) is not int or not 0 <= step <= len(self.order) or not history:
+                raise ValueError("it is at no step of this training")
+            self._best_of(history)
         except Exception as error:
             raise HeadPruneError(
                 f"The unfinished work in {work} is damaged ({type(error).__name__}).", "Start again with --no-resume."
             ) from error
-        self.step, self.history, self._best_weights = state["step"], state["history"], state["best_weights"]
+        self.step, self.history, self._best_weights = step, history, best
         self._resumed = self.step
         say(f"Continuing from step {self.step} of an interrupted training (--no-resume starts again).")
 
     def _parts(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+
+
+def _check_whole(file: Path) -> None:
+    """Compare the checksums in a file of `torch.save`, which `torch.load` does not.
+
+    Raises:
+        BadZipFile: The file is cut short, or some of it is not what was saved.
+    """
+    with zipfile.ZipFile(file) as parts:
+        if damaged := parts.testzip():
+            raise zipfile.BadZipFile(damaged)
 
 
 @contextmanager

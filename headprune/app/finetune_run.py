@@ -26,7 +26,7 @@ from headprune.app.documents import (
 )
 from headprune.app.finetune import Finetuned, finetune
 from headprune.app.folders import Folder, claimed, key_of
-from headprune.app.models import LoadedModel, load_model, numbers_given, pruned_in
+from headprune.app.models import LoadedModel, load_model, numbers_given, pruned_in, set_padding
 from headprune.app.options import FinetuneOptions, Options
 from headprune.app.report.finetuned import card, render
 from headprune.app.runs import RunFolder, check_free
@@ -36,7 +36,7 @@ from headprune.app.workflow.estimating import BEFORE_A_RUN, announce, begun, est
 from headprune.app.workflow.stages import Stages
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
-from headprune.fingerprint import fingerprint, versions
+from headprune.fingerprint import config_hash, fingerprint, versions
 from headprune.jsonio import write_text
 from headprune.ranks import current
 from headprune.scoring.resume import digest
@@ -211,7 +211,33 @@ def _load(asked: FinetuneRun, source: Path, run: Run | None) -> tuple[LoadedMode
             f"The dense model that {source} names could not be loaded: {error.args[0]}",
             f"{error.hint} Or name it with --teacher.".strip(),
         ) from error
+    if pruned.task.modality == "text" and pruned.processor is not None:
+        set_padding(dense.model.config, pruned.processor.pad_token_id)
+    if asked.teacher is None and run is not None:
+        _check_dense(dense, run)
     return pruned, dense
+
+
+def _check_dense(dense: LoadedModel, run: Run) -> None:
+    """The dense model must be the one that was pruned: it teaches, and the others are compared with it.
+
+    Raises:
+        HeadPruneError: Its weights are others now, as far as this can be known.
+    """
+    dtype = str(next(dense.model.parameters()).dtype).removeprefix("torch.")
+    if (dense.source, dtype) != (run.options.model, run.model.dtype):
+        return
+    for what in run.model.other_now(run.environment, config_hash(dense.model)):
+        raise HeadPruneError(
+            f"The {what} of {dense.source} is not what it was when the model was pruned.",
+            "Bring it back as it was, or name the dense model with --teacher.",
+        )
+    if (now := fingerprint(dense.model)) != run.model.fingerprint:
+        raise HeadPruneError(
+            f"{dense.source} is not the model that was pruned (fingerprint {run.model.fingerprint}): its weights are others now "
+            f"({now}).",
+            "Bring it back as it was, or name the dense model with --teacher.",
+        )
 
 
 def _check_cut(parts: Parts, data: DataOptions, run: Run | None, pruned: LoadedModel) -> list[str]:

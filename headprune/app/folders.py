@@ -56,12 +56,26 @@ class Folder:
         return self._lock().taken()
 
     @property
-    def command(self) -> dict[str, Any] | None:
-        """The command whose unfinished work is here, if it was interrupted."""
+    def command(self) -> dict[str, str] | None:
+        """The command (``key`` and ``command``) whose unfinished work is here, if it was interrupted."""
+        self._check_own()
         try:
-            return read_json(self.unfinished / _COMMAND, "command")
+            found = read_json(self.unfinished / _COMMAND, "command")
         except HeadPruneError:
             return None
+        return found if all(isinstance(found.get(name), str) for name in ("key", "command")) else None
+
+    def _check_own(self) -> None:
+        """Refuse links in the place of what headprune keeps here: what lies behind them would be moved, or removed.
+
+        Raises:
+            HeadPruneError: There is one.
+        """
+        for path in (self.unfinished, self.path / _READY, self.path / _LOCK):
+            if path.is_symlink():
+                raise HeadPruneError(
+                    f"{path} is a link, which headprune never makes there.", "Remove the link, or use another folder."
+                )
 
     def left_by(self, key: str) -> bool:
         """Whether this very command was interrupted here."""
@@ -73,6 +87,7 @@ class Folder:
 
     def clear_unfinished(self) -> None:
         """Remove the unfinished work of an interrupted run."""
+        self._check_own()
         shutil.rmtree(self.unfinished, ignore_errors=True)
 
     @contextmanager
@@ -83,6 +98,7 @@ class Folder:
             BusyError: Another process is writing it.
         """
         check_writable(self.path)
+        self._check_own()
         with self._lock().holding(f"The folder {self.path}", command):
             yield
 
@@ -109,7 +125,9 @@ class Folder:
 
         Raises:
             BusyError: It takes too long.
+            HeadPruneError: What is there is not headprune's, or damaged.
         """
+        self._check_own()
         deadline = time.monotonic() + _PATIENCE
         while (self.path / _READY).exists():
             lock = self._lock()
@@ -129,7 +147,7 @@ class Folder:
         ready = self.path / _READY
         journal = ready / _GONE
         if journal.exists():
-            for name in read_json(journal, "publication")["gone"]:
+            for name in _names_in(journal):
                 _remove(self.path / name)
             # Folders first: when a report or a document appears, all that it names is there.
             for entry in sorted(ready.iterdir(), key=lambda p: (p.is_file(), p.name)):
@@ -245,6 +263,30 @@ def _begin(folder: Folder, key: str, command: str, resume: bool, say: Callable[[
 
 def _worth_keeping(unfinished: Path) -> bool:
     return any(p.is_file() and p.name != _COMMAND for p in unfinished.rglob("*"))
+
+
+def _names_in(journal: Path) -> list[str]:
+    """Which files and folders a publication removes; a name that leads elsewhere is refused.
+
+    Raises:
+        HeadPruneError: The list is damaged, or is not headprune's.
+    """
+    try:
+        names = read_json(journal, "publication").get("gone")
+        if not isinstance(names, list) or not all(_is_name(name) for name in names):
+            raise TypeError
+    except (HeadPruneError, TypeError):
+        raise HeadPruneError(
+            f"{journal.parent} holds the new content of {journal.parent.parent}, and its list of what goes ({journal.name}) is damaged.",
+            f"Move {journal.parent} away, and run the command again with --overwrite.",
+        ) from None
+    return names
+
+
+def _is_name(name: Any) -> bool:
+    """Whether something is the name of a file in a folder that is not one of headprune's own."""
+    own = ("", ".", "..", _LOCK, _UNFINISHED, _READY)
+    return isinstance(name, str) and name not in own and "\0" not in name and Path(name).name == name
 
 
 def _remove(path: Path) -> None:

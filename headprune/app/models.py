@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from headprune import checkpoint
+from headprune.app.named import check_source
 from headprune.app.precision import HALVES, holds, widen
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
+from headprune.inputs import model_device
+from headprune.offload import aligned
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     with_processor: bool = True,
+    placing: checkpoint.Placing | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face model, a local folder, or a folder that `headprune.save` wrote.
 
@@ -107,6 +111,7 @@ def load_model(
         trust_remote_code: Whether code that comes with the model may run. Pass on only what the user said for this run,
             never what a file says.
         with_processor: Whether to load a tokenizer or image processor too.
+        placing: Where the weights go, if not all onto ``device``.
 
     Raises:
         HeadPruneError: No such model, an unknown task, a missing tokenizer, weights that do not load or are not numbers,
@@ -114,7 +119,7 @@ def load_model(
     """
     if task not in (None, *TASKS):
         raise HeadPruneError(f"There is no task {task!r}.", f"Use one of {', '.join(TASKS)}.")
-    _check_source(source, revision)
+    check_source(source, revision)
     source = resolved(source)
     where = pick_device(device)
     wanted = _dtype(dtype, where)
@@ -123,19 +128,20 @@ def load_model(
     kind = task_of(config, task, source)
     half = _half(config) if dtype == "auto" and wanted == torch.float32 else None
     if checkpoint.is_checkpoint(source):
-        model = checkpoint.load(source, device=where)
+        model = checkpoint.load(source, **({"device": where} if placing is None else placing.options()))
         if half is not None:
             widen(model)
         elif isinstance(wanted, torch.dtype) and dtype != "auto":
             for parameter in model.parameters():  # not the buffers: rotary frequencies must not be rounded
                 parameter.data = parameter.data.to(wanted)
     else:
-        model = _load_dense(source, kind, config, wanted, common).to(where)
+        model = _load_dense(source, kind, config, wanted, {**common, **(placing.options() if placing else {})})
+        aligned(model) if placing else model.to(where)
     model.eval()
     _check_numbers(model, source)
     processor = processor_of(source, kind, common) if with_processor else None
     if kind.modality == "text" and processor is not None:
-        _set_padding(model.config, processor.pad_token_id)
+        set_padding(model.config, processor.pad_token_id)
     notes = []
     if not trust_remote_code and kind.auto_class in (getattr(config, "auto_map", None) or {}):
         notes.append(
@@ -166,6 +172,7 @@ def pruned_in(path: Path) -> Path:
     Raises:
         HeadPruneError: It holds none or several.
     """
+    checkpoint.recovered(path)
     if checkpoint.is_checkpoint(path):
         return path
     if not path.is_dir():
@@ -240,7 +247,7 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
     """
     config = loaded.config
     generator = torch.Generator().manual_seed(0)
-    first = next(p for p in loaded.model.parameters() if p.is_floating_point())
+    first, device = next(p for p in loaded.model.parameters() if p.is_floating_point()), model_device(loaded.model)
     if loaded.task.modality == "text":
         vocabulary = config.get_text_config().vocab_size
         low = min(10, vocabulary - 1)
@@ -258,9 +265,7 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
         made["decoder_input_ids"] = torch.full((batch, length), config.decoder_start_token_id)
     else:
         made = {"input_values": torch.randn(batch, 16000, generator=generator)}
-    return {
-        k: v.to(first.device, first.dtype) if v.is_floating_point() else v.to(first.device) for k, v in made.items()
-    }
+    return {k: v.to(device, first.dtype) if v.is_floating_point() else v.to(device) for k, v in made.items()}
 
 
 def check_length(loaded: LoadedModel, length: int) -> None:
@@ -334,7 +339,8 @@ def _half(config: Any) -> torch.dtype | None:
 def task_of(config: Any, task: str | None, source: str) -> Task:
     if task is not None:
         return TASKS[task]
-    architecture = str((getattr(config, "architectures", None) or [""])[0])
+    named = getattr(config, "architectures", None)
+    architecture = str(named[0]) if isinstance(named, list | tuple) and named else ""
     for kind in TASKS.values():
         if kind.fits(architecture):
             if kind.name == "seq2seq" and config.model_type in _SPEECH_TYPES:
@@ -348,7 +354,7 @@ def task_of(config: Any, task: str | None, source: str) -> Task:
     )
 
 
-def _set_padding(config: Any, token: int) -> None:
+def set_padding(config: Any, token: int) -> None:
     """Set a config's padding token, if it has none: GPT-2 as a classifier refuses batches without it.
 
     The config of a model of several parts, such as Gemma 3's, may not have the field; then the config of its text part counts.
@@ -357,22 +363,6 @@ def _set_padding(config: Any, token: int) -> None:
     if all(getattr(part, "pad_token_id", None) is None for part in parts):
         for part in parts:
             part.pad_token_id = token
-
-
-def _check_source(source: str, revision: str | None) -> None:
-    """Refuse what cannot be a model, before anything is loaded."""
-    if not source.strip():
-        raise HeadPruneError("No model was named.", "Pass a Hub id, a local folder, or a folder headprune saved.")
-    try:
-        if Path(source).is_file():
-            raise HeadPruneError(f"{source} is a file.", "Pass the folder that it lies in, or a Hub id.")
-        local = Path(source).is_dir()
-    except OSError as error:
-        raise HeadPruneError(f"There is no model {source!r} ({error.strerror}).", "Check the spelling.") from None
-    if local and revision is not None:
-        raise HeadPruneError(
-            f"{source} is a local folder, which has no revisions.", "Leave out --revision, or name a Hub id."
-        )
 
 
 def _check_numbers(model: nn.Module, source: str) -> None:

@@ -11,6 +11,8 @@ from headprune.app import MAX_SEED
 from headprune.app.data.options import DataOptions
 from headprune.app.distillation import Mixture
 from headprune.app.models import TASKS
+from headprune.app.placing import placing_of
+from headprune.checkpoint import Placing
 from headprune.errors import HeadPruneError
 from headprune.plans import keep_of
 from headprune.scoring.base import Settings
@@ -25,6 +27,7 @@ class Options:
         distil: Score by the divergence from the dense model's answers, not by the labels.
         keep: The budget that scoring should be sharpest at, where it cannot be sharp everywhere.
         scoring: What the scoring methods are told.
+        device_map, device_memory, offload_folder: Where the weights of a model go that is larger than a device, as typed.
     """
 
     model: str
@@ -38,6 +41,17 @@ class Options:
     distil: StrictBool = False
     keep: str | None = None
     scoring: Settings = field(default_factory=Settings)
+    device_map: str | None = None
+    device_memory: str | None = None
+    offload_folder: str | None = None
+
+    def placing(self) -> Placing | None:
+        """Where the weights go, if not all onto one device.
+
+        Raises:
+            HeadPruneError: A device map or an amount of memory that is none.
+        """
+        return placing_of(self.device_map, self.device_memory, self.offload_folder)
 
     def check(self) -> None:
         """Refuse what is surely wrong, before anything is loaded.
@@ -51,6 +65,8 @@ class Options:
             raise HeadPruneError(f"There is no task {self.task!r}.", f"Use one of {', '.join(TASKS)}.")
         if self.keep is not None:
             keep_of(self.keep)
+        if self.placing() is not None and self.device != "auto":
+            raise HeadPruneError("--device and --device-map both say where the model goes.", "Give one of them.")
         self.scoring.check()
         self.data.check()
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from headprune.offload import Offloaded
+
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -20,7 +22,7 @@ def narrow(model: nn.Module, dtype: torch.dtype) -> None:
 
     Buffers stay as they are: rotary frequencies must not be rounded.
     """
-    for parameter in _narrowed(model, dtype):
+    for _, parameter in _narrowed(model, dtype):
         parameter.data = parameter.data.to(dtype)
 
 
@@ -34,12 +36,14 @@ def widen(model: nn.Module) -> None:
 
 def holds(model: nn.Module, dtype: torch.dtype) -> bool:
     """Whether a half precision can represent a model's weights exactly."""
-    return all(bool((p.to(dtype).to(p.dtype) == p).all()) for p in _narrowed(model, dtype))
+    stored = Offloaded(model)
+    values = (stored.get(name, parameter) for name, parameter in _narrowed(model, dtype))
+    return all(bool((p.to(dtype).to(p.dtype) == p).all()) for p in values)
 
 
 def stored_size(model: nn.Module, half: torch.dtype | None = None) -> int:
     """Bytes of a model's weights and saved buffers, shared ones once: as they are, or once `narrow` has rounded them to ``half``."""
-    narrowed = {id(p) for p in _narrowed(model, half)} if half else set()
+    narrowed = {id(p) for _, p in _narrowed(model, half)} if half else set()
     saved = [t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
     return sum(
         t.numel() * (half.itemsize if half and id(t) in narrowed else t.element_size())
@@ -47,11 +51,11 @@ def stored_size(model: nn.Module, half: torch.dtype | None = None) -> int:
     )
 
 
-def _narrowed(model: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
+def _narrowed(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     pattern = re.compile("|".join(rf"(?:(?:^|\.){name}(?:\.|$))" for name in kept)) if kept else None
     for name, parameter in model.named_parameters():
         if parameter.dtype == torch.float32 and not (pattern and pattern.search(name)):
-            yield parameter
+            yield name, parameter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,8 +11,8 @@ from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Change
 from headprune.inputs import Example
+from headprune.offload import add_stored_biases, copied
 from headprune.plans import PruningPlan
-from headprune.pruned import add_biases
 from headprune.surgery import prune
 
 
@@ -45,8 +44,8 @@ class Subject:
 
     def pruned(self, plan: PruningPlan) -> nn.Module:
         """A copy without the plan's heads."""
-        model = copy.deepcopy(self.model)
+        model = copied(self.model)
         if plan.drop:
-            add_biases(model, self.biases)
+            add_stored_biases(model, self.biases)
         prune(model, plan.drop, self.example, layers=self.layers)  # the fingerprint was checked: this is a copy
         return model

@@ -8,15 +8,16 @@ A folder holds the weights (``model.safetensors``, sharded where they are large)
 - for pruned transformers models that their stock class cannot state (`headprune.stock`) ``modeling_headprune.py``, the code that
   transformers runs for ``from_pretrained(folder, trust_remote_code=True)`` where headprune is not installed (`remote_code`).
 
-`writing` makes all of them, `reading` loads a folder, `loading` says how it loads, `folders` replaces a folder as a whole, `hub` uploads
-one.
+`writing` makes all of them, `reading` loads a folder, `loading` says how it loads, `files` has checksums of its files, `folders` replaces a
+folder as a whole, `hub` uploads one.
 """
 
 from headprune.checkpoint.card import add_figures, code
-from headprune.checkpoint.folders import replaced
+from headprune.checkpoint.folders import recovered, replaced
 from headprune.checkpoint.hub import upload
 from headprune.checkpoint.loading import SIDECAR, Loading, loading_of
 from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load, load_mapped, weight_files
+from headprune.checkpoint.shards import Placing
 from headprune.checkpoint.writing import (
     MAX_SHARD,
     check_merged,
@@ -32,6 +33,7 @@ __all__ = [
     "MAX_SHARD",
     "SIDECAR",
     "Loading",
+    "Placing",
     "about",
     "add_figures",
     "check_attention",
@@ -45,6 +47,7 @@ __all__ = [
     "load_mapped",
     "loading_of",
     "push_to_hub",
+    "recovered",
     "replaced",
     "save",
     "save_pretrained",

@@ -24,6 +24,7 @@ CARD, SOURCE_CARD = "README.md", "README-source.md"
 
 # What of a card's metadata still holds of a smaller model. Results that the larger one was measured to have do not.
 _KEPT = ("license", "license_name", "license_link", "language", "datasets", "base_model", "base_model_relation")
+_APART: dict[str, Any] = {"about": None, "files": None}  # what a folder's document says that is not of its model
 _MARK = "\n<!-- Written by headprune ({}), which does not replace it once it was changed. -->\n"
 
 
@@ -74,7 +75,7 @@ def write_card(folder: Path, origin: Origin) -> None:
     if (
         origin.card is not None
         and origin.sidecar is not None
-        and {**sidecar, "about": None} == {**origin.sidecar, "about": None}
+        and {**sidecar, **_APART} == {**origin.sidecar, **_APART}
         and loading_of(folder) == origin.loads
     ):  # the same model, so the card holds, with what was measured
         write_bytes(folder / CARD, origin.card)
@@ -175,7 +176,7 @@ def _metadata(card: bytes | None) -> dict[str, Any]:
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     found = REGEX_YAML_BLOCK.search((card or b"").decode("utf-8-sig", "replace"))
-    with suppress(yaml.YAMLError):
+    with suppress(yaml.YAMLError, ValueError, RecursionError):  # a date of month 13 is a ValueError
         data = yaml.safe_load(found[2]) if found else None
         return data if isinstance(data, dict) else {}
     return {}

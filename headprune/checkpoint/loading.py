@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headprune.checkpoint import remote_code
 from headprune.jsonio import read_json
@@ -51,14 +52,15 @@ def loading_of(folder: str | Path) -> Loading:
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         name = str(config["architectures"][0])
-    except (OSError, ValueError, LookupError, TypeError):
+        maps = dict(config.get("auto_map", {}))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return Loading("")
     if "headprune" in config:
         own = f"{remote_code.FILE.removesuffix('.py')}.{name}"
-        auto = _usual(auto for auto, cls in dict(config.get("auto_map", {})).items() if cls == own)
+        auto = _usual(auto for auto, cls in maps.items() if cls == own)
         return Loading(auto, bool(auto), why)
-    cls = getattr(transformers, name, None)
-    if cls is None:
+    cls: Any = getattr(transformers, name, None)
+    if getattr(cls, "config_class", None) is None:  # the name is from a file
         return Loading("")
     return Loading(_usual(auto for auto, own in remote_code.auto_classes(cls).items() if own == name) or name)
 

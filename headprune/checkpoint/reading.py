@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,10 @@ import torch
 from torch import nn
 
 from headprune import probe
+from headprune.checkpoint.files import changed
 from headprune.checkpoint.folders import recovered
 from headprune.checkpoint.loading import SIDECAR
+from headprune.checkpoint.shards import Placing, dispatch, fill_placed
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
 from headprune.jsonio import read_json
@@ -31,7 +36,16 @@ from headprune.surgery import Removal, remove
 _WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pruned.safetensors"  # the latter of pruned models, of 0.1
 
 
-def load(path: str | Path, model: nn.Module | None = None, *, device: torch.device | str = "cpu") -> nn.Module:
+def load(
+    path: str | Path,
+    model: nn.Module | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    device_map: str | Mapping[str, Any] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: str | Path | None = None,
+    as_saved: bool = False,
+) -> nn.Module:
     """Load a model that `save` wrote, in evaluation mode, and check that it gives the answers of the saved one.
 
     Nothing in the folder is run as code.
@@ -40,12 +54,17 @@ def load(path: str | Path, model: nn.Module | None = None, *, device: torch.devi
         path: The folder.
         model: For a class outside transformers: a fresh, dense instance to prune and fill.
         device: Where to put it.
+        device_map, max_memory, offload_folder: For a model that is larger than a device: as for transformers' ``from_pretrained``, such as
+            ``device_map="auto"``. Then ``device`` is not looked at, and weights on disk are read from the folder, which has to stay.
+        as_saved: Refuse a folder in which any file (but its README.md) was changed. By default a warning names files beside the
+            model's own, such as a tokenizer's: they may be meant to be edited, and the answers are compared anyway.
 
     Raises:
         HeadPruneError: Not such a folder, weights that do not fit, or other answers than the saved model's: after an
             edit of the config, with another class or another version. The error names what differs.
     """
-    return _loaded(Path(path), model, device)[0]
+    placing = None if device_map is None else Placing(device_map, max_memory, offload_folder)
+    return _loaded(Path(path), model, device, placing=placing, as_saved=as_saved)[0]
 
 
 def load_mapped(path: Path) -> tuple[nn.Module, float | None]:
@@ -58,7 +77,13 @@ def load_mapped(path: Path) -> tuple[nn.Module, float | None]:
 
 
 def _loaded(
-    path: Path, model: nn.Module | None, device: torch.device | str, *, copied: bool = True
+    path: Path,
+    model: nn.Module | None,
+    device: torch.device | str,
+    *,
+    copied: bool = True,
+    placing: Placing | None = None,
+    as_saved: bool = False,
 ) -> tuple[nn.Module, float | None]:
     recovered(path)
     if not path.is_dir():
@@ -68,15 +93,22 @@ def _loaded(
             f"{path} was saved by transformers' save_pretrained, so it holds nothing to prove a load by.",
             "Load it by from_pretrained(folder, trust_remote_code=True), and save that by headprune.save.",
         )
-    sidecar = read_json(path / SIDECAR, "checkpoint")
+    sidecar = _sidecar(path)
+    _check_files(path, sidecar, as_saved)
     files = weight_files(path, sidecar)
-    skeleton = model if model is not None else _skeleton(path, sidecar)
+    places: dict[str, Any] = {}
+    skeleton = model if model is not None else _skeleton(path, sidecar, meta=placing is not None)
     try:
         if "structure" in sidecar:
             restructure(skeleton, sidecar["structure"])
         else:
             _repeat(skeleton, sidecar)
-        _fill(skeleton, files, copied)
+        if placing is None:
+            _fill(skeleton, files, copied)
+        else:
+            places = fill_placed(skeleton, files, placing)
+    except HeadPruneError:
+        raise
     except Exception as error:
         raise damaged(path, error) or HeadPruneError(
             f"The weights in {path} do not fit {type(skeleton).__name__}: {first_line(error)}{probe.edits(path)}.",
@@ -84,7 +116,11 @@ def _loaded(
             "headprune.load(path, model=…).",
         ) from error
     probe.restore_buffers(skeleton, path)
-    skeleton.to(device).eval()
+    if placing is None:
+        skeleton.to(device)
+    else:
+        dispatch(skeleton, places)
+    skeleton.eval()
     # Folders of 0.1 held other empty tensors for layers without heads.
     other = "structure" not in sidecar and any(isinstance(m, EmptyAttention) for m in skeleton.modules())
     if not other and (now := fingerprint(skeleton)) != sidecar["fingerprint"]:
@@ -96,6 +132,54 @@ def _loaded(
     if sidecar.get("structure"):
         save_by_headprune(skeleton)
     return skeleton, probe.check(skeleton, path)
+
+
+def _check_files(path: Path, sidecar: dict[str, Any], as_saved: bool) -> None:
+    """Compare the files beside the weights with what was saved.
+
+    Raises:
+        HeadPruneError: The probe is another one; or, with ``as_saved``, any of them.
+    """
+    saved = sidecar.get("files", {})  # folders of older versions have none
+    if not isinstance(saved, dict) or not all(isinstance(text, str) for text in saved.values()):
+        raise HeadPruneError(f"{path / SIDECAR} is damaged: files is {saved!r:.60}.", "Save the model again.")
+    other = changed(path, saved)
+    if probe.FILE in other or (other and as_saved):
+        name = probe.FILE if probe.FILE in other else other[0]
+        raise HeadPruneError(f"{path / name} is damaged: it is not what was saved.", "Copy, download or save it again.")
+    # An edited config is told with what was edited (`probe.check`), and nothing here runs code from the folder.
+    if beside := [name for name in other if name != "config.json"]:
+        warnings.warn(
+            f"headprune: {path}: not as saved: {', '.join(beside[:3])}. If that is no edit of yours, copy, download or save it again.",
+            stacklevel=4,
+        )
+
+
+def _sidecar(path: Path) -> dict[str, Any]:
+    """What headprune noted of a folder; the structure is looked at when it is applied.
+
+    Raises:
+        HeadPruneError: It is damaged.
+    """
+    found = read_json(path / SIDECAR, "checkpoint")
+    counts, steps = found.get("heads", {}), found.get("removed", [])
+    right = {
+        "about": isinstance(found.get("about", {}), dict),
+        "fingerprint": isinstance(found.get("fingerprint"), str),
+        "heads": isinstance(counts, dict) and all(type(n) is int and n > 0 for n in counts.values()),
+        "removed": isinstance(steps, list)
+        and all(isinstance(s, dict) and all(map(_are_heads, s.values())) for s in steps),
+    }
+    for name, fine in right.items():
+        if not fine:
+            raise HeadPruneError(f"{path / SIDECAR} is damaged: {name} is {found.get(name)!r:.60}.", "Save it again.")
+    return found
+
+
+def _are_heads(listed: Any) -> bool:
+    return (
+        isinstance(listed, list) and all(type(h) is int and h >= 0 for h in listed) and len(set(listed)) == len(listed)
+    )
 
 
 def _repeat(skeleton: nn.Module, sidecar: dict[str, Any]) -> None:
@@ -171,14 +255,14 @@ def is_checkpoint(path: str | Path) -> bool:
 
 def about(path: str | Path) -> dict[str, Any]:
     """The ``about`` that `save` stored."""
-    data = read_json(Path(path) / SIDECAR, "checkpoint")
-    found: dict[str, Any] = data.get("about", {})
+    found: dict[str, Any] = _sidecar(Path(path)).get("about", {})
     return found
 
 
-def _skeleton(path: Path, sidecar: dict[str, Any]) -> nn.Module:
-    """The dense architecture, with weights that mean nothing yet."""
+def _skeleton(path: Path, sidecar: dict[str, Any], *, meta: bool = False) -> nn.Module:
+    """The dense architecture, with weights that mean nothing yet; with ``meta`` they take no memory."""
     import transformers
+    from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
     qualified, attention = str(sidecar.get("class")), sidecar.get("attention")
@@ -208,7 +292,7 @@ def _skeleton(path: Path, sidecar: dict[str, Any]) -> nn.Module:
     check_attention(path, config)
     # Weight initialisation costs more than everything else here, and every weight is overwritten.
     try:
-        with no_init_weights():
+        with no_init_weights(), init_empty_weights() if meta else nullcontext():
             instance: Any = built(cls, config, attention)
         instance.tie_weights()
     except Exception as error:

@@ -14,17 +14,22 @@ from torch import Tensor, nn
 from headprune import __version__, probe
 from headprune.checkpoint import remote_code
 from headprune.checkpoint.card import CARD, Origin, add_tags, write_card
+from headprune.checkpoint.files import checksums
 from headprune.checkpoint.folders import replaced
 from headprune.checkpoint.hub import upload
 from headprune.checkpoint.loading import SIDECAR
+from headprune.checkpoint.shards import MAX_SHARD as OFFLOADED_SHARD
+from headprune.checkpoint.shards import write_shards
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint, is_wrapper
 from headprune.forms import remember
 from headprune.inputs import Example
-from headprune.jsonio import write_json, write_text
+from headprune.jsonio import read_json, write_json, write_text
+from headprune.offload import Offloaded, is_dispatched, is_offloaded, reads_from
 from headprune.pruned import Structure, heads_before, removed, structure_of, was_repaired
 from headprune.stock import CannotStateError, dense_class, stock_instance
 
+_OWN = ("config.json", "generation_config.json", remote_code.FILE, probe.FILE)  # files that are always ours
 MAX_SHARD = "50GB"  # as transformers has it
 _COMMIT = (
     "commit_message",
@@ -60,7 +65,8 @@ def save(
             input of the same form are saved, and `load` compares them. The contents of the example are not saved.
         overwrite: Replace what is there.
         about: More to store in the sidecar (such as the dataset).
-        max_shard_size: The size from which on weights are split over several files, such as ``"5GB"``.
+        max_shard_size: The size from which on weights are split over several files, such as ``"5GB"``. Of a model whose weights Accelerate
+            keeps elsewhere, one such file is in memory at a time, by default of 5 GB.
 
     Raises:
         HeadPruneError: The folder exists and is not empty; adapters (LoRA) that are not merged; or quantised weights.
@@ -68,6 +74,7 @@ def save(
     path = Path(path)
     check_merged(model)
     check_plain(model, model.state_dict())
+    _check_not_read(model, path)
     with replaced(path, overwrite) as folder:
         write(model, folder, example=example, about=about or {}, max_shard_size=max_shard_size)
         complete(folder, processor)
@@ -75,9 +82,12 @@ def save(
 
 
 def complete(folder: Path, processor: Any) -> None:
-    """Put a processor beside a model that was written, if there is one, and let everyone read the files."""
+    """Put a processor beside a model that was written into an empty folder, if there is one, note all files' checksums, and let everyone read
+    them."""
     if processor is not None:
         processor.save_pretrained(folder)
+        sidecar = read_json(folder / SIDECAR, "checkpoint")
+        write_json(folder / SIDECAR, "checkpoint", {**sidecar, "files": checksums(folder)})
     for file in folder.iterdir():
         file.chmod(0o644)
 
@@ -115,6 +125,7 @@ def save_pretrained(
     check_merged(model)
     check_plain(model, state_dict or model.state_dict())
     folder = Path(save_directory)
+    _check_not_read(model, folder)
     folder.mkdir(parents=True, exist_ok=True)
     write(model, folder, state_dict=state_dict, max_shard_size=max_shard_size, same_tensors=True)
     if push_to_hub:
@@ -170,17 +181,15 @@ def write(
         same_tensors: Only where the stock class has the very tensors that the model has, by name and shape: Trainer loads what it
             saved into the model in memory.
     """
-    from huggingface_hub import save_torch_state_dict
-
     origin = Origin.of(model)
     if example is not None:
         remember(model, example)
     model, why = _as_stock(model, same_tensors)
     structure, cls = structure_of(model), dense_class(model)
-    tensors = stored_once(model, state_dict or model.state_dict())
-    save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
+    _write_weights(model, folder, state_dict, max_shard_size)
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     config = _write_config(model, folder, structure, cls, dtype)
+    probe.keep(model, folder)
     write_json(
         folder / SIDECAR,
         "checkpoint",
@@ -195,17 +204,34 @@ def write(
             "repaired": was_repaired(model),
             "structure": structure,
             "why_not_stock": why,
+            "files": checksums(folder, _OWN),
             "about": about or {},
         },
     )
-    probe.keep(model, folder)
     write_card(folder, origin)
+
+
+def _write_weights(
+    model: nn.Module, folder: Path, state_dict: Mapping[str, Tensor] | None, max_shard_size: str | int
+) -> None:
+    """The files of the weights; of a model that is not all in memory, one shard after another is loaded."""
+    from huggingface_hub import save_torch_state_dict
+
+    state = state_dict or model.state_dict()
+    if is_offloaded(model) and any(t.is_meta for t in state.values()):
+        size = OFFLOADED_SHARD if max_shard_size == MAX_SHARD else max_shard_size
+        stored = Offloaded(model)
+        write_shards(model, _named_once(model, {n: stored.place(n) for n in stored}), folder, size)
+        return
+    save_torch_state_dict(stored_once(model, state), folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
 
 
 def _as_stock(model: nn.Module, same_tensors: bool) -> tuple[nn.Module, str]:
     """A pruned model as its stock class has it, and ""; or the model itself, and why the class has no such model."""
     if not structure_of(model) or not hasattr(getattr(model, "config", None), "save_pretrained"):
         return model, ""
+    if is_dispatched(model):  # an instance of the class would have to be dispatched too
+        return model, "It was spread over devices when it was saved, so its stock class was not tried."
     try:
         stock = stock_instance(model)
     except CannotStateError as error:
@@ -240,18 +266,41 @@ def _write_config(model: nn.Module, folder: Path, structure: Structure, cls: typ
 
 def stored_once(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a state dict, of several names of one tensor that one which is no copy in transformers' eyes."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    names: dict[Any, str] = {}
-    for name, tensor in sorted(state.items(), key=lambda item: item[0] in tied):
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() and not tensor.is_meta else name
-        names.setdefault(key, name)
-    kept = set(names.values())
+    places = {
+        name: (t.data_ptr(), t.shape, t.stride()) if t.numel() and not t.is_meta else name for name, t in state.items()
+    }
     # Slices of one tensor share memory, which a file of weights cannot.
-    return {name: state[name].clone() if _is_part(state[name]) else state[name] for name in state if name in kept}
+    return {n: state[n].clone() if _is_part(state[n]) else state[n] for n in _named_once(model, places)}
+
+
+def _named_once(model: nn.Module, places: Mapping[str, object]) -> list[str]:
+    """One name of every tensor: where it has several, one which is no copy in transformers' eyes.
+
+    Args:
+        places: Where each tensor is, by name.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    names: dict[object, str] = {}
+    for name in sorted(places, key=lambda name: name in tied):
+        names.setdefault(places[name], name)
+    kept = set(names.values())
+    return [name for name in places if name in kept]
 
 
 def _is_part(tensor: Tensor) -> bool:
     return not tensor.is_meta and tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+
+
+def _check_not_read(model: nn.Module, folder: Path) -> None:
+    """Refuse to replace files that the model itself reads its weights from.
+
+    Raises:
+        HeadPruneError: The folder holds some.
+    """
+    if reads_from(model, folder):
+        raise HeadPruneError(
+            f"The model's own weights are read from {folder} whenever it runs.", "Save it to another folder."
+        )
 
 
 def check_merged(model: nn.Module) -> None:

@@ -49,9 +49,18 @@ class Commands(typer.core.TyperGroup):
 
 def fail(console: Console, message: str, hint: str) -> None:
     """Say what is wrong: a line on stderr, and the document if one was asked for."""
-    typer.echo(f"headprune: {message} {hint}".rstrip(), err=True)
+    typer.echo(in_line(f"headprune: {message} {hint}".rstrip()), err=True)
     with suppress(OSError):  # stdout may be what is full, or closed
         console.document({"error": message, "hint": hint.strip("()")})
+
+
+def in_line(text: str) -> str:
+    """A text in one line: a file's or a model's name may hold line ends, and codes that a terminal would obey.
+
+    >>> in_line("a\\nb \\x1b[31m")
+    'a b \\ufffd[31m'
+    """
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
 
 
 def known_methods(names: list[str] | None) -> list[str]:

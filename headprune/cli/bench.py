@@ -35,6 +35,7 @@ def bench(
     with session(manner) as console:
         from headprune import exporting, latency
         from headprune.app.models import check_length, dummy_input, load_model
+        from headprune.app.named import check_source
         from headprune.app.workflow import timing
         from headprune.timing import energy
         from headprune.trace import find_attention
@@ -52,6 +53,8 @@ def bench(
             tables.print_latency(console, rows)
             console.document({"rows": [row.to_json() for row in rows]})
             return
+        for model in (dense, pruned):
+            check_source(model, None)
         loading = typed(Loading(task, device, dtype, trust_remote_code))
         first, second = (load_model(m, **loading, with_processor=False) for m in (dense, pruned))
         if first.task != second.task:

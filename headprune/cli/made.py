@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headprune.budgets import BUDGETS, Budget
 from headprune.cli.asked import bytes_of
-from headprune.cli.options import Budgets, Data, Loading, Planning, Scoring, typed
+from headprune.cli.options import Budgets, Data, Loading, Placing, Planning, Scoring, typed
 from headprune.errors import HeadPruneError
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def options_of(
     seed: int | None,
     keep: str | None,
     also: list[str] | None = None,
+    placing: Placing | None = None,
 ) -> Options:
     """What was typed, over what the scores' run was made with, over the defaults.
 
@@ -53,7 +54,7 @@ def options_of(
     from headprune.scoring import Settings
 
     known = {"model": model, "seed": seed, "keep": keep, "distil": scoring.distil or None}
-    own = {**typed(loading), **{k: v for k, v in known.items() if v is not None}}
+    own = {**typed(loading), **(typed(placing) if placing else {}), **{k: v for k, v in known.items() if v is not None}}
     examples = {**typed(data), **({} if seed is None else {"seed": seed}), **({"also": tuple(also)} if also else {})}
     told = typed(scoring)
     told.pop("distil", None)

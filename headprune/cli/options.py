@@ -52,6 +52,32 @@ class Loading:
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None
 
 
+_IN_PLACING = "Models larger than a device (docs/scale.md)"
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Where the weights go of a model that is larger than a device; the names of `headprune.app.options.Options`."""
+
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            help="auto spreads the model over the GPUs, the CPU's memory and the disk; or balanced, sequential, or a JSON file.",
+            rich_help_panel=_IN_PLACING,
+        ),
+    ] = None
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="The most for each, such as 0=20GB,cpu=60GB [what is free].", rich_help_panel=_IN_PLACING),
+    ] = None
+    offload_folder: Annotated[
+        str | None,
+        typer.Option(
+            help="For weights on disk that cannot be read from the checkpoint itself.", rich_help_panel=_IN_PLACING
+        ),
+    ] = None
+
+
 _IN_DATA = "Data"
 
 

@@ -12,7 +12,19 @@ from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.asked import known_methods, planned, refuse_unused, scores_first
 from headprune.cli.made import goal_of, key_of, options_of, prune_folder, source_of
-from headprune.cli.options import Budgets, Data, Loading, Manner, Planning, Scoring, Seed, Writing, by_groups, typed
+from headprune.cli.options import (
+    Budgets,
+    Data,
+    Loading,
+    Manner,
+    Placing,
+    Planning,
+    Scoring,
+    Seed,
+    Writing,
+    by_groups,
+    typed,
+)  # fmt: skip
 from headprune.cli.session import session
 from headprune.cli.streaming import stream
 
@@ -30,6 +42,7 @@ def prune(
     data: Data,
     scoring: Scoring,
     loading: Loading,
+    placing: Placing,
     writing: Writing,
     manner: Manner,
     model: Annotated[
@@ -82,7 +95,7 @@ def prune(
 ) -> None:
     """Remove the least important heads, measure accuracy and latency again, save the model and the report."""
     key = key_of(
-        "prune", budgets, planning, data, scoring, loading, writing,
+        "prune", budgets, planning, data, scoring, loading, placing, writing,
         model=model, no_repair=no_repair, finetune=finetune, scores=scores, method=method, seed=seed,
         also=also, export=export, streaming=streaming,
     )  # fmt: skip
@@ -92,6 +105,7 @@ def prune(
                 **typed(planning),
                 **typed(data),
                 **typed(scoring),
+                **typed(placing),
                 "finetune": finetune,
                 "also": also,
                 "export": export,
@@ -112,7 +126,7 @@ def prune(
         )
         refuse_unused(source, goal, {**vars(scoring), "method": method})
         keep = None if source else next(iter(budgets.asked.get("keep", [])), None)
-        options = options_of(source, model, data, scoring, loading, seed, keep, also)
+        options = options_of(source, model, data, scoring, loading, seed, keep, also, placing)
         choose = partial(prune_folder, source, writing.output, options.model, writing.overwrite, key)
         methods = asked or (list(methods_for(goal.strategy)) if source is None and goal.uses_scores else [])
         if methods and not asked:

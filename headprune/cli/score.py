@@ -12,7 +12,7 @@ from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.asked import known_methods, planned
 from headprune.cli.made import key_of, options_of
-from headprune.cli.options import Data, Loading, Manner, Model, Scoring, Seed, Writing, by_groups
+from headprune.cli.options import Data, Loading, Manner, Model, Placing, Scoring, Seed, Writing, by_groups
 from headprune.cli.session import session
 
 
@@ -25,6 +25,7 @@ def score(
     data: Data,
     scoring: Scoring,
     loading: Loading,
+    placing: Placing,
     writing: Writing,
     manner: Manner,
     method: Annotated[
@@ -45,14 +46,14 @@ def score(
     seed: Seed = None,
 ) -> None:
     """Score the importance of every head, by ablation and by gradient."""
-    key = key_of("score", data, scoring, loading, writing, model=model, method=method, keep=keep, seed=seed)
+    key = key_of("score", data, scoring, loading, placing, writing, model=model, method=method, keep=keep, seed=seed)
     with session(manner, shared=True) as console:
         from headprune.app import runs, workflow
         from headprune.app.folders import claimed
         from headprune.ranks import current
         from headprune.scoring import DEFAULT_METHODS
 
-        options = options_of(None, model, data, scoring, loading, seed, keep)
+        options = options_of(None, model, data, scoring, loading, seed, keep, placing=placing)
         methods = known_methods(method) or list(DEFAULT_METHODS)
         choose = partial(runs.choose_folder, writing.output, Path(model.rstrip("/")).name, writing.overwrite, key)
         if writing.dry_run:

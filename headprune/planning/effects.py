@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.gates import gated, mask
-from headprune.inputs import call, doubled, gathered
+from headprune.inputs import call, doubled, gathered, tensors
 from headprune.loss import inputs_of
 from headprune.planning.effort import spread
 from headprune.planning.units import Unit
@@ -150,8 +150,11 @@ def _gated(refit: Refit, layers: Sequence[AttentionLayer], index: int, units: Se
         }
         with torch.enable_grad(), runner.deterministic_eval(), frozen(refit.model), gated(refit.model, layers, gates):
             output = call(refit.model, inputs_of(refit.model, one))
-            probe = probe_of(refit.model, output, one, runner.first(index) + row, runner.rows)
-            slopes = torch.autograd.grad(probe, list(gates.values()), allow_unused=True)
+            # Answers may depend on none of these layers, but then on others, or they cannot be differentiated at all.
+            slopes: Sequence[Tensor | None] = [None] * len(gates)
+            if not refit.reference.projections or any(t.requires_grad for t in tensors(output)):
+                probe = probe_of(refit.model, output, one, runner.first(index) + row, runner.rows)
+                slopes = torch.autograd.grad(probe, list(gates.values()), allow_unused=True)
         of = {name: gate * 0 if s is None else s for (name, gate), s in zip(gates.items(), slopes, strict=True)}
         found.append(torch.stack([of[layers[u.layer].name][list(u.heads)].sum() for u in units]))
     return -torch.stack(found).detach()

@@ -7,6 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_OF_ACCELERATE = (
+    "forward",
+    "_old_forward",
+    "_hf_hook",
+)  # what its hooks put into a module: they run the module that they were put on
+
 
 class _Shadow(nn.Module):
     """Tensors without entries in the place of weights that are gone.
@@ -88,7 +94,8 @@ def emptied(attention: nn.Module, width: int, bias: Tensor | None, arity: int) -
     """
     gone = {n: t for n, t in attention.named_parameters() if n != "bias"}
     new: nn.Module = _new_empty(type(attention))
-    new.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(attention).items()}
+    own = {k: v for k, v in vars(attention).items() if k not in _OF_ACCELERATE or "_hf_hook" not in vars(attention)}
+    new.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in own.items()}
     for held in (new._parameters, new._buffers, new._modules, new._forward_pre_hooks):
         held.clear()
     new._non_persistent_buffers_set = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,14 +14,16 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.inputs import gathered, model_device
+from headprune.offload import is_offloaded
 from headprune.reference.answers import DenseAnswers, answers_apart
+from headprune.reference.blocks import Steps
 from headprune.reference.dense_weights import DenseWeights
 from headprune.reference.directions import Directions, find_directions, inputs_of_heads, room
 from headprune.reference.linearity import linear
 from headprune.reference.mixtures import crossed
 from headprune.reference.moments import FOLDS, Moments, centred
 from headprune.reference.projections import OutputProjection, Values, output_projections
-from headprune.reference.runner import Runner
+from headprune.reference.runner import Calls, Runner, weighed
 from headprune.scoring.base import Progress
 
 _MIXTURES, _MOST_EXAMPLES = 2, 4096  # of every example, where there are not many anyway
@@ -181,8 +184,9 @@ def measure(calibration: Calibration, *, answers: bool = True, progress: Progres
     with torch.inference_mode(False), torch.no_grad(), calibration.weights.dense(), runner.deterministic_eval():
         if calibration.projections:
             runner = runner.with_mixtures(calibration.times)
-        directions = find_directions(runner, calibration.values)
-        moments = _measured(runner, directions, progress) if calibration.projections else {}
+        with Steps.of(runner) if calibration.projections else nullcontext() as steps:
+            directions = find_directions(runner, calibration.values, steps)
+            moments = _measured(runner, directions, progress, steps) if calibration.projections else {}
     known: dict[str, Any] = {**vars(calibration), "runner": runner}
     found = DenseReference(**known, directions=directions, moments=moments, passes=runner.passes - before)
     return found.with_answers() if answers else found
@@ -204,16 +208,20 @@ def _refittable(runner: Runner, notes: list[str]) -> dict[str, Values]:
     return found
 
 
-def _measured(runner: Runner, directions: Directions, progress: Progress | None) -> dict[str, Moments]:
-    """The sums over the tokens of all examples and mixtures."""
-    device, batches = model_device(runner.model), runner.everything
+def _measured(
+    runner: Runner, directions: Directions, progress: Progress | None, steps: Steps | None
+) -> dict[str, Moments]:
+    """The sums over the tokens of all examples and mixtures; block by block, if there are steps."""
+    device, batches = None if is_offloaded(runner.model) else model_device(runner.model), runner.everything
     found = {p.name: Moments(len(p.weight) + directions.more(p), p.weight.shape[1], device) for p in runner.projections}
 
     def summed(i: int) -> None:
+        add(i, *runner.recorded_with_weights(i))
+
+    def add(i: int, xs: Calls, ys: Calls, token_weights: Calls) -> None:
         folds: dict[Any, list[Tensor]] = {}
         finite: list[Tensor] = []
         of: list[str] = []
-        xs, ys, token_weights = runner.recorded_with_weights(i)
         for names in directions.in_parts(xs):
             wide = directions.widened(batches[i], xs, ys, names)
             for name in names:
@@ -226,7 +234,13 @@ def _measured(runner: Runner, directions: Directions, progress: Progress | None)
                     of.append(name)
         _check_finite(runner, of, finite)
 
-    runner.share("statistics", [partial(summed, i) for i in range(len(batches))], batches, progress)
+    if steps is None:
+        runner.share("statistics", [partial(summed, i) for i in range(len(batches))], batches, progress)
+    else:
+        heard, blocks = progress or (lambda done, total, note="": None), len(steps.names)
+        with torch.no_grad():
+            steps.backward(batches, lambda i, own, seen: add(i, *weighed(seen)), lambda done: heard(done, blocks))
+        runner.count(3 * sum(map(runner.rows.size, batches)))
     for projection in runner.projections:
         found[projection.name].add_ranks(projection.name)
     runner.count(directions.shares * sum(map(runner.rows.size, batches)))

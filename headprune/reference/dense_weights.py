@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from headprune.modules import exact_attention
-from headprune.pruned import add_biases, remove_biases
+from headprune.offload import add_stored_biases, is_elsewhere, put
+from headprune.pruned import remove_biases
 from headprune.reference.projections import OutputProjection, Values, is_transposed
 
 NewWeights = Mapping[str, tuple[Tensor, Tensor | None]]
@@ -59,10 +60,16 @@ class DenseWeights:
         new = [name for name in self.new_biases if name in weights]
         with torch.inference_mode(False), torch.no_grad(), exact_attention(self.model):
             remove_biases(self.model, [name for name in new if weights[name][1] is None])
-            add_biases(self.model, [name for name in new if weights[name][1] is not None])
+            add_stored_biases(self.model, [name for name in new if weights[name][1] is not None])
             for name, (weight, bias) in weights.items():
                 module: Any = self.model.get_submodule(name)
-                # In place, since stand-ins share their weights with what they stand in for.
-                module.weight.copy_(weight if is_transposed(module) else weight.T)
+                _set(module, "weight", weight if is_transposed(module) else weight.T)
                 if bias is not None and module.bias is not None:
-                    module.bias.copy_(bias)
+                    _set(module, "bias", bias)
+
+
+def _set(module: nn.Module, name: str, value: Tensor) -> None:
+    if is_elsewhere(module, name):
+        put(module, name, value, in_memory=True)  # there may be many such changes
+    else:  # in place, since stand-ins share their weights with what they stand in for
+        getattr(module, name).copy_(value)

@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
+from headprune.offload import on_disk
 from headprune.ranks import current
 
 FOLDS = 2
@@ -14,12 +15,19 @@ _ROUNDED = 1e-12  # of a square: a variance below it is rounding
 
 
 class Moments:
-    """Sums over tokens, by fold: of W_O's inputs with a 1 behind them, and of the outputs that are wanted."""
+    """Sums over tokens, by fold: of W_O's inputs with a 1 behind them, and of the outputs that are wanted.
 
-    def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
-        place = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
-        self.xx = torch.zeros(FOLDS, inputs + 1, inputs + 1, dtype=torch.float64, device=place)
-        self.xy = torch.zeros(FOLDS, inputs + 1, outputs, dtype=torch.float64, device=place)
+    Args:
+        device: Where they are; None keeps them in files, for models whose weights are not all in memory either.
+    """
+
+    def __init__(self, inputs: int, outputs: int, device: torch.device | None) -> None:
+        place = torch.device("cpu") if device is None or device.type == "mps" else device  # mps has no float64
+
+        def zeros(*shape: int) -> Tensor:
+            return on_disk(*shape) if device is None else torch.zeros(shape, dtype=torch.float64, device=place)
+
+        self.xx, self.xy = zeros(FOLDS, inputs + 1, inputs + 1), zeros(FOLDS, inputs + 1, outputs)
         self.yy = torch.zeros(FOLDS, dtype=torch.float64, device=place)
 
     def add(self, fold: int, x: Tensor, y: Tensor, weight: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.modules import exact_attention
+from headprune.offload import is_elsewhere, on_disk, place_of, value_of
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,10 @@ def output_projections(
             by_module.setdefault(layer.output_projection.module, []).append(layer)
     sources = Counter(layer.values.module for layer in layers if layer.values)
     with exact_attention(model):
-        owners: dict[int, list[str]] = {}
+        owners: dict[object, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, Tensor):
-                owners.setdefault(_storage_of(weight), []).append(name)
+            if isinstance(getattr(module, "weight", None), Tensor):
+                owners.setdefault(_storage_of(module), []).append(name)
         for name, those in by_module.items():
             projection: Any = model.get_submodule(name)
             if why := _not_plain(projection, owners):
@@ -127,13 +127,15 @@ def output_projections(
                     biases and isinstance(projection, nn.Linear) and real.get(name) is projection
                 )
                 zeros = matrix.new_zeros(matrix.shape[1])
-                start = zeros if bias is None else bias.detach().double().clone()
+                start = zeros if bias is None else value_of(projection, "bias").detach().double().clone()
                 alone = len(those) == 1 and those[0].values and sources[those[0].values.module] == 1
                 values = _values(model, those[0], len(matrix), owners) if alone else None
                 yield OutputProjection(name, tuple(those), matrix, start, can, bias is not None, values)
 
 
-def _values(model: nn.Module, layer: AttentionLayer, inputs: int, owners: Mapping[int, Sequence[str]]) -> Values | None:
+def _values(
+    model: nn.Module, layer: AttentionLayer, inputs: int, owners: Mapping[object, Sequence[str]]
+) -> Values | None:
     """What makes a layer's values, if its heads have no parts in common but those of whole groups."""
     if layer.values is None or layer.output_projection is None:
         return None
@@ -152,18 +154,21 @@ def _values(model: nn.Module, layer: AttentionLayer, inputs: int, owners: Mappin
         return None
     bias = getattr(projection, "bias", None)
     return Values(
-        found.module, matrix_of(projection), None if bias is None else bias.detach().double().clone(),
+        found.module, matrix_of(projection),
+        None if bias is None else value_of(projection, "bias").detach().double().clone(),
         torch.tensor(heads), tuple(heads.index(own) for own in found.features), torch.tensor(columns),
     )  # fmt: skip
 
 
 def matrix_of(projection: Any) -> Tensor:
     """A copy of a linear module's weights, ``[in, out]``, float64."""
-    weight: Tensor = projection.weight.detach().double()
-    return (weight if is_transposed(projection) else weight.T).clone()
+    held = value_of(projection, "weight").detach()
+    # A model that is not all in memory has hardly room for them there.
+    wide = on_disk(*held.shape).copy_(held) if is_elsewhere(projection, "weight") else held.double().clone()
+    return wide if is_transposed(projection) else wide.T
 
 
-def _not_plain(projection: Any, owners: Mapping[int, Sequence[str]]) -> str:
+def _not_plain(projection: Any, owners: Mapping[object, Sequence[str]]) -> str:
     """Why a module's weights cannot be replaced; empty if they can."""
     weight = getattr(projection, "weight", None)
     own = "weight" in projection._parameters  # and not made of others, as an adapter's
@@ -172,15 +177,16 @@ def _not_plain(projection: Any, owners: Mapping[int, Sequence[str]]) -> str:
         or not own
         or weight.ndim != 2
         or not weight.is_floating_point()
-        or weight.is_meta
+        or (weight.is_meta and not is_elsewhere(projection, "weight"))
     ):
         return "is no plain linear layer in memory"
-    return "shares them with another module" if len(owners.get(_storage_of(weight), ())) > 1 else ""
+    return "shares them with another module" if len(owners.get(_storage_of(projection), ())) > 1 else ""
 
 
-def _storage_of(weight: Tensor) -> int:
-    """Where a weight lies in memory: stand-ins have parameters of their own that share it."""
-    return id(weight) if weight.is_meta else weight.data_ptr() or id(weight)
+def _storage_of(module: nn.Module) -> object:
+    """Where a module's weight lies: stand-ins have parameters of their own that share it."""
+    own = "weight" in module._parameters or "weight" in module._buffers
+    return place_of(module, "weight") if own else id(module.weight)
 
 
 def _why_not(layer: AttentionLayer) -> str:

@@ -26,7 +26,7 @@ from headprune.reference.projections import OutputProjection, Values, at
 from headprune.reference.token_weights import probe_of, real_tokens, tokens_of, widened
 from headprune.rows import find_rows, is_empty
 from headprune.scoring.base import cost_of
-from headprune.scoring.gradient import frozen, unlike
+from headprune.scoring.gradient import checkpointed, frozen, recomputing, unlike
 from headprune.trace import evaluating
 
 T = TypeVar("T")
@@ -55,6 +55,18 @@ class Mixed:
     shift: int
     inputs: dict[str, Tensor]
     rows: Tensor
+
+
+class Stop(Exception):  # noqa: N818
+    """The end of a call of the model, behind the only block that was to run.
+
+    Attributes:
+        output: The block's.
+    """
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
 
 
 @dataclass
@@ -154,6 +166,15 @@ class Runner:
                 found.mixtures = tuple(made)
         return found
 
+    def alone(self, index: int) -> Runner:
+        """The same model on the first two examples of one batch, counted by nobody."""
+        few = copy.copy(self)
+        few._meter, few.mixtures = _Meter(), ()
+        batch = self.batches[index]
+        few.batches = [self.rows.take(batch, range(min(2, self.rows.size(batch))))]
+        few.examples = self.rows.size(few.batches[0])
+        return few
+
     def mixed(self, times: int) -> list[Mixed]:
         """Up to ``times`` mixtures of every example, whether the model takes them or not."""
         return [
@@ -229,6 +250,21 @@ class Runner:
             on_output: Called with W_O's input and output.
             on_value: Called with those of the value projections ``values``, under the name of their output projection.
         """
+        with self._calling(on_output, on_value, values):
+            return self.call(batch)
+
+    def call(self, batch: Any) -> Any:
+        """The model's output; that of one block, where the call ends behind it (`headprune.reference.blocks`)."""
+        try:
+            return call(self.model, inputs_of(self.model, batch))
+        except Stop as stop:
+            return stop.output
+
+    @contextmanager
+    def _calling(
+        self, on_output: OnCall, on_value: OnCall | None = None, values: Mapping[str, Values] | None = None
+    ) -> Iterator[None]:
+        """Hooks on the projections, while the context lasts."""
         callbacks = [(p.name, p.name, on_output) for p in self.projections]
         if on_value is not None:
             callbacks += [(own.name, name, on_value) for name, own in (values or {}).items()]
@@ -242,7 +278,7 @@ class Runner:
             for module, name, then in callbacks
         ]
         try:
-            return call(self.model, inputs_of(self.model, batch))
+            yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -291,9 +327,7 @@ class Runner:
         only a few tokens of a few examples to fit to. One pass, forward and backward, serves all.
         """
         found = self.slopes(index)
-        xs = {name: [x for x, _, _ in calls] for name, calls in found.items()}
-        ys = {name: [y for _, y, _ in calls] for name, calls in found.items()}
-        return xs, ys, {name: [widened(slope).norm(dim=-1) for *_, slope in calls] for name, calls in found.items()}
+        return weighed({name: [(x, y, [slope]) for x, y, slope in calls] for name, calls in found.items()})
 
     def slopes_of(self, batch: Any, names: Iterable[str], sums_of: Callable[[Any], Sequence[Tensor]]) -> Seen:
         """W_O's inputs, outputs and the slopes there of some sums of the model's answers to a batch.
@@ -307,18 +341,23 @@ class Runner:
         def add(name: str, x: Tensor, y: Tensor) -> Tensor | None:
             if name not in seen:
                 return None
+            if recomputing():
+                return y + torch.zeros_like(y, requires_grad=True)
             seen[name].append((x.detach(), y.detach(), torch.zeros_like(y, requires_grad=True)))
             return y + seen[name][-1][2]
 
-        with torch.inference_mode(False), torch.enable_grad(), self.deterministic_eval(), frozen(self.model):
-            sums = sums_of(self.run(batch, add))
+        with (
+            torch.inference_mode(False), torch.enable_grad(), self.deterministic_eval(), frozen(self.model),
+            checkpointed(self.model), self._calling(add),
+        ):  # fmt: skip
+            sums = sums_of(call(self.model, inputs_of(self.model, batch)))
             deltas = [delta for calls in seen.values() for *_, delta in calls]
             found = [
                 torch.autograd.grad(one, deltas, allow_unused=True, retain_graph=i + 1 < len(sums))
                 for i, one in enumerate(sums)
             ]
         slopes = (
-            [delta.detach() if one is None else one for one in each]
+            [delta.detach() if one is None else one.to(delta.device) for one in each]
             for delta, *each in zip(deltas, *found, strict=True)
         )
         return {name: [(x, y, next(slopes)) for x, y, _ in calls] for name, calls in seen.items()}
@@ -365,6 +404,14 @@ class Runner:
         return len(two) == len(three) and all(
             a[1:] == b[1:] and 3 * a[0] == 2 * b[0] for a, b in zip(two, three, strict=True)
         )
+
+
+def weighed(found: Seen) -> tuple[Calls, Calls, Calls]:
+    """W_O's inputs, outputs, and how much each token matters (`Runner.recorded_with_weights`), from one slope for every call."""
+    xs = {name: [x for x, _, _ in calls] for name, calls in found.items()}
+    ys = {name: [y for _, y, _ in calls] for name, calls in found.items()}
+    weights = {name: [widened(slope).norm(dim=-1) for *_, (slope,) in calls] for name, calls in found.items()}
+    return xs, ys, weights
 
 
 def replaced(values: Values, out: Tensor, new: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from headprune.inputs import tensors
 from headprune.jsonio import read_json, write_json
 from headprune.ranks import current
 from headprune.rows import Rows
+from headprune.scoring.checked import check_scores, check_together, numbers_of
 from headprune.uncertainty import FEW, carried_by, spread
 
 _NAMED = 4  # heads that a caution names
@@ -158,19 +159,12 @@ class HeadScores:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], layers: Sequence[AttentionLayer]) -> HeadScores:
-        def tensors(numbers: Mapping[str, Sequence[float | None]]) -> dict[str, Tensor]:
-            return {
-                k: torch.tensor([math.nan if x is None else x for x in v], dtype=torch.float64)
-                for k, v in numbers.items()
-            }
-
-        values, stderr = tensors(data["values"]), tensors(data["stderr"])
-        for layer in layers:
-            if not len(values[layer.name]) == len(stderr[layer.name]) == layer.num_heads:
-                raise ValueError(f"layer {layer.name} has {layer.num_heads} heads, but not as many scores")
+        check_scores(data, layers)
+        values, stderr = ({k: numbers_of(v) for k, v in data[what].items()} for what in ("values", "stderr"))
+        matrix = torch.stack([*map(numbers_of, data["matrix"])]) if "matrix" in data else None
         return cls(
             data["method"], data["unit"], values, stderr, data["examples"], tuple(layers), data["model"],
-            dict(data["details"]), torch.tensor(data["matrix"], dtype=torch.float64) if "matrix" in data else None,
+            dict(data["details"]), matrix,
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
@@ -212,7 +206,8 @@ def load_scores(path: str | Path) -> list[HeadScores]:
     try:
         layers = [AttentionLayer.from_json(d) for d in data["layers"]]
         scores = [HeadScores.from_json(d, layers) for d in data["scores"]]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        check_together(layers, [s.method for s in scores])
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise HeadPruneError(f"{path} is a damaged scores file ({what}).", "Score the model again.") from None
     if not scores:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, gated
 from headprune.inputs import doubled, gathered, model_device
-from headprune.memory import halving
-from headprune.modules import wrapped
+from headprune.memory import halving, is_out_of_memory
+from headprune.modules import uncached, wrapped
+from headprune.offload import is_offloaded, trainable
 from headprune.rows import Rows
 from headprune.scoring.base import Batches, Estimate, NotFiniteError, Problem, Samples, method
+
+_ASKED: ContextVar[bool] = ContextVar("checkpoints", default=False)  # whether memory demands them
 
 
 @method("gradient", unit="loss (nats) per unit of gate, mean absolute value")
@@ -69,7 +73,7 @@ def gate_gradients(problem: Problem) -> Samples:
     with frozen(problem.model):
         problem = replace(problem, batches=separate(problem))
 
-        def compute(batch: Any, size: int) -> Tensor:
+        def tables(batch: Any, size: int) -> Tensor:
             done = []
             for part in halving(range(size), size):
                 with part as rows:
@@ -77,8 +81,30 @@ def gate_gradients(problem: Problem) -> Samples:
                     done.append(together_or_singly(problem, partial(_table_of_slopes, problem), some, len(rows)))
             return torch.cat(done)
 
-        found = problem.parts(problem.batches, "gradient", compute)
+        found = problem.parts(problem.batches, "gradient", _checkpointing_if_need_be(tables))
     return Samples(finite(found[:, :-1]), found[:, -1])
+
+
+def _checkpointing_if_need_be(measure: Callable[[Any, int], Tensor]) -> Callable[[Any, int], Tensor]:
+    """What ``measure(batch, size)`` finds; with activation checkpointing from the first example on for which memory runs out without."""
+    needed = False
+
+    def compute(batch: Any, size: int) -> Tensor:
+        nonlocal needed
+        if not needed:
+            try:
+                return measure(batch, size)
+            except HeadPruneError as error:
+                if error.__cause__ is None or not is_out_of_memory(error.__cause__):
+                    raise
+                needed = True
+        token = _ASKED.set(True)
+        try:
+            return measure(batch, size)
+        finally:
+            _ASKED.reset(token)
+
+    return compute
 
 
 def _table_of_slopes(problem: Problem, batch: Any, size: int) -> Tensor:
@@ -100,31 +126,70 @@ def together_or_singly(problem: Problem, measure: Callable[[Any, int], Tensor], 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """No gradients for the weights while the context lasts: the backward pass to the gates then takes half the time."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    for p in trainable:
-        p.requires_grad_(False)
+    before = [(module, name, module._parameters[name]) for module, name in trainable(model)]
+    for *_, p in before:
+        if p is not None:
+            p.requires_grad_(False)
     try:
         yield
     finally:
-        for p in trainable:
-            p.requires_grad_(True)
+        for module, name, p in before:
+            if p is not None:
+                p.requires_grad_(True)
+            if (now := module._parameters.get(name)) is not None:  # another one, where a hook of accelerate loads it
+                now.requires_grad_(True)
 
 
 @contextmanager
 def checkpointed(model: nn.Module) -> Iterator[None]:
-    """Gradient checkpointing if the model has enabled it: by itself it only happens in training mode, with dropout."""
+    """Gradient checkpointing, if the model has enabled it, memory demands it, or some of its weights are kept elsewhere.
+
+    By itself it only happens in training mode, with dropout. A graph holds the weights that were loaded for it: with checkpoints only those
+    of one block at a time.
+    """
     layers: dict[str, nn.Module] = {}
-    if getattr(model, "is_gradient_checkpointing", False):
-        for name, module in model.named_modules():  # transformers' blocks, but no blocks inside blocks
-            block = any(c.__name__ == "GradientCheckpointingLayer" for c in type(module).__mro__)
-            if block and not any(name.startswith(f"{outer}.") for outer in layers):
-                layers[name] = module
+    if _checkpoints(model) or is_offloaded(model):
+        layers = blocks_of(model)
 
     def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return partial(checkpoint, original, use_reentrant=False)
 
-    with wrapped(layers, around):
+    if not layers:
         yield
+        return
+    # To its end: what loaded a module's weights must unload them again. A block that runs twice would find its own keys in a cache.
+    with wrapped(layers, around), set_checkpoint_early_stop(False), uncached(model):
+        yield
+
+
+def _checkpoints(model: nn.Module) -> bool:
+    """Whether memory demands it, or the model was told to checkpoint, by either name that transformers has for it."""
+    newer = hasattr(type(model), "is_activation_checkpointing")
+    return _ASKED.get() or bool(
+        getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False)
+    )
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """A model's blocks, by name: transformers' own, or else the outermost entries of lists of modules; no blocks inside blocks."""
+    found: dict[str, nn.Module] = {}
+    named = dict(model.named_modules())
+    marked = [n for n, m in named.items() if any(c.__name__ == "GradientCheckpointingLayer" for c in type(m).__mro__)]
+    listed = [
+        f"{name}.{child}" if name else child
+        for name, module in named.items()
+        if isinstance(module, nn.ModuleList)
+        for child, _ in module.named_children()
+    ]
+    for name in marked or listed:
+        if not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = named[name]
+    return found
+
+
+def recomputing() -> bool:
+    """Whether a backward pass is on, in which a checkpointed block runs once more: hooks that note something have noted it already."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def separate(problem: Problem) -> Batches:
@@ -196,7 +261,7 @@ def _independent(problem: Problem) -> bool:
     try:
         if not examples_first(problem, batch, size):
             return False
-        with torch.enable_grad(), gated(problem.model, problem.layers, gates):
+        with torch.enable_grad(), gated(problem.model, problem.layers, gates), checkpointed(problem.model):
             losses = problem.losses(batch)
             each = torch.stack([_rows(loss, gates, again=i + 1 < size) for i, loss in enumerate(losses)])
     except NotFiniteError:

@@ -13,7 +13,7 @@ from headprune.errors import HeadPruneError
 from headprune.gates import gated
 from headprune.ranks import current
 from headprune.scoring.base import Estimate, Problem, method
-from headprune.scoring.gradient import frozen, separate
+from headprune.scoring.gradient import checkpointed, frozen, separate
 
 _STEPS, _EPOCHS = 200, 2  # the larger of the two
 _NO_ERROR = "none from one training run of the gates"
@@ -126,7 +126,7 @@ def _train(problem: Problem, name: str, start: float, draw: Draw, penalty: Penal
             parameters = parameters.clone().requires_grad_()
             with torch.enable_grad():
                 gates = problem.split(draw(parameters, size, generator, step / steps))
-                with gated(problem.model, problem.layers, gates):
+                with gated(problem.model, problem.layers, gates), checkpointed(problem.model):
                     loss = problem.losses(batch).sum() * (len(batches) / problem.examples)
                     (slope,) = torch.autograd.grad(loss, parameters)
             if not slope.isfinite().all():

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from headprune.fingerprint import fingerprint, versions
+from headprune.inputs import model_device
 from headprune.jsonio import write_bytes
 from headprune.scoring.base import Problem, Store
 
 
 class DiskStore(Store):
-    """Every finished part is one file, which appears complete or not at all.
+    """Every finished part is one file, which appears complete or not at all: an array, and a checksum of it and its key.
 
     Args:
         folder: For the files; created when the first part is finished.
@@ -35,8 +36,11 @@ class DiskStore(Store):
 
     def known(self, key: str) -> Tensor | None:
         try:
-            found = torch.from_numpy(np.load(self._path(key), allow_pickle=False))
-        except (OSError, ValueError, EOFError):  # missing or damaged
+            content = self._path(key).read_bytes()
+            if _sealed(key, content[:-_SEAL]) != content:
+                return None  # damaged
+            found = torch.from_numpy(np.load(io.BytesIO(content), allow_pickle=False))
+        except (OSError, ValueError, EOFError):  # missing, or not ours
             return None
         self.found += 1
         return found
@@ -44,7 +48,7 @@ class DiskStore(Store):
     def keep(self, key: str, value: Tensor) -> Tensor:
         content = io.BytesIO()
         np.save(content, value.cpu().numpy(), allow_pickle=False)
-        write_bytes(self._path(key), content.getvalue())
+        write_bytes(self._path(key), _sealed(key, content.getvalue()))
         return value
 
     def _path(self, key: str) -> Path:
@@ -53,6 +57,14 @@ class DiskStore(Store):
     def clear(self) -> None:
         """Remove all parts."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_SEAL = hashlib.sha256().digest_size
+
+
+def _sealed(key: str, content: bytes) -> bytes:
+    """A part's content and its checksum, which is another for another part."""
+    return content + hashlib.sha256(key.encode() + content).digest()
 
 
 def work_key(problem: Problem, method: str, model: str, loss: Any = None) -> str:
@@ -71,7 +83,7 @@ def work_key(problem: Problem, method: str, model: str, loss: Any = None) -> str
         "layers": [layer.to_json() for layer in problem.layers],
         "distilled": problem.surrogate is not None,
         "versions": versions(),
-        "device": next((p.device.type for p in problem.model.parameters()), "cpu"),
+        "device": model_device(problem.model).type,
         "dtype": sorted({str(p.dtype) for p in problem.model.parameters()}),
     }
     digest.add([facts, _state(problem.model), problem.batches, loss])

@@ -19,6 +19,7 @@ from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, hook_heads
 from headprune.inputs import doubled, gathered, is_encoder_decoder, widened
 from headprune.loss import inputs_of
+from headprune.offload import is_elsewhere, value_of
 from headprune.scoring.base import Batches, Estimate, Problem, Samples, method
 from headprune.scoring.gradient import in_singles, separate, together_or_singly
 from headprune.seeing.maps import Weights, attention_maps
@@ -118,7 +119,7 @@ def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor])
             values, counted = (torch.cat(parts, dim=-1) for parts in zip(*blocks, strict=True))
             # A query that may look nowhere says nothing about the head.
             real = real_tokens(problem, weights.layer, batch, weights.shape[2])
-            return _mean(values, counted if real is None else counted & real)
+            return _mean(values, counted if real is None else counted & real.to(counted.device))
 
         with attention_maps(problem.model, problem.layers, size, keep) as found:
             losses = problem.losses(batch)
@@ -137,6 +138,7 @@ def _mean(values: Tensor, counted: Tensor | None) -> Tensor:
     """``[examples, heads]`` of ``[examples, heads, tokens]``: the mean over tokens that count, 0 where none does."""
     if counted is None:
         return values.mean(dim=-1)
+    counted = counted.to(values.device)
     return torch.where(counted, values, 0.0).sum(dim=-1) / counted.sum(dim=-1).clamp(min=1)
 
 
@@ -190,14 +192,14 @@ def _columns(model: nn.Module, layer: AttentionLayer) -> list[Tensor]:
         raise HeadPruneError(f"Layer {layer.name}: no columns of an output projection belong to single heads.")
     module = model.get_submodule(place.module)
     weight: Any = getattr(module, "weight", None)
-    plain = isinstance(weight, nn.Parameter) and weight.is_floating_point() and not weight.is_meta
-    if not plain or not is_matrix(weight):
+    plain = isinstance(weight, nn.Parameter) and weight.is_floating_point()
+    if not plain or not is_matrix(weight) or (weight.is_meta and not is_elsewhere(module, "weight")):
         raise HeadPruneError(
             f"Layer {layer.name}: {place.module} ({type(module).__name__}) has no plain weight matrix (quantised?).",
             "Load the model without quantisation, or choose another method.",
         )
     # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out].
-    matrix = widened(weight.detach()).flatten(1)
+    matrix = widened(value_of(module, "weight").detach()).flatten(1)
     matrix = matrix if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) else matrix.T
     if max(map(max, place.features)) >= matrix.shape[1]:
         raise HeadPruneError(

@@ -221,12 +221,13 @@ class _Part:
         looked = visible(weights) if hidden else torch.ones(examples, every, dtype=torch.bool, device=device)
         looked = looked[:, : self.tokens] if self.windows == 1 else looked.new_ones(alone, every)
         keys = scene.queries if self.aligned else scene.keys  # without sinks
-        self.ids = keys.ids if hidden else None
-        self.real_keys = keys.real if hidden and keys.real is not None else looked
+        # A layer may be on another device than the inputs.
+        self.ids = keys.ids.to(device) if hidden and keys.ids is not None else None
+        self.real_keys = keys.real.to(device) if hidden and keys.real is not None else looked
         if self.windows > 1:
             self.real_queries = torch.ones(alone, each, dtype=torch.bool, device=device)
         elif scene.queries.real is not None:
-            self.real_queries = scene.queries.real
+            self.real_queries = scene.queries.real.to(device)
         else:  # padding is what nobody looks at
             self.real_queries = looked if self.aligned else looked.new_ones(examples, each)
         self.candidates = None

@@ -122,5 +122,9 @@ def together_or_singly(seen: Callable[[Example, int], Any], rows: Rows, inputs: 
 
 def visible(weights: Weights) -> Tensor:
     """Which keys any query looks at, ``[examples, keys]``: those of padding are hidden from all."""
-    found = [(some > 0).any(dim=1).any(dim=1) for _, some in weights.blocks()]
-    return torch.stack(found).any(dim=0)
+    found: Tensor | None = None
+    for _, some in weights.blocks():
+        seen = (some > 0).any(dim=1).any(dim=1)
+        found = seen if found is None else found | seen
+    assert found is not None
+    return found

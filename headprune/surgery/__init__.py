@@ -17,6 +17,7 @@ from headprune.errors import PruneError
 from headprune.forms import remember
 from headprune.inputs import Example, model_device, move, usable
 from headprune.modules import forget_compiled, full_precision, uncompiled
+from headprune.offload import renewed
 from headprune.plans import PruningPlan
 from headprune.pruned import note_ghosts, note_heads, note_removed, removed, save_by_headprune, structure_of
 from headprune.surgery.journal import Journal
@@ -57,6 +58,7 @@ def prune(
     drop = check_heads(heads_of(plan), layers)
     if isinstance(plan, PruningPlan):
         plan.check_model(model, repaired_for=drop)
+    renewed(model)
     touched = [layer for layer in layers if layer.name in drop]
     whole = not removed(model) and not structure_of(model).get("modules")  # else it once had more heads
     modes = {layer.module: model.get_submodule(layer.module).training for layer in touched if layer.prunable}

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, HeadFeatures
+from headprune.inputs import model_device
+from headprune.offload import is_elsewhere, put, value_of, with_numbers
 from headprune.pruned import (
     Carried,
     ConfigView,
@@ -147,6 +149,9 @@ class Journal:
         """Let a W_O that has just been sliced give nothing."""
         held, old = output._parameters, output._parameters["weight"]
         assert old is not None
+        if is_elsewhere(output, "weight"):
+            self._undo.append(put(output, "weight", torch.zeros(old.shape, dtype=old.dtype)))
+            return
         held["weight"] = nn.Parameter(placed(torch.zeros_like(old)), requires_grad=old.requires_grad)
         self._undo.append(lambda: held.__setitem__("weight", old))
 
@@ -188,6 +193,8 @@ class Journal:
         if old is None:
             return 0
         index = features.index(old.shape[dim], torch.device("cpu"))
+        if is_elsewhere(module, name):
+            return self._slice_stored(module, name, index, dim)
         key = (id(old), dim, tuple(index.tolist()))
         if key not in self._slices:
             new: Tensor = placed(old.detach().index_select(dim, index.to(old.device)))
@@ -203,6 +210,13 @@ class Journal:
         self._undo.append(undo)
         self._note(module, tensors=(name,))
         return self._slices[key].shape[dim]
+
+    def _slice_stored(self, module: nn.Module, name: str, index: Tensor, dim: int) -> int:
+        """As `_slice_parameter`, of a tensor that accelerate keeps elsewhere: it is loaded, cut and stored again."""
+        value = value_of(module, name)
+        self._undo.append(put(module, name, value.index_select(dim, index.to(value.device))))
+        self._note(module, tensors=(name,))
+        return len(index)
 
     def _note(self, module: nn.Module, tensors: Sequence[str] = (), numbers: Sequence[str] = ()) -> None:
         """Note on a module what of it is no longer as its class makes it."""
@@ -254,13 +268,16 @@ class Journal:
         attention, name = model.get_submodule(layer.module), layer.output_projection.module
         output: Any = model.get_submodule(name)
         bias: Tensor | None = getattr(output, "bias", None)
+        if bias is not None and is_elsewhere(output, "bias"):  # so small that it stays where it is added
+            trained, bias = bias.requires_grad, value_of(output, "bias").to(model_device(model))
+            bias.requires_grad_(trained)
         if layer.output_inside:
             width = output.weight.shape[0] if isinstance(output, nn.Linear) else output.weight.shape[1]
             stub = emptied(attention, width, bias, layer.output_arity)
         else:
             stub = emptied(attention, 0, None, layer.output_arity)
-            self._replace_module(model, name, OnlyBias.of(output, bias))
-        self._replace_module(model, layer.module, stub)
+            self._replace_module(model, name, with_numbers(OnlyBias.of(output, bias)))
+        self._replace_module(model, layer.module, with_numbers(stub))
 
     def _index_position_bias(self, attention: nn.Module, num_heads: int, kept: Sequence[int]) -> None:
         earlier: SharedPositionBias | None = SharedPositionBias.of(attention)

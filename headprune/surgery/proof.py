@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError, first_line
 from headprune.gates import mask
-from headprune.inputs import Example, call, scrambled, seeded, tensors, variants, widened
-from headprune.longer import longer, position_limit, within_bounds
+from headprune.inputs import Example, call, scrambled, seeded, shortened, tensors, variants, widened
+from headprune.longer import LONG, longer, position_limit, within_bounds
 from headprune.modules import exact_attention
 from headprune.surgery.journal import Journal
 from headprune.surgery.removal import Removal, ways
@@ -124,10 +124,12 @@ def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
     """Inputs for the proof: the example, versions with other shapes and padding, random content, more tokens, and a prompt.
 
     If all tokens of the example are alike, attention is uniform, which hides errors; if it is short, errors that only affect
-    later tokens are hidden. Each input is a list of choices: a model may refuse some, and the first that it takes is used.
+    later tokens are hidden. What is derived from a text has at most `LONG` tokens: with padding many models build a mask of tokens x
+    tokens. Each input is a list of choices: a model may refuse some, and the first that it takes is used.
     """
-    prompt = _prompt(model, example)
-    alone = [example, *variants(example)[:2], *scrambled(example, _vocabulary(model)), *([prompt] if prompt else [])]
+    short = shortened(example, LONG)
+    prompt = _prompt(model, short)
+    alone = [example, *variants(short)[:2], *scrambled(short, _vocabulary(model)), *([prompt] if prompt else [])]
     return [[each] for each in alone] + longer(example, position_limit(model))
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
+from headprune.offload import is_elsewhere
 
 
 @dataclass(frozen=True)
@@ -70,17 +71,19 @@ def ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
 
 
 def check_present(model: nn.Module, layer: AttentionLayer) -> None:
-    """Refuse weights that are not in memory: they cannot be cut, nor the result proved.
+    """Refuse weights without numbers: they cannot be cut, nor the result proved. Those that Accelerate keeps elsewhere have some.
 
     Raises:
-        HeadPruneError: Some of the layer's parameters are on the meta device.
+        HeadPruneError: Some of the layer's parameters are on the meta device, and no hook of their module loads them.
     """
-    for name, parameter in model.get_submodule(layer.module).named_parameters():
-        if parameter.is_meta:
-            raise HeadPruneError(
-                f"Layer {layer.name} cannot be pruned: {name} is not in memory (offloaded, or on the meta device).",
-                "Load the weights first, or onto a device that holds them all.",
-            )
+    for owner, module in model.get_submodule(layer.module).named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and not is_elsewhere(module, own):
+                raise HeadPruneError(
+                    f"Layer {layer.name} cannot be pruned: {f'{owner}.{own}' if owner else own} has no numbers (it is on the meta "
+                    "device, and no hook of Accelerate on its module loads it).",
+                    "Load the weights first; device_map= of from_pretrained may keep them on the CPU or on disk.",
+                )
 
 
 def left_as_ghosts(layers: Sequence[AttentionLayer], drop: Heads) -> tuple[str, ...]:

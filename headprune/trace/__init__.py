@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,8 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.forms import as_stored, guesses, made, remembered
 from headprune.inputs import Example, call, check_weights, model_device, move, usable
 from headprune.modules import exact_attention, uncompiled
-from headprune.pruned import EmptyAttention, is_ours
+from headprune.offload import hook_of, is_elsewhere, is_offloaded, renewed
+from headprune.pruned import EmptyAttention, convert, is_ours
 from headprune.trace.layers import read_layers
 from headprune.trace.meta import Materialised
 from headprune.trace.tracer import Tracer
@@ -55,6 +57,7 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
             inference mode; or there is no example, and none can be made up.
     """
     check_weights(model)
+    _check_stand_ins(model)
     if example is None:
         example = example_for(model)
     device = model_device(model)
@@ -113,11 +116,34 @@ def _traced(model: nn.Module, example: Example, *, buffers: bool) -> list[Attent
     with ExitStack() as stack:
         stack.enter_context(_differentiable(model, buffers))
         stack.enter_context(tracer.watching())
-        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        if _has_no_numbers(model):
             stack.enter_context(Materialised(tracer.note_made))
         stack.enter_context(tracer)
         tracer.note_bypass(call(model, example))
     return read_layers(tracer)
+
+
+def _check_stand_ins(model: nn.Module) -> None:
+    """Refuse modules whose stand-ins would have to share weights that a hook loads.
+
+    Raises:
+        HeadPruneError: There is one.
+    """
+    for name, module in model.named_modules() if is_offloaded(model) else ():
+        if any(hook_of(part) is not None for part in module.modules()) and convert(module) is not None:
+            raise HeadPruneError(
+                f"{name} ({type(module).__name__}) is replaced by a stand-in that shares its weights, and Accelerate keeps these elsewhere.",
+                "Give it a device in the device map, so that its weights stay there.",
+            )
+
+
+def _has_no_numbers(model: nn.Module) -> bool:
+    """Whether some tensors are on the meta device, and no hook of accelerate loads them."""
+    return any(
+        t is not None and t.is_meta and not is_elsewhere(module, name)
+        for module in model.modules()
+        for name, t in (*module._parameters.items(), *module._buffers.items())
+    )
 
 
 @contextmanager
@@ -135,16 +161,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
     """Gradients for every parameter (and floating-point buffer) while the context lasts, frozen or not."""
-    tensors_ = [*model.parameters(), *(model.buffers() if buffers else ())]
-    every = {id(t): t for t in tensors_ if t.is_floating_point() and t.is_leaf}
-    before = [(t, t.requires_grad) for t in every.values()]
+    renewed(model)
+    # By place: a hook of accelerate puts other tensors there whenever a module runs.
+    places: list[tuple[Any, str]] = [(m._parameters, n) for m in model.modules() for n in m._parameters]
+    places += [(m._buffers, n) for m in model.modules() for n in m._buffers] if buffers else []
+    held = [(own, name, own[name]) for own, name in places]
+    before = [
+        (own, n, t, t.requires_grad) for own, n, t in held if t is not None and t.is_floating_point() and t.is_leaf
+    ]
     try:
-        for t, _ in before:
+        for *_, t, _ in before:
             t.requires_grad_(True)
         yield
     finally:
-        for t, required in before:
+        for own, name, t, required in before:
             t.requires_grad_(required)
+            if (now := own.get(name)) is not None and now is not t and now.is_leaf:
+                now.requires_grad_(required)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, HeadFeatures, HeadTable, is_inside
+from headprune.offload import hook_of
 from headprune.pruned import HeadArgument, MultiheadAttention, ghosts, is_ours
 from headprune.trace.graphs import apart, is_matrix, leaves_of, nodes_of, overlap
 from headprune.trace.record import Attention
@@ -299,15 +300,16 @@ def _keeps_zeros(trace: Tracer, attention: Attention, gate: HeadFeatures) -> boo
     if gate.dim != -1 or entries != trace.seen[attention.output].size_in or gate.module == attention.output:
         return False
     held = next(module.parameters(), None)
-    if held is not None and held.is_meta:
+    loads = held is not None and held.is_meta and hook_of(module) is not None
+    if held is not None and held.is_meta and not loads:
         return True  # nothing can be tried here, nor pruned
     try:
         with torch.no_grad():
             probe = torch.linspace(-1, 2, width).repeat(2, 1)
             probe[:, list(gate.features[0])] = 0.0
-            given = probe if held is None else probe.to(held.device, held.dtype)
+            given = probe if held is None else probe.to("cpu" if loads else held.device, held.dtype)
             out = module.forward(given)  # itself: an earlier prune left hooks that place and select
-            return bool(out.shape == given.shape and ((out == 0) == (given == 0)).all())
+            return bool(out.shape == given.shape and ((out == 0) == (given == 0).to(out.device)).all())
     except Exception:  # it takes something else
         return False
 

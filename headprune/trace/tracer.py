@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headprune.inputs import tensors
+from headprune.offload import is_offloaded
 from headprune.trace.graphs import Heads, apart, is_matrix, leaves_of, memory, merge
 from headprune.trace.reading import Reader
 from headprune.trace.record import Attention, LinearCall, ModuleSeen, Rows
@@ -57,6 +59,7 @@ class Tracer(TorchFunctionMode):
             for parameter in module.parameters(recurse=False):
                 if is_matrix(parameter):
                     self.owner.setdefault(memory(parameter), []).append(name)
+        self.loads = is_offloaded(model)
         self.reader = Reader(self.calls, self.tensors)
 
     def note_made(self, meta: Tensor, real: Tensor, stays: bool) -> None:
@@ -107,8 +110,21 @@ class Tracer(TorchFunctionMode):
             return seen.output
         return None
 
+    def _note_loaded(self, given: Any) -> None:
+        """Name parameters that came in just for this call (accelerate), as long as they last."""
+        for part in given:
+            if isinstance(part, nn.Parameter) and id(part) not in self.tensors:
+                for around in reversed(self.running):
+                    own = self.modules[around]._parameters.items()
+                    if (found := next((n for n, p in own if p is part), None)) is not None:
+                        self.tensors[id(part)] = f"{around}.{found}" if around else found
+                        weakref.finalize(part, self.tensors.pop, id(part), None)
+                        break
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.loads and self.running:
+            self._note_loaded((*args, *kwargs.values()))
         if func is _SDPA:
             return self._on_sdpa(func, args, kwargs)
         if func is F.multi_head_attention_forward:

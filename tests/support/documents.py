@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,17 @@ import torch
 
 from headprune.app.documents import Heads, LayerProfile, Positions, Sample, SampleLayer
 from headprune.attention import AttentionLayer
+from headprune.jsonio import CHECKSUM
 from headprune.scoring.base import HeadScores
 from headprune.seeing import HeadProfile
+
+
+def opened(path: Path) -> dict[str, Any]:
+    """A file of headprune's as a person may edit it: without its checksum."""
+    document: dict[str, Any] = json.loads(path.read_text())
+    document.pop(CHECKSUM, None)
+    return document
+
 
 # What a page or a terminal must show as it is.
 HOSTILE = """</script><script>alert("1")</script><img src=x onerror=alert(2)> & "'`{{ 7*7 }}"""

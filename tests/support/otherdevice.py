@@ -45,7 +45,9 @@ class There(Tensor):
     is_cuda, is_cpu = True, False
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> There:
+    def __new__(cls, held: Tensor, requires_grad: bool | None = None) -> There:
+        if requires_grad is not None:  # accelerate makes a parameter of the type that there was
+            return _parameter(held, requires_grad)
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
             layout=held.layout, device=torch.device("cpu"),
@@ -107,6 +109,8 @@ class There(Tensor):
             device, dtype = other.device, other.dtype
         else:
             device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and device.type == "meta":
+            return torch.empty(self.shape, dtype=dtype or self.dtype, device=device)
         if device is not None and device.type == "cpu":
             return torch.ops.aten._to_copy(self, device=device, dtype=dtype or self.dtype)
         if copy or (dtype is not None and dtype != self.dtype):
@@ -116,6 +120,14 @@ class There(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
+
+
+def _parameter(held: Tensor, requires_grad: bool) -> Any:
+    if not isinstance(held, There):
+        return torch.nn.Parameter(held, requires_grad)
+    made = There(held.held.detach()).requires_grad_(requires_grad)
+    made._is_param = True  # type: ignore[attr-defined]
+    return made
 
 
 class Pretended(TorchDispatchMode):

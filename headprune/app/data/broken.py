@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,58 @@ def first_broken(path: Path) -> HeadPruneError | None:
         if wrong:
             return HeadPruneError(f"{file} cannot be read as a dataset: {wrong[0]}.", wrong[1])
     return None
+
+
+_DEEPEST = 1000  # values within values
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]')
+
+
+def fatal(path: Path) -> HeadPruneError | None:
+    """The error for JSON that must not be read at all, since pyarrow's reader would end the process.
+
+    It overflows its stack at some tens of thousands of values within values, and follows a null pointer where a row is ``null``.
+
+    Args:
+        path: A data file, or a folder that is searched with all its subfolders.
+    """
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    for file in files:
+        if (
+            file.suffix.lower() in (".json", ".jsonl")
+            and file.is_file()
+            and _suspicious(file)
+            and (why := _fatal(file))
+        ):
+            return HeadPruneError(
+                f"{file} cannot be read as a dataset: {why}.", f"Each example is a JSON object. {_REPAIR}"
+            )
+    return None
+
+
+def _suspicious(file: Path) -> bool:
+    """A quick look: brackets in texts count too."""
+    open_, widest = 0, 0
+    with file.open("rb") as lines:
+        for line in lines:
+            opened, closed = line.count(b"[") + line.count(b"{"), line.count(b"]") + line.count(b"}")
+            open_, widest = open_ + max(opened - closed, 0), max(widest, opened)
+            if open_ + widest > _DEEPEST or line.strip() == b"null":
+                return True
+    return False
+
+
+def _fatal(file: Path) -> str:
+    """What would end the process, and in which line; "" for nothing."""
+    depth = 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not depth and line.strip() == b"null":
+                return f"line {number:,} holds null instead of a JSON object"
+            for found in _BRACKETS.finditer(line):
+                depth += (found[0] in (b"[", b"{")) - (found[0] in (b"]", b"}"))
+                if depth > _DEEPEST:
+                    return f"in line {number:,} there are values within values, more than {_DEEPEST:,} deep"
+    return ""
 
 
 _Wrong = tuple[str, str]  # what is wrong and where in the file, what to try

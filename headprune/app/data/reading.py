@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headprune.app.data.broken import first_broken
+from headprune.app.data.broken import fatal, first_broken
 from headprune.errors import HeadPruneError, first_line
 
 BUILDERS = {
@@ -53,10 +55,32 @@ def read_splits(dataset: str, subset: str | None = None) -> dict[str, Any]:
         HeadPruneError: No such dataset, or one that cannot be read; the message names the file and the line, if they can be found.
     """
     check_local(dataset)
+    if Path(dataset).exists() and (deadly := fatal(Path(dataset))):
+        raise deadly
+    _check_addresses(Path(dataset))
     try:
         return _load(dataset, subset)
     except Exception as error:
         raise _unreadable(dataset, error) from error
+
+
+def _check_addresses(folder: Path) -> None:
+    """Refuse a folder whose description names files on a network, which the library would fetch.
+
+    Raises:
+        HeadPruneError: It does.
+    """
+    for name in ("README.md", ".huggingface.yaml"):
+        file = folder / name
+        if not file.is_file():
+            continue
+        text = file.read_text(encoding="utf-8", errors="replace")
+        told = text.split("\n---", 1)[0] if name == "README.md" else text
+        if found := re.search(r"[\w+.-]+://[^\s'\",\]]*", told) if "data_files" in told or "data_dir" in told else None:
+            raise HeadPruneError(
+                f"{file} names files elsewhere ({found[0]:.80}), and headprune fetches nothing for a folder.",
+                "Put the files into the folder, or take the address out.",
+            )
 
 
 def place(dataset: str, split: str) -> str:
@@ -71,7 +95,7 @@ def _load(dataset: str, subset: str | None) -> dict[str, Any]:
     if path.is_file():
         suffix = path.suffix.lower()
         extra = {"delimiter": "\t"} if suffix == ".tsv" else {}
-        found = datasets.load_dataset(BUILDERS[suffix], data_files=str(path), **extra)
+        found = datasets.load_dataset(BUILDERS[suffix], data_files=glob.escape(str(path)), **extra)
         return {WHOLE: found["train"]}
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         stored = datasets.load_from_disk(str(path))
@@ -90,7 +114,14 @@ def _unreadable(dataset: str, error: Exception) -> HeadPruneError:
     if path.exists():
         if found := first_broken(path):
             return found
-        why = "it holds no rows" if "empty" in text.lower() or isinstance(error, StopIteration) else text
+        if path.is_dir() and glob.has_magic(str(path.resolve())):
+            return HeadPruneError(
+                f"{path} cannot be read as a dataset: the library takes *, ? and [ in {path.resolve()} for patterns of names.",
+                "Name a file in it, or rename the folder.",
+            )
+        why = (
+            "it holds no rows" if re.search("empty|no data", text.lower()) or isinstance(error, StopIteration) else text
+        )
         return HeadPruneError(f"{path} cannot be read as a dataset: {why}.", "Check the files in it.")
     if cause is not error:
         return HeadPruneError(f"Dataset {dataset!r} cannot be read: {text}.", "Check --subset, or its page on the hub.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict, Field
 
 from headprune.app.data.part import OnDemand, Part, Parts, content_hash
-from headprune.app.documents.base import Document
+from headprune.app.documents.base import Count, Document
 from headprune.evaluation import Measurement, interval
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Environment(Document):
     system: str
     device: str
     device_name: str
-    threads: int
+    threads: Count
 
 
 class Examples(Document):
@@ -43,10 +43,10 @@ class Examples(Document):
     """
 
     split: str
-    examples: int
+    examples: Count
     rows_hash: str
     content_hash: str | None = None
-    shortened: int = 0
+    shortened: Count = 0
 
     @classmethod
     def of(cls, part: Part) -> Self:
@@ -92,7 +92,7 @@ class Measured(Document):
     metrics: dict[str, float]
     low: float
     high: float
-    examples: int
+    examples: Count
 
     @classmethod
     def of(cls, measured: Measurement, metric: str) -> Self:
@@ -106,7 +106,7 @@ class Epoch(Document):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, float] = Field(init=False)
 
-    step: int
+    step: Count
     epoch: float
 
     @property
@@ -119,10 +119,10 @@ class Training(Document):
 
     model_config = ConfigDict(from_attributes=True)
 
-    examples: int
-    steps: int
-    planned: int
+    examples: Count
+    steps: Count
+    planned: Count
     history: tuple[Epoch, ...]
-    best: int
-    resumed: int | None
+    best: Count
+    resumed: Count | None
     seconds: float

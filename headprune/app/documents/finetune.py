@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headprune.app.data.options import DataOptions
-from headprune.app.documents.base import Document, File
+from headprune.app.documents.base import Count, Document, File
 from headprune.app.documents.common import Cut, Environment, Measured, Training
 from headprune.app.options import FinetuneOptions
 from headprune.evaluation import Change
@@ -16,7 +16,7 @@ class TrainingOptions(FinetuneOptions):
     """How `headprune finetune` trained; ``train_limit`` is the most examples it was allowed."""
 
     dtype: str = "float32"
-    train_limit: int | None = None
+    train_limit: Count | None = None
 
 
 class FinetuneFacts(File):

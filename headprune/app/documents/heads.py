@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import model_validator
 
-from headprune.app.documents.base import Document, File
+from headprune.app.documents.base import Count, Document, File
 from headprune.seeing.figures import HeadProfile
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class LayerProfile(Document):
     """
 
     name: str
-    index: int
+    index: Count
     kind: str
     heads: tuple[HeadProfile, ...]
     unseen: str = ""
@@ -46,7 +46,7 @@ class Positions(Document):
     """
 
     labels: tuple[str, ...]
-    grid: tuple[int, int] | None = None
+    grid: tuple[Count, Count] | None = None
     image: str | None = None
 
 
@@ -63,11 +63,11 @@ class SampleLayer(Document):
             weights are small.
     """
 
-    layer: int
+    layer: Count
     queries: str
     keys: str
-    rows: tuple[int, ...] | None = None
-    shape: tuple[int, int, int]
+    rows: tuple[Count, ...] | None = None
+    shape: tuple[Count, Count, Count]
     weights: str
     scale: float = 1.0
 
@@ -110,6 +110,17 @@ class Sample(Document):
     layers: tuple[SampleLayer, ...]
     shortened: bool = False
 
+    @model_validator(mode="after")
+    def _labelled(self) -> Self:
+        for layer in self.layers:
+            for name in (layer.queries, layer.keys):
+                if name not in self.positions:
+                    raise ValueError(f"layer {layer.layer} has no positions {name!r:.60}")
+            held = len(self.positions[layer.queries].labels) if layer.rows is None else len(layer.rows)
+            if layer.shape[1:] != (held, len(self.positions[layer.keys].labels)):
+                raise ValueError(f"layer {layer.layer} does not have the shape of its positions")
+        return self
+
 
 class Heads(File):
     """What the dense model's heads do, on examples of the scoring part.
@@ -123,9 +134,9 @@ class Heads(File):
 
     kind = "heads"
 
-    examples: int
-    tokens: int
-    repeated: int = 0
+    examples: Count
+    tokens: Count
+    repeated: Count = 0
     unit: str
     layers: tuple[LayerProfile, ...]
     samples: tuple[Sample, ...]

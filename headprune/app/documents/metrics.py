@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from headprune.app.documents.base import Document, File
+from headprune.app.documents.base import Beside, Count, Document, File
 from headprune.app.documents.common import Environment, Examples, Measured, Training
 from headprune.app.options import FinetuneOptions
 from headprune.budgets import Budget, Reading, kind_named
@@ -30,10 +30,10 @@ class Dense(Measured):
         weights, dtype: As `BudgetResult`'s, of the checkpoint that it was loaded from.
     """
 
-    parameters: int
-    flops: int
+    parameters: Count
+    flops: Count
     guessing: float | None = None
-    weights: int | None = None
+    weights: Count | None = None
     dtype: str | None = None
 
 
@@ -46,7 +46,7 @@ class PlannedWork(Document):
 
     passes: float
     flops: float
-    examples: int
+    examples: Count
     left_out: str | None = None
 
 
@@ -54,7 +54,7 @@ class ComparedPlan(Document):
     """How a plan did on the choosing part: divergence from the dense model's answers, or where that is not known the loss, in nats."""
 
     budget: str
-    kept: int
+    kept: Count
     divergence: float | None = None
     loss: float | None = None
 
@@ -82,7 +82,7 @@ class Planning(Document):
     strategy: str = ""
     about: str = ""
     protect: str = ""
-    min_heads_per_layer: int = 0
+    min_heads_per_layer: Count = 0
     effort: Effort | None = None
     work: dict[str, PlannedWork] = Field(default_factory=dict)
     judged_by: str = ""
@@ -108,8 +108,8 @@ class Asked(Document):
     measured: float | None = None
     low: float | None = None
     high: float | None = None
-    batch: int | None = None
-    length: int | None = None
+    batch: Count | None = None
+    length: Count | None = None
 
     @classmethod
     def of(cls, budget: Budget, reading: Reading) -> Self:
@@ -139,7 +139,7 @@ class StepTrial(Document):
     step: str
     before: float | None
     after: float | None
-    examples: int
+    examples: Count
     kept: bool
 
 
@@ -147,9 +147,9 @@ class Refitted(Document):
     """As `headprune.repairing.Repair`."""
 
     layers: dict[str, LayerRepair]
-    examples: int
-    mixtures: int = 0
-    passes: int
+    examples: Count
+    mixtures: Count = 0
+    passes: Count
     biases: tuple[str, ...]
     notes: tuple[str, ...]
     answers: AnswersRepair | None = None
@@ -187,7 +187,7 @@ class Proved(Document):
 
     difference: float
     tolerance: float
-    inputs: int
+    inputs: Count
     ghosts: tuple[str, ...]
     reload_difference: float
 
@@ -239,14 +239,14 @@ class BudgetResult(Document):
     """
 
     name: str
-    asked: int
-    kept: int
-    total: int
+    asked: Count
+    kept: Count
+    total: Count
     method: str
     strategy: str = ""
     budget: Asked | None = None
     notes: tuple[str, ...]
-    drop: dict[str, tuple[int, ...]]
+    drop: dict[str, tuple[Count, ...]]
     pruned: Measured
     change: Change
     random: tuple[float, ...]
@@ -255,13 +255,21 @@ class BudgetResult(Document):
     repair: Repaired | None = None
     finetune: Trained | None = None
     proof: Proved
-    parameters: int
-    flops: int
-    checkpoint: str
-    size: int | None = None
-    weights: int | None = None
+    parameters: Count
+    flops: Count
+    checkpoint: Beside
+    size: Count | None = None
+    weights: Count | None = None
     dtype: str | None = None
     loads: str = ""
+
+    @model_validator(mode="after")
+    def _heads_once(self) -> Self:
+        if any(len(set(heads)) < len(heads) for heads in self.drop.values()):
+            raise ValueError("a head is listed twice")
+        if self.kept > self.total:
+            raise ValueError("more heads are kept than there are")
+        return self
 
 
 class Point(Document):
@@ -273,8 +281,8 @@ class Point(Document):
     """
 
     method: str
-    kept: int
-    asked: int
+    kept: Count
+    asked: Count
     value: float
     low: float
     high: float
@@ -292,8 +300,8 @@ class Latency(Document):
 
     rows: tuple[LatencyRow, ...]
     bound: str | None
-    bound_ghosts: int = 0
-    typical_length: int
+    bound_ghosts: Count = 0
+    typical_length: Count
 
 
 class ExportedModel(Document):
@@ -309,8 +317,8 @@ class ExportedModel(Document):
 
     format: str
     name: str
-    checkpoint: str
-    file: str | None
+    checkpoint: Beside
+    file: Beside | None
     proved: bool
     summary: str
     notes: tuple[str, ...] = ()
@@ -333,8 +341,8 @@ class TimeParts(Document):
         stand_ins: Whether plain operations took the place of fused ones.
     """
 
-    batch: int
-    length: int
+    batch: Count
+    length: Count
     total: float
     parts: dict[str, float]
     bounds: dict[str, float]

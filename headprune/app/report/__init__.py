@@ -31,7 +31,16 @@ def write(folder: RunFolder) -> None:
     """
     try:
         _write(folder)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, jinja2.UndefinedError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        ArithmeticError,
+        StopIteration,
+        jinja2.UndefinedError,
+    ) as error:
         raise HeadPruneError(
             f"The documents in {folder.path} are damaged, or of another version ({type(error).__name__}: {error}).",
             "Make the run again.",
@@ -39,8 +48,11 @@ def write(folder: RunFolder) -> None:
 
 
 def _write(folder: RunFolder) -> None:
+    # All is read, and put into words, before the first file is touched: a damaged document leaves the report as it was.
     run, metrics = folder.read_run(), folder.read_metrics()
     scores = folder.read_scores() if folder.scores_path.exists() else []  # a plan of the user's needs none
+    heads = folder.read_heads()
+    text, whole = markdown.render(run, scores, metrics, heads), page.render(run, scores, metrics, heads)
     if scores:
         figures.importance(folder.path / "importance.png", scores, metrics)
     (folder.path / "agreement.png").unlink(missing_ok=True)  # of an earlier run with more methods
@@ -52,9 +64,8 @@ def _write(folder: RunFolder) -> None:
         figures.latency(folder.path / "latency.png", metrics.latency)
         if metrics.time:
             figures.time_parts(folder.path / "time.png", metrics.time)
-    heads = folder.read_heads()
     (folder.path / "heads.png").unlink(missing_ok=True)
     if heads is not None and heads.samples:
         draw_all(folder.path / "heads.png", heads, heads.samples[-1], verdict(metrics).budget.drop if metrics else None)
-    write_text(folder.report_path, markdown.render(run, scores, metrics, heads))
-    write_text(folder.page_path, page.render(run, scores, metrics, heads))
+    write_text(folder.report_path, text)
+    write_text(folder.page_path, whole)

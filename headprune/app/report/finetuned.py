@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headprune.app.documents import FinetuneRecord
 from headprune.app.report import numbers
+from headprune.app.report.heads import prose
 from headprune.checkpoint import code
 
 _NAMES = {"dense": "dense", "pruned": "pruned", "finetuned": "pruned, fine-tuned"}
@@ -11,8 +12,8 @@ _NAMES = {"dense": "dense", "pruned": "pruned", "finetuned": "pruned, fine-tuned
 
 def render(name: str, record: FinetuneRecord) -> str:
     """The whole report."""
-    sections = [f"# {name}: a pruned model, fine-tuned", _opening(record), _results(record), _training(record)]
-    return "\n\n".join([*sections, f"Made by `{record.command}`."]) + "\n"
+    sections = [f"# {prose(name)}: a pruned model, fine-tuned", _opening(record), _results(record), _training(record)]
+    return "\n\n".join([*sections, f"Made by {code(record.command)}."]) + "\n"
 
 
 def _opening(d: FinetuneRecord) -> str:
@@ -63,6 +64,6 @@ def _training(d: FinetuneRecord) -> str:
         f"labels' cross-entropy{hidden}. AdamW, learning rate {o.learning_rate:g}, batches of {d.data.batch_size}, "
         f"{t.steps:,} of {t.planned:,} steps on {t.examples:,} examples an epoch, seed {o.seed}, on "
         f"{d.environment.device_name} ({d.environment.device}). Kept: {chosen}, by {metric} on "
-        f"{d.parts.choose.examples:,} choosing examples (`{d.parts.choose.split}`): {before} before, {course}.\n\n"
-        + "\n".join(f"- {n}" for n in d.notes)
+        f"{d.parts.choose.examples:,} choosing examples ({code(d.parts.choose.split)}): {before} before, {course}.\n\n"
+        + "\n".join(f"- {prose(n)}" for n in d.notes)
     )

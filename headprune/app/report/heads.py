@@ -62,4 +62,43 @@ def plain(text: str) -> str:
     >>> plain("a *b* <i> [x](y)|z")
     'a \\*b\\* \\<i\\> \\[x\\](y)\\|z'
     """
-    return re.sub(r"([\\`*_\[\]<>|$~#&])", r"\\\1", text)
+    return re.sub(r"([\\`*_\[\]<>|$~#&])", r"\\\1", in_line(text))
+
+
+def prose(text: str) -> str:
+    r"""A note of ours that may hold a name from the data: what it has in backticks is code, and nothing else in it is markup.
+
+    >>> prose("cut at `a<b`, says <i> and [x](y)")
+    'cut at `a<b`, says \\<i> and \\[x](y)'
+    """
+    parts = in_line(text).split("`")
+    if not len(parts) % 2:
+        return plain(text)
+    escaped = [
+        re.sub(r"([\\<\[*|]|&(?=[\w#])|(?<!\w)_|_(?!\w))", r"\\\1", part)
+        if not i % 2
+        else f"`{part}`"
+        if part
+        else r"\`\`"
+        for i, part in enumerate(parts)
+    ]
+    return "".join(escaped)
+
+
+def in_line(text: str) -> str:
+    """A text in one line, without codes that a terminal would obey.
+
+    >>> in_line("a\\n# b")
+    'a # b'
+    """
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def visible(text: str) -> str:
+    """A text of several lines, without codes that a terminal would obey."""
+    return "\n".join(map(in_line, text.split("\n")))
+
+
+def fence(texts: Sequence[str]) -> str:
+    """What a block of code begins and ends with: longer than any run of backticks in it."""
+    return "`" * max(3, 1 + max((len(run) for text in texts for run in re.findall("`+", text)), default=0))

@@ -76,7 +76,7 @@ def _environment() -> jinja2.Environment:
             numbers.rank, numbers.known, numbers.measured_value, shlex.quote, numbers.with_error, numbers.device,
             numbers.without_places, numbers.cache, numbers.joules, numbers.name_of, numbers.to_repeat, numbers.size,
         )
-    } | {"code": code, "fmt": format, "thousands": lambda number: f"{number:,}", "plain": seen.plain}  # fmt: skip
+    } | {"code": code, "fmt": format, "thousands": lambda number: f"{number:,}", "plain": seen.plain, "prose": seen.prose, "fence": seen.fence, "visible": seen.visible}  # fmt: skip
     made.globals |= {
         f.__name__: f for f in (
             findings.chosen_by, findings.speed, findings.trade_off,

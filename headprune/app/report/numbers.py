@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -153,3 +154,8 @@ def without_place(text: str) -> str:
 def without_places(command: str) -> str:
     """A command line, its paths likewise."""
     return shlex.join(without_place(part) for part in shlex.split(to_repeat(command)))
+
+
+def quoted(text: str) -> str:
+    """As a text in Python, in double quotes."""
+    return json.dumps(text, ensure_ascii=False)

@@ -18,6 +18,7 @@ from headprune.app.report.verdict import (
     loss_within,
     verdict,
 )
+from headprune.checkpoint import code
 from headprune.evaluation import Change
 from headprune.planning import STRATEGIES
 from headprune.scoring import METHODS
@@ -137,11 +138,11 @@ def cautions(run: Run, metrics: Metrics) -> list[str]:
             f"{sizes} measurably beat as many random ones, so this run does not show that it matters which heads go."
         )
     if (trained := findings.trained_on_choosing(metrics)) is not None:
-        split = run.parts.choose.split
+        split = code(run.parts.choose.split)
         told.append(
-            f"The dense model's {metric} is {numbers.value(trained, metric)} where plans were chosen (`{split}`) and "
+            f"The dense model's {metric} is {numbers.value(trained, metric)} where plans were chosen ({split}) and "
             f"{numbers.value(metrics.dense.metrics[metric], metric)} on the examples that are reported, so it was probably trained on "
-            f"`{split}`. The reported figures stand, but the choice between plans was made on examples that flatter the model; "
+            f"{split}. The reported figures stand, but the choice between plans was made on examples that flatter the model; "
             "`--choose-split` names others."
         )
     for e in elsewhere(metrics):
@@ -270,11 +271,11 @@ def usage(run: Run, metrics: Metrics) -> str:
     budget, which = found.budget, "it" if found.recommended or len(metrics.budgets) == 1 else "one"
     folder = f"{run.folder}/{budget.checkpoint}" if run.folder else budget.checkpoint
     widened = bool(precision(run, metrics)) and run.model.dtype == "float32"
-    own = f'import headprune; model = headprune.load("{folder}"){".float()" if widened else ""}'
+    own = f"import headprune; model = headprune.load({numbers.quoted(folder)}){'.float()' if widened else ''}"
     known = budget.loads if budget.loads and not budget.loads.startswith("headprune.") else ""
     other = known or "from_pretrained(folder, trust_remote_code=True)"
     other = f'{other.removesuffix(")")}, dtype="float32")' if widened else other
-    return f"To use {which}: `{own}`, or without headprune, with the same folder, transformers' `{other}`."
+    return f"To use {which}: {code(own)}, or without headprune, with the same folder, transformers' {code(other)}."
 
 
 def proved(metrics: Metrics) -> str:
@@ -300,8 +301,8 @@ def reloaded(metrics: Metrics) -> str:
 
 def parts(run: Run, metrics: Metrics | None, scored: bool) -> str:
     """How many examples were used for what."""
-    score = f"{run.parts.score.examples:,} examples of `{run.parts.score.split}`"
-    choose, report = (f"{p.examples:,} of `{p.split}`" for p in (run.parts.choose, run.parts.report))
+    score = f"{run.parts.score.examples:,} examples of {code(run.parts.score.split)}"
+    choose, report = (f"{p.examples:,} of {code(p.split)}" for p in (run.parts.choose, run.parts.report))
     begin = f"{'Scores come from' if scored else 'Nothing was scored; set aside for it were'} {score}"
     rest = f"plans were chosen on {choose}; {metrics.metric} is reported on {report}" if metrics else ""
     rest = rest or f"set aside are {choose} to choose between plans and {report} to report on"

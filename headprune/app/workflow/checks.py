@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from headprune.app.data import DataOptions, Parts
-from headprune.app.documents import Examples, Run
+from headprune.app.documents import Cut, Examples, Run
 from headprune.app.workflow.scene import Scene
 from headprune.app.workflow.targets import Goal, subject_for
 from headprune.errors import HeadPruneError
@@ -49,7 +49,7 @@ def _check_metric(scene: Scene) -> None:
     raise HeadPruneError(f"{what} cannot be read off its logits.", f"Check --task (it is {name}).")
 
 
-def check_scored(scene: Scene, run: Run, where: object) -> None:
+def check_scored(scene: Scene, run: Run, where: object) -> list[str]:
     """Refuse scores that were made on another scoring part than this run has.
 
     A run has one scoring part, for scores, repair and the report. The other two parts share no example with it,
@@ -59,12 +59,20 @@ def check_scored(scene: Scene, run: Run, where: object) -> None:
         run: The document of the run that scored.
         where: Its folder, for people.
 
+    Returns:
+        A note if the other parts are others now though they are cut alike: the data was changed.
+
     Raises:
         HeadPruneError: It is another one; the message names the options that make it so.
     """
     before, then, now = run.options.data, run.parts.score, Examples.of(scene.parts.score)
     if then.same(now):
-        return
+        alike = not changed_options(before, scene.options.data)
+        if alike and not run.parts.same(Cut.of(scene.parts)):
+            return [
+                f"{before.dataset} has changed since it was scored: the examples to choose or to report are others now."
+            ]
+        return []
     changed = [flag for flag in changed_options(before, scene.options.data) if flag != "--report-limit"]
     if not changed:
         raise HeadPruneError(

@@ -42,7 +42,8 @@ from headprune.app.workflow.timing import inputs, time_generation, time_models, 
 from headprune.budgets import Fit, Reading
 from headprune.errors import HeadPruneError, first_line
 from headprune.evaluation import Measurement
-from headprune.fingerprint import fingerprint
+from headprune.fingerprint import config_hash, fingerprint, processor_hash
+from headprune.inputs import model_device
 from headprune.planning import Order
 from headprune.plans import PruningPlan
 from headprune.ranks import current
@@ -94,14 +95,36 @@ class PruneRun:
             HeadPruneError: A format of an export is not there; the goal makes no sense for the model; the scores are another model's, or of examples that will be reported.
         """
         exports.check(self.exports)
+        _check_placed(self)
         scene = open_scene(self.options, console)
         scene = replace(scene, parts=load_also(self.options.data, scene.loaded, scene.parts))
         for part in scene.parts.also:
             console.say(f"Second data, to which nothing is fitted: {len(part)} examples of {part.name}.")
         check_goal(self.goal, scene)
         if self.source is not None:
-            _check_same(scene, scores, self.source)
+            for note in _check_same(scene, scores, self.source):
+                console.say(note)
         return scene
+
+
+def _check_placed(asked: PruneRun) -> None:
+    """Refuse what a model that is spread over devices cannot do, before it is loaded.
+
+    Raises:
+        HeadPruneError: It was to be trained or exported.
+    """
+    if asked.options.device_map is None:
+        return
+    if asked.goal.finetune:
+        raise HeadPruneError(
+            "--finetune and --device-map do not go together: weights that are loaded for each pass cannot be trained.",
+            "Leave out --finetune; train the pruned folder where it fits (headprune finetune).",
+        )
+    if asked.exports:
+        raise HeadPruneError(
+            "--export and --device-map do not go together: an export takes the whole model into memory.",
+            "Leave out --export; `headprune export` writes the pruned folder's file where that fits.",
+        )
 
 
 def plan_run(asked: PruneRun, console: Console) -> tuple[list[HeadScores], list[Fit]]:
@@ -231,7 +254,7 @@ def _pruned_and_measured(job: Job, scores: Sequence[HeadScores]) -> tuple[list[F
 
 
 def _environment(scene: Scene) -> Environment:
-    return runs.environment(str(next(scene.model.parameters()).device))
+    return runs.environment(str(model_device(scene.model)))
 
 
 def _with_exports(job: Job, metrics: Metrics, formats: Sequence[str]) -> Metrics:
@@ -312,8 +335,8 @@ def _kept_fits(job: Job, environment: Environment, make: Callable[[], list[Fit]]
     return [Fit(kept.plan, None if kept.budget is None else budgets[kept.budget], kept.reading) for kept in found.fits]
 
 
-def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -> None:
-    """Scores must be this model's, and their examples must not be among those that are reported."""
+def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -> list[str]:
+    """Scores must be this model's, and their examples must not be among those that are reported; notes on what else changed."""
     now = fingerprint(scene.model)
     for s in scores:
         if s.model != now:
@@ -322,4 +345,12 @@ def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -
                 f"this one is {now}).",
                 "Score this model first, or leave it out to prune the one that was scored.",
             )
-    check_scored(scene, source.read_run(), source.path)
+    run = source.read_run()
+    for what in run.model.other_now(run.environment, config_hash(scene.model), processor_hash(scene.loaded.processor)):
+        raise HeadPruneError(
+            f"The {what} of {scene.options.model} is not what it was when {source.path} was scored.",
+            "Bring it back as it was, or score again.",
+        )
+    notes = check_scored(scene, run, source.path)
+    scene.parts.notes.extend(notes)
+    return notes

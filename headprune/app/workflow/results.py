@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -41,6 +40,7 @@ from headprune.budgets import Fit
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
+from headprune.offload import copied
 from headprune.planning import Order
 from headprune.plans import PruningPlan
 from headprune.pruned import note_was_repaired
@@ -288,7 +288,7 @@ def _make(job: Job, plan: PruningPlan, path: Path) -> Made:
     scene, trials, console = job.scene, job.trials, job.console
     doing = console.track(f"repairing {plan.kept} heads") if trials.repair else nullcontext()
     with doing, trials.repaired(plan.drop, whole=True) as repair:
-        model = copy.deepcopy(scene.model)
+        model = copied(scene.model, trials.written)
     if repair is not None:
         note_was_repaired(model)
     # The plan was made for the dense model's weights; some of them are repaired now.

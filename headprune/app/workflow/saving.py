@@ -7,7 +7,6 @@ the dense one. What is measured is the saved folder, its weights widened again, 
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +17,9 @@ from headprune import checkpoint
 from headprune.app.precision import narrow, stored_size, widen
 from headprune.app.workflow.scene import Scene
 from headprune.errors import HeadPruneError, PruneError, first_line
-from headprune.inputs import call, move
+from headprune.inputs import call, model_device, move
 from headprune.memory import is_out_of_memory
+from headprune.offload import copied
 from headprune.surgery import answers
 
 
@@ -60,7 +60,9 @@ def save(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Saved:
 
 def load(scene: Scene, path: Path) -> nn.Module:
     """A saved model, for the run to measure."""
-    model = checkpoint.load(path, device=next(scene.model.parameters()).device)
+    placing = scene.options.placing()
+    places = {"device": model_device(scene.model)} if placing is None else placing.options()
+    model = checkpoint.load(path, **places, as_saved=True)
     if scene.loaded.stored is not None:
         widen(model)
     return model
@@ -72,7 +74,7 @@ def _halved(scene: Scene, model: nn.Module, half: torch.dtype) -> nn.Module:
     Raises:
         HeadPruneError: Its answers are not finite.
     """
-    made = copy.deepcopy(model)
+    made = copied(model)
     narrow(made, half)
     with torch.inference_mode():
         found = answers(call(made, _example(scene, half)))
@@ -92,7 +94,7 @@ def _saved(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Save
     if half:
         dtype = half
         widen(model)
-    example = move(scene.example, next(model.parameters()).device)
+    example = move(scene.example, model_device(model))
     with torch.inference_mode():
         pairs = zip(answers(call(model, example)), answers(call(reloaded, example)), strict=True)
         difference = max(((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
@@ -111,7 +113,7 @@ def dense_weights(scene: Scene) -> tuple[int, str]:
 
 def _example(scene: Scene, half: torch.dtype) -> dict[str, torch.Tensor]:
     """The scene's example for a model in half precision, which takes pixels and sounds so, too."""
-    example = move(scene.example, next(scene.model.parameters()).device)
+    example = move(scene.example, model_device(scene.model))
     return {k: v.to(half) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in example.items()}
 
 

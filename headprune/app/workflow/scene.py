@@ -11,6 +11,7 @@ from torch import nn
 from headprune.app.data import Parts, load_parts
 from headprune.app.models import LoadedModel, load_model, numbers_given
 from headprune.app.options import Options
+from headprune.app.placing import placed
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
@@ -64,17 +65,21 @@ class Scene:
 def open_scene(options: Options, console: Console) -> Scene:
     """Load the model and the data, and find the heads."""
     options.check()
+    if options.device_map is not None and current().size > 1:
+        raise HeadPruneError(
+            "--device-map spreads one model over all devices, which several processes would each do.",
+            "Start one process, or leave out --device-map: each process then takes a device.",
+        )
     loaded = load_model(
         options.model, task=options.task, device=options.device, dtype=options.dtype, revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
+        trust_remote_code=options.trust_remote_code, placing=options.placing(),
     )  # fmt: skip
     if (numbers := numbers_given(loaded)) is not None:
         raise HeadPruneError(
             f"{options.model} has a regression head ({numbers}), which the command line does not measure yet.",
             "Use the Python API: headprune.score(model, batches).",
         )
-    device = next(loaded.model.parameters()).device
-    console.say(f"{type(loaded.model).__name__} for {loaded.task.name} on {device}")
+    console.say(f"{type(loaded.model).__name__} for {loaded.task.name} on {placed(loaded.model)}")
     parts = load_parts(options.data, loaded)
     columns = ", ".join(f"{what}: {name}" for what, name in parts.columns.items())
     sizes = ", ".join(f"{len(p)} to {p.name} ({p.split})" for p in (parts.score, parts.choose, parts.report))

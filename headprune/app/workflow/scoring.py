@@ -19,7 +19,8 @@ from headprune.app.workflow.estimating import BEFORE_A_RUN, announce, begun, est
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.stages import Stages, publish, stages_of
 from headprune.errors import HeadPruneError
-from headprune.fingerprint import fingerprint
+from headprune.fingerprint import config_hash, fingerprint, processor_hash
+from headprune.inputs import model_device
 from headprune.plans import heads_to_keep
 from headprune.ranks import current
 from headprune.scoring import HeadScores, method_named, save_scores, score
@@ -104,7 +105,7 @@ def run_document(scene: Scene, methods: Sequence[str], folder: RunFolder) -> Run
         seconds=(),
         options=scene.options,
         methods=tuple(methods),
-        environment=runs.environment(str(parameter.device)),
+        environment=runs.environment(str(model_device(scene.model))),
         **_cut_of(scene),
         model=ModelFacts(
             class_name=type(scene.model).__name__,
@@ -114,6 +115,8 @@ def run_document(scene: Scene, methods: Sequence[str], folder: RunFolder) -> Run
             attention=attention if isinstance(attention, str) else None,
             parameters=latency.parameters(scene.model),
             fingerprint=fingerprint(scene.model),
+            config=config_hash(scene.model),
+            processor=processor_hash(scene.loaded.processor),
             heads=sum(layer.num_heads for layer in scene.layers),
             layers=tuple(LayerFacts.model_validate(layer) for layer in scene.layers),
         ),

@@ -6,6 +6,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,9 +18,10 @@ from headprune.app.documents import File
 from headprune.app.folders import Folder
 from headprune.app.runs import PARTS, RunFolder
 from headprune.app.workflow.scene import Scene
-from headprune.errors import HeadPruneError, first_line
+from headprune.errors import HeadPruneError, first_line, is_of_the_disk
 from headprune.evaluation import Measurement
 from headprune.fingerprint import versions
+from headprune.inputs import model_device
 from headprune.jsonio import dumps, loads
 from headprune.planning import Order
 from headprune.ranks import current
@@ -71,7 +73,10 @@ class Stages(Results):
         ranks = current()
         known = ranks.first(f"known of {name}", lambda: self._known(name))
         if known is not None:
-            return read(known.result)
+            with suppress(
+                LookupError, TypeError, ValueError, AttributeError, HeadPruneError
+            ):  # damaged: it is made anew
+                return read(known.result)
         made = ranks.first(name, make) if alone else make()
         return read(ranks.first(f"keeping {name}", lambda: self._keep(name, made)))
 
@@ -110,8 +115,9 @@ def stages_of(folder: Folder, name: str, scene: Scene, *facts: Any, say: Callabl
     """
     options = asdict(scene.options)
     del options["trust_remote_code"], options["scoring"]["max_memory"], options["data"]["also"]  # change no number here
+    del options["device_map"], options["device_memory"], options["offload_folder"]  # nor does where weights are kept
     parts = [digest(*part.batches(), part.rows) for part in (scene.parts.score, scene.parts.choose, scene.parts.report)]
-    device = next((p.device.type for p in scene.model.parameters()), "cpu")
+    device = model_device(scene.model).type
     own = folder.unfinished / f"{name}-{digest(versions(), device, options, parts, list(facts), scene.model)}"
     if found := len(list(own.glob("*.json"))):
         stages = "1 finished stage" if found == 1 else f"{found} finished stages"
@@ -127,12 +133,15 @@ def publish(folder: RunFolder, content: RunFolder) -> None:
     """Write the report of a complete run, and put all of it in the place of what is there.
 
     Raises:
-        HeadPruneError: The report could not be written; all else is in its place.
+        HeadPruneError: The report could not be written; all else is in its place. Or the disk is full: then nothing is, and what was
+            there stays.
     """
     trouble: Exception | None = None
     try:
         report.write(content)
     except Exception as error:
+        if is_of_the_disk(error):  # the report will be written once there is room, so the old folder stays until then
+            raise
         trouble = error
     folder.publish(content.path, PARTS)
     if trouble is not None:

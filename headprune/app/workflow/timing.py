@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from headprune.app.documents import Latency, TimeParts
 from headprune.app.workflow.scene import Console, Scene
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
+from headprune.offload import copied
 from headprune.surgery import prune
 from headprune.timing import GenerationRow, breakdown, generation
 
@@ -29,7 +29,7 @@ def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) ->
     """Latency of the dense and every pruned model, with the bound: the model without (nearly) all heads."""
     bound, ghosts = None, 0
     if latency.parameters(scene.model) < _BOUND_LIMIT:
-        empty = copy.deepcopy(scene.model)
+        empty = copied(scene.model)
         try:
             ghosts = len(prune(empty, _everything(scene.layers), scene.example, layers=scene.layers).ghosts)
             bound = NO_HEADS

@@ -113,7 +113,7 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
         gap, lacking[i], kept[i] = seen(i)
         gaps.append(gap)
         size = sum(t.numel() * t.element_size() for own in kept.values() for pair in own.values() for t in pair)
-        if size > _MOST_KEPT or i == order[-1]:
+        if size > _MOST_KEPT:
             break
     coordinates = longest(list(kept.values()))
     rows = {j: coordinates.of(own) for j, own in kept.items()}

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from headprune.app.data.encoders.base import Encoder, class_of
+from headprune.errors import HeadPruneError
 
 _IMAGE_COLUMNS = ("image", "img", "pixel_values", "picture")
 
@@ -19,6 +20,10 @@ class ImageClassification(Encoder):
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
         image = example[self.image]
+        if isinstance(image, str | list):  # an image processor would fetch what the text names, also from a network
+            raise HeadPruneError(
+                f"column {self.image!r} holds no image.", "Give the images themselves, not their names."
+            )
         if self.config.num_channels == 3 and getattr(image, "mode", "RGB") != "RGB":
             image = image.convert("RGB")
         pixels = self.processor(images=image, return_tensors="pt")["pixel_values"][0]

@@ -113,7 +113,7 @@ def everything(
         "sizes": [
             {
                 **asdict(size), "gone": sorted(places[a] for a in size.gone if a in places),
-                "use": f'headprune.load("{_folder(run, size)}")' if size.file else "the model as it is",
+                "use": f"headprune.load({numbers.quoted(_folder(run, size))})" if size.file else "the model as it is",
             }
             for size in found
         ],

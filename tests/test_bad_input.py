@@ -1,0 +1,179 @@
+"""Every row of `tests.support.bad_inputs`: one line that says what is wrong and where, the exit code, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import headprune as hp
+from headprune.jsonio import dumps, loads, write_json
+from headprune.scoring import save_scores
+from tests.support.bad_files import DATA, MODELS, PYTHON, SAVED, Call
+from tests.support.bad_inputs import DOCUMENTS, GONE, TYPED, Row
+from tests.support.commands import runner
+from tests.support.documents import METRICS, RUN, heads_document, scores_of
+from tests.support.zoo import bert
+
+
+def test_the_table_is_long_enough() -> None:
+    rows = [*TYPED, *DOCUMENTS, *DATA, *MODELS, *SAVED]
+    assert len(rows) + len(PYTHON) >= 300
+    assert len({(row.typed, str(row.make)) for row in rows}) == len(rows)  # none is there twice
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """All that is in a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+def put(folder: Path, make: dict[str, Any]) -> None:
+    """Change a folder as a row says."""
+    for name, given in make.items():
+        path = folder / name
+        if given is None:
+            path.unlink(missing_ok=True)
+        elif isinstance(given, tuple):
+            where, value = given
+            document = json.loads(path.read_text())
+            inner = document
+            for step in where[:-1]:
+                inner = inner[step]
+            if value is GONE:
+                del inner[where[-1]]
+            else:
+                inner[where[-1]] = value
+            path.write_text(json.dumps(document))
+        elif isinstance(given, bytes):
+            path.write_bytes(given)
+        else:
+            path.write_text(given)
+
+
+def check(row: Row, here: Path, **places: Path) -> None:
+    """Try a row, twice: what it leaves must not change what is said."""
+    from headprune.cli import app
+
+    before = contents(here)
+    typed = [a.format(here=here, **places) if "{" in a else a for a in row.typed]
+    for _ in range(2 if row.make is None else 1):
+        result = runner.invoke(app, typed)
+        assert result.exit_code == row.code, (result.stdout, result.stderr, result.exception)
+        assert isinstance(result.exception, SystemExit), result.exception
+        assert "Traceback" not in result.stderr
+        assert not result.stdout.strip()
+        lines = [line for line in result.stderr.splitlines() if line.startswith("headprune: ")]
+        if row.code == 1:
+            (said,) = lines
+            assert result.stderr.rstrip().endswith(said)  # it is the last, and has no second line
+            assert "unexpected" not in said, said
+            assert len(said) < 1000
+        else:
+            said = " ".join(re.sub("[│╭╮╰╯─]", " ", result.stderr).split())
+            assert "Error" in said
+        assert said.isprintable()
+        assert re.search(row.says, said), said
+        assert contents(here) == before
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Weights must not be loaded."""
+
+    def loaded(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
+    monkeypatch.setattr("headprune.checkpoint.reading._fill", loaded)
+    return
+
+
+def named(value: Any) -> str:
+    return value.name.encode("ascii", "replace").decode()[:90] if isinstance(value, Row) else ""
+
+
+@pytest.mark.parametrize("row", TYPED, ids=named)
+def test_what_is_typed(row: Row, here: Path, bert_folder: Path, data_folder: Path, unloaded: None) -> None:
+    check(row, here, bert=bert_folder, data=data_folder)
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's documents, without a run."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    for kind, data in (("run", RUN), ("metrics", METRICS), ("heads", heads_document().to_json())):
+        write_json(folder / f"{kind}.json", kind, loads(dumps(data)))
+    save_scores(folder / "scores.json", [scores_of([0.1, 0.2, 0.3, 0.4])])
+    return folder
+
+
+@pytest.mark.parametrize("row", DOCUMENTS, ids=named)
+def test_documents(
+    row: Row, here: Path, run_folder: Path, bert_folder: Path, data_folder: Path, unloaded: None
+) -> None:
+    shutil.copytree(run_folder, here / "made")
+    put(here / "made", row.make)
+    check(row, here, made=here / "made", bert=bert_folder, data=data_folder)
+
+
+def test_these_documents_are_right_as_they_are(here: Path, run_folder: Path) -> None:
+    """Else every change to them would be refused for another reason."""
+    from headprune.cli import app
+
+    shutil.copytree(run_folder, here / "made")
+    assert runner.invoke(app, ["report", "made"]).exit_code == 0
+    assert len(hp.HeadScores.load("made/scores.json").flat()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", DATA, ids=named)
+def test_data(row: Row, here: Path, bert_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", here.parent / "cache")
+    (here / "made").mkdir()
+    put(here / "made", row.make)
+    check(row, here, made=here / "made", bert=bert_folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", MODELS, ids=named)
+def test_folders_of_models(row: Row, here: Path, bert_folder: Path, data_folder: Path) -> None:
+    shutil.copytree(bert_folder, here / "made")
+    put(here / "made", row.make)
+    check(row, here, made=here / "made", data=data_folder)
+
+
+@pytest.fixture(scope="session")
+def pruned_folder(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path) -> Path:
+    model = tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
+    example = {"input_ids": torch.arange(10, 20)[None], "attention_mask": torch.ones(1, 10, dtype=torch.long)}
+    hp.prune(model, {"L0": [0, 1]}, example)
+    tokenizer = tf.AutoTokenizer.from_pretrained(bert_folder)
+    return hp.checkpoint.save(model, tmp_path_factory.mktemp("saved") / "pruned-6", processor=tokenizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", SAVED, ids=named)
+def test_folders_that_headprune_saved(
+    row: Row, here: Path, pruned_folder: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(pruned_folder, here / "pruned-6")
+    put(here / "pruned-6", row.make)
+    check(row, here, pruned=here / "pruned-6", data=data_folder)
+
+
+@pytest.mark.parametrize(("name", "call", "says"), PYTHON, ids=[name for name, *_ in PYTHON])
+def test_python(name: str, call: Call, says: str, here: Path) -> None:
+    model, example = bert()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(hp.HeadPruneError, match=says) as error:
+        call(hp, model, example)
+    assert "\n" not in str(error.value)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert not contents(here)

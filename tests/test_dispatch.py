@@ -1,0 +1,402 @@
+"""Models larger than a device: dispatched by Accelerate, weights on the CPU or on disk; statistics block by block; long texts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from accelerate import dispatch_model
+from accelerate.utils import OffloadedWeightsLoader
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import headprune as hp
+from headprune import reference
+from headprune.app.data import DataOptions
+from headprune.app.options import Options
+from headprune.app.workflow import scene
+from headprune.errors import HeadPruneError
+from headprune.fingerprint import fingerprint
+from headprune.inputs import without_labels
+from headprune.offload import Offloaded, copied, is_offloaded, value_of
+from headprune.reference import blocks
+from headprune.scoring import gradient
+from headprune.scoring.gradient import blocks_of
+from headprune.seeing import maps
+from headprune.surgery import proof
+from tests.support import zoo
+from tests.support.commands import Silent, run
+from tests.support.otherdevice import pretended
+
+
+def made(name: str, batches: int = 3) -> tuple[nn.Module, list[dict[str, Tensor]], dict[str, Tensor]]:
+    """A tiny model, batches with labels, and an example."""
+    model, _ = zoo.ZOO[name]()
+    model.eval()
+    given = [zoo.labelled(model, zoo.text(4, 7, seed=i), seed=i) for i in range(batches)]
+    return model, given, without_labels(model, given[0])
+
+
+def on_disk(model: nn.Module, folder: Path) -> nn.Module:
+    """A copy with all of its weights on disk."""
+    places = {name: "disk" for name, _ in model.named_children()}
+    found: nn.Module = dispatch_model(copy.deepcopy(model), places, main_device="cpu", offload_dir=folder)
+    assert all(p.is_meta for p in found.parameters())
+    return found
+
+
+def same_weights(mine: nn.Module, other: nn.Module) -> None:
+    ours, theirs = Offloaded(mine), Offloaded(other)
+    assert set(ours) == set(theirs)
+    for name in ours:
+        assert torch.equal(ours[name].cpu(), theirs[name].cpu()), name
+    assert fingerprint(mine) == fingerprint(other)
+
+
+def whole_path(
+    mine: nn.Module, other: nn.Module, batches: list[Any], example: Any, folder: Path,
+    methods: tuple[str, ...] = ("gradient",), drop: dict[str, list[int]] | None = None,
+) -> None:  # fmt: skip
+    """Trace, score, search, repair, prune, evaluate, save and load: to the bit as the model that is in memory."""
+    layers = hp.find_attention(mine, example)
+    assert layers == hp.find_attention(other, example)
+    same_weights(mine, other)
+    for method in methods:
+        a, b = (hp.score(m, batches, method, layers=layers) for m in (mine, other))
+        assert torch.equal(a.flat(), b.flat())
+        assert (a.model, a.details) == (b.model, b.details)
+    assert all(p.requires_grad for p in other.parameters())
+    fitted, choose = batches[:-1], batches[-1:]
+    if drop is None:
+        plans = [hp.search(m, fitted, keep="50%", choose=choose, layers=layers)[0].drop for m in (mine, other)]
+        assert plans[0] == plans[1]
+        drop = dict(plans[0])
+    assert hp.repair(mine, drop, fitted, layers=layers) == hp.repair(other, drop, fitted, layers=layers)
+    same_weights(mine, other)
+    assert hp.prune(mine, drop, example, layers=layers) == hp.prune(other, drop, example, layers=layers)
+    same_weights(mine, other)
+    assert hp.evaluate(mine, batches).metrics == hp.evaluate(other, batches).metrics
+    hp.save(other, folder, max_shard_size="40KB")
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
+    loaded = hp.load(folder)
+    same_weights(mine, loaded)
+    assert hp.evaluate(loaded, batches).metrics == hp.evaluate(mine, batches).metrics
+
+
+# -- to the bit ------------------------------------------------------------------------------------
+
+
+def test_a_model_on_disk_does_all_that_one_in_memory_does(tmp_path: Path) -> None:
+    model, batches, example = made("llama")
+    spread = on_disk(model, tmp_path / "disk")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "disk").glob("*.dat")}
+    layers = hp.find_attention(model, example)
+    groups = layers[0].groups[0] if layers[0].groups else [0]
+    drop = {layers[0].name: list(groups), layers[2].name: list(range(layers[2].num_heads))}
+    whole_path(model, spread, batches, example, tmp_path / "saved", ("gradient", "weight-norm"), drop)
+    assert is_offloaded(spread)
+    assert before == {p.name: p.read_bytes() for p in (tmp_path / "disk").glob("*.dat")}  # the user's files
+    places = {"model": "disk", "lm_head": "cpu"}
+    again = hp.load(tmp_path / "saved", device_map=places, offload_folder=tmp_path)
+    assert sum(p.is_meta for p in again.parameters()) > 20
+    same_weights(model, again)
+    assert hp.evaluate(again, batches).metrics == hp.evaluate(model, batches).metrics
+
+
+def test_from_pretrained_with_a_device_map(tmp_path: Path) -> None:
+    """Weights are then read from the checkpoint itself, tied ones too."""
+    config = tf.GPT2Config(**zoo.sizes("sdpa", num_hidden_layers=2))
+    model = zoo.randomise(tf.GPT2LMHeadModel(config)).eval()
+    model.save_pretrained(tmp_path / "dense")
+    places = {"transformer.wte": "disk", "transformer.wpe": "cpu", "transformer.h.0": "disk", "transformer.h.1": "cpu"}
+    spread = tf.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "dense", device_map={**places, "transformer.ln_f": "cpu", "lm_head": "disk"}, offload_folder=tmp_path
+    )
+    assert is_offloaded(spread)
+    batches = [zoo.labelled(model, zoo.text(3, 6, seed=i), seed=i) for i in range(2)]
+    drop = {f"transformer.h.{i}.attn": [0, 3] for i in range(2)}
+    whole_path(model, spread, batches, without_labels(model, batches[0]), tmp_path / "saved", ("output-norm",), drop)
+    again = hp.load(tmp_path / "saved", device_map={**places, "transformer.ln_f": "cpu", "lm_head": "disk"})
+    same_weights(model, again)
+    assert hp.evaluate(again, batches).metrics == hp.evaluate(model, batches).metrics
+    with pytest.raises(HeadPruneError, match="own weights are read from"):
+        hp.save(again, tmp_path / "saved", overwrite=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_families_on_disk(name: str, tmp_path: Path) -> None:
+    model, batches, example = made(name)
+    spread = on_disk(model, tmp_path / "disk")
+    whole_path(model, spread, batches, example, tmp_path / "saved", ("gradient", "ablation", "entropy"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["the CPU's memory", "two devices"])
+def test_a_pretended_gpu_and_the_cpu(kind: str, tmp_path: Path) -> None:
+    """Every second block is kept in the CPU's memory and computed on the device; or the blocks are computed on two devices."""
+    model, batches, example = made("llama")
+    names = [*blocks_of(model), "model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]
+    places = {name: ("cpu", "cuda:0")[i % 2] for i, name in enumerate(names)}
+    with pretended():
+        main = {"main_device": "cpu"} if kind == "two devices" else {}
+        spread = dispatch_model(copy.deepcopy(model), places, **main)
+        assert is_offloaded(spread) == (kind != "two devices")
+        layers = hp.find_attention(model, example)
+        whole_path(
+            model, spread, batches, example, tmp_path / "saved",
+            # Within a backward pass the pretended device can't tell where a gate's slope belongs.
+            ("entropy", "mean-ablation") if kind == "two devices" else ("gradient", "ablation"),
+            {layers[1].name: list(layers[1].groups[0] if layers[1].groups else [0])},
+        )  # fmt: skip
+
+
+# -- what stays as it was --------------------------------------------------------------------------
+
+
+def test_a_prune_that_fails_leaves_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, example = made("bert", 1)
+    spread = on_disk(model, tmp_path)
+    before = fingerprint(spread)
+    monkeypatch.setattr(proof, "differing", lambda *_: "this is a test")
+    with pytest.raises(HeadPruneError, match="cannot be removed exactly"):
+        hp.prune(spread, {"bert.encoder.layer.0.attention.self": [0]}, example)
+    assert fingerprint(spread) == before == fingerprint(model)
+    assert not list(tmp_path.glob("headprune-*"))  # files of its own are gone
+
+
+def test_a_copy_shares_weights_and_can_be_cut(tmp_path: Path) -> None:
+    model, batches, example = made("bert", 1)
+    places = {"bert.embeddings": "cpu", "bert.encoder.layer.0": "cpu", "bert.encoder.layer.1": "disk"}
+    places |= {"bert.encoder.layer.2": "disk", "bert.pooler": "cpu", "classifier": "cpu"}
+    spread = dispatch_model(copy.deepcopy(model), places, main_device="cpu", offload_dir=tmp_path)
+    other = copied(spread, ["bert.encoder.layer.0.attention.output.dense"])
+    shared, own = (f"bert.encoder.layer.0.attention.{end}.weight" for end in ("self.query", "output.dense"))
+    assert spread.get_parameter(shared).data_ptr() == other.get_parameter(shared).data_ptr()
+    assert spread.get_parameter(own).data_ptr() != other.get_parameter(own).data_ptr()
+    hp.prune(other, {f"bert.encoder.layer.{i}.attention.self": [1] for i in range(2)}, example)
+    same_weights(model, spread)
+    assert hp.evaluate(spread, batches).metrics == hp.evaluate(model, batches).metrics
+    hp.prune(model, {f"bert.encoder.layer.{i}.attention.self": [1] for i in range(2)}, example)
+    same_weights(model, other)
+
+
+def test_a_model_that_ran_in_inference_mode(tmp_path: Path) -> None:
+    """Its placeholders were made there, too, and could not be differentiated."""
+    model, batches, example = made("bert", 1)
+    spread = on_disk(model, tmp_path)
+    with torch.inference_mode():
+        spread(**example)
+    assert torch.equal(hp.score(model, batches).flat(), hp.score(spread, batches).flat())
+
+
+def test_frozen_weights_stay_frozen(tmp_path: Path) -> None:
+    model, batches, example = made("bert", 1)
+    model.bert.embeddings.requires_grad_(False)
+    spread = on_disk(model, tmp_path)
+    hp.score(spread, batches, layers=hp.find_attention(spread, example))
+    assert {n for n, p in spread.named_parameters() if not p.requires_grad} == {
+        n for n, p in model.named_parameters() if not p.requires_grad
+    }
+
+
+def test_several_processes_do_not_go_with_a_device_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene, "current", lambda: SimpleNamespace(size=2))
+    with pytest.raises(HeadPruneError, match="several processes would each do"):
+        scene.open_scene(Options("somewhere", DataOptions("data"), device_map="auto"), Silent())  # type: ignore[arg-type]
+
+
+def test_a_module_that_needs_a_stand_in_is_refused(tmp_path: Path) -> None:
+    model, example = zoo.ZOO["mha"]()
+    spread = on_disk(model, tmp_path)
+    with pytest.raises(HeadPruneError, match=r"\(MultiheadAttention\) is replaced by a stand-in"):
+        hp.find_attention(spread, example)
+
+
+def test_weights_that_are_nowhere_are_refused() -> None:
+    with torch.device("meta"):
+        model = tf.BertForSequenceClassification(tf.BertConfig(**zoo.sizes("sdpa", num_hidden_layers=1)))
+    with pytest.raises(HeadPruneError, match=r"query.weight has no numbers \(it is on the meta device"):
+        hp.prune(model, {"bert.encoder.layer.0.attention.self": [0]}, zoo.text(2, 5))
+    with pytest.raises(KeyError):
+        value_of(model.classifier, "weight")
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How often each weight was loaded."""
+    found: Counter[str] = Counter()
+    plain = OffloadedWeightsLoader.__getitem__
+
+    def counted(self: OffloadedWeightsLoader, key: str) -> Any:
+        found[key] += 1
+        return plain(self, key)
+
+    monkeypatch.setattr(OffloadedWeightsLoader, "__getitem__", counted)
+    return found
+
+
+@pytest.mark.parametrize("batches", [2, 5])
+def test_statistics_block_by_block(
+    batches: int, tmp_path: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same to the bit; every weight is loaded once in the pass forward and once backward, whatever the number of batches, and
+    never those of two blocks at a time."""
+    model, given, example = made("llama", batches)
+    spread = on_disk(model, tmp_path)
+    layers = hp.find_attention(model, example)
+    known = reference.measure(reference.calibrate(model, layers, given), answers=False)
+    asked = reference.calibrate(spread, layers, given)
+    most, there = 0, blocks_of(spread)
+    agree, see = blocks.Steps._agree, blocks.Steps._slopes
+
+    def agreed(self: blocks.Steps) -> bool:
+        found = agree(self)
+        reads.clear()
+        return found
+
+    def watched(self: blocks.Steps, *given: Any) -> Any:
+        nonlocal most
+        most = max(most, sum(any(not p.is_meta for p in block.parameters()) for block in there.values()))
+        return see(self, *given)
+
+    monkeypatch.setattr(blocks.Steps, "_agree", agreed)
+    monkeypatch.setattr(blocks.Steps, "_slopes", watched)
+    found = reference.measure(asked, answers=False)
+    assert most == 1
+    assert set(reads.values()) == {2}
+    assert set(reads) == {name for name, _ in model.named_parameters()}
+    assert all(p.is_meta for p in spread.parameters())
+    for name, moments in known.moments.items():
+        mine = found.moments[name]
+        assert torch.equal(mine.xx, moments.xx)
+        assert torch.equal(mine.xy, moments.xy)
+        assert torch.equal(mine.yy, moments.yy)
+        assert torch.equal(found.directions.along[name], known.directions.along[name])
+    assert found.passes == known.passes
+
+
+def test_checkpoints_where_memory_runs_out_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one example; from there on for all batches. The scores are the same."""
+    model, given, _ = made("bert", 3)
+    known = hp.score(model, given).flat()
+    tried: list[bool] = []
+    plain = gradient.slopes
+
+    def short(problem: Any, batch: Any, size: int, at: float = 1.0) -> Any:
+        tried.append(gradient._checkpoints(problem.model))
+        if not tried[-1]:
+            raise RuntimeError("CUDA out of memory")
+        return plain(problem, batch, size, at)
+
+    monkeypatch.setattr(gradient, "slopes", short)
+    assert torch.equal(hp.score(model, given).flat(), known)
+    assert tried == [False] * 3 + [True] * 3  # of four examples, two, and one; then all of each batch
+    monkeypatch.setattr(gradient, "blocks_of", lambda model: pytest.fail("not needed any more"))
+    monkeypatch.setattr(gradient, "slopes", plain)
+    assert torch.equal(hp.score(model, given).flat(), known)
+
+
+class _Largest(TorchDispatchMode):
+    """The memory of the largest tensor that any operation gives, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self.by = 0, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for part in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(part, Tensor) and not part.is_meta and part.untyped_storage().nbytes() > self.most:
+                self.most, self.by = part.untyped_storage().nbytes(), f"{func} {tuple(part.shape)}"
+        return found
+
+
+_LONG: dict[str, Callable[..., Any]] = {
+    "trace": lambda model, batches, layers: hp.find_attention(model, without_labels(model, batches[0])),
+    **{
+        name: lambda model, batches, layers, name=name: hp.score(model, batches, name, layers=layers)
+        for name in ("gradient", "ablation", "output-norm", "entropy", "mean-ablation")
+    },
+    "profiles": lambda model, batches, layers: hp.profile_heads(model, batches, layers=layers),
+    "statistics": lambda model, batches, layers: reference.measure(reference.calibrate(model, layers, batches)),
+    "repair": lambda model, batches, layers: hp.repair(model, {layers[0].name: [0]}, batches, layers=layers),
+    "prune": lambda model, batches, layers: hp.prune(
+        model, {layers[0].name: [0]}, without_labels(model, batches[0]), layers=layers
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "what",
+    [w if w in ("gradient", "entropy", "repair", "prune") else pytest.param(w, marks=pytest.mark.slow) for w in _LONG],
+)
+def test_memory_grows_with_the_tokens_and_not_with_their_square(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maps, "_MOST", 2**15)  # weights that are looked at at once
+    monkeypatch.setattr(proof, "LONG", 128)
+    config = tf.LlamaConfig(
+        **zoo.sizes("sdpa", num_hidden_layers=1, num_key_value_heads=4, max_position_embeddings=4096)
+    )
+    model = zoo.randomise(tf.LlamaForCausalLM(config)).eval()
+    layers = hp.find_attention(model, zoo.text(2, 6))
+    sizes = []
+    for tokens in (384, 768):
+        ids = torch.randint(5, 100, (1, tokens), generator=torch.Generator().manual_seed(0))
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        with _Largest() as seen:
+            _LONG[what](copy.deepcopy(model), [batch, batch], layers)
+        sizes.append((seen.most, seen.by))
+    assert sizes[1][0] <= 2.05 * sizes[0][0], sizes
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--device-map", "autp"], "There is no device map 'autp'"),
+        (["--device-memory", "cpu=1GB"], "--device-memory has no use without --device-map"),
+        (["--device-map", "auto", "--device-memory", "1GB"], "is no amount for each device"),
+        (["--device-map", "auto", "--device", "cpu"], "--device and --device-map both say"),
+        (["--device-map", "auto", "--finetune", "1"], "--finetune and --device-map do not go together"),
+        (["--device-map", "auto", "--export", "onnx"], "--export and --device-map do not go together"),
+        (["--device-map", "list.json"], "list.json is no device map"),
+    ],
+)
+def test_what_does_not_go_with_a_device_map(
+    options: list[str], says: str, here: Path, bert_folder: Path, data_folder: Path
+) -> None:
+    Path("list.json").write_text("[1]")
+    result = run("prune", bert_folder, "-d", data_folder, "--keep", "50%", *options, code=1)
+    assert says in re.sub(r"\s+", " ", result.stderr)
+    assert not Path("reports").exists() or not list(Path("reports").glob("*/metrics.json"))
+
+
+@pytest.mark.slow
+def test_a_run_with_a_device_map(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    """Part of the model stays on disk; every figure but the times is that of a run in memory."""
+    common = ["prune", bert_folder, "-d", data_folder, "-L", 40, "-b", 8, "--keep", "50%", "-q", "-s", "one-shot"]
+    run(*common, "-m", "gradient", "-o", "plain")
+    run(
+        *common, "-m", "gradient", "-o", "spread",
+        "--device-map", "auto", "--device-memory", "cpu=60KB", "--offload-folder", "off",
+    )  # fmt: skip
+    found = [json.loads(Path(name, "metrics.json").read_text()) for name in ("plain", "spread")]
+    for name in ("dense", "curve", "planning"):
+        assert found[0][name] == found[1][name]
+    pairs = zip(*(each["budgets"] for each in found), strict=True)
+    for mine, other in pairs:
+        assert all(mine[k] == other[k] for k in ("drop", "pruned", "repair", "proof", "weights"))

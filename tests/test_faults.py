@@ -1,0 +1,61 @@
+"""Faults of the machine, a few of each: what benchmarks/faults.py tries, as docs/reliability.md has it in full."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import faults_bits
+import faults_machine
+import faults_world
+import pytest
+from faults import Results, bits_table, table
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_a_few_faults_of_each_kind(tmp_path: Path) -> None:
+    """With other draws each time; a trial that goes wrong names itself, and the seed makes it again."""
+    seed = random.SystemRandom().randrange(1 << 30)
+    command = [sys.executable, "benchmarks/faults.py", "--quick", "--seed", str(seed), "--work", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
+    )
+    assert done.returncode == 0, (seed, [line for line in done.stderr.splitlines() if "WRONG" in line] or done.stderr)
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {"moments", "renames", "ranks", "bits"} <= {row["part"] for row in rows}
+    assert all(row["fine"] for row in rows)
+
+
+def test_a_trial_that_is_known_is_not_made_again(tmp_path: Path) -> None:
+    first = Results(tmp_path)
+    first.add("a", lambda: {"part": "bits", "fault": "f", "how": "cut", "outcome": "said", "fine": True})
+    with open(tmp_path / "results.jsonl", "a") as file:
+        file.write('{"trial": "b", "fi')  # killed here
+    again = Results(tmp_path)
+    again.add("a", lambda: pytest.fail("made again"))
+    assert "| f | 0 | 1 | 1 | 0 | 0 | 0 |" in bits_table(again)
+    again.found["c"] = {"part": "ranks", "fault": "g", "step": "score", "struck": True, "old": True, "equal": True}
+    assert "| g | score | 1 | 1 | 1 | 1 | 0 | 0 | 1 |" in table(again)
+
+
+@pytest.mark.parametrize("how", ["flip", "cut"])
+def test_what_damage_does(how: str, tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(bytes(64))
+    faults_bits.damage(file, how, random.Random(1))
+    found = file.read_bytes()
+    assert sum(b.bit_count() for b in found) == (how == "flip")
+    assert (len(found) < 64) == (how == "cut")
+
+
+def test_where_documents_differ() -> None:
+    assert "a 1: 3 instead of 2" in faults_machine.difference({"a": [1, 3]}, {"a": [1, 2]})
+    assert "only one has b" in faults_machine.difference({"a": 1, "b": 1}, {"a": 1})
+    ended = faults_world.Ended(1, "headprune: no\nheadprune: no\n")
+    assert not ended.clean
+    assert faults_world.Ended(1, "a note\nheadprune: no\n").clean
+    assert not faults_world.Ended(1, "Traceback (most recent call last)\nheadprune: no\n").clean
