@@ -148,7 +148,14 @@ def test_a_search_and_repair_take_the_passes_that_were_estimated(shape: str, req
     assert near(found.forward, real.forward / n), (found.forward, real.forward / n)
 
 
-@pytest.mark.parametrize("method", ["gradient", "entropy", "l0", "ablation", "shapley", "integrated-gradients"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "gradient",
+        "ablation",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("entropy", "l0", "shapley", "integrated-gradients")),
+    ],
+)
 def test_scoring_takes_the_passes_that_were_estimated(bert: nn.Module, method: str) -> None:
     given, settings = batches(bert, 16), Settings(permutations=32, steps=8 if method != "l0" else 40)
     found = hp.estimate(bert, given, methods=method, settings=settings)
@@ -253,7 +260,7 @@ def test_what_is_over_soon_is_not_estimated() -> None:
 
 
 @pytest.mark.usefixtures("brief", "here")
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_long_run_says_it_before_it_begins(
     fails: bool, bert_folder: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from headprune.budgets.subject import Subject
 from headprune.errors import HeadPruneError
 from headprune.estimating import rough
 from headprune.estimating.ledger import CostEstimate, Ledger, Load, Phase
-from headprune.estimating.made import Limits, TooShortError, estimated, worth
+from headprune.estimating.made import Limits, TooShortError, estimated, worth, worth_rehearsing
 from headprune.estimating.rates import PARTS, Sampler, traits
 from headprune.estimating.rehearsal import Rehearsal
 from headprune.inputs import check_weights, usable, without_labels
@@ -37,23 +37,8 @@ from headprune.scoring import HeadScores, Settings, maskable_of, method_named
 from headprune.scoring.base import Progress
 
 __all__ = [
-    "SILENT",
-    "CostEstimate",
-    "Ledger",
-    "Limits",
-    "Load",
-    "Phase",
-    "Rehearsal",
-    "Sampler",
-    "TooShortError",
-    "add_scoring",
-    "bisected",
-    "estimate",
-    "estimated",
-    "made_up_scores",
-    "rough",
-    "traits",
-    "worth",
+    "SILENT", "CostEstimate", "Ledger", "Limits", "Load", "Phase", "Rehearsal", "Sampler", "TooShortError", "add_scoring", "bisected",
+    "estimate", "estimated", "made_up_scores", "rough", "traits", "worth", "worth_rehearsing",
 ]  # fmt: skip
 
 

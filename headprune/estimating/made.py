@@ -12,8 +12,8 @@ from headprune.estimating.rates import Sampler
 from headprune.estimating.rehearsal import Rehearsal
 from headprune.scoring.base import cost_of
 
-SHARE = 0.02
-"""Of the work that is to come, what estimating may take of it where nobody asked for an estimate."""
+_USUAL = 60  # forward passes over the scoring examples that a run takes, about, beside the scores
+_REHEARSED = 10  # forward passes over a batch that are as long as a rehearsal, about
 
 
 class TooShortError(Exception):
@@ -78,8 +78,27 @@ def estimated(
     )  # fmt: skip
 
 
+def worth_rehearsing(ledger: Ledger, sampler: Sampler, heads: int, limits: Limits) -> None:
+    """Say by an error that a rehearsal would take too long itself, before it is made.
+
+    Args:
+        ledger: With the scoring.
+
+    Raises:
+        TooShortError: It would.
+    """
+    load = Load.of(sampler.batches)
+    passes = _USUAL + rough.passes(ledger, heads) / max(1.0, load.units)
+    work = sampler.pass_seconds / cost_of(sampler.sample[0]) * load.units * passes
+    if work < limits.least or (limits.share is not None and limits.share * passes * len(sampler.batches) < _REHEARSED):
+        raise TooShortError
+
+
 def worth(ledger: Ledger, sampler: Sampler, heads: int, limits: Limits, spent: float) -> None:
-    """Say by an error that it is not worth while: by the time of one pass.
+    """Say by an error that measuring is not worth while, by the time of one pass.
+
+    Args:
+        spent: Seconds that estimating took so far.
 
     Raises:
         TooShortError: It is not.

@@ -37,6 +37,7 @@ from headprune.estimating import (
     rough,
     traits,
     worth,
+    worth_rehearsing,
 )
 from headprune.estimating.memory import weights_of
 from headprune.evaluation import Measurement
@@ -106,6 +107,7 @@ def estimate_prune(
         methods = list(asked.methods) if asked.source is None and asked.goal.uses_scores else []
         add_scoring(ledger, methods, batches, scene.options.scoring)
         sampler = _sampler(scene, batches, limits, asked.goal.repair, asked.goal.strategy)
+        worth_rehearsing(ledger, sampler, _heads(scene), limits)
         known = asked.candidates(scores) if asked.source is not None else made_up_scores(scene.maskable, methods)
         rehearsal = _rehearsal(asked, scene, batches, sampler, ledger)
         orders = 1 if asked.goal.plan else len(asked.goal.request(scene).searches(known))
