@@ -19,7 +19,7 @@ from headprune.scoring import save_scores
 from tests.support.bad_files import DATA, MODELS, PYTHON, SAVED, Call
 from tests.support.bad_inputs import DOCUMENTS, GONE, TYPED, Row
 from tests.support.commands import runner
-from tests.support.documents import METRICS, RUN, heads_document, scores_of
+from tests.support.documents import METRICS, RUN, heads_document, opened, scores_of
 from tests.support.zoo import bert
 
 
@@ -42,7 +42,7 @@ def put(folder: Path, make: dict[str, Any]) -> None:
             path.unlink(missing_ok=True)
         elif isinstance(given, tuple):
             where, value = given
-            document = json.loads(path.read_text())
+            document = opened(path)
             inner = document
             for step in where[:-1]:
                 inner = inner[step]
