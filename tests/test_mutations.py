@@ -128,7 +128,7 @@ def test_the_document_counts_survivors_and_says_why() -> None:
     )
     assert "**2 of 4 are noticed: 50.0%" in text
     assert "| 0 | `planning/` | 50 | 4 | 2 (50.0%) | 15.0% to 85.0% | 2 | 1 |" in text
-    assert "nobody had looked at (seed 1) 1 of 1 are noticed: 100.0%" in text
+    assert "nobody had looked at before it was tried (seed 1) 1 of 1 are noticed: 100.0%" in text
     assert "| `plans.py:3` plan | `if a \\| b:` | `if not a \\| b:` | the same |" in text
     assert text.count("not looked at yet") == 1
 

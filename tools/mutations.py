@@ -227,7 +227,8 @@ def text_of(found: Mapping[int, Sequence[Found]], known: Mapping[str, Any]) -> s
                 listed[f["key"]] = f"| {place} | {_code(f['before'])} | {_code(f['after'])} | {why} |"
     first, *others = found.items()
     fresh = "".join(
-        f" Of a sample that nobody had looked at (seed {seed}) {share_of(rooms)}." for seed, rooms in others
+        f" Of a sample that nobody had looked at before it was tried (seed {seed}) {share_of(rooms)}."
+        for seed, rooms in others
     )
     fresh = fresh or " Another seed gives a sample that nobody has looked at: `python tools/mutations.py --seed 1`."
     return f"""## Small mistakes that the tests notice
