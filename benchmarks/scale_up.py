@@ -38,9 +38,6 @@ SHAPES = {  # Llama 3.1: hidden size, layers, heads, key/value heads, width of t
     "70B": (8192, 80, 64, 8, 28672),
     "405B": (16384, 126, 128, 8, 53248),
 }
-STAND_INS = {
-    "405B": "70B"
-}  # passes go by shares of the heads: those of the 8B and the 70B are equal, and a stand-in of 126 layers takes long
 VOCABULARY, EXAMPLES, LENGTH = 128256, 512, 512
 SPEED = 4e14  # FLOPs a second that are assumed: about 40 % of what one H100 or H200 does in bfloat16
 DEVICE = 141e9  # bytes of an H200
@@ -120,7 +117,7 @@ def worked_out(name: str) -> dict[str, Any]:
         "the same with --effort high": {"keep": "75%", "effort": "high"},
         "one-shot, not repaired": {"keep": "75%", "strategy": "one-shot", "methods": "gradient", "repair": False},
     }
-    found = {way: passes(STAND_INS.get(name, name), one, share, **asked) for way, asked in ways.items()}
+    found = {way: passes(name, one, share, **asked) for way, asked in ways.items()}
     found["ablation"] = (1 + heads / 2, 0.0)  # from the head's layer on
     hidden, layers = SHAPES[name][:2]
     return {
@@ -136,7 +133,7 @@ def section(rows: list[dict[str, Any]]) -> str:
         "## 8B, 70B, 405B",
         "",
         f"**Worked out, not measured**: none of these models has been run. For {EXAMPLES} examples of {LENGTH} tokens ({EXAMPLES * LENGTH:,} tokens); a run of the command "
-        f"measures controls and a curve besides. FLOPs of a pass are counted on the meta device; passes by `headprune.estimate` on stand-ins of the same layers and heads (the 70B's for the 405B: passes go by shares of the heads); bytes by "
+        f"measures controls and a curve besides. FLOPs of a pass are counted on the meta device; passes by `headprune.estimate` on stand-ins of the same layers and heads; bytes by "
         f"the code that allocates them. Times assume {SPEED / 1e12:.0f} TFLOPs a second (one H100 or H200 in bfloat16 at about 40 %), with weights that fit; they leave out "
         "least squares and copying.",
         "",
