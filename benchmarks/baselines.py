@@ -28,8 +28,9 @@ from headprune.inputs import call
 from headprune.loss import ExampleLoss, inputs_of
 from headprune.modules import exact_attention
 from headprune.planning import GROUPS, Search, arrange
-from headprune.scoring.base import HeadScores, Problem
+from headprune.scoring.base import Problem
 from headprune.scoring.gradient import gate_gradients
+from headprune.scoring.scores import HeadScores
 from headprune.trace import evaluating
 
 Batch = Mapping[str, Any]

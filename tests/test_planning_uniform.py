@@ -8,7 +8,7 @@ import torch
 import headprune as hp
 from headprune.checkpoint import loading_of
 from headprune.planning import Constraints, Order, Search, arrange
-from headprune.scoring.base import HeadScores
+from headprune.scoring.scores import HeadScores
 from tests.support.even import MADE, llama
 from tests.support.zoo import labelled
 

@@ -22,7 +22,7 @@ from headprune.app.documents import Heads, LayerProfile, Metrics, Positions, Run
 from headprune.app.report import markdown, page, sentences
 from headprune.app.report.page import drawn
 from headprune.app.runs import RunFolder
-from headprune.scoring.base import HeadScores
+from headprune.scoring.scores import HeadScores
 from headprune.seeing import HeadProfile
 from tests.support.documents import (
     HOSTILE,

@@ -117,6 +117,9 @@ def test_what_holds_tokens_is_found_by_its_name_or_its_shape() -> None:
         (64, 1, 3),
         (64, 8, 3),
     ]
+    assert [s["inputs_embeds"] for s in shapes({"ids": ids(2, 8), "inputs_embeds": torch.ones(2, 8, 3)})[1][:1]] == [
+        (64, 1, 3)
+    ]
     assert first({"input_ids": [1, 2], "other": ids(2, 8)})["other"].shape == (1, 64)  # no tensor of that name
     assert first({"pixel_mask": ids(2, 6), "other": ids(2, 8)})["other"].shape == (1, 64)
     assert first({"pixel_mask": ids(2, 6), "other": ids(2, 8)})["pixel_mask"].shape == (1, 6)

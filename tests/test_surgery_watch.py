@@ -69,15 +69,22 @@ def test_heads_are_found_again_behind_the_cut() -> None:
     assert torch.equal(_by_head(cut, features, kept, True)[0], full[..., [4, 1]])
 
 
+class WithMore(nn.Conv1d):
+    """Gives something beside its output, such as attention weights."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
 class Convolved(nn.Module):
     """Its output projection takes channels first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.o = nn.Identity(), nn.Conv1d(4, 3, 1)
+        self.a, self.o = nn.Identity(), WithMore(4, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.o(self.a(x))
+        out: Tensor = self.o(self.a(x))[0]
         return out
 
 
@@ -88,6 +95,7 @@ def test_heads_are_told_apart_where_channels_come_first() -> None:
         out = model(x)
     ((heads,), (given,)) = found["what heads of a give"], found["the output of o"]
     assert torch.equal(heads[0], x.movedim(1, -1)[..., [1, 2]].reshape(10, 2))
+    assert len(given) == 1
     assert torch.equal(given[0], _sampled(out))
     model(x)
     assert len(found["the output of o"]) == 1  # nothing is watched any more

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from headprune.attention import AttentionLayer
-from headprune.scoring.base import Estimate, HeadScores, Samples, standard_error
+from headprune.scoring.base import Estimate, Samples, standard_error
+from headprune.scoring.scores import HeadScores
 from headprune.uncertainty import FEW, carried_by, spread
 from tests.support.problems import error_of, small
 

@@ -16,7 +16,7 @@ from headprune.app.documents import Environment, Heads, Metrics, Run
 from headprune.app.folders import Folder
 from headprune.errors import HeadPruneError
 from headprune.jsonio import read_json
-from headprune.scoring.base import HeadScores, load_scores
+from headprune.scoring.scores import HeadScores, load_scores
 
 REPORTS = Path("reports")
 # What a run is made of; a new one in its place replaces all of it.

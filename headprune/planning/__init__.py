@@ -13,7 +13,7 @@ from headprune.planning.order import Order
 from headprune.planning.strategies import STRATEGIES, Search, Strategy, strategy
 from headprune.planning.units import GROUPS, SLICES, Constraints
 from headprune.plans import Keep, PruningPlan, heads_to_keep
-from headprune.scoring.base import HeadScores
+from headprune.scoring.scores import HeadScores
 
 __all__ = [
     "GROUPS",

@@ -17,7 +17,8 @@ from headprune.planning.effort import NORMAL, Effort
 from headprune.planning.order import Order
 from headprune.planning.units import GROUPS, Constraints, Unit, units_of, why_stay
 from headprune.repairing import Refit
-from headprune.scoring.base import HeadScores, Progress, Store
+from headprune.scoring.base import Progress, Store
+from headprune.scoring.scores import HeadScores
 
 
 def _unheard(done: int, total: int, note: str = "") -> None:

@@ -27,20 +27,18 @@ from headprune.scoring.base import (
     DEFAULT_METHODS,
     METHODS,
     Estimate,
-    HeadScores,
     Method,
     NotFiniteError,
     Problem,
     Progress,
     Settings,
     Store,
-    load_scores,
     method,
     method_named,
-    save_scores,
 )
 from headprune.scoring.replay import DisagreementError
 from headprune.scoring.resume import DiskStore, Work
+from headprune.scoring.scores import HeadScores, load_scores, save_scores
 from headprune.scoring.stability import stability
 from headprune.trace import attributes_kept, evaluating
 

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import numpy as np
 
-from headprune.scoring.base import HeadScores
+from headprune.scoring.scores import HeadScores
 
 CHANCE_DRAWS = 200
 

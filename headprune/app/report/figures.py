@@ -13,7 +13,7 @@ from headprune.app.documents import Latency, Metrics, TimeParts
 from headprune.app.report.findings import trained_on_choosing
 from headprune.app.report.verdict import verdict
 from headprune.scoring.agreement import agreements, chance
-from headprune.scoring.base import HeadScores
+from headprune.scoring.scores import HeadScores
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

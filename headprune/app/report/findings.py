@@ -20,7 +20,7 @@ from headprune.app.documents import (
 )
 from headprune.latency import LatencyRow, Speedup
 from headprune.scoring.agreement import Agreement
-from headprune.scoring.base import HeadScores
+from headprune.scoring.scores import HeadScores
 from headprune.timing.parts import ATTENTION, LAUNCH, PROJECTIONS
 from headprune.uncertainty import FEW
 

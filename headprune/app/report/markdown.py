@@ -17,7 +17,7 @@ from headprune.checkpoint import code
 from headprune.latency import WARM_UP
 from headprune.repairing.steps import STEPS
 from headprune.scoring.agreement import agreements, chance
-from headprune.scoring.base import HeadScores
+from headprune.scoring.scores import HeadScores
 
 
 def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None, heads: Heads | None = None) -> str:

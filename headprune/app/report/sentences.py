@@ -22,7 +22,7 @@ from headprune.checkpoint import code
 from headprune.evaluation import Change
 from headprune.planning import STRATEGIES
 from headprune.scoring import METHODS
-from headprune.scoring.base import HeadScores
+from headprune.scoring.scores import HeadScores
 from headprune.searching import AUTO
 
 _SHARES = {

@@ -19,7 +19,7 @@ from headprune.app.report import findings, numbers, sentences
 from headprune.app.report.heads import roles
 from headprune.app.report.page import drawn
 from headprune.app.report.verdict import verdict
-from headprune.scoring.base import HeadScores
+from headprune.scoring.scores import HeadScores
 
 # In the order of the page. A part is parts/NAME.html.j2, and parts/NAME.js where something in it moves.
 PARTS = ("opening", "sizes", "also", "slider", "curve", "heads", "roles", "engines", "details")

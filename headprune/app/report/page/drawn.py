@@ -13,7 +13,7 @@ import numpy as np
 from headprune.app.documents import Heads, Latency, Metrics, Point, Run
 from headprune.app.report import findings, numbers, sentences
 from headprune.app.report.verdict import verdict
-from headprune.scoring.base import HeadScores
+from headprune.scoring.scores import HeadScores
 
 _WEIGHTS = 1_000_000  # bytes of attention weights in a page: samples beyond are left out, but for the first
 
