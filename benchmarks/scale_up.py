@@ -122,7 +122,7 @@ def worked_out(name: str) -> dict[str, Any]:
     hidden, layers = SHAPES[name][:2]
     return {
         "model": f"Llama 3.1 {name}", "parameters": parameters, "weights": 2 * parameters, "heads": heads, "pass_flops": one, "logits": logits,
-        "statistics": sums, "share": share, "largest_matrix": 8 * hidden * hidden, "looks": 2 * 4 * layers * hidden * hidden,
+        "statistics": sums, "share": share, "largest_matrix": 8 * hidden * hidden, "looks": 2 * 8 * layers * hidden * hidden,
         "ways": {way: {"forward": f, "backward": b, "flops": (f + b) * one} for way, (f, b) in found.items()},
     }  # fmt: skip
 
@@ -182,8 +182,8 @@ def section(rows: list[dict[str, Any]]) -> str:
         "- Instead of `ablation`: `gradient` or `fisher` (one pass, forward and backward), or `--examples 64` (few examples ablated, the rest estimated).",
         "- Instead of search and repair where the statistics do not fit: `--strategy one-shot --no-repair` on scores by gradient, which keeps no sums; then `headprune finetune`. "
         "`--no-repair` with another strategy measures the sums all the same.",
-        f"- Values are refitted only where their sums stay below 2 GiB over all layers (`headprune.reference.directions.room`): of these models {', '.join(row['model'] for row in rows if row['share']) or 'in none'}. "
-        "W_O alone is refitted in the others.",
+        f"- Values are refitted only where their sums stay below 2 GiB over all layers (`headprune.reference.directions.room`): of these models in {', '.join(row['model'] for row in rows if row['share']) or 'none'}. "
+        "Elsewhere W_O alone is refitted.",
         "- Fewer examples (`-L 128`) make every pass cheaper, but not the statistics smaller: these grow with the square of the hidden size and with the layers.",
         "",
         f"Written by `python benchmarks/scale_up.py`; torch {torch.__version__}, transformers {tf.__version__}.",

@@ -203,9 +203,9 @@ def flops(count: float) -> str:
     """For people.
 
     >>> flops(2.1e12), flops(5e9), flops(3e18)
-    ('2.1 TFLOPs', '5 GFLOPs', '3,000 PFLOPs')
+    ('2.1 TFLOPs', '5 GFLOPs', '3 EFLOPs')
     """
-    for size_, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
+    for size_, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")):
         if count >= size_:
             return f"{float(f'{count / size_:.2g}'):,g} {unit}FLOPs"
     return f"{count / 1e6:,.2g} MFLOPs"

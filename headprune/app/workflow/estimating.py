@@ -58,6 +58,7 @@ _REPORT = 6.0  # seconds that the report and its pictures take, about
 _PROFILED = 5.0  # forward passes, about, that looking at what heads do takes on each of its examples
 _LOOKED_AT = 64  # examples of that
 _PARTS = 1.5  # seconds, at least, that the parts of a pass are timed for, with each input
+_REPORT_MEMORY = 250_000_000  # bytes, about, that the libraries hold which draw and profile
 _STORED = 2e8  # bytes a second: a pruned model copied, proved, hashed, written, read and hashed again
 
 
@@ -124,7 +125,10 @@ def estimate_prune(
             ledger.add("report", rough.SECONDS, Load(0, _REPORT))
         for name in asked.exports:
             ledger.unknown.append(f"The export to {name} is not counted.")
-        return estimated(ledger, sampler, rehearsal, limits, began, copies=len(done.budgets) + 2)
+        found = estimated(ledger, sampler, rehearsal, limits, began, copies=len(done.budgets) + 2)
+        more = _REPORT_MEMORY if sampler.device.type == "cpu" else 0
+        parts = {**found.memory_parts, "drawing and profiling": more}
+        return replace(found, memory=found.memory + more, memory_parts=parts)
 
 
 def estimate_finetune(
