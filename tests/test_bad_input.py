@@ -50,6 +50,8 @@ def put(folder: Path, make: dict[str, Any]) -> None:
                 del inner[where[-1]]
             else:
                 inner[where[-1]] = value
+            if isinstance(document, dict):
+                document.pop("checksum", None)  # the edit is meant
             path.write_text(json.dumps(document))
         elif isinstance(given, bytes):
             path.write_bytes(given)
