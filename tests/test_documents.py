@@ -190,7 +190,7 @@ def test_the_report_of_a_fine_tuning() -> None:
 
 # What no report and no command reads: for people and for other programs.
 FOR_PEOPLE = {
-    "biases", "patience", "strength", "train", "weight_decay",
+    "strength", "train", "weight_decay",
     "entropy", "induction", "duplicate", "itself", "next", "previous", "separator", "sink",
 }  # fmt: skip
 
