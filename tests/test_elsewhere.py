@@ -68,7 +68,7 @@ def test_a_publication_removes_nothing_elsewhere(name: Any, sent: Path, victim: 
     """It was enough to look at such a folder: `headprune report sent` removed what the file named."""
     name = name.format(victim=victim) if isinstance(name, str) else name
     write_json(sent / ".ready" / ".gone.json", "publication", {"gone": [name]})
-    with pytest.raises(hp.HeadPruneError, match=r"\.gone\.json is damaged"):
+    with pytest.raises(hp.HeadPruneError, match=r"\.gone\.json\) is damaged"):
         RunFolder(sent).settle()
     if name == "../mine":
         use(sent)
