@@ -21,7 +21,7 @@ from headprune.app.runs import RunFolder
 from headprune.app.workflow.stages import _read as read_stage
 from headprune.attention import AttentionLayer
 from headprune.checkpoint.loading import loading_of
-from headprune.checkpoint.reading import _files, _sidecar
+from headprune.checkpoint.reading import _sidecar, weight_files
 from headprune.jsonio import dumps, loads, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores
@@ -173,7 +173,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], Any], Callable[[Any], No
     "metrics": (FULL, Metrics.read, metrics_are),
     "finetune": (FINETUNE, FinetuneRecord.read, document_is),
     "heads": (heads_document().to_json(), Heads.read, heads_are),
-    "checkpoint": (SIDECAR, lambda path: (_sidecar(path.parent), _files(path.parent, _sidecar(path.parent)),
+    "checkpoint": (SIDECAR, lambda path: (_sidecar(path.parent), weight_files(path.parent, _sidecar(path.parent)),
                                           loading_of(path.parent)), lambda found: sound(found[0])),
     "publication": ({"gone": ["report.md", "pruned-4"]}, _names_in, names_are),
     "command": ({"key": "abc", "command": "headprune score"}, lambda path: Folder(path.parent.parent).left_by("abc"), anything),
