@@ -13,7 +13,7 @@ def test_every_pinned_package_has_a_line() -> None:
     for pin in (ROOT / "constraints.txt").read_text().split():
         name, _, version = pin.partition("==")
         assert f"| {name} | {version} | " in PAGE, f"{pin}: run `make licences`"
-    assert "not known" not in PAGE
+    assert not [line for line in PAGE.splitlines() if "not known" in line and line.endswith("| yes |")]
     assert "| @observablehq/plot | 0.6.17 | ISC |" in PAGE
 
 
