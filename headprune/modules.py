@@ -71,6 +71,20 @@ def uncached(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
+@contextmanager
+def config_kept(model: nn.Module) -> Iterator[None]:
+    """Leave a model's configs as they are: classifiers note their ``problem_type`` in it when they first compute a loss."""
+    every = (getattr(module, "config", None) for module in model.modules())
+    configs: dict[int, Any] = {id(c): c for c in every if hasattr(c, "to_dict") and not isinstance(c, type)}
+    before = [(config, dict(vars(config))) for config in configs.values()]
+    try:
+        yield
+    finally:
+        for config, values in before:
+            vars(config).clear()
+            vars(config).update(values)
+
+
 def forget_compiled() -> None:
     """Let `torch.compile` compile again: code from before a module changed may not notice the change."""
     if "torch._dynamo" in sys.modules:

@@ -69,6 +69,12 @@ EARLY: list[tuple[list[str], str, int]] = [
     ([*ALSO, "{files}/empty.jsonl"], "empty.jsonl is empty", 1),
     ([*ALSO, " "], "names no dataset", 1),
     ([*PRUNE, "-k", "4", "--export", "tflite"], "There is no export format 'tflite'", 1),
+    # where the weights go
+    (["score", "{bert}", "-d", "{data}", "--device-map", "nowhere"], "There is no device map 'nowhere'", 1),
+    (["score", "{bert}", "-d", "{data}", "--device-memory", "5"], "no use without --device-map", 1),
+    (["score", "{bert}", "-d", "{data}", "--offload-folder", "x"], "no use without --device-map", 1),
+    (["score", "{bert}", "-d", "{data}", "--device-map", "auto", "--device-memory", "5"], "no amount for each device", 1),
+    (["estimate", "{bert}", "-d", "{data}", "--batches", "0"], "Invalid value for '--batches'", 2),
     # a model that is none
     (["score", "", "-d", "{data}"], "No model was named", 1),
     (["score", "  ", "-d", "{data}"], "No model was named", 1),

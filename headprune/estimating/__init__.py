@@ -30,6 +30,7 @@ from headprune.estimating.rates import PARTS, Sampler, traits
 from headprune.estimating.rehearsal import Rehearsal
 from headprune.inputs import check_weights, usable, without_labels
 from headprune.loss import LossFn, inputs_of
+from headprune.modules import config_kept
 from headprune.planning import Constraints
 from headprune.plans import Keep
 from headprune.rows import is_empty
@@ -176,7 +177,7 @@ def estimate(
     if not searches and not names:
         raise HeadPruneError("Nothing is asked for.", 'Pass keep="50%", or methods=["ablation"].')
     ledger, rehearsal = Ledger(), None
-    with torch.inference_mode(False), torch.random.fork_rng():
+    with torch.inference_mode(False), torch.random.fork_rng(), config_kept(model):
         fitted_to = given
         if searches:
             request = searching.Request(

@@ -41,6 +41,7 @@ from headprune.estimating import (
 )
 from headprune.estimating.memory import weights_of
 from headprune.evaluation import Measurement
+from headprune.modules import config_kept
 from headprune.plans import PruningPlan
 from headprune.ranks import current
 from headprune.repairing import AnswersRepair
@@ -83,7 +84,7 @@ def begun(folder: Folder, *names: str) -> bool:
 def estimate_score(scene: Scene, methods: Sequence[str], limits: Limits | None = None) -> CostEstimate:
     """What `score_run` will cost, without loading the model and the data."""
     began, limits, ledger = time.monotonic(), limits or Limits(), Ledger()
-    with torch.inference_mode(False), torch.random.fork_rng():
+    with torch.inference_mode(False), torch.random.fork_rng(), config_kept(scene.model):
         batches = list(scene.parts.score.batches())
         add_scoring(ledger, methods, batches, scene.options.scoring)
         sampler = _sampler(scene, batches, limits, repair=False)
@@ -103,7 +104,7 @@ def estimate_prune(
     from headprune.app.workflow.pruning import carry_out_all  # which calls `announce`
 
     began, limits, ledger = time.monotonic(), limits or Limits(), Ledger()
-    with torch.inference_mode(False), torch.random.fork_rng():
+    with torch.inference_mode(False), torch.random.fork_rng(), config_kept(scene.model):
         batches = list(scene.parts.score.batches())
         methods = list(asked.methods) if asked.source is None and asked.goal.uses_scores else []
         add_scoring(ledger, methods, batches, scene.options.scoring)
@@ -137,7 +138,7 @@ def estimate_finetune(
 ) -> CostEstimate:  # fmt: skip
     """What fine-tuning a model and measuring three will cost."""
     began, limits, ledger = time.monotonic(), limits or Limits(), Ledger()
-    with torch.inference_mode(False), torch.random.fork_rng():
+    with torch.inference_mode(False), torch.random.fork_rng(), config_kept(model):
         batches = _some(train, limits.batches)
         _trained(ledger, train, choose, epochs, patience)
         ledger.add("measuring", "evaluating", load_of(report), 3)
