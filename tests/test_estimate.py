@@ -167,6 +167,16 @@ def test_scoring_takes_the_passes_that_were_estimated(bert: nn.Module, method: s
     assert abs(found.backward - real.backward / n) <= 0.15 * max(found.backward, real.backward / n)
 
 
+def test_an_estimate_leaves_the_model_as_it_was(bert: nn.Module) -> None:
+    """A classifier notes its problem type when it first computes a loss: a run that was killed was then another one."""
+    config: Any = bert.config
+    config.problem_type, before = None, fingerprint(bert)
+    told = config.to_dict()
+    hp.estimate(bert, batches(bert, 2), methods="gradient")
+    assert config.to_dict() == told
+    assert fingerprint(bert) == before
+
+
 def test_every_method_that_is_told_apart_exists() -> None:
     assert set(PARTS) <= set(METHODS)
 
