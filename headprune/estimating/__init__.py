@@ -170,7 +170,8 @@ def estimate(
         raise HeadPruneError("There are no examples to estimate with.", "Give batches of at least one example.")
     if calibrate_on < 1:
         raise HeadPruneError(f"Nothing can be measured on {calibrate_on} batches.", "Give calibrate_on=1 or more.")
-    layers = layers_for(model, layers, batches=given)
+    with config_kept(model):
+        layers = layers_for(model, layers, batches=given)
     maskable = maskable_of(model, layers)
     names = [methods] if isinstance(methods, str) else list(methods)
     searches = bool(budgets) or not (isinstance(keep, list | tuple) and not keep)
