@@ -58,7 +58,7 @@ def bert(home: Path, quick: bool) -> list[str]:
 
 
 def llama(home: Path, quick: bool) -> list[str]:
-    """SmolLM2-135M on film reviews where its packages are; else a random Llama of 8 x 8 heads, 4 of keys and values."""
+    """A random Llama of 8 x 8 query heads, 4 of keys and values in each layer."""
     import transformers as tf
 
     config = tf.LlamaConfig(
