@@ -20,6 +20,7 @@ from headprune.fingerprint import fingerprint
 from headprune.surgery import scratch
 from tests.support import zoo
 from tests.support.commands import run
+from tests.support.documents import opened
 from tests.support.folders import common, tokenizer
 
 SHARD = "20KB"
@@ -322,7 +323,7 @@ def test_the_command_as_json(named: Path, here: Path) -> None:
     hp.PruningPlan({"L0": [0], "L1": [1]}).save(here / "plan.json")
     document = json.loads(run("prune", named, "--plan", "plan.json", "--streaming", "-o", "made", "--json").stdout)
     assert document.pop("folder") == "made"
-    assert document == json.loads((here / "made" / "streamed.json").read_text())
+    assert document == opened(here / "made" / "streamed.json")
     said = run("prune", named, "--plan", "plan.json", "--streaming", "-o", "made", code=1).stderr
     assert "exists and is not empty" in said
     again = ["prune", "made", "--plan", "made/plan.json", "--streaming", "-o", "again"]  # the pruned model in the run

@@ -60,9 +60,7 @@ def written(before: str = "") -> str:
 
 def _rows(page: str) -> list[list[str]]:
     return [
-        [cell.strip() for cell in line.strip("| \n").split(" | ")]
-        for line in page.splitlines()
-        if line.startswith("| ")
+        [cell.strip() for cell in line.strip()[1:-1].split("|")] for line in page.splitlines() if line.startswith("| ")
     ]
 
 
