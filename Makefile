@@ -26,7 +26,7 @@ lines: $(VENV)/.strength  ## how much of headprune the fast tests run (docs/test
 	$(BIN)/python tools/lines.py
 
 coverage: install  ## every model type of transformers, against docs/coverage.md; about four minutes
-	$(BIN)/python benchmarks/coverage.py --check
+	$(BIN)/python benchmarks/coverage_types.py --check
 
 wheel: install  ## what `pip install headprune` will install, built and tried apart from the checkout
 	rm -rf build dist
@@ -69,4 +69,4 @@ $(VENV)/.strength: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit .headprune .cache/mutations .cache/lines build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-audit .headprune .cache/mutations .coverage build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import coverage  # first: it says offline before transformers is imported
+import coverage_types as coverage  # first: it says offline before transformers is imported
 import tiny
 import torch
 import transformers

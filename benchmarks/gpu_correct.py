@@ -238,7 +238,7 @@ def alike_told(found: Found) -> list[str]:
 
 def coverage(options: argparse.Namespace) -> Found:
     """Masked and pruned on the device, against the CPU; the proof runs on the device."""
-    import coverage as rows_of
+    import coverage_types as rows_of
     import tiny
 
     types = tiny.model_types()

@@ -120,7 +120,9 @@ def test_scores_agree_with_the_named_classes() -> None:
 
 def test_the_sweep_over_all_model_types_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """`make coverage` looks at every causal language model of transformers."""
-    spec = importlib.util.spec_from_file_location("sweep", Path(__file__).parents[1] / "benchmarks" / "coverage.py")
+    spec = importlib.util.spec_from_file_location(
+        "sweep", Path(__file__).parents[1] / "benchmarks" / "coverage_types.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     sweep = importlib.util.module_from_spec(spec)

@@ -308,7 +308,7 @@ def _sampled(room: Room, size: int, seed: int) -> tuple[int, list[of.Mutant]]:
 
 def write(size: int, seed: int) -> None:
     """The section, from what is known by now; with other seeds' samples, by which nobody has written tests."""
-    sys.path.append(str(ROOT / "benchmarks"))  # last: its coverage.py is another
+    sys.path.append(str(ROOT / "benchmarks"))
     from document import replace_section
 
     stored = CACHE / "samples.json"

@@ -1,10 +1,10 @@
 """What headprune can do on every model type of the installed transformers, built tiny and random, offline.
 
-    python benchmarks/coverage.py                      # writes docs/coverage.md
-    python benchmarks/coverage.py --only bert t5       # prints these
-    python benchmarks/coverage.py --check              # fails if a type of docs/coverage.md that worked stopped working
-    python benchmarks/coverage.py --json 5.0.json      # under another transformers: the rows, for …
-    python benchmarks/coverage.py --rows now.json --others 5.0.json   # the table from such files, nothing is run
+    python benchmarks/coverage_types.py                      # writes docs/coverage.md
+    python benchmarks/coverage_types.py --only bert t5       # prints these
+    python benchmarks/coverage_types.py --check              # fails if a type of docs/coverage.md that worked stopped working
+    python benchmarks/coverage_types.py --json 5.0.json      # under another transformers: the rows, for …
+    python benchmarks/coverage_types.py --rows now.json --others 5.0.json   # the table from such files, nothing is run
 
 Nothing here is fitted to a list of models: `tiny.py` shrinks any config by what its fields are called, and what cannot be built is said.
 """
@@ -378,7 +378,7 @@ def table(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
     lines = [
         "# Coverage",
         "",
-        f"Made by `python benchmarks/coverage.py` with transformers {report['transformers']} and torch {report['torch']} in "
+        f"Made by `python benchmarks/coverage_types.py` with transformers {report['transformers']} and torch {report['torch']} in "
         f"{report['seconds']:.0f} s on two processes: every type that `AutoModel` builds, tiny and random, offline. Nothing in the "
         "script or in headprune knows the types by name (but the two declared stand-ins in `headprune/pruned/standins.py`).",
         "",
