@@ -72,7 +72,7 @@ def vit(home: Path, quick: bool) -> list[str]:
     """The demo's ViT on scikit-learn's digits, with ablation too."""
     from headprune.app import demo
 
-    model, data, _ = demo.prepare(demo.HOME, lambda done, total: None)
+    model, data, _ = demo.prepare(ROOT / demo.HOME, lambda done, total: None)
     return [
         str(model),
         "-d",
