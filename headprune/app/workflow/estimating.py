@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 BEFORE_A_RUN = Limits(batches=2, share=0.02, least=10.0)
 """For the line before a run: what is over in seconds needs none, and it must not take long itself."""
 
-_REPORT = 6.0  # seconds that the report and its pictures take, about
+_REPORT = 2.0  # seconds that the report and its pictures take, about (1.0 to 1.7 of a CPU for the committed reports)
 _PROFILED = 5.0  # forward passes, about, that looking at what heads do takes on each of its examples
 _LOOKED_AT = 64  # examples of that
 _CLOCKED = 3  # passes with an input that is going to be timed: the first is slower, and one may be disturbed
