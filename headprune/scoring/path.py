@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headprune.ranks import current
 from headprune.scoring.base import Estimate, Problem, Samples, method
 from headprune.scoring.gradient import finite, frozen, separate, slopes
 from headprune.scoring.replay import Replay
@@ -55,11 +56,16 @@ def _part(replay: Replay, batch: Any, size: int, steps: int, most: int, missed: 
 
 
 def _effects(problem: Problem, batch: Any, size: int, steps: int) -> Tensor:
-    """``[size, heads]``: minus the integral of the gates' gradients, all gates going from 0 to 1."""
+    """``[size, heads]``: minus the integral of the gates' gradients, all gates going from 0 to 1. Ranks share out the points."""
     points, weights = np.polynomial.legendre.leggauss(steps)
+
+    def at(point: float) -> Tensor:
+        return slopes(problem, batch, size, point).effects
+
+    found = current().share(f"{steps} points", [partial(at, (point + 1) / 2) for point in points])
     total = torch.zeros(size, problem.heads, dtype=torch.float64)
-    for at, weight in zip((points + 1) / 2, weights / 2, strict=True):
-        total -= weight * slopes(problem, batch, size, at).effects
+    for weight, effects in zip(weights / 2, found, strict=True):
+        total -= weight * effects
     return total
 
 
