@@ -128,7 +128,8 @@ def load_model(
     kind = task_of(config, task, source)
     half = _half(config) if dtype == "auto" and wanted == torch.float32 else None
     if checkpoint.is_checkpoint(source):
-        model = checkpoint.load(source, **({"device": where} if placing is None else placing.options()))
+        places: dict[str, Any] = {"device": where} if placing is None else placing.options()
+        model = checkpoint.load(source, **places, trust_remote_code=trust_remote_code)
         if half is not None:
             widen(model)
         elif isinstance(wanted, torch.dtype) and dtype != "auto":

@@ -159,3 +159,8 @@ def without_places(command: str) -> str:
 def quoted(text: str) -> str:
     """As a text in Python, in double quotes."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def own_call(folder: str, runs_code: bool) -> str:
+    """How headprune loads a folder; transformers alone would build a class from a model's own code with all heads."""
+    return f"headprune.load({quoted(folder)}{', trust_remote_code=True' if runs_code else ''})"

@@ -271,8 +271,10 @@ def usage(run: Run, metrics: Metrics) -> str:
     budget, which = found.budget, "it" if found.recommended or len(metrics.budgets) == 1 else "one"
     folder = f"{run.folder}/{budget.checkpoint}" if run.folder else budget.checkpoint
     widened = bool(precision(run, metrics)) and run.model.dtype == "float32"
-    own = f"import headprune; model = headprune.load({numbers.quoted(folder)}){'.float()' if widened else ''}"
-    known = budget.loads if budget.loads and not budget.loads.startswith("headprune.") else ""
+    own = f"import headprune; model = {numbers.own_call(folder, budget.runs_code)}{'.float()' if widened else ''}"
+    if budget.runs_code:
+        return f"To use {which}: {code(own)}."
+    known = "" if budget.loads.startswith("headprune.") else budget.loads
     other = known or "from_pretrained(folder, trust_remote_code=True)"
     other = f'{other.removesuffix(")")}, dtype="float32")' if widened else other
     return f"To use {which}: {code(own)}, or without headprune, with the same folder, transformers' {code(other)}."

@@ -29,6 +29,7 @@ class Size:
         cells: Its row of the first table.
         gone: Addresses of the heads that went: layer name and index.
         file: The folder that it was saved to; "" for the dense model.
+        code: Whether loading it runs code that came with the dense model.
     """
 
     kept: int
@@ -38,6 +39,7 @@ class Size:
     cells: tuple[str, ...]
     gone: frozenset[tuple[str, int]] = frozenset()
     file: str = ""
+    code: bool = False
 
 
 def sizes(metrics: Metrics) -> list[Size]:
@@ -48,6 +50,7 @@ def sizes(metrics: Metrics) -> list[Size]:
         Size(
             b.kept, f"{b.kept} of {b.total}", b.name, (b.pruned.metrics[metric], b.pruned.low, b.pruned.high), row.cells,
             frozenset((name, h) for name, heads in b.drop.items() for h in heads), b.checkpoint,
+            b.runs_code,
         )
         for b, row in zip(budgets, rows, strict=True)
     ]  # fmt: skip
@@ -113,7 +116,7 @@ def everything(
         "sizes": [
             {
                 **asdict(size), "gone": sorted(places[a] for a in size.gone if a in places),
-                "use": f"headprune.load({numbers.quoted(_folder(run, size))})" if size.file else "the model as it is",
+                "use": numbers.own_call(_folder(run, size), size.code) if size.file else "the model as it is",
             }
             for size in found
         ],
