@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headprune as hp
+from tests.support.families import built
 from tests.support.plain import HEADS, WIDTH, Attention, model_of, noise
 from tests.support.zoo import randomise
 
@@ -179,3 +180,13 @@ def test_a_layer_that_runs_twice_has_its_tables_cut() -> None:
     hp.prune(model, {"0": [1, 2]}, x)
     assert attention.table.weight.shape == (15, 2)
     torch.testing.assert_close(model(noise(3, 9, WIDTH)), masked, rtol=1e-4, atol=1e-4)
+
+
+def test_a_second_stream_makes_no_key_value_groups() -> None:
+    """ProphetNet's attention computes two streams with the same heads: one layer, of as many key/value heads."""
+    model, example = built("prophetnet")
+    layers = [a for a in hp.find_attention(model, example) if a.name.startswith("decoder")]
+    assert [(a.name.rpartition(".")[2], a.num_heads, a.num_kv_heads) for a in layers] == 2 * [
+        ("self_attn", 4, 4),
+        ("cross_attn", 4, 4),
+    ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headprune.trace.graphs import Heads, merge, used
+from headprune.trace.graphs import Heads, merge, overlap, used
 
 
 @dataclass
@@ -86,12 +86,15 @@ class Attention:
     def absorb(self, other: Attention) -> None:
         """Add what another computation shows of the same heads."""
         for mine, its in (
-            (self.rows, other.rows),
-            (self.query_rows, other.query_rows),
-            (self.value_rows, other.value_rows),
-        ):
-            merge(mine, its)
-        merge(self.selections, other.selections)
+            (self.rows, other.rows), (self.query_rows, other.query_rows), (self.value_rows, other.value_rows),
+            (self.selections, other.selections),
+        ):  # fmt: skip
+            # What separate heads of one would share by the other tells of no key/value group: positions may be looked up in the
+            # features of all heads (ProphetNet's second stream).
+            fits = {
+                n: rows for n, rows in its.items() if overlap(mine.get(n, rows)) or not overlap(_both(mine, n, rows))
+            }
+            merge(mine, fits)
         merge(self.tables, other.tables)
         merge(self.arguments, other.arguments)
         self.causal, self.bypass = self.causal and other.causal, self.bypass or other.bypass
@@ -111,3 +114,8 @@ class Attention:
     def refuse(self, reason: str) -> None:
         """Note why the heads cannot be removed, nor masked at W_O's input."""
         self.reason, self.columns, self.passed = reason, [], []
+
+
+def _both(known: Rows, name: str, rows: list[set[int]]) -> list[set[int]]:
+    """A module's features of each head, with those that are known."""
+    return [old | new for old, new in zip(known.get(name, rows), rows, strict=True)]
