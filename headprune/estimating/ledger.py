@@ -202,21 +202,25 @@ def duration(seconds: float) -> str:
 def flops(count: float) -> str:
     """For people.
 
-    >>> flops(2.1e12), flops(5e9), flops(3e18)
-    ('2.1 TFLOPs', '5 GFLOPs', '3 EFLOPs')
+    >>> flops(2.1e12), flops(5e9), flops(3e18), flops(5e8)
+    ('2.1 TFLOPs', '5 GFLOPs', '3 EFLOPs', '500 MFLOPs')
     """
-    for size_, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")):
-        if count >= size_:
-            return f"{float(f'{count / size_:.2g}'):,g} {unit}FLOPs"
-    return f"{count / 1e6:,.2g} MFLOPs"
+    for unit, name in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")):
+        if count >= unit:
+            return f"{_two_digits(count / unit)} {name}FLOPs"
+    return f"{_two_digits(count / 1e6)} MFLOPs"
 
 
 def size(count: float) -> str:
     """Bytes for people.
 
-    >>> size(6.4e8), size(1.24e9), size(8.1e11)
-    ('640 MB', '1.2 GB', '810 GB')
+    >>> size(6.4e8), size(1.24e9), size(9.99e10), size(8.1e11)
+    ('640 MB', '1.2 GB', '100 GB', '810 GB')
     """
-    if count < 1e9:
-        return f"{float(f'{count / 1e6:.2g}'):g} MB"
-    return f"{count / 1e9:,.2g} GB" if count < 1e11 else f"{float(f'{count / 1e9:.2g}'):,g} GB"
+    unit, name = (1e6, "MB") if count < 1e9 else (1e9, "GB")
+    return f"{_two_digits(count / unit)} {name}"
+
+
+def _two_digits(number: float) -> str:
+    """Never as a power of ten, as ``.2g`` alone writes what has three digits."""
+    return f"{float(f'{number:.2g}'):,g}"
