@@ -183,7 +183,9 @@ def test_ablation_of_few_examples_takes_gradients_on_all(bert: nn.Module) -> Non
 def test_points_of_integration_double_once_for_all_batches() -> None:
     _, least, most = PARTS["integrated-gradients"].turns(Settings(), 1, 16)
     assert (4 * least, 4 * most) == (4, 4 + 8 + 16 + 32 + 64)
-    assert 4 * 10 * PARTS["integrated-gradients"].turns(Settings(), 10, 160)[2] == pytest.approx(4 + 8 + 16 + 32 + 10 * 64)
+    assert 4 * 10 * PARTS["integrated-gradients"].turns(Settings(), 10, 160)[2] == pytest.approx(
+        4 + 8 + 16 + 32 + 10 * 64
+    )
 
 
 def test_an_estimate_leaves_the_model_as_it_was(bert: nn.Module) -> None:
@@ -266,8 +268,8 @@ def test_the_line_says_it_all() -> None:
     )
 
 
-def failing(error: Exception) -> Callable[[], CostEstimate]:
-    def make() -> CostEstimate:
+def failing(error: Exception) -> Callable[..., CostEstimate]:
+    def make(*_: object) -> CostEstimate:
         raise error
 
     return make
@@ -309,6 +311,16 @@ def test_a_long_run_says_it_before_it_begins(
 def test_a_short_run_says_nothing(bert_folder: Path, data_folder: Path) -> None:
     told = run("score", bert_folder, "-d", data_folder, "-L", 40, "-m", "gradient").stderr
     assert "estimated" not in told
+
+
+@pytest.mark.usefixtures("brief", "here")
+def test_where_a_method_was_interrupted_nothing_is_estimated(
+    bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in its first method, a run has finished no stage yet: it was announced as if all of it were still to do."""
+    monkeypatch.setattr(workflow.scoring, "announce", failing(AssertionError()))
+    (here / "out" / ".unfinished" / "gradient-0").mkdir(parents=True)
+    run("score", bert_folder, "-d", data_folder, "-L", 40, "-m", "gradient", "-o", "out")
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_pairs_that_cannot_be_compared_come_last() -> None:
 
 
 @pytest.mark.parametrize(("written", "expected"), [
-    (numbers.value(0.877, "accuracy"), "87.7 %"), (numbers.value(12345.6, "perplexity"), "1.235e+04"),
+    (numbers.value(0.877, "accuracy"), "87.7 %"), (numbers.value(12345.6, "perplexity"), "12,350"),
     (numbers.change(CHANGED, "perplexity"), "+5.0% (-1.0% to +10.0%)"),
     (numbers.change(CHANGED, "accuracy"), "+5.00 points (-1.00 to +10.00)"),
     (numbers.flops(999), "999"), (numbers.flops(1_500_000), "1.50 M"), (numbers.flops(2 * 10**12), "2.00 T"),
@@ -129,3 +129,21 @@ def test_the_largest_input_is_what_the_time_is_told_of() -> None:
     assert [(g.row.batch, g.bound) for g in found.gains] == [(1, 1.25), (8, 1.3)]
     assert [g.share for g in found.at_largest] == [pytest.approx(1.01 / 1.3)]
     assert findings.where_time_goes(Metrics.model_validate(METRICS)) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (numbers.size(1_230_000_000_000), "1.23 TB"),
+        (numbers.size(999_700_000), "1,000 MB"),
+        (numbers.size(512), "512 bytes"),
+        (numbers.joules(0.9999), "1,000 mJ"),
+        (numbers.value(151_936.0, "perplexity"), "151,900"),
+        (numbers.value(62.014, "perplexity"), "62.01"),
+        (numbers.value(float("nan"), "perplexity"), "nan"),
+        (numbers.known(12_345.0), "12,300"),
+    ],
+)
+def test_no_figure_is_a_power_of_ten(said: str, expected: str) -> None:
+    """The perplexity of a model that knows nothing was 1.519e+05, and a large checkpoint had 1.23e+03 GB."""
+    assert said == expected

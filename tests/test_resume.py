@@ -183,7 +183,7 @@ def test_a_part_under_another_parts_name_is_not_used(tmp_path: Path) -> None:
 def with_inner(scale: float) -> Any:
     """A loss whose scale only code within it names."""
     own = {"SCALE": scale}
-    exec("def loss(out, labels):\n    return sum((lambda x: SCALE * x)(x) for x in out)", own)  # noqa: S102
+    exec("def loss(out, labels):\n    return sum((lambda x: SCALE * x)(x) for x in out)", own)
     return own["loss"]
 
 

@@ -59,7 +59,9 @@ def estimate(
         from headprune.searching import methods_for
 
         limits, asked = Limits(batches), known_methods(method)
-        prunes = budgets.asked or budgets.plan or typed(planning) or no_repair or finetune is not None or scores is not None
+        prunes = (
+            budgets.asked or budgets.plan or typed(planning) or no_repair or finetune is not None or scores is not None
+        )
         if model is not None and not prunes:
             options = options_of(None, model, data, scoring, loading, seed, None, also)
             scene = workflow.open_scene(options, console)

@@ -78,7 +78,11 @@ def announce(console: Console, make: Callable[[], CostEstimate]) -> None:
 
 
 def begun(folder: Folder, *names: str) -> bool:
-    """Whether an interrupted run has left something of these computations: how much there is still to do is not known then."""
+    """Whether an interrupted run has left something of these computations: how much there is still to do is not known then.
+
+    Args:
+        names: Of stages, and of scoring methods: a method's finished parts are there before its stage is.
+    """
     return any(next(folder.unfinished.glob(f"{name}*"), None) is not None for name in names)
 
 

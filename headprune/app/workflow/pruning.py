@@ -159,7 +159,7 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
         )
     methods = asked.methods if source or asked.goal.uses_scores else []
     run = run_document(scene, methods, folder) if source is None else run_after(source.read_run(), scene, folder)
-    if not begun(folder, "score", "prune"):  # what an interrupted run has left to do is not known
+    if not begun(folder, "score", "prune", *methods):  # what an interrupted run has left to do is not known
         announce(console, lambda: estimate_prune(replace(asked, methods=methods), scene, scores, BEFORE_A_RUN))
     before = 0.0
     if source is None:

@@ -90,13 +90,14 @@ def budget_input(scene: Scene) -> dict[str, Any]:
 
 
 def _shapes(scene: Scene) -> list[tuple[int, int | None]]:
-    """Batch 1 and the run's batch size; for texts at the median length and at four times that."""
+    """Batch 1 and the run's batch size; for texts at the median length and at four times that, as far as the model reads."""
     sizes = sorted({1, scene.options.data.batch_size})
     lengths: list[int | None] = [None]
     if scene.loaded.task.modality == "text" and scene.loaded.task.name != "seq2seq":
         typical = latency.example_shape(scene.typical_input())[1]
         limit = getattr(scene.model.config, "max_position_embeddings", None) or 10**6
-        lengths = list(dict.fromkeys([typical, min(4 * typical, limit - 2)]))
+        longer = min(4 * typical, limit - 2)  # RoBERTa's positions begin at 2
+        lengths = [typical, longer] if longer > typical else [typical]
     return [(size, length) for length in lengths for size in sizes]
 
 
