@@ -1,16 +1,20 @@
 """Processes that share out the work: the same results as one, to the bit or nearly; and nobody waits for ever."""
 
+import errno
 import json
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 import headprune as hp
 from headprune.places import place
-from headprune.ranks import ALONE, current, joined, shares
+from headprune.ranks import ALONE, current, joined, lost_ranks, shares
+from headprune.ranks.errors import packed, unpacked
 from tests.support import shared
 from tests.support.ranked import Ranked
 
@@ -50,6 +54,38 @@ def test_a_process_that_was_not_told_of_others_is_alone() -> None:
 def test_what_is_no_accelerator_is_refused() -> None:
     with pytest.raises(hp.HeadPruneError, match="accelerator= is a str"), joined("cpu"):  # type: ignore[arg-type]
         pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        hp.HeadPruneError("What is wrong.", "What to try."),
+        OSError(errno.ENOSPC, "No space left on device", "/data/part.npy"),
+        KeyError("labels"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_is_the_same_in_another_process(error: Exception) -> None:
+    """Which file a disk was too full for was lost on the way."""
+    there = unpacked(pickle.loads(pickle.dumps(packed(error))))
+    assert type(there) is type(error)
+    assert str(there) == str(error)
+    assert getattr(there, "hint", None) == getattr(error, "hint", None)
+
+
+def test_an_error_that_cannot_be_made_again_is_told_in_words() -> None:
+    """The other ranks raised pydantic's "No constructor defined" in its place, or an error without a word."""
+    with pytest.raises(ValidationError) as caught:
+        TypeAdapter(int).validate_python("many")
+    there = unpacked(pickle.loads(pickle.dumps(packed(caught.value))))
+    assert str(there).startswith("ValidationError: 1 validation error for int")
+    there = unpacked(packed(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")))
+    assert str(there).startswith("UnicodeDecodeError: 'utf-8' codec can't decode")
+
+
+def test_lost_ranks_are_named() -> None:
+    heads = [str(lost_ranks(gone).args[0]).split(" gone")[0] for gone in ((), (1,), (1, 2), (0, 1, 2))]
+    assert heads == ["Another rank is", "Rank 1 is", "Ranks 1 and 2 are", "Ranks 0, 1 and 2 are"]
 
 
 @pytest.mark.parametrize(
