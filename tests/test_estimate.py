@@ -342,6 +342,19 @@ def test_the_command_estimates_a_run_and_writes_nothing(bert_folder: Path, data_
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_the_command_takes_what_prune_takes(bert_folder: Path, data_folder: Path, here: Path) -> None:
+    """A line for `prune` with a device map or an export could not be estimated: there were no such options."""
+    places = {"bert.embeddings": "cpu", "bert.encoder": "disk", "bert.pooler": "cpu", "classifier": "cpu"}
+    (here / "map.json").write_text(json.dumps(places))
+    found = estimated(
+        bert_folder, "-d", data_folder, "-L", 40, "--keep", "4", "--device-map", "map.json", "--offload-folder", "off"
+    )
+    assert found["seconds"] > 0
+    exported = estimated(bert_folder, "-d", data_folder, "-L", 40, "--keep", "4", "--export", "stock")
+    assert "The export to stock is not counted." in exported["notes"]
+
+
 @pytest.mark.usefixtures("here")
 def test_without_a_budget_it_is_about_scores(bert_folder: Path, data_folder: Path) -> None:
     names = [p["name"] for p in estimated(bert_folder, "-d", data_folder, "-L", 40, "-m", "fisher")["phases"]]

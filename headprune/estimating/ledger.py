@@ -202,13 +202,10 @@ def duration(seconds: float) -> str:
 def flops(count: float) -> str:
     """For people.
 
-    >>> flops(2.1e12), flops(5e9), flops(3e18), flops(5e8)
-    ('2.1 TFLOPs', '5 GFLOPs', '3 EFLOPs', '500 MFLOPs')
+    >>> flops(2.1e12), flops(5e9), flops(3e18), flops(5e8), flops(9.99e8)
+    ('2.1 TFLOPs', '5 GFLOPs', '3 EFLOPs', '500 MFLOPs', '1 GFLOPs')
     """
-    for unit, name in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")):
-        if count >= unit:
-            return f"{_two_digits(count / unit)} {name}FLOPs"
-    return f"{_two_digits(count / 1e6)} MFLOPs"
+    return _two_digits(count, ((1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs")))
 
 
 def size(count: float) -> str:
@@ -217,10 +214,11 @@ def size(count: float) -> str:
     >>> size(6.4e8), size(1.24e9), size(9.99e10), size(8.1e11)
     ('640 MB', '1.2 GB', '100 GB', '810 GB')
     """
-    unit, name = (1e6, "MB") if count < 1e9 else (1e9, "GB")
-    return f"{_two_digits(count / unit)} {name}"
+    return _two_digits(count, ((1e9, "GB"), (1e6, "MB")))
 
 
-def _two_digits(number: float) -> str:
-    """Never as a power of ten, as ``.2g`` alone writes what has three digits."""
-    return f"{float(f'{number:.2g}'):,g}"
+def _two_digits(count: float, units: Sequence[tuple[float, str]]) -> str:
+    """In the largest unit that it reaches once it is rounded. Never as a power of ten, as ``.2g`` alone writes three digits."""
+    rounded = float(f"{count:.2g}")
+    unit, name = next((pair for pair in units if rounded >= pair[0]), units[-1])
+    return f"{float(f'{rounded / unit:.2g}'):,g} {name}"
