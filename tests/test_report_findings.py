@@ -142,6 +142,8 @@ def test_the_largest_input_is_what_the_time_is_told_of() -> None:
         (numbers.value(62.014, "perplexity"), "62.01"),
         (numbers.value(float("nan"), "perplexity"), "nan"),
         (numbers.known(12_345.0), "12,300"),
+        (numbers.operations(1.234e15), "1.23 PFLOPs"),
+        (numbers.operations(4.81e7), "48.1 MFLOPs"),
     ],
 )
 def test_no_figure_is_a_power_of_ten(said: str, expected: str) -> None:

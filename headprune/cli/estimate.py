@@ -102,7 +102,7 @@ def _tell(console: Console, found: CostEstimate) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from headprune.estimating.ledger import duration, flops, size
+    from headprune.amounts import duration, flops, size
 
     table = Table(box=None, pad_edge=False)
     for i, name in enumerate(("phase", "forward", "backward", "operations", "time")):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from headprune.amounts import duration, flops, size
 from headprune.rows import apparent_size
 from headprune.scoring.base import cost_of
 
@@ -180,45 +181,3 @@ def summed(ledger: Ledger, rates: dict[str, Rate]) -> tuple[tuple[Phase, ...], t
 
 def total(phases: Sequence[Phase], name: str) -> float:
     return float(sum(getattr(phase, name) for phase in phases))
-
-
-_UNITS = ((86400.0, "day"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
-
-
-def duration(seconds: float) -> str:
-    """For people, to two digits.
-
-    >>> duration(0.4), duration(42), duration(200), duration(9000), duration(900000)
-    ('1 s', '42 s', '3.3 min', '2.5 h', '10 days')
-    """
-    for length, unit in _UNITS:
-        if seconds >= 1.5 * length or unit == "s":
-            count = max(seconds / length, 1.0 if unit == "s" else 0.0)
-            number = f"{count:.0f}" if count >= 10 or unit == "s" else f"{count:.2g}"
-            return f"{number} {unit}{'s' if unit == 'day' and number != '1' else ''}"
-    raise AssertionError
-
-
-def flops(count: float) -> str:
-    """For people.
-
-    >>> flops(2.1e12), flops(5e9), flops(3e18), flops(5e8), flops(9.99e8)
-    ('2.1 TFLOPs', '5 GFLOPs', '3 EFLOPs', '500 MFLOPs', '1 GFLOPs')
-    """
-    return _two_digits(count, ((1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs")))
-
-
-def size(count: float) -> str:
-    """Bytes for people.
-
-    >>> size(6.4e8), size(1.24e9), size(9.99e10), size(8.1e11)
-    ('640 MB', '1.2 GB', '100 GB', '810 GB')
-    """
-    return _two_digits(count, ((1e9, "GB"), (1e6, "MB")))
-
-
-def _two_digits(count: float, units: Sequence[tuple[float, str]]) -> str:
-    """In the largest unit that it reaches once it is rounded. Never as a power of ten, as ``.2g`` alone writes three digits."""
-    rounded = float(f"{count:.2g}")
-    unit, name = next((pair for pair in units if rounded >= pair[0]), units[-1])
-    return f"{float(f'{rounded / unit:.2g}'):,g} {name}"

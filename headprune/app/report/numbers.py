@@ -8,20 +8,12 @@ import re
 import shlex
 from pathlib import Path
 
+from headprune import amounts
+from headprune.amounts import digits
 from headprune.app.documents import Asked, BudgetResult, Environment, Measured, TimeParts
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow, Speedup
 from headprune.timing import EnergyRow, GenerationRow
-
-
-def digits(number: float, count: int) -> str:
-    """To so many digits; a large number is never written as a power of ten.
-
-    >>> digits(0.12345, 3), digits(999.7, 3), digits(50257, 4), digits(float("inf"), 4)
-    ('0.123', '1,000', '50,260', 'inf')
-    """
-    rounded = float(f"{number:.{count}g}")
-    return f"{rounded:,.0f}" if abs(rounded) >= 10 ** (count - 1) else f"{rounded:.{count}g}"
 
 
 def value(number: float, metric: str) -> str:
@@ -71,6 +63,11 @@ def ratio(speedup: Speedup) -> str:
 def shape(row: LatencyRow | Asked | TimeParts | GenerationRow | EnergyRow) -> str:
     """The input that was timed."""
     return f"batch {row.batch}" + (f" x {row.length} tokens" if row.length else "")
+
+
+def operations(count: float) -> str:
+    """Floating-point operations of a search."""
+    return amounts.flops(count, 3)
 
 
 def flops(count: int) -> str:
