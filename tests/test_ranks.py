@@ -174,7 +174,7 @@ def test_a_lost_rank_ends_the_others_in_a_line(ranked: Ranked, tmp_path: Path) -
     assert done[0]["seconds"] < 30
     for rank in (0, 2):
         said = torch.load(tmp_path / f"given-{rank}.pt")
-        assert said.startswith("Rank 1 is gone, so the others cannot go on. What was finished is kept")
+        assert said.startswith("Rank 1 is gone, so the others cannot continue. What was finished is kept")
 
 
 # -- scores ------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_a_killed_rank_and_another_number_of_them(ranked: Ranked, tmp_path: Path
     given = {"method": "ablation", "count": count, "work": str(tmp_path / "work")}
     done = ranked.run(tmp_path, 3, call="tests.support.shared:scored", given=given, kill=[2, 2 if count == 2 else 1])
     assert [d["status"] for d in done] == [70, -9, 70] or [d["status"] for d in done] == [70, 70, -9]
-    assert all("is gone, so the others cannot go on." in d["stderr"] for d in done if d["status"] == 70)
+    assert all("is gone, so the others cannot continue." in d["stderr"] for d in done if d["status"] == 70)
     assert list((tmp_path / "work").rglob("*.npy"))
     for found in ranked.call(tmp_path, size, "tests.support.shared:scored", **given):
         found["details"].pop("resumed")

@@ -157,7 +157,7 @@ def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
     if goes := where_time_goes(metrics):
         for gain in goes.at_largest:
             console.result(
-                f"{gain.name}, {shape(gain.row)}: {gain.achieved.ratio:.2f}x of at most {gain.bound:.2f}x that this plan can gain."
+                f"{gain.name}, {shape(gain.row)}: {gain.achieved.ratio:.2f}x, of at most {gain.bound:.2f}x for this plan."
             )
     print_generation(console, metrics.generation)
     if metrics.energy:
@@ -242,7 +242,9 @@ def print_energy(console: Console, row: EnergyRow | None) -> None:
     from headprune.app.report.numbers import joules, shape
 
     if row is None:
-        console.say("Energy was not measured: nothing counts it here (RAPL, NVML), or it may not be read.")
+        console.say(
+            "Energy was not measured: this machine has no counter for it (RAPL, NVML), or does not let it be read."
+        )
         return
     used = []
     for name, amount in row.joules.items():

@@ -22,7 +22,7 @@ def lost_ranks(gone: Sequence[int]) -> LostRankError:
     those = ", ".join(map(str, gone[:-1])) + (" and " if gone[1:] else "") + "".join(map(str, gone[-1:]))
     who = f"Rank {those} is" if len(gone) == 1 else f"Ranks {those} are" if gone else "Another rank is"
     return LostRankError(
-        f"{who} gone, so the others cannot go on.",
+        f"{who} gone, so the others cannot continue.",
         "What was finished is kept: run the same command again, with as many processes as you like.",
     )
 

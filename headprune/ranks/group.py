@@ -23,7 +23,7 @@ T = TypeVar("T")
 _LOOKS = 0.5  # seconds between two looks at whether the others' processes are still there
 _LINGER = 2.0  # seconds that a rank stays after another one is lost, so that it is not taken to be lost too
 _LONGEST_NAP = 0.01  # seconds between two looks at whether the others have answered
-_LEFT = "(left)"  # what a rank that is through says in the place of a name
+_LEFT = "(left)"  # what a rank that has finished says in the place of a name
 
 
 class Group(Ranks):
@@ -86,7 +86,7 @@ class Group(Ranks):
 
     def gather(self, name: str, value: T) -> list[T]:
         if self._over:
-            raise LostRankError("The ranks have parted, so they cannot go on together.", "Start the program again.")
+            raise LostRankError("The ranks have parted, so they cannot continue together.", "Start the program again.")
         replies = self._exchange(name, value)
         if gone := [(rank, said) for rank, (_, what, said) in enumerate(replies) if what == _LEFT and said is not None]:
             self._over = True
@@ -126,10 +126,10 @@ class Group(Ranks):
         ]
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Tell the others that this one is through, or why it cannot go on; they are told, wherever they are, and raise that.
+        """Tell the others that this one has finished, or why it cannot continue; they hear it wherever they are, and raise that.
 
         Raises:
-            HeadPruneError: Another one is not through.
+            HeadPruneError: Another one has not finished.
         """
         if self._over or (error is not None and not isinstance(error, Exception)):  # the latter ends the process
             return

@@ -71,7 +71,7 @@ def headline(run: Run, metrics: Metrics) -> str:
         begin = (
             "Every plan loses something; the least is lost without"
             if len(metrics.budgets) > 1
-            else "It costs to remove"
+            else "There is a cost to removing"
         )
         return f"{begin} {heads}{beside}: {against}."
     if b.change.verdict == "no measurable change" and loss_within(metrics, b.change) > 0:

@@ -74,7 +74,7 @@ def announce(console: Console, make: Callable[[], CostEstimate]) -> None:
         console.say(f"How long this takes could not be estimated ({type(error).__name__}: {first_line(error)}).")
         return
     size = current().size
-    console.say(found.line if size == 1 else f"{found.line} That is for one process; {size} share it out.")
+    console.say(found.line if size == 1 else f"{found.line} This is for one process; {size} share the work.")
 
 
 def begun(folder: Folder, *names: str) -> bool:

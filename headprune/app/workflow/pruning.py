@@ -99,7 +99,7 @@ class PruneRun:
         scene = open_scene(self.options, console)
         scene = replace(scene, parts=load_also(self.options.data, scene.loaded, scene.parts))
         for part in scene.parts.also:
-            console.say(f"Second data, to which nothing is fitted: {len(part)} examples of {part.name}.")
+            console.say(f"Second dataset, to which nothing is fitted: {len(part)} examples of {part.name}.")
         check_goal(self.goal, scene)
         if self.source is not None:
             for note in _check_same(scene, scores, self.source):
@@ -148,7 +148,7 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
 
     Args:
         folder: Where to write; may be ``asked.source``. It changes when all is done; until then what was made is kept in
-            `Folder.unfinished`, where the same call goes on.
+            `Folder.unfinished`, where the same call continues.
     """
     started, source = time.monotonic(), asked.source
     scores = asked.scores()
@@ -293,7 +293,7 @@ def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult
             return more[name]()
         except Exception as error:  # such as a model that does not go on from its own cache: the run is worth more
             console.say(
-                f"No {name} is in the report: it could not be measured ({type(error).__name__}: {first_line(error)})."
+                f"The report will have no {name}, which could not be measured ({type(error).__name__}: {first_line(error)})."
             )
             return None
 
