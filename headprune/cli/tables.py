@@ -157,7 +157,7 @@ def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
     if goes := where_time_goes(metrics):
         for gain in goes.at_largest:
             console.result(
-                f"{gain.name}, {shape(gain.row)}: {gain.achieved.ratio:.2f}x, of at most {gain.bound:.2f}x for this plan."
+                f"{gain.name}, {shape(gain.row)}: {gain.achieved.ratio:.2f}x; the most that this plan can gain is estimated at {gain.bound:.2f}x."
             )
     print_generation(console, metrics.generation)
     if metrics.energy:
