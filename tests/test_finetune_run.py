@@ -274,5 +274,5 @@ def test_a_dense_model_that_changed_since(part: str, pruned_here: Path, bert_fol
         config = json.loads((source / "config.json").read_text())
         (source / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
     error = " ".join(run("finetune", pruned_here / "pruned-4", "--epochs", 1, code=1).stderr.split())
-    assert "is not what it was" in error or "is not the model that was pruned" in error
+    assert "has changed since" in error or "is not the model that was pruned" in error
     assert "--teacher" in error

@@ -184,7 +184,7 @@ def _data_options(asked: FinetuneRun, run: Run | None) -> DataOptions:
         return replace(run.options.data, **given)
     if "dataset" not in given:
         raise HeadPruneError(
-            f"{asked.pruned} lies in no run folder that says its data.", "Name the dataset with -d, as when pruning."
+            f"{asked.pruned} is in no run folder that names its data.", "Name the dataset with -d, as when pruning."
         )
     return DataOptions(**given)
 
@@ -222,21 +222,21 @@ def _check_dense(dense: LoadedModel, run: Run) -> None:
     """The dense model must be the one that was pruned: it teaches, and the others are compared with it.
 
     Raises:
-        HeadPruneError: Its weights are others now, as far as this can be known.
+        HeadPruneError: Its weights have changed, as far as this can be known.
     """
     dtype = str(next(dense.model.parameters()).dtype).removeprefix("torch.")
     if (dense.source, dtype) != (run.options.model, run.model.dtype):
         return
     for what in run.model.other_now(run.environment, config_hash(dense.model)):
         raise HeadPruneError(
-            f"The {what} of {dense.source} is not what it was when the model was pruned.",
-            "Bring it back as it was, or name the dense model with --teacher.",
+            f"The {what} of {dense.source} has changed since the model was pruned.",
+            "Restore it, or name the dense model with --teacher.",
         )
     if (now := fingerprint(dense.model)) != run.model.fingerprint:
         raise HeadPruneError(
-            f"{dense.source} is not the model that was pruned (fingerprint {run.model.fingerprint}): its weights are others now "
+            f"{dense.source} is not the model that was pruned (fingerprint {run.model.fingerprint}): its weights have changed "
             f"({now}).",
-            "Bring it back as it was, or name the dense model with --teacher.",
+            "Restore it, or name the dense model with --teacher.",
         )
 
 
@@ -244,7 +244,7 @@ def _check_cut(parts: Parts, data: DataOptions, run: Run | None, pruned: LoadedM
     """What scored and chose the heads must not be reported here; a note where that cannot be known.
 
     Raises:
-        HeadPruneError: Some of it would be, or the data is not what it was.
+        HeadPruneError: Some of it would be, or the data has changed.
     """
     _check_trained(parts, data, run, Path(pruned.source))
     if run is None or run.parts.same(Cut.of(parts)):
@@ -261,16 +261,16 @@ def _check_cut(parts: Parts, data: DataOptions, run: Run | None, pruned: LoadedM
     if then is None or not run.parts.same(Cut.of(then)):
         if same_data:
             raise HeadPruneError(
-                f"{data.dataset} is not what it was when the model was pruned, so examples that chose its heads could be "
+                f"{data.dataset} has changed since the model was pruned, so examples that were used to choose its heads could be "
                 "reported.",
-                "Bring back the data as it was, or name other data with -d.",
+                "Restore the data, or name other data with -d.",
             )
-        why = f"{before.dataset} is not what it was" if then else why
-        return [f"Whether reported examples scored or chose the heads is not known: {why.rstrip('.')}."]
+        why = f"{before.dataset} has changed" if then else why
+        return [f"Whether reported examples were used to score or choose the heads is not known: {why.rstrip('.')}."]
     if again := seen_before(parts, then, same_data):
         flags = " and ".join(changed) or "these options"
         raise HeadPruneError(
-            f"With {flags}, {again:,} of the {len(parts.report):,} examples to report scored or chose the heads when the "
+            f"With {flags}, {again:,} of the {len(parts.report):,} examples to report were used to score or choose the heads when the "
             "model was pruned.",
             f"Leave out {flags}, or name other data with -d.",
         )
@@ -296,9 +296,9 @@ def _check_trained(parts: Parts, data: DataOptions, run: Run | None, source: Pat
         return
     flags = " and ".join(changed_options(before, data)) or "these options"
     raise HeadPruneError(
-        f"{source} was fine-tuned before; with {flags} the data is cut otherwise than it was then, and what it was trained "
+        f"{source} was fine-tuned before; with {flags} the data is cut differently than it was then, and examples that it was trained "
         "on could be reported.",
-        f"Leave out {flags}, or give what was given then.",
+        f"Leave out {flags}, or use the same values as then.",
     )
 
 

@@ -341,15 +341,15 @@ def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -
     for s in scores:
         if s.model != now:
             raise HeadPruneError(
-                f"The scores in {source.scores_path} are another model's than {scene.options.model} (fingerprint {s.model}, "
+                f"The scores in {source.scores_path} are of another model than {scene.options.model} (fingerprint {s.model}, "
                 f"this one is {now}).",
                 "Score this model first, or leave it out to prune the one that was scored.",
             )
     run = source.read_run()
     for what in run.model.other_now(run.environment, config_hash(scene.model), processor_hash(scene.loaded.processor)):
         raise HeadPruneError(
-            f"The {what} of {scene.options.model} is not what it was when {source.path} was scored.",
-            "Bring it back as it was, or score again.",
+            f"The {what} of {scene.options.model} has changed since {source.path} was scored.",
+            "Restore it, or score again.",
         )
     notes = check_scored(scene, run, source.path)
     scene.parts.notes.extend(notes)
