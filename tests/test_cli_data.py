@@ -193,7 +193,7 @@ def test_what_a_model_was_trained_on_before_is_not_reported(
         budget = {**METRICS["budgets"][0], "checkpoint": "pruned-8", "finetune": TRAINED}
         write_json(pruned / "metrics.json", "metrics", {**METRICS, "budgets": [budget]})
     error = run("finetune", source, "--report-limit", 50, code=1).stderr
-    assert "was fine-tuned before; with --report-limit the data is cut otherwise" in error
+    assert "was fine-tuned before; with --report-limit the data is cut differently" in error
     assert "training would begin" in run("finetune", source, "--report-limit", 20, code=1).stderr
 
 
