@@ -412,7 +412,7 @@ def test_a_disturbed_breakdown_is_measured_again(
     monkeypatch: pytest.MonkeyPatch, totals: list[float], kept: float
 ) -> None:
     """A few passes on a busy machine once took 475 times what the same model took where models were timed in turn."""
-    model, example = bert(), text()
+    model, example = bert()
     layers = hp.find_attention(model, example)
     left = iter(totals)
 

@@ -127,7 +127,8 @@ def load_model(
     config = config_of(source, common)
     kind = task_of(config, task, source)
     half = _half(config) if dtype == "auto" and wanted == torch.float32 else None
-    if checkpoint.is_checkpoint(source):
+    ours = checkpoint.is_checkpoint(source)  # whose code is for those without headprune, and never runs here
+    if ours:
         model = checkpoint.load(source, **({"device": where} if placing is None else placing.options()))
         if half is not None:
             widen(model)
@@ -143,7 +144,7 @@ def load_model(
     if kind.modality == "text" and processor is not None:
         set_padding(model.config, processor.pad_token_id)
     notes = []
-    if not trust_remote_code and kind.auto_class in (getattr(config, "auto_map", None) or {}):
+    if not ours and not trust_remote_code and kind.auto_class in (getattr(config, "auto_map", None) or {}):
         notes.append(
             f"{source} comes with code of its own, which was not run (--trust-remote-code runs it): "
             f"transformers' {type(model).__name__} was used instead."

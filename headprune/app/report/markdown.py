@@ -12,6 +12,7 @@ import jinja2
 from headprune.app.documents import BudgetResult, Heads, Metrics, Run
 from headprune.app.report import busy, findings, numbers, sentences
 from headprune.app.report import heads as seen
+from headprune.app.report.usage import usage
 from headprune.app.report.verdict import verdict
 from headprune.checkpoint import code
 from headprune.latency import WARM_UP
@@ -82,7 +83,7 @@ def _environment() -> jinja2.Environment:
             findings.chosen_by, findings.speed, findings.trade_off,
             findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.limits_metric, findings.fewest_rounds,
             findings.closest_first, findings.where_time_goes, busy.disturbed, chance, verdict, sentences.headline, sentences.table, sentences.rule, sentences.over_random,
-            sentences.cautions, sentences.stay_though_low, sentences.precision, sentences.usage, sentences.proved, sentences.reloaded, sentences.orders, sentences.about, sentences.parts,
+            sentences.cautions, sentences.stay_though_low, sentences.precision, usage, sentences.proved, sentences.reloaded, sentences.orders, sentences.about, sentences.parts,
             sentences.also_table, sentences.engine_rows, findings.tried_steps, findings.compared, seen.roles, seen.told_removed,
         )
     } | {

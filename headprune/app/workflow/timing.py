@@ -23,7 +23,7 @@ NO_HEADS = "no heads"
 Shapes = Sequence[tuple[int, int, Any]]
 """Inputs as (batch, tokens, example)."""
 
-_TRIES = 5
+_TRIES = 3
 _BOUND_LIMIT = 2_000_000_000  # parameters; above this a third copy of the model is too much to ask
 
 
