@@ -239,6 +239,9 @@ def numbers_given(loaded: LoadedModel) -> str | None:
     return f"{labels} number{'s' if labels > 1 else ''}"
 
 
+_USUAL_IMAGE = 224  # pixels; what most models of images were trained with
+
+
 def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
     """A made-up input of the right form: for listing heads and for timing, not for measuring accuracy.
 
@@ -257,9 +260,11 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
         if config.is_encoder_decoder:
             made["decoder_input_ids"] = ids
     elif loaded.task.modality == "image":
-        size = config.image_size
+        size = getattr(config, "image_size", None) or _USUAL_IMAGE  # a model of convolutions need not name one
         height, width = (size, size) if isinstance(size, int) else size
-        made = {"pixel_values": torch.randn(batch, config.num_channels, height, width, generator=generator)}
+        made = {
+            "pixel_values": torch.randn(batch, getattr(config, "num_channels", 3), height, width, generator=generator)
+        }
     elif loaded.task.name == "speech-seq2seq":
         frames = 2 * getattr(config, "max_source_positions", 1500)
         made = {"input_features": torch.randn(batch, getattr(config, "num_mel_bins", 80), frames, generator=generator)}
