@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd
+from torch.autograd.profiler_util import FunctionEvent
 from torch.nn import functional as F
 
 import headprune as hp
@@ -85,6 +87,17 @@ def places(model: nn.Module, example: Any) -> dict[str, str]:
     started = profiled(model.eval(), example, CPU).started
     parts = Parts(model, layers, started)
     return {name: parts.place(name).part for name in started}
+
+
+def test_a_profile_leaves_nothing_in_memory() -> None:
+    model, example = bert()
+    gc.collect()
+    gc.disable()
+    try:
+        profiled(model.eval(), example, CPU)
+        assert not any(isinstance(each, FunctionEvent) for each in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
