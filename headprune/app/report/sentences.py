@@ -84,6 +84,8 @@ def headline(run: Run, metrics: Metrics) -> str:
 def rule(metrics: Metrics) -> str:
     """By what rule a model is recommended, or why none is."""
     found = verdict(metrics)
+    if found.kind is Kind.GUESSING:
+        return "None is recommended: the dense model is no better than guessing."
     limit = numbers.amount(found.tolerated, metrics.metric)
     if any(b.budget and b.budget.parsed and b.budget.parsed.by_metric for b in metrics.budgets):
         if found.recommended:
