@@ -272,9 +272,20 @@ def test_no_attention(here: Path) -> None:
     import transformers as tf
 
     config = tf.ResNetConfig(num_channels=1, embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=2)
-    config.image_size = 16
     tf.ResNetForImageClassification(config).save_pretrained(here / "resnet")
     assert "no softmax attention" in run("inspect", here / "resnet", code=1).stderr
+
+
+def test_a_model_of_images_that_names_no_size(here: Path) -> None:
+    """SegFormer's config has no image_size."""
+    import transformers as tf
+
+    config = tf.SegformerConfig(
+        hidden_sizes=[8] * 4, depths=[1] * 4, num_attention_heads=[1, 1, 2, 4], decoder_hidden_size=8
+    )
+    tf.SegformerForImageClassification(config).save_pretrained(here / "segformer")
+    layers = json.loads(run("inspect", here / "segformer", "--json", "-q").stdout)["layers"]
+    assert [layer["num_heads"] for layer in layers] == [1, 1, 2, 4]
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, bert_folder: Path, data_folder: Path, here: Path) -> None:

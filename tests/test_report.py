@@ -477,6 +477,14 @@ def test_where_the_time_goes() -> None:
     text = render({**METRICS, "time": [waits]})
     assert "40% is launch overhead, which fewer heads do not save: use larger batches, or compile the model." in text
     assert "pruning neurons" not in text
+    busy = {**TIME, "total": 336.0, "parts": {name: 168 * ms for name, ms in TIME["parts"].items()}}
+    text = render({**METRICS, "time": [busy]})
+    assert (
+        "\n\nAt batch 1 x 9 tokens, these shares are rough: the passes they come from took 336.00 ms, and 2.00 ms"
+        in text
+    )
+    assert "| 10.0% | not compared |\n" in text
+    assert "of what this plan can gain)" not in text
 
 
 def test_written_tokens_and_energy() -> None:

@@ -9,6 +9,7 @@ import torch
 import headprune as hp
 from headprune.app.documents import Latency, Metrics, Point, Repaired
 from headprune.app.report import findings, numbers
+from headprune.app.report.busy import disturbed
 from headprune.attention import AttentionLayer
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow, Speedup
@@ -117,7 +118,7 @@ def test_numbers(written: str, expected: str) -> None:
 
 
 def test_the_largest_input_is_what_the_time_is_told_of() -> None:
-    other = {**TIME, "batch": 8, "total": 9.0, "bounds": {"2 heads": 1.3}}
+    other = {**TIME, "batch": 8, "total": 2.5, "bounds": {"2 heads": 1.3}}
     latency = {
         **METRICS["latency"],
         "rows": [*METRICS["latency"]["rows"], {**METRICS["latency"]["rows"][0], "batch": 8}],
@@ -149,3 +150,21 @@ def test_the_largest_input_is_what_the_time_is_told_of() -> None:
 def test_no_figure_is_a_power_of_ten(said: str, expected: str) -> None:
     """The perplexity of a model that knows nothing was 1.519e+05, and a large checkpoint had 1.23e+03 GB."""
     assert said == expected
+
+
+@pytest.mark.parametrize("total", [336.0, 0.2])
+def test_a_breakdown_that_other_work_disturbed_is_told_and_not_compared(total: float) -> None:
+    timed = METRICS["latency"]["rows"]
+    share = total / TIME["total"]
+    busy = {**TIME, "total": total, "parts": {name: share * ms for name, ms in TIME["parts"].items()}}
+    metrics = Metrics.model_validate({**METRICS, "time": [busy]})
+    found = findings.where_time_goes(metrics)
+    assert found is not None
+    assert (found.gains, found.waiting, found.names) == ([], None, ["2 heads"])
+    assert f"took {total:.2f} ms, and {timed[0]['timings']['dense']['median']:.2f} ms" in disturbed(
+        metrics.time[0], metrics.latency.rows
+    )
+    # Plain operations in the place of fused ones may take another time.
+    stands_in = Metrics.model_validate({**METRICS, "time": [{**busy, "stand_ins": True}]})
+    assert disturbed(stands_in.time[0], stands_in.latency.rows) == ""
+    assert not disturbed(Metrics.model_validate({**METRICS, "time": [TIME]}).time[0], metrics.latency.rows)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from headprune import checkpoint
@@ -28,6 +29,7 @@ from headprune.app.finetune import Finetuned, finetune
 from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import LoadedModel, load_model, numbers_given, pruned_in, set_padding
 from headprune.app.options import FinetuneOptions, Options
+from headprune.app.precision import HALVES, holds
 from headprune.app.report.finetuned import card, render
 from headprune.app.runs import RunFolder, check_free
 from headprune.app.workflow import Console
@@ -112,6 +114,7 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
     parts = load_parts(data, pruned)
     parts.notes.extend((*pruned.notes, *_check_cut(parts, data, run, pruned)))
     train, notes = load_train(data, pruned, parts, asked.train_limit)
+    notes = [*notes, *_wider(pruned.model, source)]
     console.say(f"{type(pruned.model).__name__} for {pruned.task.name} on {next(pruned.model.parameters()).device}")
     for note in (*parts.notes, *notes):
         console.say(note)
@@ -170,6 +173,18 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
         folder.publish(content, ["*"])
 
     ranks.first("writing the run", written)
+
+
+def _wider(model: nn.Module, source: Path) -> list[str]:
+    """That the fine-tuned weights take twice the room, where the pruned ones are stored in half precision."""
+    if next(model.parameters()).dtype != torch.float32:
+        return []
+    return [
+        f"{source} is stored in {str(half).removeprefix('torch.')}. The fine-tuned model is stored in float32, in which it is trained, "
+        "and takes twice as much space."
+        for half in HALVES
+        if holds(model, half)
+    ][:1]
 
 
 def _run_of(source: Path) -> Run | None:
@@ -311,9 +326,12 @@ def _reloaded(path: Path, tuned: Finetuned) -> nn.Module:
     return model
 
 
+_SHOWN = {"finetuned": "fine-tuned"}
+
+
 def _measure(models: dict[str, nn.Module], parts: Parts, stages: Stages, console: Console) -> dict[str, Measurement]:
     found = {}
     for name, model in models.items():
-        with console.track(f"measuring the {name} model") as progress:
+        with console.track(f"measuring the {_SHOWN.get(name, name)} model") as progress:
             found[name] = stages.measurement(name, partial(evaluate, model, parts.report.batches(), progress=progress))
     return found

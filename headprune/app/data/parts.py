@@ -81,7 +81,7 @@ def load_train(
         )
     count = len(found.rows)
     scored = len(set(found.rows) & set(parts.score.rows))
-    notes = [f"{count} examples to train on ({split}), of which {scored} were also used to score the heads."]
+    notes = [f"{count:,} examples to train on ({split}), of which {scored:,} also scored the heads."]
     if found.repeated:
         notes.append(
             f"{found.repeated} examples whose input is used to choose or to report were left out of the training part."

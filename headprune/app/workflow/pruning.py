@@ -280,7 +280,9 @@ def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult
     )
     shapes = inputs(scene)
     more: dict[str, Callable[[], Any]] = {
-        "time": lambda: [row.to_json() for row in time_parts(scene.model, scene.layers, shapes, plans, console)],
+        "time": lambda: [
+            row.to_json() for row in time_parts(scene.model, scene.layers, shapes, plans, latencies.rows, console)
+        ],
         # From prompts of median length: they come first.
         "generation": lambda: [
             row.to_json() for row in time_generation(models, [s for s in shapes if s[1] == shapes[0][1]], console)
