@@ -14,6 +14,7 @@ import transformers as tf
 
 import headprune as hp
 from headprune.app import finetune as room
+from headprune.app import finetune_run
 from headprune.app.data import DataOptions, load_parts, load_train
 from headprune.app.models import dummy_input, load_model
 from headprune.fingerprint import fingerprint
@@ -91,6 +92,17 @@ def _prune_by_hand(folder: Path, source: Path, removed: dict[int, list[int]]) ->
 def pruned_here(pruned_run: Path, here: Path) -> Path:
     shutil.copytree(pruned_run, here / "run")
     return here / "run"
+
+
+def test_a_model_stored_in_half_precision_is_told_to_grow(bert_folder: Path) -> None:
+    """What is fine-tuned is saved in float32: of a pruned float16 model that is more than the dense one took."""
+    model = load_model(str(bert_folder), with_processor=False).model
+    assert finetune_run._wider(model, Path("pruned-4")) == []
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float16).float()
+    (note,) = finetune_run._wider(model, Path("pruned-4"))
+    assert note.startswith("pruned-4 is stored in float16. The fine-tuned model is stored in float32")
+    assert finetune_run._wider(model.half(), Path("pruned-4")) == []
 
 
 def test_finetune(pruned_here: Path, bert_folder: Path) -> None:
@@ -274,5 +286,5 @@ def test_a_dense_model_that_changed_since(part: str, pruned_here: Path, bert_fol
         config = json.loads((source / "config.json").read_text())
         (source / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
     error = " ".join(run("finetune", pruned_here / "pruned-4", "--epochs", 1, code=1).stderr.split())
-    assert "is not what it was" in error or "is not the model that was pruned" in error
+    assert "has changed since" in error or "is not the model that was pruned" in error
     assert "--teacher" in error

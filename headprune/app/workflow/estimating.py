@@ -76,11 +76,15 @@ def announce(console: Console, make: Callable[[], CostEstimate]) -> None:
         console.say(f"How long this takes could not be estimated ({type(error).__name__}: {first_line(error)}).")
         return
     size = current().size
-    console.say(found.line if size == 1 else f"{found.line} That is for one process; {size} share it out.")
+    console.say(found.line if size == 1 else f"{found.line} This is for one process; {size} share the work.")
 
 
 def begun(folder: Folder, *names: str) -> bool:
-    """Whether an interrupted run has left something of these computations: how much there is still to do is not known then."""
+    """Whether an interrupted run has left something of these computations: how much there is still to do is not known then.
+
+    Args:
+        names: Of stages, and of scoring methods: a method's finished parts are there before its stage is.
+    """
     return any(next(folder.unfinished.glob(f"{name}*"), None) is not None for name in names)
 
 
