@@ -222,8 +222,10 @@ def claimed(
 
     Raises:
         BusyError: Another process is writing it.
+        HeadPruneError: The ranks were given different options.
     """
     ranks, lock = current(), ExitStack()
+    ranks.agree("options", lambda: key)  # each trains by its own learning rate, say: nothing later would tell
 
     def taken() -> AnyFolder:
         nonlocal lock
