@@ -211,7 +211,7 @@ def one(name: str, options: argparse.Namespace) -> dict[str, Any]:
         workflow.prune_run = both
         result = CliRunner().invoke(app, ["prune", *arguments, "-o", str(home / "run"), "-q"])
         if result.exit_code:
-            raise RuntimeError(result.output[-400:] or repr(result.exception))
+            raise RuntimeError(result.output[-400:] or repr(result.exception)) from result.exception
         os.chdir(ROOT)
     found, n = made["estimate"], made["estimate"].examples
     return {

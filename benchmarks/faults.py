@@ -66,7 +66,7 @@ def table(results: Results) -> str:
         if row["part"] != "bits":
             rows.setdefault((row["fault"], row["step"]), []).append(row)
     lines = [
-        "| fault | command | tried | struck in time | looked at | old state whole | new state whole | went on, or said what to do | equal to the bit at last |",
+        "| fault | command | tried | struck in time | looked at | old state whole | new state whole | continued, or said what to do | equal to the bit in the end |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for (fault, step), found in sorted(rows.items(), key=lambda item: item[0][0].lower()):
@@ -103,7 +103,7 @@ def document(results: Results, skipped: dict[str, str]) -> str:
     machine, bits = (sum((row["part"] == "bits") == flag for row in found) for flag in (False, True))
     left_out = "".join(f"\n- Not tried on this machine: {name} ({why})." for name, why in skipped.items())
     verdict = (
-        "In every one the old state or the new one was whole, the same command went on or a line said what to do, and the final result was that of an "
+        "In every one the old state or the new one was whole, the same command continued or one line said what to do, and the final result was that of an "
         "undisturbed run to the bit. No damaged file changed a number unnoticed."
         if not wrong
         else f"**{len(wrong)} of them did not end as they should: " + "; ".join(row["trial"] for row in wrong) + ".**"
@@ -129,7 +129,7 @@ files. {verdict}
 - **looked at**: often nobody looks before the command is typed again.
 - **old state whole**, **new state whole**: what readers who look find after the fault: every document reads, every saved model loads and answers as it did. Half of the
   commands of *at a random moment* replace an older result (`--overwrite`); for the others the old state is that nothing is there.
-- **went on, or said what to do**: a command that was not killed ended with one line and no traceback; typed again (once there was room, and the
+- **continued, or said what to do**: a command that was not killed ended with one line and no traceback; typed again (once there was room, and the
   folder could be written), it ended well.
 - **equal to the bit**: scores, plans, metrics, tensors and exported files, compared with those of a run without a fault. Times are not compared.
 

@@ -26,7 +26,7 @@ import transformers as tf
 from document import replace_section
 
 import headprune as hp
-from headprune.estimating.ledger import duration, flops, size
+from headprune.amounts import duration, flops, size
 from headprune.planning import search
 from headprune.reference import directions
 from headprune.reference.directions import room

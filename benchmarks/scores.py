@@ -267,7 +267,10 @@ def spearman(a: Sequence[float] | None, b: Sequence[float] | None) -> float | No
 
 
 def number(value: float | None, form: str = ".3g") -> str:
-    return "–" if value is None or not math.isfinite(value) else format(value, form)
+    if value is None or not math.isfinite(value):
+        return "–"
+    text = format(value, form)
+    return f"{float(text):.0f}" if "e+" in text else text  # 410, not 4.1e+02
 
 
 def table(found: Mapping[str, Any]) -> list[str]:

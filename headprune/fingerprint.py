@@ -34,7 +34,7 @@ def fingerprint(model: nn.Module, *, widened: bool = False) -> str:
             continue  # it stands for weights that are gone
         half = widened and tensor.dtype in (torch.bfloat16, torch.float16)
         digest.update(f"{name}:{tuple(tensor.shape)}:{torch.float32 if half else tensor.dtype};".encode())
-        where: object = tensor.data_ptr()
+        where: object = tensor.data_ptr(), tensor.nbytes  # a part of another tensor may begin where that does
         if stored is not None and name in stored:
             where, tensor = stored.place(name), _numbers(stored, name)
         if tensor.device.type == "meta" or where in seen:

@@ -87,7 +87,7 @@ def place_of(module: nn.Module, name: str) -> object:
     store, key = _root(hook.weights_map, name)
     known = store if isinstance(store, Mapping) and not hasattr(store, "index") else store.state_dict
     if key in known:
-        return known[key].data_ptr()
+        return known[key].data_ptr() or id(known[key])
     entry = store.index.get(key, {})
     return entry.get("safetensors_file", id(store)), entry.get("weight_name", key)
 

@@ -245,7 +245,7 @@ def test_scores_of_another_model_are_refused(scored: Path, bert_folder: Path, tm
     document = opened(scored / "run.json")
     document["options"]["model"] = str(other)
     (scored / "run.json").write_text(json.dumps(document))
-    assert "another model's" in run("prune", "-k", 4, code=1).stderr
+    assert "of another model than" in run("prune", "-k", 4, code=1).stderr
 
 
 def test_a_missing_tokenizer(bert_folder: Path, data_folder: Path, here: Path) -> None:
@@ -272,9 +272,20 @@ def test_no_attention(here: Path) -> None:
     import transformers as tf
 
     config = tf.ResNetConfig(num_channels=1, embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=2)
-    config.image_size = 16
     tf.ResNetForImageClassification(config).save_pretrained(here / "resnet")
     assert "no softmax attention" in run("inspect", here / "resnet", code=1).stderr
+
+
+def test_a_model_of_images_that_names_no_size(here: Path) -> None:
+    """SegFormer's config has no image_size."""
+    import transformers as tf
+
+    config = tf.SegformerConfig(
+        hidden_sizes=[8] * 4, depths=[1] * 4, num_attention_heads=[1, 1, 2, 4], decoder_hidden_size=8
+    )
+    tf.SegformerForImageClassification(config).save_pretrained(here / "segformer")
+    layers = json.loads(run("inspect", here / "segformer", "--json", "-q").stdout)["layers"]
+    assert [layer["num_heads"] for layer in layers] == [1, 1, 2, 4]
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, bert_folder: Path, data_folder: Path, here: Path) -> None:
@@ -397,7 +408,7 @@ def test_a_failed_prune_loses_nothing(pruned: Path, monkeypatch: pytest.MonkeyPa
     assert {p: p.read_bytes() for p in pruned.rglob("*") if p.is_file() and ".unfinished" not in p.parts} == before
     assert [p.name for p in pruned.parent.glob("*/[!.]*")] == [p.name for p in pruned.iterdir() if p.name[0] != "."]
     result = run(*command, "-o", pruned, "--overwrite")  # what was finished is not done again
-    assert "Going on with" in result.stderr
+    assert "Continuing with" in result.stderr
     assert "repairing" not in result.stderr
     assert (pruned / "pruned-2").is_dir()
     assert not (pruned / ".unfinished").exists()

@@ -46,7 +46,7 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path) ->
 
 def test_scores_of_one_model_do_not_prune_another(made: Path, other_folder: Path, here: Path) -> None:
     result = run("prune", other_folder, "-k", 4, "--scores", made, *QUICK, code=1)
-    assert f"another model's than {other_folder}" in result.stderr
+    assert f"of another model than {other_folder}" in result.stderr
     assert not list(here.iterdir())
 
 
@@ -170,7 +170,7 @@ def cut_by_seed(pruned: Path, here: Path) -> Path:
 def test_finetune_never_reports_what_chose_the_heads(pruned: Path, here: Path, stops: None) -> None:
     cut_by_seed(pruned, here)
     error = run("finetune", pruned / "pruned-8", "-L", 6, code=1).stderr
-    assert "With --limit, 12 of the 68 examples to report scored or chose the heads" in error
+    assert "With --limit, 12 of the 68 examples to report were used to score or choose the heads" in error
     assert "Leave out --limit" in error
     assert "training would begin" in run("finetune", pruned / "pruned-8", "--report-limit", 20, code=1).stderr
 
@@ -193,7 +193,7 @@ def test_what_a_model_was_trained_on_before_is_not_reported(
         budget = {**METRICS["budgets"][0], "checkpoint": "pruned-8", "finetune": TRAINED}
         write_json(pruned / "metrics.json", "metrics", {**METRICS, "budgets": [budget]})
     error = run("finetune", source, "--report-limit", 50, code=1).stderr
-    assert "was fine-tuned before; with --report-limit the data is cut otherwise" in error
+    assert "was fine-tuned before; with --report-limit the data is cut differently" in error
     assert "training would begin" in run("finetune", source, "--report-limit", 20, code=1).stderr
 
 
@@ -203,17 +203,17 @@ def test_finetune_on_a_copy_of_the_data_under_another_name(pruned: Path, here: P
     (here / "other.jsonl").write_text("\n".join(shuffled) + "\n")
     error = run("finetune", pruned / "pruned-8", "-d", "other.jsonl", code=1).stderr
     assert "With --dataset, " in error
-    assert "scored or chose the heads" in error
+    assert "used to score or choose the heads" in error
     data.unlink()
     error = run("finetune", pruned / "pruned-8", "-d", "other.jsonl", code=1).stderr
-    assert "Whether reported examples scored or chose the heads is not known" in error
+    assert "Whether reported examples were used to score or choose the heads is not known" in error
     assert "training would begin" in error
 
 
 def test_finetune_on_data_that_has_changed(pruned: Path, here: Path, stops: None) -> None:
     data = cut_by_seed(pruned, here)
     write_jsonl(data, sentences(81, 10))
-    assert "is not what it was when the model was pruned" in run("finetune", pruned / "pruned-8", code=1).stderr
+    assert "has changed since the model was pruned" in run("finetune", pruned / "pruned-8", code=1).stderr
 
 
 def test_documents_from_before_contents_were_noted(bert_folder: Path, data_folder: Path) -> None:
@@ -278,12 +278,12 @@ def test_a_model_whose_config_changed_since_it_was_scored(bert_folder: Path, dat
     whole = path.read_text()
     path.write_text(json.dumps(json.loads(whole) | {"layer_norm_eps": 1e-3}))
     command = ["prune", "-k", 4, "--scores", "run", *QUICK]
-    assert "The config of m is not what it was when run was scored" in " ".join(run(*command, code=1).stderr.split())
+    assert "The config of m has changed since run was scored" in " ".join(run(*command, code=1).stderr.split())
     path.write_text(whole)
     words = here / "m" / "tokenizer.json"  # of a word that is in no example
     words.write_text(words.read_text().replace('"[MASK]": 4', '"[MASL]": 4'))
     said = " ".join(run(*command, code=1).stderr.split())
-    assert "The tokenizer or image processor of m is not what it was when run was scored" in said
+    assert "The tokenizer or image processor of m has changed since run was scored" in said
 
 
 def test_data_that_changed_since_it_was_scored(bert_folder: Path, data_folder: Path, here: Path) -> None:
@@ -294,5 +294,5 @@ def test_data_that_changed_since_it_was_scored(bert_folder: Path, data_folder: P
     file = here / "data" / "test.jsonl"
     file.write_text(file.read_text().replace("good", "goof", 1))
     said = " ".join(run(*command).stderr.split())
-    assert "data has changed since it was scored: the examples to choose or to report are others now." in said
+    assert "data has changed since it was scored: the examples to choose or to report on are different now." in said
     assert "has changed" not in run(*command, "--report-limit", 10).stderr

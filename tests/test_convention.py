@@ -265,6 +265,17 @@ def test_labels_that_only_the_model_knows() -> None:
     assert set(found.metrics) == {"loss"}
 
 
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_text_that_repeats_one_token(name: str) -> None:
+    """Such as one of words that the tokenizer does not know. Then every way to compare gives the same loss, up to rounding."""
+    make, ahead = CAUSAL[name]
+    ids = torch.full((2, length := 30), 5)
+    ids[1] = 11
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    for seed in range(6):
+        assert evaluate(randomise(make(), seed), [batch]).tokens.tolist() == [length - ahead] * 2
+
+
 # -- no loss to compare with ----------------------------------------------------------------------
 
 
@@ -299,6 +310,10 @@ def test_what_nothing_tells_is_refused() -> None:
         with pytest.raises(hp.HeadPruneError, match="cannot be told which token's label") as caught:
             ask()
         assert "loss_fn" in str(caught.value.hint)
+
+    same = {"input_ids": (ids := torch.full((2, 7), 5)), "attention_mask": torch.ones_like(ids), "labels": ids}
+    with pytest.raises(hp.HeadPruneError, match="cannot be told which token's label"):
+        evaluate(Labelless(randomise(my_gpt())), [same])
 
     def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none").mean(1)

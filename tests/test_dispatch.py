@@ -27,7 +27,7 @@ from headprune.app.workflow import scene
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import without_labels
-from headprune.offload import Offloaded, copied, is_offloaded, value_of
+from headprune.offload import Offloaded, copied, is_offloaded, put, value_of
 from headprune.reference import blocks
 from headprune.scoring import gradient
 from headprune.scoring.gradient import blocks_of
@@ -207,6 +207,16 @@ def test_frozen_weights_stay_frozen(tmp_path: Path) -> None:
     assert {n for n, p in spread.named_parameters() if not p.requires_grad} == {
         n for n, p in model.named_parameters() if not p.requires_grad
     }
+
+
+def test_tensors_without_entries_are_not_one_tensor(tmp_path: Path) -> None:
+    """Memory of no bytes has no address: two layers that lost all their heads were taken for one, and saved once."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    found: nn.Module = dispatch_model(model, {"0": "disk", "1": "disk"}, main_device="cpu", offload_dir=tmp_path)
+    for layer in found.children():
+        put(layer, "weight", torch.zeros(3, 0), in_memory=True)
+    stored = Offloaded(found)
+    assert stored.place("0.weight") != stored.place("1.weight")
 
 
 def test_several_processes_do_not_go_with_a_device_map(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def test_the_report_of_a_fine_tuning() -> None:
     assert (
         "Kept: the weights after epoch 1, by accuracy on 50 choosing examples (`validation`): 50.0 % before, " in text
     )
-    assert "75.0 % after 1 epochs, 62.5 % after 2 epochs." in text
+    assert "75.0 % after 1 epoch, 62.5 % after 2 epochs." in text
     assert (
         "| pruned, fine-tuned | 60.0 % (50.0 % to 70.0 %) | -10.00 points (-15.00 to -5.00) | no measurable change |"
         in text

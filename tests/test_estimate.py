@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +24,7 @@ from headprune.app.runs import RunFolder
 from headprune.app.workflow import Goal, PruneRun, estimating, pruning, saving
 from headprune.budgets import budget_of
 from headprune.errors import HeadPruneError
-from headprune.estimating import Limits, TooShortError
+from headprune.estimating import Limits, TooShortError, bisected
 from headprune.estimating.ledger import CostEstimate, Ledger, Load, Rate, summed
 from headprune.estimating.meter import Meter, counting, metered
 from headprune.estimating.rates import PARTS, Sampler
@@ -167,6 +168,26 @@ def test_scoring_takes_the_passes_that_were_estimated(bert: nn.Module, method: s
     assert abs(found.backward - real.backward / n) <= 0.15 * max(found.backward, real.backward / n)
 
 
+def test_ablation_of_few_examples_takes_gradients_on_all(bert: nn.Module) -> None:
+    """These say what the examples that are left out would have given: with few examples they are most of the work."""
+    given, settings = batches(bert, 16), Settings(examples=8)
+    found = hp.estimate(bert, given, methods="ablation", settings=settings)
+    with counting(bert, real := Meter()):
+        hp.score(bert, given, "ablation", settings=settings)
+    assert near(found.backward, real.backward / found.examples)
+    assert found.forward >= 0.7 * real.forward / found.examples
+    whole = hp.estimate(bert, given, methods="ablation", settings=Settings(examples=9999))
+    assert whole.backward == 0
+
+
+def test_points_of_integration_double_once_for_all_batches() -> None:
+    _, least, most = PARTS["integrated-gradients"].turns(Settings(), 1, 16)
+    assert (4 * least, 4 * most) == (4, 4 + 8 + 16 + 32 + 64)
+    assert 4 * 10 * PARTS["integrated-gradients"].turns(Settings(), 10, 160)[2] == pytest.approx(
+        4 + 8 + 16 + 32 + 10 * 64
+    )
+
+
 def test_an_estimate_leaves_the_model_as_it_was(bert: nn.Module) -> None:
     """A classifier notes its problem type when it first computes a loss: a run that was killed was then another one."""
     config: Any = bert.config
@@ -247,8 +268,8 @@ def test_the_line_says_it_all() -> None:
     )
 
 
-def failing(error: Exception) -> Callable[[], CostEstimate]:
-    def make() -> CostEstimate:
+def failing(error: Exception) -> Callable[..., CostEstimate]:
+    def make(*_: object) -> CostEstimate:
         raise error
 
     return make
@@ -292,6 +313,16 @@ def test_a_short_run_says_nothing(bert_folder: Path, data_folder: Path) -> None:
     assert "estimated" not in told
 
 
+@pytest.mark.usefixtures("brief", "here")
+def test_where_a_method_was_interrupted_nothing_is_estimated(
+    bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in its first method, a run has finished no stage yet: it was announced as if all of it were still to do."""
+    monkeypatch.setattr(workflow.scoring, "announce", failing(AssertionError()))
+    (here / "out" / ".unfinished" / "gradient-0").mkdir(parents=True)
+    run("score", bert_folder, "-d", data_folder, "-L", 40, "-m", "gradient", "-o", "out")
+
+
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -309,6 +340,19 @@ def test_the_command_estimates_a_run_and_writes_nothing(bert_folder: Path, data_
     assert found["seconds"] == pytest.approx(sum(p["seconds"] for p in found["phases"]))
     assert found["memory"] == sum(found["memory_parts"].values())
     assert list(here.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_command_takes_what_prune_takes(bert_folder: Path, data_folder: Path, here: Path) -> None:
+    """A line for `prune` with a device map or an export could not be estimated: there were no such options."""
+    places = {"bert.embeddings": "cpu", "bert.encoder": "disk", "bert.pooler": "cpu", "classifier": "cpu"}
+    (here / "map.json").write_text(json.dumps(places))
+    found = estimated(
+        bert_folder, "-d", data_folder, "-L", 40, "--keep", "4", "--device-map", "map.json", "--offload-folder", "off"
+    )
+    assert found["seconds"] > 0
+    exported = estimated(bert_folder, "-d", data_folder, "-L", 40, "--keep", "4", "--export", "stock")
+    assert "The export to stock is not counted." in exported["notes"]
 
 
 @pytest.mark.usefixtures("here")
@@ -334,6 +378,27 @@ def test_a_table_for_people(bert_folder: Path, data_folder: Path) -> None:
 def test_a_budget_that_is_found_out_has_a_note(bert: nn.Module) -> None:
     found = hp.estimate(bert, batches(bert, 4), budgets="flops 90%")
     assert any("flops 90%" in note for note in found.notes)
+
+
+def test_budgets_that_are_found_out_have_a_plan_each(bert: nn.Module) -> None:
+    """Both were taken to keep half of the heads, so that a plan, its repair and its measurement were missing."""
+    asked = [budget_of("flops 90%"), budget_of("latency 80%"), budget_of("keep 3")]
+    found = bisected(asked, Ledger(), total=8, orders=1, seconds=0.1)
+    assert [str(budget) for budget in found] == ["keep 6", "keep 4", "keep 3"]
+    assert [str(budget) for budget in bisected(asked[:1], Ledger(), 8, 1, 0.1)] == ["keep 4"]
+
+
+def test_a_time_without_end_is_no_limit(bert: nn.Module) -> None:
+    found = hp.estimate(bert, batches(bert, 4), methods="ablation", settings=Settings(seconds=math.inf))
+    assert math.isfinite(found.seconds)
+    assert found.forward > 0
+
+
+def test_what_asks_for_pruning_needs_a_budget(bert_folder: Path, data_folder: Path) -> None:
+    """Options of `prune` were ignored where no budget was given, and scoring was estimated."""
+    for option in (["--finetune", 1], ["--no-repair"]):
+        refused = run("estimate", bert_folder, "-d", data_folder, *option, code=1)
+        assert "How many heads to keep?" in refused.stderr
 
 
 def test_what_makes_no_sense_is_refused(bert: nn.Module) -> None:

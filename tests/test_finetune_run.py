@@ -14,6 +14,7 @@ import transformers as tf
 
 import headprune as hp
 from headprune.app import finetune as room
+from headprune.app import finetune_run
 from headprune.app.data import DataOptions, load_parts, load_train
 from headprune.app.models import dummy_input, load_model
 from headprune.fingerprint import fingerprint
@@ -46,7 +47,7 @@ def test_what_chooses_or_is_reported_is_never_trained_on(bert_folder: Path, tmp_
         assert set(parts.score.rows) & set(train.rows)
         assert len(set(train.rows)) == len(train) > 20
         assert "left out" in notes[1]
-        scored = int(re.search(r"of which (\d+) also scored", notes[0])[1])
+        scored = int(re.search(r"of which (\d+) were also used to score", notes[0])[1])
         assert scored == len(set(train.rows) & set(parts.score.rows))
         fewer, _ = load_train(options, loaded, parts, 9)
         assert fewer.rows == train.rows[:9]
@@ -93,6 +94,17 @@ def pruned_here(pruned_run: Path, here: Path) -> Path:
     return here / "run"
 
 
+def test_a_model_stored_in_half_precision_is_told_to_grow(bert_folder: Path) -> None:
+    """What is fine-tuned is saved in float32: of a pruned float16 model that is more than the dense one took."""
+    model = load_model(str(bert_folder), with_processor=False).model
+    assert finetune_run._wider(model, Path("pruned-4")) == []
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float16).float()
+    (note,) = finetune_run._wider(model, Path("pruned-4"))
+    assert note.startswith("pruned-4 is stored in float16. The fine-tuned model is stored in float32")
+    assert finetune_run._wider(model.half(), Path("pruned-4")) == []
+
+
 def test_finetune(pruned_here: Path, bert_folder: Path) -> None:
     source = pruned_here / "pruned-4"
     result = run("finetune", pruned_here, "--epochs", 2, "--learning-rate", 1e-3, "--json")
@@ -104,7 +116,7 @@ def test_finetune(pruned_here: Path, bert_folder: Path) -> None:
         k: v for k, v in written.items() if k not in ("headprune", "schema", "checksum")
     }
     assert document["teacher"] == str(bert_folder)
-    assert "60 examples to train on (train), of which 20 also scored" in result.stderr
+    assert "60 examples to train on (train), of which 20 were also used to score" in result.stderr
     assert not list(pruned_here.glob(".*"))  # the work folder is gone, and what was in it
     model, before = hp.load(output), hp.load(source)
     assert [p.shape for p in model.parameters()] == [p.shape for p in before.parameters()]
@@ -274,5 +286,5 @@ def test_a_dense_model_that_changed_since(part: str, pruned_here: Path, bert_fol
         config = json.loads((source / "config.json").read_text())
         (source / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
     error = " ".join(run("finetune", pruned_here / "pruned-4", "--epochs", 1, code=1).stderr.split())
-    assert "is not what it was" in error or "is not the model that was pruned" in error
+    assert "has changed since" in error or "is not the model that was pruned" in error
     assert "--teacher" in error

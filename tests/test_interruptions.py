@@ -106,7 +106,7 @@ def test_killed_again_and_again(processes: Processes, tiny: Path, tmp_path: Path
     assert set(statuses[:-1]) == {-KILL, 128 + TERM}
     stopped = next(d for d in done if d["status"] == 128 + TERM)
     assert "the same command continues there" in " ".join(stopped["stderr"].split())
-    assert any("Going on with" in d["stderr"] for d in done)
+    assert any("Continuing with" in d["stderr"] for d in done)
     assert [p.name for p in (here / "reports").iterdir()] == ["m-1"]
     assert results_of(here / "reports" / "m-1") == undisturbed
 
@@ -222,7 +222,7 @@ def test_the_last_seconds_fail(here: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "rows › 0 › batch is a object, which JSON cannot hold" in " ".join(error.split())
     monkeypatch.setattr(pruning, "time_models", original)
     result = run(*QUICK)
-    assert "Going on with" in result.stderr
+    assert "Continuing with" in result.stderr
     assert "repairing" not in result.stderr
     assert "measuring" in result.stderr
 
@@ -357,7 +357,7 @@ def test_a_full_disk_leaves_the_old_report(here: Path, monkeypatch: pytest.Monke
         error = " ".join(run(*QUICK, "-o", "r", "--overwrite", "-k", "3", code=1).stderr.split())
     assert "No space left on the disk" in error
     assert {p.name: p.read_bytes() for p in (here / "r").iterdir() if p.is_file()} == before
-    assert "Going on with" in run(*QUICK, "-o", "r", "--overwrite", "-k", "3").stderr
+    assert "Continuing with" in run(*QUICK, "-o", "r", "--overwrite", "-k", "3").stderr
 
 
 def test_an_unfinished_model_with_another_tokenizer_is_made_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

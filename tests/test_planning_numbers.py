@@ -44,7 +44,7 @@ def test_auto_is_no_order_of_its_own() -> None:
 
 def test_efforts() -> None:
     assert [EFFORTS[n].limit for n in ("low", "normal", "high")] == ["50 TFLOPs", "500 TFLOPs", "any number of FLOPs"]
-    assert Effort("x", None, 1.7e12).limit == "2 TFLOPs"
+    assert Effort("x", None, 1.7e12).limit == "1.7 TFLOPs"
     assert [Effort("x", None, 5.0).allows(Work(1, flops, 1)) for flops in (4.0, 5.0, 6.0)] == [True, True, False]
     assert Effort("x", None, None).allows(Work(1, 1e30, 1))
 

@@ -132,7 +132,7 @@ def test_a_lost_rank_ends_the_run_in_a_line_and_a_rerun_goes_on(
     left = [d for rank, d in enumerate(done) if rank != lost]
     assert {d["status"] for d in left} == {1}
     said = [d["stderr"] for d in left]
-    line = f"headprune: Rank {lost} is gone, so the others cannot go on. What was finished is kept: run the same command again"
+    line = f"headprune: Rank {lost} is gone, so the others cannot continue. What was finished is kept: run the same command again"
     assert sum(text.count(line) for text in said) == 1, said
     assert not any("Traceback" in text for text in said)
     done = ranked.run(here, size, arguments=PRUNE)

@@ -37,7 +37,7 @@ def render(
 def test_figures_and_bad_news() -> None:
     text = render()
     assert (
-        "**It costs to remove half of the heads (2 of 4): accuracy 70.0 % against 80.0 % (-10.0 points, worse by more than chance), not "
+        "**There is a cost to removing half of the heads (2 of 4): accuracy 70.0 % against 80.0 % (-10.0 points, worse by more than chance), not "
         "measurably faster (1.01x, 0.98 to 1.04) at batch 1 x 9 tokens on a CPU (cpu, 2 threads, float32); even without any head it would "
         "not be.**"
     ) in text
@@ -62,14 +62,14 @@ def test_a_control_that_was_repaired_by_less_stands_beside_heads_repaired_alike(
     metrics["budgets"][0]["repair"] = repaired(answers=step, layers_alone=alone)
     text = render(metrics)
     assert (
-        "Random heads: 3 draws in the same number, repaired layer by layer alone; to compare, the chosen heads were repaired"
+        "Random heads: 3 draws of the same number of heads, repaired layer by layer alone; to compare, the chosen heads were repaired"
         in text
     )
     assert "| heads | accuracy without | layer by layer alone | repaired |" in text
     assert "| 2 | 60.0 % | 65.0 % | 70.0 % |" in text
     metrics["budgets"][0]["repair"] |= {"answers": None, "layers_alone": None}
     text = render(metrics)
-    assert "Random heads: 3 draws in the same number, repaired as well." in text
+    assert "Random heads: 3 draws of the same number of heads, repaired as well." in text
     assert "last step" not in text
 
 
@@ -382,12 +382,12 @@ def test_trials_of_steps_that_do_not_go_on_from_one_another_are_told_so() -> Non
     assert "| 2 | output projections | 256 examples | 0.5 | 0.25 | kept |" in text
     assert "| 2 | values | 256 examples | 0.25 | 0.375 | **left out** |" in text
     assert "| 2 | answers | 128 others | 0.125 | 0.0625 | kept |" in text
-    assert "its figures do not go on from the row above" in text
+    assert "its figures do not continue those of the row above" in text
     for step in STEPS:
         assert f"- **{step.name}**: {step.about}." in text
     metrics["budgets"][0]["repair"] = repaired(trials=trials[:2])
     text = render(metrics)
-    assert "do not go on" not in text
+    assert "do not continue" not in text
     assert "- **answers**" not in text
 
 
@@ -477,6 +477,14 @@ def test_where_the_time_goes() -> None:
     text = render({**METRICS, "time": [waits]})
     assert "40% is launch overhead, which fewer heads do not save: use larger batches, or compile the model." in text
     assert "pruning neurons" not in text
+    busy = {**TIME, "total": 336.0, "parts": {name: 168 * ms for name, ms in TIME["parts"].items()}}
+    text = render({**METRICS, "time": [busy]})
+    assert (
+        "\n\nAt batch 1 x 9 tokens, these shares are rough: the passes they come from took 336.00 ms, and 2.00 ms"
+        in text
+    )
+    assert "| 10.0% | not compared |\n" in text
+    assert "of what this plan can gain)" not in text
 
 
 def test_written_tokens_and_energy() -> None:

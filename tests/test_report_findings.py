@@ -9,6 +9,7 @@ import torch
 import headprune as hp
 from headprune.app.documents import Latency, Metrics, Point, Repaired
 from headprune.app.report import findings, numbers
+from headprune.app.report.busy import disturbed
 from headprune.attention import AttentionLayer
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow, Speedup
@@ -103,7 +104,7 @@ def test_pairs_that_cannot_be_compared_come_last() -> None:
 
 
 @pytest.mark.parametrize(("written", "expected"), [
-    (numbers.value(0.877, "accuracy"), "87.7 %"), (numbers.value(12345.6, "perplexity"), "1.235e+04"),
+    (numbers.value(0.877, "accuracy"), "87.7 %"), (numbers.value(12345.6, "perplexity"), "12,350"),
     (numbers.change(CHANGED, "perplexity"), "+5.0% (-1.0% to +10.0%)"),
     (numbers.change(CHANGED, "accuracy"), "+5.00 points (-1.00 to +10.00)"),
     (numbers.flops(999), "999"), (numbers.flops(1_500_000), "1.50 M"), (numbers.flops(2 * 10**12), "2.00 T"),
@@ -117,7 +118,7 @@ def test_numbers(written: str, expected: str) -> None:
 
 
 def test_the_largest_input_is_what_the_time_is_told_of() -> None:
-    other = {**TIME, "batch": 8, "total": 9.0, "bounds": {"2 heads": 1.3}}
+    other = {**TIME, "batch": 8, "total": 2.5, "bounds": {"2 heads": 1.3}}
     latency = {
         **METRICS["latency"],
         "rows": [*METRICS["latency"]["rows"], {**METRICS["latency"]["rows"][0], "batch": 8}],
@@ -129,3 +130,41 @@ def test_the_largest_input_is_what_the_time_is_told_of() -> None:
     assert [(g.row.batch, g.bound) for g in found.gains] == [(1, 1.25), (8, 1.3)]
     assert [g.share for g in found.at_largest] == [pytest.approx(1.01 / 1.3)]
     assert findings.where_time_goes(Metrics.model_validate(METRICS)) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (numbers.size(1_230_000_000_000), "1.23 TB"),
+        (numbers.size(999_700_000), "1,000 MB"),
+        (numbers.size(512), "512 bytes"),
+        (numbers.joules(0.9999), "1,000 mJ"),
+        (numbers.value(151_936.0, "perplexity"), "151,900"),
+        (numbers.value(62.014, "perplexity"), "62.01"),
+        (numbers.value(float("nan"), "perplexity"), "nan"),
+        (numbers.known(12_345.0), "12,300"),
+        (numbers.operations(1.234e15), "1.23 PFLOPs"),
+        (numbers.operations(4.81e7), "48.1 MFLOPs"),
+    ],
+)
+def test_no_figure_is_a_power_of_ten(said: str, expected: str) -> None:
+    """The perplexity of a model that knows nothing was 1.519e+05, and a large checkpoint had 1.23e+03 GB."""
+    assert said == expected
+
+
+@pytest.mark.parametrize("total", [336.0, 0.2])
+def test_a_breakdown_that_other_work_disturbed_is_told_and_not_compared(total: float) -> None:
+    timed = METRICS["latency"]["rows"]
+    share = total / TIME["total"]
+    busy = {**TIME, "total": total, "parts": {name: share * ms for name, ms in TIME["parts"].items()}}
+    metrics = Metrics.model_validate({**METRICS, "time": [busy]})
+    found = findings.where_time_goes(metrics)
+    assert found is not None
+    assert (found.gains, found.waiting, found.names) == ([], None, ["2 heads"])
+    assert f"took {total:.2f} ms, and {timed[0]['timings']['dense']['median']:.2f} ms" in disturbed(
+        metrics.time[0], metrics.latency.rows
+    )
+    # Plain operations in the place of fused ones may take another time.
+    stands_in = Metrics.model_validate({**METRICS, "time": [{**busy, "stand_ins": True}]})
+    assert disturbed(stands_in.time[0], stands_in.latency.rows) == ""
+    assert not disturbed(Metrics.model_validate({**METRICS, "time": [TIME]}).time[0], metrics.latency.rows)

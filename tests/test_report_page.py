@@ -279,6 +279,16 @@ def test_a_plan_without_scores() -> None:
     assert found.data["methods"] == []
 
 
+def test_the_call_beside_the_slider_gives_what_was_measured() -> None:
+    """A model that is saved in half precision was measured in float32: the call beside its figures must say so too."""
+    metrics = copy.deepcopy(METRICS)
+    for dtype, call in (("float16", 'headprune.load("pruned-2").float()'), ("float32", 'headprune.load("pruned-2")')):
+        metrics["budgets"][0] |= {"dtype": dtype, "checkpoint": "pruned-2"}
+        found = parsed(metrics, scores_of([0.3, 0.2, -0.1, 0.005]))
+        assert found.data["sizes"][0]["use"] == call
+        assert any(f"model = {call}," in reason for reason in found.reasons)
+
+
 def test_a_language_model() -> None:
     metrics = copy.deepcopy(METRICS)
     metrics["metric"] = "perplexity"

@@ -145,6 +145,9 @@ def test_a_dense_model_that_only_guesses(metric: str, level: float, guessing: bo
     data["dense"]["guessing"] = level
     assert (verdict(read(data)).kind is Kind.GUESSING) == guessing
     assert headline(read(data)).startswith("The dense model is no better than guessing") == guessing
+    # The pruned model lost nothing: that is not why none is recommended.
+    why = "None is recommended: the dense model is no better than guessing."
+    assert (sentences.rule(read(data)) == why) == guessing
 
 
 @pytest.mark.parametrize(("speed", "bound", "told"), [

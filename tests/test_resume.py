@@ -1,18 +1,20 @@
-"""Scoring runs that are interrupted, and go on."""
+"""Scoring runs that are interrupted, and continue."""
 
+import copy
 import errno
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import headprune as hp
 from headprune.scoring import METHODS, Settings
-from headprune.scoring.resume import DiskStore, Work
+from headprune.scoring.resume import DiskStore, Work, digest
 from tests.support.interrupted import Processes
 from tests.support.problems import split
 from tests.support.zoo import bert, labelled, text
@@ -58,7 +60,7 @@ def test_an_interrupted_run_gives_what_a_whole_one_gives(method: str, tmp_path: 
     assert torch.equal(resumed.flat(), whole.flat())
     assert torch.equal(resumed.flat_stderr().nan_to_num(), whole.flat_stderr().nan_to_num())
     assert parts
-    assert "going on with" in said[0]
+    assert "continuing with" in said[0]
 
 
 def test_other_models_data_seeds_and_options_are_never_mixed_in(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_other_models_data_seeds_and_options_are_never_mixed_in(tmp_path: Path) 
         assert torch.equal(kept.flat(), hp.score(*arguments, "ablation", **options).flat())
     said.clear()
     hp.score(model, batches, "ablation", work=Work(tmp_path, said.append), settings=Settings(max_memory=1 << 30))
-    assert "going on" in said[0]  # how much memory there is changes no number
+    assert "continuing with" in said[0]  # how much memory there is changes no number
 
 
 def test_damaged_parts_are_computed_again(tmp_path: Path) -> None:
@@ -131,7 +133,7 @@ def test_a_killed_command_goes_on(
         assert killed["status"] == -how
     done, fresh = processes.run(job, {**job, "arguments": [*arguments, "-o", "fresh"]})
     assert (done["status"], fresh["status"]) == (0, 0), (done["stderr"], fresh["stderr"])
-    assert f"going on with {parts} finished parts" in " ".join(done["stderr"].split())
+    assert f"continuing with {parts} finished parts" in " ".join(done["stderr"].split())
     assert done["renames"] < fresh["renames"]
     assert not unfinished.exists()
     a, b = (hp.HeadScores.load(p / "scores.json") for p in (unfinished.parent, here / "fresh"))
@@ -173,3 +175,68 @@ def test_a_part_under_another_parts_name_is_not_used(tmp_path: Path) -> None:
     store.keep("a", torch.ones(2))
     (tmp_path / "a.npy").rename(tmp_path / "b.npy")
     assert store.known("b") is None
+
+
+# -- what tells one computation from another ---------------------------------------------------------
+
+
+def with_inner(scale: float) -> Any:
+    """A loss whose scale only code within it names."""
+    own = {"SCALE": scale}
+    exec("def loss(out, labels):\n    return sum((lambda x: SCALE * x)(x) for x in out)", own)
+    return own["loss"]
+
+
+class Scaled:
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.by * out
+
+
+class Inheriting(Scaled):
+    pass
+
+
+class Other:
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.by + out
+
+
+def calling(base: type) -> Any:
+    return type("Loss", (base,), {"__module__": __name__})(2.0)
+
+
+A, B = torch.zeros(2), torch.ones(2)
+FIRST, SECOND = {"x": A}, {"x": B}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param([FIRST, SECOND, FIRST], [FIRST, SECOND, SECOND], id="which batch comes again"),
+        pytest.param([[1], 2], [[1, 2]], id="where a list ends"),
+        pytest.param({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "c": 2}}, id="where a dict ends"),
+        pytest.param(nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1), id="settings of a loss module"),
+        pytest.param(nn.Sequential(nn.ReLU()), nn.Sequential(nn.SiLU()), id="classes within a loss module"),
+        pytest.param(with_inner(1.0), with_inner(2.0), id="globals of a lambda"),
+        pytest.param(calling(Scaled), calling(Other), id="inherited code"),
+        pytest.param(np.array(["a", "b"]), np.array(["a", "c"]), id="texts of NumPy's"),
+        pytest.param(np.array(["a", 1], dtype=object), np.array(["a", 2], dtype=object), id="objects of NumPy's"),
+        pytest.param(np.float32(1), np.float32(2), id="a number of NumPy's"),
+    ],
+)
+def test_what_computes_otherwise_has_another_name(one: Any, other: Any) -> None:
+    assert digest(one) == digest(copy.deepcopy(one)), "the same work would not be found again"
+    assert digest([one]) != digest([other])
+
+
+def test_another_activation_is_another_model() -> None:
+    """Without weights of its own, and set no attribute apart: only the class tells."""
+    relu, silu = (nn.Sequential(nn.Linear(2, 2), make()) for make in (nn.ReLU, nn.SiLU))
+    silu.load_state_dict(relu.state_dict())
+    assert digest(relu) != digest(silu)

@@ -37,7 +37,7 @@ STOCK = [
 NOT_STOCK = [
     ("plain_llama", 1, True, "", "multiple of the number"),  # 3 of 4
     ("t5", 1, True, "", "shared by 2 layers, and they keep different heads"),
-    ("t5", 1, False, "encoder", "keep other shares|is \\["),
+    ("t5", 1, False, "encoder", "keep different shares|is \\["),
     ("bert", 2, True, "", "query.weight is"),
     pytest.param("gpt2", 2, False, "", "c_attn.weight is", marks=pytest.mark.slow),
     pytest.param("whisper", 2, True, "", "weight is", marks=pytest.mark.slow),
@@ -110,7 +110,8 @@ def test_uneven_and_emptied_models_are_refused_by_name(tmp_path: Path) -> None:
     names = [layer.name for layer in hp.find_attention(model, example)]
     hp.prune(model, {names[1]: [0, 1]}, example)
     with pytest.raises(
-        CannotStateError, match=r"layers\.0\.\S+ and \S+layers\.1\.\S+ keep other shares of their heads \(all, 1/2\)"
+        CannotStateError,
+        match=r"layers\.0\.\S+ and \S+layers\.1\.\S+ keep different shares of their heads \(all, 1/2\)",
     ):
         stock_instance(model)
     model, example = ZOO["vit"]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,7 @@ def test_the_command(named: Path, here: Path) -> None:
     assert "proved on 5 inputs" in told.lower()
     assert "loads with AutoModel" in told
     assert "Not repaired" in told
+    assert re.search(r"Keeps 6 of 8 heads; [\d.]+ kB of [\d.]+ kB of weights", told)  # it was 8.07e-05 of 8.29e-05 GB
     folder = here / "reports" / "tiny-1"
     assert sorted(path.name for path in folder.iterdir()) == ["plan.json", "pruned-6", "streamed.json"]
     document = json.loads((folder / "streamed.json").read_text())
@@ -341,6 +343,8 @@ def test_the_command_as_json(named: Path, here: Path) -> None:
         (["--plan", "plan.json", "--finetune", "1"], "--finetune trains the model"),
         (["--plan", "plan.json", "--device", "cuda"], "--device has no use"),
         (["--plan", "plan.json", "--time", "3"], "--time has no use"),
+        (["--plan", "plan.json", "--batch-size", "3"], "--batch-size has no use"),
+        (["--plan", "plan.json", "--seed", "0"], "--seed has no use"),
         (["--plan", "searched.json"], "counts on a repair"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which orders are made, used and drawn."""
+"""Which orders are made, used and drawn; what scores aim at, and what is timed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from headprune.app.data import DataOptions
+from headprune.app.workflow import scoring, timing
 from headprune.app.workflow.scene import Options, open_scene
 from headprune.app.workflow.targets import Goal, shown, trade_off, trials_of
 from headprune.budgets import BUDGETS, Fit, budget_of
@@ -22,6 +23,7 @@ from headprune.gates import mask
 from headprune.planning import Order
 from headprune.planning.effort import EFFORTS, Effort
 from headprune.plans import PruningPlan
+from headprune.scoring import Settings
 from headprune.searching import Request, fits_of, levels_of, merit_of, orders_of
 from headprune.trials import Trials
 from tests.support.commands import Silent
@@ -177,3 +179,27 @@ def test_the_control_is_drawn_where_it_was_asked_for_and_at_the_end() -> None:
     own = Fit(PruningPlan({"a": [0, 1]}, 78, 80, 79))
     curve = trade_off({}, [made], [own], trials, console)
     assert [(p.method, p.asked) for p in curve] == [("dense", 80), ("plan", 78), ("random", 78)]
+
+
+# -- what is timed, and what scores aim at ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(("typical", "lengths"), [(40, [40, 126]), (20, [20, 80]), (126, [126]), (128, [128])])
+def test_the_longer_input_is_longer(typical: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that fill the model were timed at all its positions, and again at two fewer, as if that were four times as long."""
+    monkeypatch.setattr(timing.latency, "example_shape", lambda example: (1, typical))
+    scene: Any = SimpleNamespace(
+        options=SimpleNamespace(data=SimpleNamespace(batch_size=8)),
+        loaded=SimpleNamespace(task=SimpleNamespace(modality="text", name="text-classification")),
+        model=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=128)),
+        typical_input=dict,
+    )
+    assert timing._shapes(scene) == [(size, length) for length in lengths for size in (1, 8)]
+
+
+def test_heads_to_keep_are_counted_among_those_that_are_scored() -> None:
+    """As budgets count them: half of all heads, of which only some can be masked, was more than half of these."""
+    layers = [SimpleNamespace(num_heads=4), SimpleNamespace(num_heads=12)]
+    options = SimpleNamespace(keep="50%", scoring=Settings(steps=3))
+    scene: Any = SimpleNamespace(options=options, layers=layers, maskable=layers[:1])
+    assert scoring.settings_of(scene) == Settings(keep=2, steps=3)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import headprune as hp
 from headprune.app.data import DataOptions
 from headprune.app.finetune_run import FinetuneRun, _load
-from headprune.app.models import load_model
+from headprune.app.models import dummy_input, load_model
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import Options
 from headprune.cli import app
@@ -229,4 +229,11 @@ def test_code_beside_a_known_model_is_told(bert_folder: Path, tmp_path: Path) ->
     (note,) = load_model(str(folder)).notes
     assert "code of its own, which was not run" in note
     assert "BertForSequenceClassification was used instead" in note
+    # Of a folder that headprune wrote, the code is for those without headprune: nothing else was used instead.
+    model = tf.BertForSequenceClassification.from_pretrained(bert_folder).eval()
+    example = dummy_input(load_model(str(bert_folder), with_processor=False), 2, 5)
+    hp.prune(model, {hp.find_attention(model, example)[0].name: [1]}, example)
+    hp.save(model, tmp_path / "pruned")
+    assert "auto_map" in opened(tmp_path / "pruned" / "config.json")
+    assert load_model(str(tmp_path / "pruned"), with_processor=False).notes == ()
     assert "random" in METHODS  # registered by import alone, so `sent` could be made

@@ -312,7 +312,9 @@ class _Training:
         self._file = work / f"{key}.pt"
         if not current().first("unfinished training", self._file.is_file):
             if work.is_dir() and any(work.iterdir()):
-                say(f"Unfinished work in {work} is not used: its model, data, seed, options or versions were others.")
+                say(
+                    f"Unfinished work in {work} is not used, as the model, data, seed, options or versions have changed."
+                )
             return
         try:
             _check_whole(self._file)

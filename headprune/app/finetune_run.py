@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from headprune import checkpoint
@@ -28,6 +29,7 @@ from headprune.app.finetune import Finetuned, finetune
 from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import LoadedModel, load_model, numbers_given, pruned_in, set_padding
 from headprune.app.options import FinetuneOptions, Options
+from headprune.app.precision import HALVES, holds
 from headprune.app.report.finetuned import card, render
 from headprune.app.runs import RunFolder, check_free
 from headprune.app.workflow import Console
@@ -112,6 +114,7 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
     parts = load_parts(data, pruned)
     parts.notes.extend((*pruned.notes, *_check_cut(parts, data, run, pruned)))
     train, notes = load_train(data, pruned, parts, asked.train_limit)
+    notes = [*notes, *_wider(pruned.model, source)]
     console.say(f"{type(pruned.model).__name__} for {pruned.task.name} on {next(pruned.model.parameters()).device}")
     for note in (*parts.notes, *notes):
         console.say(note)
@@ -172,6 +175,18 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
     ranks.first("writing the run", written)
 
 
+def _wider(model: nn.Module, source: Path) -> list[str]:
+    """That the fine-tuned weights take twice the room, where the pruned ones are stored in half precision."""
+    if next(model.parameters()).dtype != torch.float32:
+        return []
+    return [
+        f"{source} is stored in {str(half).removeprefix('torch.')}. The fine-tuned model is stored in float32, in which it is trained, "
+        "and takes twice as much space."
+        for half in HALVES
+        if holds(model, half)
+    ][:1]
+
+
 def _run_of(source: Path) -> Run | None:
     """The run that a checkpoint lies in, if it does."""
     folder = RunFolder(source.resolve().parent)
@@ -184,7 +199,7 @@ def _data_options(asked: FinetuneRun, run: Run | None) -> DataOptions:
         return replace(run.options.data, **given)
     if "dataset" not in given:
         raise HeadPruneError(
-            f"{asked.pruned} lies in no run folder that says its data.", "Name the dataset with -d, as when pruning."
+            f"{asked.pruned} is in no run folder that names its data.", "Name the dataset with -d, as when pruning."
         )
     return DataOptions(**given)
 
@@ -222,21 +237,21 @@ def _check_dense(dense: LoadedModel, run: Run) -> None:
     """The dense model must be the one that was pruned: it teaches, and the others are compared with it.
 
     Raises:
-        HeadPruneError: Its weights are others now, as far as this can be known.
+        HeadPruneError: Its weights have changed, as far as this can be known.
     """
     dtype = str(next(dense.model.parameters()).dtype).removeprefix("torch.")
     if (dense.source, dtype) != (run.options.model, run.model.dtype):
         return
     for what in run.model.other_now(run.environment, config_hash(dense.model)):
         raise HeadPruneError(
-            f"The {what} of {dense.source} is not what it was when the model was pruned.",
-            "Bring it back as it was, or name the dense model with --teacher.",
+            f"The {what} of {dense.source} has changed since the model was pruned.",
+            "Restore it, or name the dense model with --teacher.",
         )
     if (now := fingerprint(dense.model)) != run.model.fingerprint:
         raise HeadPruneError(
-            f"{dense.source} is not the model that was pruned (fingerprint {run.model.fingerprint}): its weights are others now "
+            f"{dense.source} is not the model that was pruned (fingerprint {run.model.fingerprint}): its weights have changed "
             f"({now}).",
-            "Bring it back as it was, or name the dense model with --teacher.",
+            "Restore it, or name the dense model with --teacher.",
         )
 
 
@@ -244,7 +259,7 @@ def _check_cut(parts: Parts, data: DataOptions, run: Run | None, pruned: LoadedM
     """What scored and chose the heads must not be reported here; a note where that cannot be known.
 
     Raises:
-        HeadPruneError: Some of it would be, or the data is not what it was.
+        HeadPruneError: Some of it would be, or the data has changed.
     """
     _check_trained(parts, data, run, Path(pruned.source))
     if run is None or run.parts.same(Cut.of(parts)):
@@ -261,16 +276,16 @@ def _check_cut(parts: Parts, data: DataOptions, run: Run | None, pruned: LoadedM
     if then is None or not run.parts.same(Cut.of(then)):
         if same_data:
             raise HeadPruneError(
-                f"{data.dataset} is not what it was when the model was pruned, so examples that chose its heads could be "
+                f"{data.dataset} has changed since the model was pruned, so examples that were used to choose its heads could be "
                 "reported.",
-                "Bring back the data as it was, or name other data with -d.",
+                "Restore the data, or name other data with -d.",
             )
-        why = f"{before.dataset} is not what it was" if then else why
-        return [f"Whether reported examples scored or chose the heads is not known: {why.rstrip('.')}."]
+        why = f"{before.dataset} has changed" if then else why
+        return [f"Whether reported examples were used to score or choose the heads is not known: {why.rstrip('.')}."]
     if again := seen_before(parts, then, same_data):
         flags = " and ".join(changed) or "these options"
         raise HeadPruneError(
-            f"With {flags}, {again:,} of the {len(parts.report):,} examples to report scored or chose the heads when the "
+            f"With {flags}, {again:,} of the {len(parts.report):,} examples to report were used to score or choose the heads when the "
             "model was pruned.",
             f"Leave out {flags}, or name other data with -d.",
         )
@@ -296,9 +311,9 @@ def _check_trained(parts: Parts, data: DataOptions, run: Run | None, source: Pat
         return
     flags = " and ".join(changed_options(before, data)) or "these options"
     raise HeadPruneError(
-        f"{source} was fine-tuned before; with {flags} the data is cut otherwise than it was then, and what it was trained "
+        f"{source} was fine-tuned before; with {flags} the data is cut differently than it was then, and examples that it was trained "
         "on could be reported.",
-        f"Leave out {flags}, or give what was given then.",
+        f"Leave out {flags}, or use the same values as then.",
     )
 
 
@@ -311,9 +326,12 @@ def _reloaded(path: Path, tuned: Finetuned) -> nn.Module:
     return model
 
 
+_SHOWN = {"finetuned": "fine-tuned"}
+
+
 def _measure(models: dict[str, nn.Module], parts: Parts, stages: Stages, console: Console) -> dict[str, Measurement]:
     found = {}
     for name, model in models.items():
-        with console.track(f"measuring the {name} model") as progress:
+        with console.track(f"measuring the {_SHOWN.get(name, name)} model") as progress:
             found[name] = stages.measurement(name, partial(evaluate, model, parts.report.batches(), progress=progress))
     return found

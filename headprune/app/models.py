@@ -127,7 +127,8 @@ def load_model(
     config = config_of(source, common)
     kind = task_of(config, task, source)
     half = _half(config) if dtype == "auto" and wanted == torch.float32 else None
-    if checkpoint.is_checkpoint(source):
+    ours = checkpoint.is_checkpoint(source)  # whose code is for those without headprune, and never runs here
+    if ours:
         model = checkpoint.load(source, **({"device": where} if placing is None else placing.options()))
         if half is not None:
             widen(model)
@@ -143,7 +144,7 @@ def load_model(
     if kind.modality == "text" and processor is not None:
         set_padding(model.config, processor.pad_token_id)
     notes = []
-    if not trust_remote_code and kind.auto_class in (getattr(config, "auto_map", None) or {}):
+    if not ours and not trust_remote_code and kind.auto_class in (getattr(config, "auto_map", None) or {}):
         notes.append(
             f"{source} comes with code of its own, which was not run (--trust-remote-code runs it): "
             f"transformers' {type(model).__name__} was used instead."
@@ -238,6 +239,9 @@ def numbers_given(loaded: LoadedModel) -> str | None:
     return f"{labels} number{'s' if labels > 1 else ''}"
 
 
+_USUAL_IMAGE = 224  # pixels; what most models of images were trained with
+
+
 def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
     """A made-up input of the right form: for listing heads and for timing, not for measuring accuracy.
 
@@ -256,9 +260,11 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
         if config.is_encoder_decoder:
             made["decoder_input_ids"] = ids
     elif loaded.task.modality == "image":
-        size = config.image_size
+        size = getattr(config, "image_size", None) or _USUAL_IMAGE  # a model of convolutions need not name one
         height, width = (size, size) if isinstance(size, int) else size
-        made = {"pixel_values": torch.randn(batch, config.num_channels, height, width, generator=generator)}
+        made = {
+            "pixel_values": torch.randn(batch, getattr(config, "num_channels", 3), height, width, generator=generator)
+        }
     elif loaded.task.name == "speech-seq2seq":
         frames = 2 * getattr(config, "max_source_positions", 1500)
         made = {"input_features": torch.randn(batch, getattr(config, "num_mel_bins", 80), frames, generator=generator)}

@@ -93,7 +93,7 @@ def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "
     """The folder a new run writes to: the one asked for, or the next free ``reports/<model>-<n>``.
 
     Args:
-        key: Of the command (`headprune.app.folders.key_of`): where it was interrupted, it goes on.
+        key: Of the command (`headprune.app.folders.key_of`): where it was interrupted, it continues.
 
     Raises:
         HeadPruneError: It exists and holds something, and may not be overwritten.

@@ -45,7 +45,7 @@ def stream_run(model: str, task: str | None, plan: PruningPlan, folder: RunFolde
     processor = processor_of(model, kind, _NOTHING)
     content = RunFolder(folder.unfinished / "content")
     shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed; nothing of it is used
-    console.say(f"cutting {model} as it lies in its files, and proving it …")
+    console.say(f"cutting {model} in its files, and proving the result …")
     made = cut_checkpoint(
         model,
         plan,

@@ -18,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    help="Which attention heads matter, and what happens when the others go.\n\n"
+    help="Which attention heads matter, and what happens when the others are removed.\n\n"
     "    headprune demo                                                  # no model, no network needed\n\n"
     "    headprune score MODEL -d DATASET                                # importance of every head\n\n"
     "    headprune prune --keep 50%                                      # prune what was scored, measure, save\n\n"

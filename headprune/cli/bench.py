@@ -71,7 +71,7 @@ def bench(
         parts = []
         try:
             layers = find_attention(first.model, dummy_input(first, 2, min(used) or 1))
-            parts = timing.time_parts(first.model, layers, inputs, {}, console)
+            parts = timing.time_parts(first.model, layers, inputs, {}, rows, console)
         except HeadPruneError as error:  # such as a model without attention: its latency is known all the same
             console.say(f"Where the time goes is not known: {error.args[0]}")
         written = timing.time_generation(models, inputs[: len(sizes)], console)
@@ -79,7 +79,7 @@ def bench(
         before, after = (latency.parameters(loaded.model) for loaded in (first, second))
         tables.print_latency(console, rows)
         console.result(f"Parameters: {before:,} and {after:,} ({after / before - 1:+.1%})")
-        tables.print_time(console, parts)
+        tables.print_time(console, parts, rows)
         tables.print_generation(console, written)
         tables.print_energy(console, used_energy)
         found: dict[str, list[Any]] = {

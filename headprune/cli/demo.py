@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.made import key_of
-from headprune.cli.options import Device, Manner, Output, Overwrite, by_groups
+from headprune.cli.options import Device, Manner, Overwrite, by_groups
 from headprune.cli.session import session
 
 
@@ -15,7 +19,7 @@ from headprune.cli.session import session
 @by_groups
 def demo(
     manner: Manner,
-    output: Output = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder [reports/digits].")] = None,
     device: Device = None,
     overwrite: Overwrite = False,
 ) -> None:

@@ -11,7 +11,7 @@ import typer
 from headprune.cli.app import app
 from headprune.cli.asked import known_methods, refuse_unused
 from headprune.cli.made import goal_of, options_of, source_of
-from headprune.cli.options import Budgets, Data, Loading, Manner, Planning, Scoring, Seed, by_groups, typed
+from headprune.cli.options import Budgets, Data, Loading, Manner, Placing, Planning, Scoring, Seed, by_groups, typed
 from headprune.cli.session import session
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def estimate(
     data: Data,
     scoring: Scoring,
     loading: Loading,
+    placing: Placing,
     manner: Manner,
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="Without it, the model of the newest scores.")
@@ -41,13 +42,18 @@ def estimate(
     scores: Annotated[
         Path | None, typer.Option(help="Scores that prune would use: a run folder or its scores.json.")
     ] = None,
+    export: Annotated[
+        list[str] | None, typer.Option(metavar="FORMAT", help="As for prune; its time is not counted.")
+    ] = None,
     method: Annotated[
         list[str] | None,
         typer.Option("--method", "-m", help="As for prune; without a budget, as for score. Repeatable."),
     ] = None,
     batches: Annotated[
         int,
-        typer.Option(min=1, help="How many batches to measure on, at most; never more than a tenth of them, but one."),
+        typer.Option(
+            min=1, help="How many batches to measure on, at most; never more than a tenth of them, but at least one."
+        ),
     ] = 4,
     seed: Seed = None,
 ) -> None:
@@ -59,8 +65,17 @@ def estimate(
         from headprune.searching import methods_for
 
         limits, asked = Limits(batches), known_methods(method)
-        if not budgets.asked and not budgets.plan and not typed(planning) and model is not None and scores is None:
-            options = options_of(None, model, data, scoring, loading, seed, None, also)
+        prunes = (
+            export
+            or budgets.asked
+            or budgets.plan
+            or typed(planning)
+            or no_repair
+            or finetune is not None
+            or scores is not None
+        )
+        if model is not None and not prunes:
+            options = options_of(None, model, data, scoring, loading, seed, None, also, placing)
             scene = workflow.open_scene(options, console)
             _tell(console, workflow.estimate_score(scene, asked or list(DEFAULT_METHODS), limits))
             return
@@ -68,14 +83,17 @@ def estimate(
         source = None if budgets.plan and model and scores is None else source_of(model, scores, None, console)
         refuse_unused(source, goal, {**vars(scoring), "method": method})
         keep = None if source else next(iter(budgets.asked.get("keep", [])), None)
-        options = options_of(source, model, data, scoring, loading, seed, keep, also)
+        options = options_of(source, model, data, scoring, loading, seed, keep, also, placing)
         methods = asked or (list(methods_for(goal.strategy)) if source is None and goal.uses_scores else [])
-        wanted = workflow.PruneRun(options, goal, methods, source)
+        wanted = workflow.PruneRun(options, goal, methods, source, export or ())
         known = wanted.scores()
         scene = wanted.open(known, console)
         found = workflow.estimate_prune(wanted, scene, known, limits)
         if source is not None:
-            found = replace(found, notes=(*found.notes, f"The scores in {source.path} are used, and cost nothing."))
+            found = replace(
+                found,
+                notes=(*found.notes, f"The scores in {source.path} are used as they are, so scoring costs nothing."),
+            )
         _tell(console, found)
 
 
@@ -84,7 +102,7 @@ def _tell(console: Console, found: CostEstimate) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from headprune.estimating.ledger import duration, flops, size
+    from headprune.amounts import duration, flops, size
 
     table = Table(box=None, pad_edge=False)
     for i, name in enumerate(("phase", "forward", "backward", "operations", "time")):
@@ -105,7 +123,7 @@ def _tell(console: Console, found: CostEstimate) -> None:
     console.result("")
     if duration(found.seconds_low) != duration(found.seconds_high):
         console.result(
-            f"Time from {duration(found.seconds_low)} to {duration(found.seconds_high)}, as it depends on what is found."
+            f"Between {duration(found.seconds_low)} and {duration(found.seconds_high)}, depending on what the run finds."
         )
     held = ", ".join(f"{name} {size(count)}" for name, count in found.memory_parts.items())
     console.result(f"Memory: {held}.")

@@ -18,7 +18,7 @@ from headprune.cli.session import session
 @by_groups
 def finetune(
     pruned: Annotated[
-        Path, typer.Argument(metavar="PRUNED", help="A folder headprune saved, or a run folder that holds one.")
+        Path, typer.Argument(metavar="PRUNED", help="A folder headprune saved, or a run folder that contains one.")
     ],
     training: Training,
     data: Data,

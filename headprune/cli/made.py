@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def key_of(command: str, *groups: Any, **others: Any) -> str:
-    """A name for what was typed: whoever types the same again goes on.
+    """A name for what was typed: whoever types the same again continues that work.
 
     Args:
         groups: Groups of options.

@@ -68,12 +68,16 @@ class Placing:
     ] = None
     device_memory: Annotated[
         str | None,
-        typer.Option(help="The most for each, such as 0=20GB,cpu=60GB [what is free].", rich_help_panel=_IN_PLACING),
+        typer.Option(
+            help="The most memory to use on each device, such as 0=20GB,cpu=60GB [what is free].",
+            rich_help_panel=_IN_PLACING,
+        ),
     ] = None
     offload_folder: Annotated[
         str | None,
         typer.Option(
-            help="For weights on disk that cannot be read from the checkpoint itself.", rich_help_panel=_IN_PLACING
+            help="Where to put weights that must be on disk and cannot be read from the checkpoint itself.",
+            rich_help_panel=_IN_PLACING,
         ),
     ] = None
 
@@ -104,7 +108,7 @@ class Data:
     text_column: Annotated[
         str | None,
         typer.Option(
-            help="Column of the text, image or sound; two for pairs: a,b [guessed].", rich_help_panel=_IN_DATA
+            help="Column of the text, image or sound; a,b for pairs of texts [guessed].", rich_help_panel=_IN_DATA
         ),
     ] = None
     label_column: Annotated[
@@ -113,7 +117,11 @@ class Data:
     limit: Annotated[
         int | None,
         typer.Option(
-            "--limit", "-L", min=2, help="Examples to score, and to choose, on [512].", rich_help_panel=_IN_DATA
+            "--limit",
+            "-L",
+            min=2,
+            help="Examples to score on, and as many to choose on [512].",
+            rich_help_panel=_IN_DATA,
         ),
     ] = None
     report_limit: Annotated[
@@ -145,10 +153,13 @@ class Scoring:
     ] = None
     seconds: Annotated[
         float | None,
-        typer.Option("--time", min=0.1, help="Seconds to ablate for, about.", rich_help_panel=_IN_SCORING),
+        typer.Option("--time", min=0.1, help="Seconds to spend on ablation, about.", rich_help_panel=_IN_SCORING),
     ] = None
     max_memory: Annotated[
-        str | None, typer.Option(help="For scoring, such as 4GB [half of what is free].", rich_help_panel=_IN_SCORING)
+        str | None,
+        typer.Option(
+            help="Memory that scoring may use, such as 4GB [half of what is free].", rich_help_panel=_IN_SCORING
+        ),
     ] = None
     normalise: Annotated[
         bool,
@@ -161,13 +172,16 @@ class Scoring:
         ),
     ] = False
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Of l0, dsp and integrated-gradients.", rich_help_panel=_IN_SCORING)
+        int | None,
+        typer.Option(
+            min=1, help="Training steps of l0 and dsp; points of integrated-gradients.", rich_help_panel=_IN_SCORING
+        ),
     ] = None
     permutations: Annotated[
-        int | None, typer.Option(min=1, help="Of shapley, at most.", rich_help_panel=_IN_SCORING)
+        int | None, typer.Option(min=1, help="Permutations for shapley, at most.", rich_help_panel=_IN_SCORING)
     ] = None
     sparsity: Annotated[
-        float | None, typer.Option(min=0, help="Of l0: the price of a head.", rich_help_panel=_IN_SCORING)
+        float | None, typer.Option(min=0, help="For l0: the price of a head.", rich_help_panel=_IN_SCORING)
     ] = None
 
 
@@ -262,11 +276,11 @@ class Training:
     """How a pruned model is trained; the names of `headprune.app.options.FinetuneOptions` and `headprune.app.distillation.Mixture`."""
 
     epochs: Annotated[float, typer.Option(help="Passes over the training part.", rich_help_panel=_IN_TRAINING)] = 1.0
-    learning_rate: Annotated[float | None, typer.Option(help="At its peak [3e-5].", rich_help_panel=_IN_TRAINING)] = (
-        None
-    )
+    learning_rate: Annotated[
+        float | None, typer.Option(help="The learning rate at its peak [3e-5].", rich_help_panel=_IN_TRAINING)
+    ] = None
     temperature: Annotated[
-        float | None, typer.Option(help="Of the distillation [2].", rich_help_panel=_IN_TRAINING)
+        float | None, typer.Option(help="Temperature of the distillation [2].", rich_help_panel=_IN_TRAINING)
     ] = None
     alpha: Annotated[
         float | None,
@@ -282,7 +296,7 @@ class Training:
     ] = False
     patience: Annotated[
         int | None,
-        typer.Option(help="Stop after so many epochs that are no better [2].", rich_help_panel=_IN_TRAINING),
+        typer.Option(help="Stop after this many epochs without improvement [2].", rich_help_panel=_IN_TRAINING),
     ] = None
     seed: Annotated[
         int | None,

@@ -61,7 +61,7 @@ def prune(
     also: Annotated[
         list[str] | None,
         typer.Option(
-            help="Second data, to measure dense and pruned on; nothing is fitted to it. Repeatable [for language models a small "
+            help="A second dataset to measure the dense and pruned models on; nothing is fitted to it. Repeatable [for language models a small "
             "English text].",
             rich_help_panel="Data",
         ),
@@ -88,7 +88,7 @@ def prune(
         bool,
         typer.Option(
             "--streaming",
-            help="With --plan: cut a checkpoint that is larger than the memory, as it lies in its safetensors files. Neither repairs nor measures.",
+            help="With --plan: cut a checkpoint that is larger than the memory, directly in its safetensors files. Neither repairs nor measures.",
         ),
     ] = False,
     seed: Seed = None,

@@ -15,8 +15,8 @@ from headprune.cli.session import session
 @app.command(epilog="Example: `headprune push reports/MODEL-1/pruned-36 me/smaller --private`")
 @by_groups
 def push(
-    folder: Annotated[Path, typer.Argument(help="A folder that headprune saved; or a run folder with one.")],
-    repo: Annotated[str, typer.Argument(help="Where to: user/name. It is made if it is not there.")],
+    folder: Annotated[Path, typer.Argument(help="A folder that headprune saved, or a run folder that contains one.")],
+    repo: Annotated[str, typer.Argument(help="The repository, user/name; it is created if it does not exist.")],
     manner: Manner,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
 ) -> None:

@@ -31,7 +31,7 @@ def show(
     loading: Loading,
     manner: Manner,
     text: Annotated[str | None, typer.Option("--text", "-t", help="A text to look at.")] = None,
-    image: Annotated[Path | None, typer.Option(help="An image's file to look at.")] = None,
+    image: Annotated[Path | None, typer.Option(help="An image file to look at.")] = None,
     head: Annotated[str | None, typer.Option("--head", help="One head, large: L3.H7.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A picture to write: .png, .svg or .pdf.")

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from headprune.app.console import Console
     from headprune.app.runs import RunFolder
 
-_FLAGS = {"seconds": "--time", "batch_size": "--batch-size"}
-_TRAINS = ("finetune",)
+_FLAGS = {"seconds": "--time"}  # where an option is not named as its argument
 
 
 def stream(
@@ -75,16 +74,15 @@ def _refuse(budgets: Budgets, loading: Loading, others: dict[str, Any]) -> None:
             f"--streaming cuts by a plan{f', and {flags[0]} would have to find one' if flags else ''}.",
             "Give --plan FILE, such as the plan.json that `headprune prune` writes.",
         )
+    asked = {**typed(loading), **others}
     given = [
-        name
-        for name, value in {**typed(loading), **others}.items()
-        if name != "task" and value not in (None, False, [], ())
-    ]
+        name for name, value in asked.items() if name != "task" and value is not None and value != []
+    ]  # 0 was typed
     given = [name for name in given if (name, loading.device) != ("device", "cpu")]
     if not given:
         return
     flag = _FLAGS.get(given[0], f"--{given[0].replace('_', '-')}")
-    if given[0] in _TRAINS:
+    if given[0] == "finetune":
         raise HeadPruneError(
             f"{flag} trains the model, which --streaming never loads.",
             "Train the result: headprune finetune reports/MODEL-1/pruned-N.",
@@ -97,12 +95,13 @@ def _refuse(budgets: Budgets, loading: Loading, others: dict[str, Any]) -> None:
 
 def _print(console: Console, folder: RunFolder) -> None:
     from headprune.app.documents import StreamedRun
+    from headprune.app.report.numbers import size
     from headprune.cli.tables import print_loading
     from headprune.jsonio import SCHEMA
 
     done = StreamedRun.read(folder.streamed_path)
     console.result(
-        f"Keeps {done.kept} of {done.total} heads; {done.left / 1e9:.3g} of {done.weights / 1e9:.3g} GB of weights. Not repaired, not measured."
+        f"Keeps {done.kept} of {done.total} heads; {size(done.left)} of {size(done.weights)} of weights. Not repaired, not measured."
     )
     console.result(f"{done.proof.told[0].upper()}{done.proof.told[1:]}")
     model = folder.path / Path(done.checkpoint)

@@ -153,11 +153,11 @@ def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
                 f"{b.kept} heads: repair of {', '.join(left_out)} did no better on held-out examples; left out."
             )
     print_latency(console, metrics.latency.rows)
-    print_time(console, metrics.time)
+    print_time(console, metrics.time, metrics.latency.rows)
     if goes := where_time_goes(metrics):
         for gain in goes.at_largest:
             console.result(
-                f"{gain.name}, {shape(gain.row)}: {gain.achieved.ratio:.2f}x of at most {gain.bound:.2f}x that this plan can gain."
+                f"{gain.name}, {shape(gain.row)}: {gain.achieved.ratio:.2f}x as fast; the most that this plan can gain is estimated at {gain.bound:.2f}x."
             )
     print_generation(console, metrics.generation)
     if metrics.energy:
@@ -198,11 +198,12 @@ def print_latency(console: Console, rows: Sequence[LatencyRow]) -> None:
     console.table(table)
 
 
-def print_time(console: Console, rows: Sequence[TimeParts]) -> None:
+def print_time(console: Console, rows: Sequence[TimeParts], timed: Sequence[LatencyRow]) -> None:
     if not rows:
         return
     from rich.table import Table
 
+    from headprune.app.report.busy import disturbed
     from headprune.app.report.numbers import shape
 
     table = Table(box=None, title="Where the dense model's time goes", title_justify="left")
@@ -213,6 +214,9 @@ def print_time(console: Console, rows: Sequence[TimeParts]) -> None:
         table.add_row(shape(row), f"{row.total:.2f}", *shares, f"{max(row.bounds.values()):.2f}x")
     console.result("")
     console.table(table)
+    for row in rows:
+        if told := disturbed(row, timed):
+            console.result(told)
 
 
 def print_generation(console: Console, rows: Sequence[GenerationRow]) -> None:
@@ -242,7 +246,9 @@ def print_energy(console: Console, row: EnergyRow | None) -> None:
     from headprune.app.report.numbers import joules, shape
 
     if row is None:
-        console.say("Energy was not measured: nothing counts it here (RAPL, NVML), or it may not be read.")
+        console.say(
+            "Energy was not measured: this machine has no counter for it (RAPL, NVML), or does not let it be read."
+        )
         return
     used = []
     for name, amount in row.joules.items():

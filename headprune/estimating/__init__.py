@@ -51,10 +51,12 @@ def add_scoring(
     for name in methods:
         method_named(name)
         phase = f"scoring by {name}"
-        if name == "ablation" and settings.seconds is not None:
+        if name == "ablation" and settings.seconds is not None and math.isfinite(settings.seconds):
             ledger.add(phase, rough.SECONDS, Load(0, settings.seconds))
             ledger.unknown.append("Ablation ends when its time is over, so its passes are not counted.")
             continue
+        if name == "ablation" and (settings.examples or load.examples) < load.examples:
+            ledger.add(phase, rough.scoring("gradient"), load)  # says what the examples that are left out would give
         turns = PARTS[name].turns(settings, len(batches), int(load.examples)) if name in PARTS else (1.0, 1.0, 1.0)
         ledger.add(phase, rough.scoring(name), load, *turns)
 
@@ -72,18 +74,22 @@ def made_up_scores(layers: Sequence[AttentionLayer], methods: Iterable[str]) -> 
 def bisected(budgets: Sequence[Budget], ledger: Ledger, total: int, orders: int, seconds: float) -> tuple[Budget, ...]:
     """The budgets, with a number of heads in the place of those that are found by pruning copies and timing or counting on them.
 
+    One becomes half of the heads; several become different numbers, evenly spread from there up: each will have a plan of its own.
+
     Args:
         total: Heads there are.
         orders: For how many orders it is done.
         seconds: Of a pass over what is timed.
     """
     found = []
+    unknown = [b for b in dict.fromkeys(budgets) if not b.by_metric and b.heads(total) is None]
     for budget in budgets:
-        if budget.by_metric or budget.heads(total) is not None:
+        if budget not in unknown:
             found.append(budget)
             continue
         from headprune import latency
 
+        kept = max(1, round(total * (1 - (unknown.index(budget) + 1) / (2 * len(unknown)))))
         tried = math.ceil(math.log2(max(2, total))) + 1
         once = (
             max(latency.MIN_RUNS / 2 * seconds, latency.MIN_SECONDS / 4) + latency.WARM_UP * seconds
@@ -93,9 +99,9 @@ def bisected(budgets: Sequence[Budget], ledger: Ledger, total: int, orders: int,
         last = max(latency.MIN_RUNS * seconds, latency.MIN_SECONDS) if budget.timed else 0.0
         ledger.add(f"fitting {budget}", rough.SECONDS, Load(0, orders * 2 * (tried * once + last)), 1.0, 0.5, 1.5)
         ledger.unknown.append(
-            f"How many heads hold “{budget}” is found out in the run; here half of them are taken to stay."
+            f"How many heads meet “{budget}” is only found in the run; this estimate assumes {kept} of {total}."
         )
-        found.append(budget_of("keep 50%"))
+        found.append(budget_of(f"keep {kept}"))
     return tuple(dict.fromkeys(found))
 
 

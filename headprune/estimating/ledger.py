@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from headprune.amounts import duration, flops, size
 from headprune.rows import apparent_size
 from headprune.scoring.base import cost_of
 
@@ -180,43 +181,3 @@ def summed(ledger: Ledger, rates: dict[str, Rate]) -> tuple[tuple[Phase, ...], t
 
 def total(phases: Sequence[Phase], name: str) -> float:
     return float(sum(getattr(phase, name) for phase in phases))
-
-
-_UNITS = ((86400.0, "day"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
-
-
-def duration(seconds: float) -> str:
-    """For people, to two digits.
-
-    >>> duration(0.4), duration(42), duration(200), duration(9000), duration(900000)
-    ('1 s', '42 s', '3.3 min', '2.5 h', '10 days')
-    """
-    for length, unit in _UNITS:
-        if seconds >= 1.5 * length or unit == "s":
-            count = max(seconds / length, 1.0 if unit == "s" else 0.0)
-            number = f"{count:.0f}" if count >= 10 or unit == "s" else f"{count:.2g}"
-            return f"{number} {unit}{'s' if unit == 'day' and number != '1' else ''}"
-    raise AssertionError
-
-
-def flops(count: float) -> str:
-    """For people.
-
-    >>> flops(2.1e12), flops(5e9), flops(3e18)
-    ('2.1 TFLOPs', '5 GFLOPs', '3 EFLOPs')
-    """
-    for size_, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")):
-        if count >= size_:
-            return f"{float(f'{count / size_:.2g}'):,g} {unit}FLOPs"
-    return f"{count / 1e6:,.2g} MFLOPs"
-
-
-def size(count: float) -> str:
-    """Bytes for people.
-
-    >>> size(6.4e8), size(1.24e9), size(8.1e11)
-    ('640 MB', '1.2 GB', '810 GB')
-    """
-    if count < 1e9:
-        return f"{float(f'{count / 1e6:.2g}'):g} MB"
-    return f"{count / 1e9:,.2g} GB" if count < 1e11 else f"{float(f'{count / 1e9:.2g}'):,g} GB"

@@ -69,7 +69,10 @@ def estimated(
     )
     varies = [p.name for p in phases if p.forward_high > p.forward_low]
     if varies:
-        notes = (*notes, f"How often depends on what is found, so passes are a range: {', '.join(varies)}.")
+        notes = (
+            *notes,
+            f"How often this is done depends on what the run finds, so the passes are a range: {', '.join(varies)}.",
+        )
     return CostEstimate(
         int(examples), total(phases, "forward"), total(phases, "backward"), total(phases, "forward_low"),
         total(phases, "forward_high"), total(phases, "flops"), total(phases, "seconds"), total(phases, "seconds_low"),

@@ -337,7 +337,7 @@ class Part:
     Attributes:
         settings: What it is told, so that this is short.
         by_head: Whether it runs the model for every head.
-        whole: Whether its loop is not one that ranks share out.
+        whole: Whether all of its time is taken as one: no single loop of it grows with the examples.
         steps: Batches that it takes when it is measured, where it does not take each once.
         turns: ``(settings, batches, examples)`` to how often a real run does over all examples what was measured: typically, at least, at most.
     """
@@ -362,10 +362,11 @@ def _turns_of_ablation(settings: Settings, batches: int, examples: int) -> Turns
 
 
 def _turns_of_path(settings: Settings, batches: int, examples: int) -> Turns:
-    """In points of integration, of which 4 were measured; they double where they do not add up."""
+    """In points of integration, of which 4 were measured. They double, up to 64, where they do not add up, and stay so for later
+    batches: the passes with 4, 8, 16 and 32 points that were too few are made of one batch each."""
     if settings.steps:
         return settings.steps / 4, settings.steps / 4, settings.steps / 4
-    return 2.0, 1.0, 31.0
+    return 2.0, 1.0, 16.0 + 15.0 / batches
 
 
 def _turns_of_gates(settings: Settings, batches: int, examples: int) -> Turns:

@@ -108,7 +108,7 @@ class Format:
         for package in self.needs:
             if importlib.util.find_spec(package) is None:
                 raise HeadPruneError(
-                    f"A {self.name} file is written by the package {package}, which is not installed.",
+                    f"Writing {self.name} needs the package {package}, which is not installed.",
                     f'pip install "headprune[{self.name}]"',
                 )
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from headprune import latency
+from headprune.amounts import flops
 from headprune.errors import HeadPruneError
 from headprune.inputs import tensors
 from headprune.loss import inputs_of
@@ -40,7 +41,7 @@ class Effort:
     @property
     def limit(self) -> str:
         """For people."""
-        return "any number of FLOPs" if self.flops is None else f"{self.flops / 1e12:,.0f} TFLOPs"
+        return "any number of FLOPs" if self.flops is None else flops(self.flops, 3)
 
 
 EFFORTS = {
@@ -80,7 +81,7 @@ class Work:
     examples: int
 
     def __str__(self) -> str:
-        return f"{self.passes:,.0f} forward passes over {self.examples:,} examples ({self.flops / 1e12:,.3g} TFLOPs)"
+        return f"{self.passes:,.0f} forward passes over {self.examples:,} examples ({flops(self.flops, 3)})"
 
     def to_json(self) -> dict[str, Any]:
         return {"passes": round(self.passes, 1), "flops": self.flops, "examples": self.examples}

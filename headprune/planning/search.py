@@ -293,4 +293,4 @@ def _cost(search: Search, refit: Refit, before: float) -> str:
     """A note on the passes of a search, of which there were ``before`` when it began."""
     runner, look = refit.reference.runner, search.dense_looks.get(search.kind)
     passes = refit.reference.passes + runner.passes - before + (look.passes if look else 0)
-    return f"The search took about {passes:.0f} forward passes over {runner.examples:,} examples."
+    return f"This order took about {passes:.0f} forward passes over {runner.examples:,} examples."

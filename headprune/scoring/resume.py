@@ -115,10 +115,11 @@ class Work:
         """The store of one computation, with the parts that an earlier run of the same computation has finished."""
         own = self.folder / f"{method}-{work_key(problem, method, model, loss)}"
         if parts := len(list(own.glob("*.npy"))):
-            self.say(f"{method}: going on with {parts} finished parts of an interrupted run (--no-resume starts anew).")
+            done = "1 finished part" if parts == 1 else f"{parts} finished parts"
+            self.say(f"{method}: continuing with {done} of an interrupted run (--no-resume starts anew).")
         elif any(self.folder.glob(f"{method}-*")):
             self.say(
-                f"{method}: unfinished work in {self.folder} is not used: its model, data, seed, options or versions were others."
+                f"{method}: unfinished work in {self.folder} is not used, as the model, data, seed, options or versions have changed."
             )
         return DiskStore(own)
 
@@ -128,7 +129,7 @@ class _Digest:
 
     def __init__(self) -> None:
         self.hash = hashlib.sha256()
-        self.seen: dict[int, Any] = {}  # kept alive, so that no other value gets the same id
+        self.seen: dict[int, tuple[int, Any]] = {}  # numbered, and kept alive, so that no other value gets the same id
 
     def add(self, value: Any) -> None:
         """Hash a value: its type, and its parts."""
@@ -142,15 +143,16 @@ class _Digest:
             if value.device.type != "meta":
                 flat = value.detach().cpu().contiguous().reshape(-1)
                 self.hash.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
-        elif isinstance(value, np.ndarray):
-            self.add(torch.from_numpy(np.ascontiguousarray(value)))
+        elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+            self.hash.update(f"{value.shape}:{value.dtype.str}".encode() + value.tobytes())
         elif isinstance(value, type | ModuleType | BuiltinFunctionType | MethodWrapperType):
             self.hash.update(f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}".encode())
         elif id(value) in self.seen:
-            self.hash.update(b"again")
+            self.hash.update(f"again {self.seen[id(value)][0]}".encode())
         else:
-            self.seen[id(value)] = value
+            self.seen[id(value)] = len(self.seen), value
             self._add_parts(value)
+            self.hash.update(b"</>")  # [[1], 2] is not [[1, 2]]
 
     def _add_parts(self, value: Any) -> None:
         if isinstance(value, Mapping):
@@ -160,6 +162,8 @@ class _Digest:
         elif isinstance(value, tuple | list):
             for part in value:
                 self.add(part)
+        elif isinstance(value, np.ndarray):  # of objects
+            self.add([value.shape, value.tolist()])
         elif isinstance(value, set | frozenset):
             self.add(sorted(map(repr, value)))
         elif isinstance(value, CodeType):
@@ -167,25 +171,38 @@ class _Digest:
         elif isinstance(value, FunctionType):
             self.add([value.__module__, value.__qualname__, value.__code__, value.__defaults__, value.__kwdefaults__])
             self.add([cell.cell_contents for cell in value.__closure__ or ()])
-            self.add({n: value.__globals__[n] for n in value.__code__.co_names if n in value.__globals__})
+            self.add({n: value.__globals__[n] for n in _names(value.__code__) if n in value.__globals__})
         elif isinstance(value, MethodType):
             self.add([value.__func__, value.__self__])
         elif isinstance(value, partial):
             self.add([value.func, value.args, value.keywords])
         elif isinstance(value, nn.Module):
-            self.add([type(value).forward, dict(value.state_dict())])
+            self.add([type(value).forward, dict(value.state_dict()), _state(value)])
         elif hasattr(value, "__dict__") and type(value).__module__ != "builtins":
-            self.add([vars(type(value)).get("__call__"), vars(value)])
+            self.add([_called(type(value)), vars(value)])
         else:
             self.add(uuid.uuid4().hex)
 
 
+def _called(cls: type) -> FunctionType | None:
+    """What runs when an object of a class is called: the class's own code, or what it inherits."""
+    found = (vars(base).get("__call__") for base in cls.__mro__)
+    return next((each for each in found if isinstance(each, FunctionType)), None)
+
+
+def _names(code: CodeType) -> list[str]:
+    """The globals and attributes that a function's code names, and the code of functions within it (lambdas, comprehensions)."""
+    inner = [part for part in code.co_consts if isinstance(part, CodeType)]
+    return list(dict.fromkeys([*code.co_names, *(name for part in inner for name in _names(part))]))
+
+
 def _state(model: nn.Module) -> list[Any]:
-    """What a model computes with besides its weights: its config, buffers that are not saved, plain attributes."""
+    """What a model computes with besides its weights: its config, its modules' classes, buffers that are not saved, plain attributes."""
     saved = set(model.state_dict())
     config: Any = getattr(model, "config", None)
     return [
         config.to_dict() if hasattr(config, "to_dict") else None,
+        {name: type(module) for name, module in model.named_modules()},
         {name: buffer for name, buffer in model.named_buffers() if name not in saved},
         {
             f"{name}.{key}": value

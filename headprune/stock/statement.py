@@ -189,7 +189,7 @@ def _check_even(dense: nn.Module, ratios: dict[str, frozenset[Fraction]]) -> Non
         other = first.setdefault((pattern(name), type(module)), name)
         if ratios[other] != ratios[name]:
             raise CannotStateError(
-                f"{other} and {name} keep other shares of their heads ({_shares(ratios[other])}, {_shares(ratios[name])}), and a "
+                f"{other} and {name} keep different shares of their heads ({_shares(ratios[other])}, {_shares(ratios[name])}), and a "
                 "stock class has one number for all layers."
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -54,7 +55,10 @@ def profiled(model: nn.Module, example: Example, device: torch.device) -> Pass:
                 pass
         if cuda:
             torch.cuda.synchronize(device)
-    return read(found.events(), on_device=cuda)
+    made = read(found.events(), on_device=cuda)
+    del found
+    gc.collect()  # its events refer to one another: some 100 MB a pass would wait for Python to look for such
+    return made
 
 
 @functools.cache

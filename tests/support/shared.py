@@ -155,7 +155,7 @@ def _gone(ranks: Ranks) -> Any:
     return None
 
 
-KINDS = {"asked": _asked, f.__name__[1:]: f for f in (_order, _sums, _fails, _strange, _alone, _steps, _gone)}
+KINDS = {f.__name__[1:]: f for f in (_asked, _order, _sums, _fails, _strange, _alone, _steps, _gone)}
 
 
 def accelerated(what: str) -> Any:

@@ -76,15 +76,15 @@ def load_train(
     found = reader.encode(split, rows, seen, limit, keep=texts)
     if not found.rows:
         raise HeadPruneError(
-            f"No example of {reader.place(split)} is left to train on: all of them choose or are reported.",
+            f"No example of {reader.place(split)} is left to train on: all of them are used to choose or to report.",
             "Use more data, or a smaller --limit and --report-limit.",
         )
     count = len(found.rows)
     scored = len(set(found.rows) & set(parts.score.rows))
-    notes = [f"{count} examples to train on ({split}), of which {scored} also scored the heads."]
+    notes = [f"{count:,} examples to train on ({split}), of which {scored:,} also scored the heads."]
     if found.repeated:
         notes.append(
-            f"{found.repeated} examples whose input chooses or is reported were left out of the training part."
+            f"{found.repeated} examples whose input is used to choose or to report were left out of the training part."
         )
     if found.shortened:
         notes.append(f"{encoder.cut_note}: {found.shortened} of {count} to train on.")
@@ -229,7 +229,7 @@ def _nothing_left(name: str, place: str, rows: int, repeated: int, reader: _Read
     if repeated == rows:
         cut = f" {encoder.cut_note}." if encoder.cut else ""
         return HeadPruneError(
-            f"All {rows} examples to {name} on ({place}) repeat an input that an earlier part has.{cut}",
+            f"All {rows} examples to {name} on ({place}) repeat an input of an earlier part.{cut}",
             "The parts must not share inputs: remove the duplicates, use more data, or name another split.",
         )
     return HeadPruneError(

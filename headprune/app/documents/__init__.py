@@ -19,6 +19,7 @@ from headprune.app.documents.finetune import (
 )
 from headprune.app.documents.heads import Heads, LayerProfile, Positions, Sample, SampleLayer
 from headprune.app.documents.metrics import (
+    MOST_APART,
     AlsoData,
     AlsoMeasured,
     Asked,
@@ -44,7 +45,7 @@ from headprune.app.documents.run import LayerFacts, ModelFacts, Run
 from headprune.app.documents.streamed import StreamedProof, StreamedRun
 
 __all__ = [
-    "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "ComparedOrder", "ComparedPlan", "Cut", "Dense", "Document",
+    "MOST_APART", "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "ComparedOrder", "ComparedPlan", "Cut", "Dense", "Document",
     "EngineLatency", "Environment", "Epoch", "Examples", "ExportedModel", "File", "FinetuneFacts", "FinetuneRecord",
     "FinetunedChanges", "FinetunedModels", "Heads", "Latency", "LayerFacts", "LayerProfile", "Measured", "Metrics",
     "ModelFacts", "PlannedWork", "Planning", "Point", "Positions", "Proved", "Refitted", "Repaired", "Run", "Sample",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
@@ -358,6 +359,23 @@ class TimeParts(Document):
     def shares(self) -> dict[str, float]:
         """Every part's share of the total."""
         return {name: time / self.total for name, time in self.parts.items()}
+
+    def timed(self, rows: Sequence[LatencyRow]) -> float | None:
+        """Milliseconds of the dense model's pass on this input where the models were timed in turn; None if it was not timed."""
+        found = (row.timings for row in rows if (row.batch, row.length) == (self.batch, self.length))
+        return next((next(iter(timings.values())).median for timings in found if timings), None)
+
+    def apart(self, rows: Sequence[LatencyRow]) -> float:
+        """How many times as long, or as short, these passes took as those of `timed`; 1 where both cannot be compared.
+
+        It is the same model on the same input: if this is more than `MOST_APART`, something else kept the machine busy.
+        """
+        timed = self.timed(rows)
+        return 1.0 if self.stand_ins or not timed else max(self.total / timed, timed / self.total)
+
+
+MOST_APART = 1.5
+"""The factor between two timings of one model beyond which one of them was disturbed; undisturbed ones differ by less."""
 
 
 class Metrics(File):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from headprune.app.documents import (
+    MOST_APART,
     BudgetResult,
     ComparedOrder,
     Latency,
@@ -122,7 +123,8 @@ class WhereTimeGoes:
         most: How many times as fast it would be without the time of all heads that can go, by the breakdown.
         timed: The same, timed: the model without them; None where there was none.
         waiting: The input with the largest share of launch overhead, if it is much (`_MUCH`).
-        gains: Of every pruned model on every input, those that keep most heads first.
+        names: Of the pruned models, those that keep most heads first.
+        gains: Of every pruned model on every input; none on inputs where other work disturbed the breakdown (`TimeParts.apart`).
     """
 
     rows: tuple[TimeParts, ...]
@@ -131,6 +133,7 @@ class WhereTimeGoes:
     most: float
     timed: float | None
     waiting: TimeParts | None
+    names: list[str]
     gains: list[Gain]
 
     @property
@@ -141,7 +144,11 @@ class WhereTimeGoes:
     @property
     def at_largest(self) -> list[Gain]:
         """The gains on the largest input."""
-        return [gain for gain in self.gains if gain.row is self.largest]
+        return self.on(self.largest)
+
+    def on(self, row: TimeParts) -> list[Gain]:
+        """The gains on an input."""
+        return [gain for gain in self.gains if gain.row is row]
 
 
 _MUCH = 0.25
@@ -153,18 +160,20 @@ def where_time_goes(metrics: Metrics) -> WhereTimeGoes | None:
         return None
     largest = max(metrics.time, key=lambda row: (row.batch * max(1, row.length), row.total))
     others = {part: share for part, share in largest.shares.items() if part not in (PROJECTIONS, ATTENTION)}
-    waiting = max(metrics.time, key=lambda row: row.shares[LAUNCH])
+    sound = [row for row in metrics.time if row.apart(metrics.latency.rows) <= MOST_APART]
+    waiting = max(sound, key=lambda row: row.shares[LAUNCH], default=None)
     speedups = {(row.batch, row.length): row.speedups for row in metrics.latency.rows}
     gains = [
         Gain(row, b.name, speedups[row.batch, row.length][b.name], row.bounds[b.name])
-        for b in largest_first(metrics) for row in metrics.time
+        for b in largest_first(metrics) for row in sound
         if b.name in row.bounds and b.name in speedups.get((row.batch, row.length), {})
     ]  # fmt: skip
     most, bound = max(largest.bounds.values()), metrics.latency.bound
     emptied = speedups.get((largest.batch, largest.length), {}).get(bound or "")
     return WhereTimeGoes(
         metrics.time, largest, max(others, key=others.__getitem__), most, emptied.ratio if emptied else None,
-        waiting if waiting.shares[LAUNCH] >= _MUCH else None, gains,
+        waiting if waiting and waiting.shares[LAUNCH] >= _MUCH else None,
+        [b.name for b in largest_first(metrics) if b.name in largest.bounds], gains,
     )  # fmt: skip
 
 

@@ -58,7 +58,10 @@ def _training(d: FinetuneRecord) -> str:
         f"the weights after epoch {kept.epoch:g}" if t.best else "the weights from before training: it made none better"
     )
     before, *values = (numbers.value(h.metrics[metric], metric) for h in t.history)
-    course = ", ".join(f"{value} after {h.epoch:g} epochs" for value, h in zip(values, t.history[1:], strict=True))
+    course = ", ".join(
+        f"{value} after {h.epoch:g} {'epoch' if h.epoch == 1 else 'epochs'}"
+        for value, h in zip(values, t.history[1:], strict=True)
+    )
     return (
         f"Loss: {m.alpha:g} x divergence from the dense model at temperature {m.temperature:g} + {1 - m.alpha:g} x the "
         f"labels' cross-entropy{hidden}. AdamW, learning rate {o.learning_rate:g}, batches of {d.data.batch_size}, "

@@ -10,8 +10,9 @@ from typing import Any
 import jinja2
 
 from headprune.app.documents import BudgetResult, Heads, Metrics, Run
-from headprune.app.report import findings, numbers, sentences
+from headprune.app.report import busy, findings, numbers, sentences
 from headprune.app.report import heads as seen
+from headprune.app.report.usage import usage
 from headprune.app.report.verdict import verdict
 from headprune.checkpoint import code
 from headprune.latency import WARM_UP
@@ -74,15 +75,15 @@ def _environment() -> jinja2.Environment:
         f.__name__: f for f in (
             numbers.value, numbers.change, numbers.ratio, numbers.shape, numbers.flops, numbers.measured, numbers.ridge,
             numbers.rank, numbers.known, numbers.measured_value, shlex.quote, numbers.with_error, numbers.device,
-            numbers.without_places, numbers.cache, numbers.joules, numbers.name_of, numbers.to_repeat, numbers.size,
+            numbers.without_places, numbers.cache, numbers.joules, numbers.name_of, numbers.to_repeat, numbers.size, numbers.operations,
         )
     } | {"code": code, "fmt": format, "thousands": lambda number: f"{number:,}", "plain": seen.plain, "prose": seen.prose, "fence": seen.fence, "visible": seen.visible}  # fmt: skip
     made.globals |= {
         f.__name__: f for f in (
             findings.chosen_by, findings.speed, findings.trade_off,
             findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.limits_metric, findings.fewest_rounds,
-            findings.closest_first, findings.where_time_goes, chance, verdict, sentences.headline, sentences.table, sentences.rule, sentences.over_random,
-            sentences.cautions, sentences.stay_though_low, sentences.precision, sentences.usage, sentences.proved, sentences.reloaded, sentences.orders, sentences.about, sentences.parts,
+            findings.closest_first, findings.where_time_goes, busy.disturbed, chance, verdict, sentences.headline, sentences.table, sentences.rule, sentences.over_random,
+            sentences.cautions, sentences.stay_though_low, sentences.precision, usage, sentences.proved, sentences.reloaded, sentences.orders, sentences.about, sentences.parts,
             sentences.also_table, sentences.engine_rows, findings.tried_steps, findings.compared, seen.roles, seen.told_removed,
         )
     } | {

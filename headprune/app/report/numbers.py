@@ -8,6 +8,8 @@ import re
 import shlex
 from pathlib import Path
 
+from headprune import amounts
+from headprune.amounts import digits
 from headprune.app.documents import Asked, BudgetResult, Environment, Measured, TimeParts
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow, Speedup
@@ -16,7 +18,7 @@ from headprune.timing import EnergyRow, GenerationRow
 
 def value(number: float, metric: str) -> str:
     """A metric's value: accuracy and F1 in per cent."""
-    return f"{100 * number:.1f} %" if metric in ("accuracy", "f1") else f"{number:,.4g}"
+    return f"{100 * number:.1f} %" if metric in ("accuracy", "f1") else digits(number, 4)
 
 
 def change(found: Change, metric: str) -> str:
@@ -46,10 +48,10 @@ def loss(found: Change, metric: str) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes in kB, MB or GB."""
-    for step, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+    """Bytes in kB, MB, GB or TB."""
+    for step, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= step:
-            return f"{count / step:.3g} {unit}"
+            return f"{digits(count / step, 3)} {unit}"
     return f"{count} bytes"
 
 
@@ -61,6 +63,11 @@ def ratio(speedup: Speedup) -> str:
 def shape(row: LatencyRow | Asked | TimeParts | GenerationRow | EnergyRow) -> str:
     """The input that was timed."""
     return f"batch {row.batch}" + (f" x {row.length} tokens" if row.length else "")
+
+
+def operations(count: float) -> str:
+    """Floating-point operations of a search."""
+    return amounts.flops(count, 3)
 
 
 def flops(count: int) -> str:
@@ -78,7 +85,7 @@ def cache(size: float) -> str:
 
 def joules(amount: float) -> str:
     """Energy, in J or mJ."""
-    return f"{amount:.3g} J" if amount >= 1 else f"{1000 * amount:.3g} mJ"
+    return f"{digits(amount, 3)} J" if amount >= 1 else f"{digits(1000 * amount, 3)} mJ"
 
 
 def measured(result: BudgetResult) -> str:
@@ -102,7 +109,7 @@ def rank(correlation: float) -> str:
 
 def known(number: float | None) -> str:
     """A number that may not be finite."""
-    return "not finite" if number is None else f"{number:.3g}"
+    return "not finite" if number is None else digits(number, 3)
 
 
 def with_error(number: float, error: float, form: str, sign: str, error_form: str | None = None) -> str:

@@ -71,7 +71,7 @@ def headline(run: Run, metrics: Metrics) -> str:
         begin = (
             "Every plan loses something; the least is lost without"
             if len(metrics.budgets) > 1
-            else "It costs to remove"
+            else "There is a cost to removing"
         )
         return f"{begin} {heads}{beside}: {against}."
     if b.change.verdict == "no measurable change" and loss_within(metrics, b.change) > 0:
@@ -84,16 +84,19 @@ def headline(run: Run, metrics: Metrics) -> str:
 def rule(metrics: Metrics) -> str:
     """By what rule a model is recommended, or why none is."""
     found = verdict(metrics)
+    if found.kind is Kind.GUESSING:
+        return "None is recommended: the dense model is no better than guessing."
     limit = numbers.amount(found.tolerated, metrics.metric)
     if any(b.budget and b.budget.parsed and b.budget.parsed.by_metric for b in metrics.budgets):
         if found.recommended:
             return f"Recommended: {found.budget.kept} heads, the fewest with which a loss beyond {limit}, as asked for, is ruled out at 95 %."
         return f"None is recommended: none rules out, on the reported examples, a loss beyond the {limit} that were asked for."
-    what = f"with no measurable loss, and with one of more than {limit} ruled out (at 95 %)"
     if found.recommended:
         few = "the smallest model" if len(metrics.budgets) > 1 else "a model"
-        return f"Recommended: {found.budget.kept} heads, {few} {what}."
-    return f"None is recommended: there is no model {what}."
+        return f"Recommended: {found.budget.kept} heads, {few} with no measurable loss, and with one of more than {limit} ruled out (at 95 %)."
+    return (
+        f"None is recommended: no model both shows no measurable loss and rules out one of more than {limit} (at 95 %)."
+    )
 
 
 def over_random(metrics: Metrics) -> str:
@@ -263,19 +266,6 @@ def precision(run: Run, metrics: Metrics) -> str:
     if computed != "float32":
         return f"{told}."
     return f'{told}, as `headprune.load(folder).float()` gives, or `from_pretrained(folder, dtype="float32", …)`.'
-
-
-def usage(run: Run, metrics: Metrics) -> str:
-    """What to type to get a model as it was measured: with headprune, and with transformers alone."""
-    found = verdict(metrics)
-    budget, which = found.budget, "it" if found.recommended or len(metrics.budgets) == 1 else "one"
-    folder = f"{run.folder}/{budget.checkpoint}" if run.folder else budget.checkpoint
-    widened = bool(precision(run, metrics)) and run.model.dtype == "float32"
-    own = f"import headprune; model = headprune.load({numbers.quoted(folder)}){'.float()' if widened else ''}"
-    known = budget.loads if budget.loads and not budget.loads.startswith("headprune.") else ""
-    other = known or "from_pretrained(folder, trust_remote_code=True)"
-    other = f'{other.removesuffix(")")}, dtype="float32")' if widened else other
-    return f"To use {which}: {code(own)}, or without headprune, with the same folder, transformers' {code(other)}."
 
 
 def proved(metrics: Metrics) -> str:

@@ -34,7 +34,7 @@ def of_text(loaded: LoadedModel, text: str) -> dict[str, Any]:
 
 
 def of_image(loaded: LoadedModel, path: Path) -> dict[str, Any]:
-    """An image's file.
+    """An image file.
 
     Raises:
         HeadPruneError: The model takes no images; there is no such file, or it is no image.
@@ -47,7 +47,7 @@ def of_image(loaded: LoadedModel, path: Path) -> dict[str, Any]:
         with Image.open(path) as opened:
             image = opened.convert("L" if getattr(loaded.config, "num_channels", 3) == 1 else "RGB")
     except FileNotFoundError:
-        raise HeadPruneError(f"There is no file {path}.", "Give an image's file.") from None
+        raise HeadPruneError(f"There is no file {path}.", "Give an image file.") from None
     except Exception as error:
         raise HeadPruneError(
             f"{path} cannot be read as an image: {first_line(error)}.", "Give a PNG or JPEG."

@@ -1,6 +1,6 @@
-"""The way through the house: what `headprune score` and `headprune prune` do, step by step.
+"""What `headprune score` and `headprune prune` do, step by step.
 
-What each step gives is kept at once, so that an interrupted run goes on; the run folder changes at the end, as a whole.
+The result of each step is stored at once, so that an interrupted run can continue; the run folder changes at the end, as a whole.
 """
 
 from headprune.app.options import Options

@@ -70,14 +70,14 @@ def check_scored(scene: Scene, run: Run, where: object) -> list[str]:
         alike = not changed_options(before, scene.options.data)
         if alike and not run.parts.same(Cut.of(scene.parts)):
             return [
-                f"{before.dataset} has changed since it was scored: the examples to choose or to report are others now."
+                f"{before.dataset} has changed since it was scored: the examples to choose or to report on are different now."
             ]
         return []
     changed = [flag for flag in changed_options(before, scene.options.data) if flag != "--report-limit"]
     if not changed:
         raise HeadPruneError(
             f"{before.dataset} no longer holds the examples that were scored for {where}.",
-            "Score again, or bring back the data as it was.",
+            "Score again, or restore the data.",
         )
     flags = " and ".join(changed)
     raise HeadPruneError(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +49,7 @@ from headprune.ranks import current
 from headprune.repairing import AnswersRepair
 from headprune.scoring import HeadScores
 from headprune.searching import AUTO
-from headprune.timing import decoding
+from headprune.timing import decoding, shares
 
 if TYPE_CHECKING:
     from headprune.app.workflow.pruning import PruneRun
@@ -74,11 +76,15 @@ def announce(console: Console, make: Callable[[], CostEstimate]) -> None:
         console.say(f"How long this takes could not be estimated ({type(error).__name__}: {first_line(error)}).")
         return
     size = current().size
-    console.say(found.line if size == 1 else f"{found.line} That is for one process; {size} share it out.")
+    console.say(found.line if size == 1 else f"{found.line} This is for one process; {size} share the work.")
 
 
 def begun(folder: Folder, *names: str) -> bool:
-    """Whether an interrupted run has left something of these computations: how much there is still to do is not known then."""
+    """Whether an interrupted run has left something of these computations: how much there is still to do is not known then.
+
+    Args:
+        names: Of stages, and of scoring methods: a method's finished parts are there before its stage is.
+    """
     return any(next(folder.unfinished.glob(f"{name}*"), None) is not None for name in names)
 
 
@@ -238,18 +244,31 @@ def _profiles(ledger: Ledger, batches: Sequence[Any]) -> None:
 def _timing(ledger: Ledger, scene: Scene, models: int, sampler: Sampler) -> None:
     """The times that are reported: of every model, with every input, for at least a second (`headprune.latency.bench`)."""
     shapes = inputs(scene)
-    writes = bool(getattr(scene.model, "can_generate", bool)())
     for _, length, example in shapes:
-        clock = latency.timer(scene.model, example)
-        once = min(clock() for _ in range(_CLOCKED)) / 1000
-        warm = latency.WARM_UP * once
+        passes: list[float] = []
+        sampler.metered(partial(_pass_often, latency.timer(scene.model, example), passes))  # for the memory of it, too
+        once = min(passes) / 1000
         whole = min(max(latency.MIN_RUNS * once, latency.MIN_SECONDS), latency.MAX_RUNS * once)
-        ledger.add("timing", rough.SECONDS, Load(0, models * (warm + whole) + max(_PARTS, 2 * (warm + whole))))
-        if writes and length == shapes[0][1]:
-            text = once * (1 + 0.5 * decoding.NEW_TOKENS)
+        plain, profiled = (max(shares.MIN_PASSES * n * once, latency.MIN_SECONDS / 2) for n in (1, 2))
+        parts = max(_PARTS, (1 + latency.WARM_UP) * once + plain + profiled)
+        ledger.add("timing", rough.SECONDS, Load(0, models * (latency.WARM_UP * once + whole) + parts))
+        if length == shapes[0][1] and (text := _writing(scene.model, example)) is not None:
             rounds = max(decoding.MIN_ROUNDS * text, latency.MIN_SECONDS) + latency.WARM_UP * text
             ledger.add("timing", rough.SECONDS, Load(0, (models - 1) * rounds))
     ledger.unknown.extend([] if sampler.device.type == "cpu" else ["Energy is not counted."])
+
+
+def _pass_often(clock: Callable[[], float], passes: list[float]) -> None:
+    passes.extend(clock() for _ in range(_CLOCKED))
+
+
+def _writing(model: nn.Module, prompt: Any) -> float | None:
+    """Seconds in which a decoder writes as much as is timed for the report; None where it does not write."""
+    with suppress(Exception):  # such as a model that does not go on from its own cache: that is not timed either
+        row = decoding.generation({"": model}, prompt, new=2, min_rounds=1, min_seconds=0.0)
+        if row is not None:
+            return (row.prefill[""].median + decoding.NEW_TOKENS * row.token[""].median) / 1000
+    return None
 
 
 def _heads(scene: Scene) -> int:

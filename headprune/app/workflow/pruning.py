@@ -99,7 +99,7 @@ class PruneRun:
         scene = open_scene(self.options, console)
         scene = replace(scene, parts=load_also(self.options.data, scene.loaded, scene.parts))
         for part in scene.parts.also:
-            console.say(f"Second data, to which nothing is fitted: {len(part)} examples of {part.name}.")
+            console.say(f"Second dataset, to which nothing is fitted: {len(part)} examples of {part.name}.")
         check_goal(self.goal, scene)
         if self.source is not None:
             for note in _check_same(scene, scores, self.source):
@@ -148,7 +148,7 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
 
     Args:
         folder: Where to write; may be ``asked.source``. It changes when all is done; until then what was made is kept in
-            `Folder.unfinished`, where the same call goes on.
+            `Folder.unfinished`, where the same call continues.
     """
     started, source = time.monotonic(), asked.source
     scores = asked.scores()
@@ -159,7 +159,7 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
         )
     methods = asked.methods if source or asked.goal.uses_scores else []
     run = run_document(scene, methods, folder) if source is None else run_after(source.read_run(), scene, folder)
-    if not begun(folder, "score", "prune"):  # what an interrupted run has left to do is not known
+    if not begun(folder, "score", "prune", *methods):  # what an interrupted run has left to do is not known
         announce(console, lambda: estimate_prune(replace(asked, methods=methods), scene, scores, BEFORE_A_RUN))
     before = 0.0
     if source is None:
@@ -280,7 +280,9 @@ def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult
     )
     shapes = inputs(scene)
     more: dict[str, Callable[[], Any]] = {
-        "time": lambda: [row.to_json() for row in time_parts(scene.model, scene.layers, shapes, plans, console)],
+        "time": lambda: [
+            row.to_json() for row in time_parts(scene.model, scene.layers, shapes, plans, latencies.rows, console)
+        ],
         # From prompts of median length: they come first.
         "generation": lambda: [
             row.to_json() for row in time_generation(models, [s for s in shapes if s[1] == shapes[0][1]], console)
@@ -293,7 +295,7 @@ def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult
             return more[name]()
         except Exception as error:  # such as a model that does not go on from its own cache: the run is worth more
             console.say(
-                f"No {name} is in the report: it could not be measured ({type(error).__name__}: {first_line(error)})."
+                f"The report will have no {name}, which could not be measured ({type(error).__name__}: {first_line(error)})."
             )
             return None
 
@@ -341,15 +343,15 @@ def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -
     for s in scores:
         if s.model != now:
             raise HeadPruneError(
-                f"The scores in {source.scores_path} are another model's than {scene.options.model} (fingerprint {s.model}, "
+                f"The scores in {source.scores_path} are of another model than {scene.options.model} (fingerprint {s.model}, "
                 f"this one is {now}).",
                 "Score this model first, or leave it out to prune the one that was scored.",
             )
     run = source.read_run()
     for what in run.model.other_now(run.environment, config_hash(scene.model), processor_hash(scene.loaded.processor)):
         raise HeadPruneError(
-            f"The {what} of {scene.options.model} is not what it was when {source.path} was scored.",
-            "Bring it back as it was, or score again.",
+            f"The {what} of {scene.options.model} has changed since {source.path} was scored.",
+            "Restore it, or score again.",
         )
     notes = check_scored(scene, run, source.path)
     scene.parts.notes.extend(notes)

@@ -23,7 +23,7 @@ from headprune.fingerprint import config_hash, fingerprint, processor_hash
 from headprune.inputs import model_device
 from headprune.plans import heads_to_keep
 from headprune.ranks import current
-from headprune.scoring import HeadScores, method_named, save_scores, score
+from headprune.scoring import HeadScores, Settings, method_named, save_scores, score
 from headprune.scoring.resume import Work
 
 
@@ -36,7 +36,7 @@ def score_run(
         method_named(name)
     scene = open_scene(options, console)
     run = run_document(scene, methods, folder)
-    if not begun(folder, "score"):
+    if not begun(folder, "score", *methods):
         announce(console, lambda: estimate_score(scene, methods, BEFORE_A_RUN))
     scores, before = score_all(scene, methods, folder, console)
 
@@ -60,9 +60,7 @@ def score_all(
         return [], 0.0
     batches = list(scene.parts.score.batches())
     found = []
-    options, settings = scene.options, scene.options.scoring
-    if options.keep is not None:
-        settings = replace(settings, keep=heads_to_keep(options.keep, sum(a.num_heads for a in scene.layers)))
+    options, settings = scene.options, settings_of(scene)
     stages = stages_of(folder, "score", scene, say=console.say)
 
     def scored(name: str) -> dict[str, Any]:
@@ -80,6 +78,14 @@ def score_all(
             stages.get(name, partial(scored, name), lambda data: HeadScores.from_json(data, scene.maskable))
         )  # fmt: skip
     return found, stages.before
+
+
+def settings_of(scene: Scene) -> Settings:
+    """What the methods are told. The heads to keep are a share of those that are scored, as budgets count them."""
+    keep, settings = scene.options.keep, scene.options.scoring
+    if keep is None:
+        return settings
+    return replace(settings, keep=heads_to_keep(keep, sum(layer.num_heads for layer in scene.maskable)))
 
 
 def write_heads(scene: Scene, stages: Stages, content: RunFolder, console: Console) -> None:

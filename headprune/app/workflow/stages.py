@@ -1,4 +1,4 @@
-"""What the stages of a run give, on disk as soon as it is made, so that an interrupted run goes on where it was."""
+"""The results of a run's stages, on disk as soon as they exist, so that an interrupted run continues where it was."""
 
 from __future__ import annotations
 
@@ -121,10 +121,10 @@ def stages_of(folder: Folder, name: str, scene: Scene, *facts: Any, say: Callabl
     own = folder.unfinished / f"{name}-{digest(versions(), device, options, parts, list(facts), scene.model)}"
     if found := len(list(own.glob("*.json"))):
         stages = "1 finished stage" if found == 1 else f"{found} finished stages"
-        say(f"Going on with {stages} of an interrupted run (--no-resume starts anew).")
+        say(f"Continuing with {stages} of an interrupted run (--no-resume starts anew).")
     elif any(folder.unfinished.glob(f"{name}-*")):
         say(
-            f"Unfinished work in {folder.unfinished} is not used: its model, data, seed, options or versions were others."
+            f"Unfinished work in {folder.unfinished} is not used, as the model, data, seed, options or versions have changed."
         )
     return Stages(own)
 

@@ -18,6 +18,7 @@ from headprune.app.documents import Heads, Metrics, Run
 from headprune.app.report import findings, numbers, sentences
 from headprune.app.report.heads import roles
 from headprune.app.report.page import drawn
+from headprune.app.report.usage import usage
 from headprune.app.report.verdict import verdict
 from headprune.scoring.scores import HeadScores
 
@@ -55,7 +56,7 @@ def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None, head
             "engines": [(engine.format, sentences.engine_rows(engine)) for engine in metrics.engines],
             "reasons": [
                 sentences.rule(metrics), f"Better than random heads? {sentences.over_random(metrics)}",
-                sentences.usage(run, metrics), *filter(None, [sentences.precision(run, metrics)]),
+                usage(run, metrics), *filter(None, [sentences.precision(run, metrics)]),
             ],
             "changes": findings.trained_on_choosing(metrics) is not None, "cautions": sentences.cautions(run, metrics),
         }  # fmt: skip

@@ -12,6 +12,7 @@ import numpy as np
 
 from headprune.app.documents import Heads, Latency, Metrics, Point, Run
 from headprune.app.report import findings, numbers, sentences
+from headprune.app.report.usage import loading
 from headprune.app.report.verdict import verdict
 from headprune.scoring.scores import HeadScores
 
@@ -107,13 +108,14 @@ def everything(
     """What the scripts get. Heads are numbers, counted through all layers from 0."""
     addresses = [address for _, address in _addresses(run)]
     places = {address: i for i, address in enumerate(addresses)}
+    budgets = {b.checkpoint: b for b in metrics.budgets} if metrics else {}
     return {
         "layers": [[f"L{a.index}", a.num_heads] for a in run.model.layers],
         "methods": [_method(s, addresses) for s in scores],
         "sizes": [
             {
                 **asdict(size), "gone": sorted(places[a] for a in size.gone if a in places),
-                "use": f"headprune.load({numbers.quoted(_folder(run, size))})" if size.file else "the model as it is",
+                "use": loading(run, budgets[size.file]) if size.file else "the model as it is",
             }
             for size in found
         ],
@@ -122,10 +124,6 @@ def everything(
         "profiles": _profiles(run, heads) if heads else None,
         "samples": _samples(heads) if heads else [],
     }  # fmt: skip
-
-
-def _folder(run: Run, size: Size) -> str:
-    return f"{run.folder}/{size.file}" if run.folder else size.file
 
 
 def _method(scores: HeadScores, addresses: Sequence[tuple[str, int]]) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""Amounts as people read them: times, operations, bytes. None is ever written as a power of ten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_TIMES = ((86400.0, "day"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+_OPERATIONS = ((1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"))
+_BYTES = ((1e9, "GB"), (1e6, "MB"))
+
+
+def digits(number: float, count: int) -> str:
+    """To so many digits; a large number keeps its zeros.
+
+    >>> digits(0.12345, 3), digits(999.7, 3), digits(50257, 4), digits(float("inf"), 4)
+    ('0.123', '1,000', '50,260', 'inf')
+    """
+    rounded = float(f"{number:.{count}g}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 10 ** (count - 1) else f"{rounded:.{count}g}"
+
+
+def duration(seconds: float) -> str:
+    """To two digits.
+
+    >>> duration(0.4), duration(42), duration(200), duration(9000), duration(900000)
+    ('1 s', '42 s', '3.3 min', '2.5 h', '10 days')
+    """
+    length, unit = next((pair for pair in _TIMES if seconds >= 1.5 * pair[0]), _TIMES[-1])
+    number = f"{max(seconds, 1.0):.0f}" if unit == "s" else digits(seconds / length, 2)
+    return f"{number} {unit}{'s' if unit == 'day' else ''}"
+
+
+def flops(count: float, to: int = 2) -> str:
+    """Floating-point operations, to so many digits.
+
+    >>> flops(2.1e12), flops(5e9), flops(3e18), flops(5e8), flops(9.99e8), flops(5.021e14, 3)
+    ('2.1 TFLOPs', '5 GFLOPs', '3 EFLOPs', '500 MFLOPs', '1 GFLOPs', '502 TFLOPs')
+    """
+    return _in_units(count, _OPERATIONS, to)
+
+
+def size(count: float) -> str:
+    """Bytes, to two digits.
+
+    >>> size(6.4e8), size(1.24e9), size(9.99e10), size(8.1e11)
+    ('640 MB', '1.2 GB', '100 GB', '810 GB')
+    """
+    return _in_units(count, _BYTES, 2)
+
+
+def _in_units(count: float, units: Sequence[tuple[float, str]], to: int) -> str:
+    """In the largest unit that it reaches once it is rounded."""
+    rounded = float(f"{count:.{to}g}")
+    unit, name = next((pair for pair in units if rounded >= pair[0]), units[-1])
+    return f"{digits(rounded / unit, to)} {name}"
