@@ -298,8 +298,10 @@ def _by_inputs(
                 here  # labels that were shifted already, or that are no copies of the input but classes of the tokens
             )
     raise HeadPruneError(
-        f"It cannot be told which token's label the logits of {type(model).__name__} are compared with: it has no loss of its own.",
-        "Pass loss_fn=, or give forward an argument labels and let its output have a loss.",
+        f"It cannot be told which token's label the logits of {type(model).__name__} are compared with: it has no loss of its own, or "
+        "none that is finite on these examples.",
+        "Pass loss_fn=, or give forward an argument labels and let its output have a loss. Leave out texts of one token: there is "
+        "nothing to predict in them.",
     )
 
 

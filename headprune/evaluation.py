@@ -16,7 +16,7 @@ from headprune.arguments import listed, together
 from headprune.errors import HeadPruneError
 from headprune.inputs import model_device, move
 from headprune.loss import ExampleLoss, LossFn
-from headprune.modules import exact_attention, uncompiled
+from headprune.modules import exact_attention, uncached, uncompiled
 from headprune.ranks import current
 from headprune.scoring.base import Progress, cost_of
 from headprune.trace import evaluating
@@ -131,7 +131,9 @@ def evaluate(
         guesses, truths = ([t.cpu().clone() for t in each] for each in (outcome.predictions, outcome.targets))
         return outcome.loss.cpu().double(), outcome.tokens.cpu(), guesses, truths
 
-    with together(accelerator, model, kept), evaluating(model), torch.inference_mode(), exact_attention(model):
+    with (
+        together(accelerator, model, kept), evaluating(model), torch.inference_mode(), exact_attention(model), uncached(model),
+    ):  # fmt: skip
         with uncompiled():  # single examples would each be compiled for
             prepared = losses.prepare(kept)
         tasks = [partial(measured_on, batch) for batch in prepared]
@@ -158,7 +160,7 @@ def measurable(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
         HeadPruneError: As `evaluate`.
     """
     device, losses = model_device(model), ExampleLoss(model)
-    with evaluating(model), torch.inference_mode(), exact_attention(model), uncompiled():
+    with evaluating(model), torch.inference_mode(), exact_attention(model), uncached(model), uncompiled():
         losses.prepare([move(batch, device) for batch in batches])
     return ("loss", *losses.metrics)
 

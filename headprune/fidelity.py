@@ -13,7 +13,7 @@ from headprune.divergence import Divergence, logits_of
 from headprune.errors import HeadPruneError
 from headprune.inputs import call, model_device, move
 from headprune.loss import inputs_of
-from headprune.modules import exact_attention
+from headprune.modules import exact_attention, uncached
 from headprune.ranks import current
 from headprune.trace import evaluating
 
@@ -75,7 +75,7 @@ class Fidelity:
             return self._divergence.between(self._answers[index], self._logits(batch), batch).cpu()
 
     def _logits(self, batch: Any) -> Tensor:
-        with torch.inference_mode(), evaluating(self.model), exact_attention(self.model):
+        with torch.inference_mode(), evaluating(self.model), exact_attention(self.model), uncached(self.model):
             return logits_of(call(self.model, inputs_of(self.model, batch)), batch if isinstance(batch, dict) else {})
 
 

@@ -245,6 +245,10 @@ def _config(source: Path) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise HeadPruneError(
+                f"{source} holds a class that comes with it, as code, which is not run to cut files.", _LOAD
+            ) from error
         raise HeadPruneError(
             f"{source} is a folder without a config.json that transformers reads ({first_line(error)}).",
             "Pass a folder made by save_pretrained or by headprune.",

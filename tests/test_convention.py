@@ -420,3 +420,11 @@ def test_no_perplexity_of_what_the_model_sees(name: str, tmp_path: Path) -> None
     model = xlnet() if name == "xlnet" else tf.BertLMHeadModel(tf.BertConfig(**tiny()))
     with pytest.raises(hp.HeadPruneError, match="sees the tokens behind each one"):
         parts_for(randomise(model), tmp_path)
+
+
+def test_texts_of_one_token_are_told() -> None:
+    """It was said that the model has no loss of its own."""
+    ids = torch.arange(5, 9)[:, None]
+    with pytest.raises(hp.HeadPruneError, match="none that is finite on these examples") as caught:
+        evaluate(llama()[0], [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}])
+    assert "texts of one token" in caught.value.hint

@@ -23,6 +23,7 @@ import headprune as hp
 from headprune import reference
 from headprune.app.data import DataOptions
 from headprune.app.options import Options
+from headprune.app.placing import placed
 from headprune.app.workflow import scene
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
@@ -410,3 +411,14 @@ def test_a_run_with_a_device_map(here: Path, bert_folder: Path, data_folder: Pat
     pairs = zip(*(each["budgets"] for each in found), strict=True)
     for mine, other in pairs:
         assert all(mine[k] == other[k] for k in ("drop", "pruned", "repair", "proof", "weights"))
+
+
+def test_a_device_map_may_name_a_parameter() -> None:
+    """Accelerate splits a module that fits no device down to its own parameters; to say where they are was a traceback."""
+    model, _ = zoo.vit()
+    table = model.vit.embeddings.position_embeddings
+    model.hf_device_map = {"vit.embeddings.position_embeddings": "cpu", "vit.layers": "disk"}
+    rest = sum(p.numel() for p in model.vit.layers.parameters())
+    assert placed(model) == f"cpu ({table.numel() * 4 / 2**20:,.0f} MiB), disk ({rest * 4 / 2**20:,.0f} MiB)"
+    model.hf_device_map = {"": "disk"}
+    assert placed(model).startswith("disk (")

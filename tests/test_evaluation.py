@@ -10,7 +10,8 @@ from scipy.stats import t as student
 
 import headprune as hp
 from headprune.evaluation import Change, Measurement, compare, evaluate, interval
-from tests.support.zoo import bert, gpt2, labelled, text
+from headprune.fidelity import Fidelity
+from tests.support.zoo import bert, gpt2, labelled, llama, text
 
 
 def measured(correct: np.ndarray) -> Measurement:
@@ -221,3 +222,26 @@ def test_a_models_own_loss_does_not_change_its_perplexity() -> None:
     model.config.output_router_logits = False
     without = evaluate(model, [batch]).metrics
     assert with_router["perplexity"] == pytest.approx(without["perplexity"], rel=1e-4)
+
+
+def test_packed_texts_are_apart_in_every_computation() -> None:
+    """transformers keeps packed texts apart (by positions that start again) only without a cache. Scores were of separate texts,
+    but measurements and repair were of texts that see each other."""
+    model, _ = llama()
+    ids = text(rows=2, length=10)["input_ids"]
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]])
+    packed = {"input_ids": ids, "position_ids": positions, "labels": ids}
+    losses = []
+    for row, cut in enumerate((4, 7)):
+        with (
+            torch.no_grad()
+        ):  # the first token behind the cut is guessed from the last one before it, as labels are shifted
+            parts = [model(input_ids=part[None]).logits[0] for part in (ids[row, :cut], ids[row, cut:])]
+        losses.append(torch.nn.functional.cross_entropy(torch.cat(parts)[:-1], ids[row, 1:]).item())
+    assert evaluate(model, [packed]).loss == pytest.approx(losses, rel=1e-5)
+    scored = hp.score(model, [packed], "gradient").details["mean_loss"]
+    assert scored == pytest.approx(sum(losses) / 2, rel=1e-5)
+    dense = Fidelity(model, [packed])
+    with torch.no_grad():
+        expected = torch.stack([model(input_ids=ids[1:, 7:]).logits[0, -1], model(input_ids=ids[:1, 4:]).logits[0, -1]])
+    torch.testing.assert_close(dense.answers[0][[1, 0], -1], expected, rtol=1e-4, atol=1e-4)

@@ -47,7 +47,7 @@ def test_what_chooses_or_is_reported_is_never_trained_on(bert_folder: Path, tmp_
         assert set(parts.score.rows) & set(train.rows)
         assert len(set(train.rows)) == len(train) > 20
         assert "left out" in notes[1]
-        scored = int(re.search(r"of which (\d+) were also used to score", notes[0])[1])
+        scored = int(re.search(r"of which (\d+) also scored", notes[0])[1])
         assert scored == len(set(train.rows) & set(parts.score.rows))
         fewer, _ = load_train(options, loaded, parts, 9)
         assert fewer.rows == train.rows[:9]
@@ -116,7 +116,7 @@ def test_finetune(pruned_here: Path, bert_folder: Path) -> None:
         k: v for k, v in written.items() if k not in ("headprune", "schema", "checksum")
     }
     assert document["teacher"] == str(bert_folder)
-    assert "60 examples to train on (train), of which 20 were also used to score" in result.stderr
+    assert "60 examples to train on (train), of which 20 also scored" in result.stderr
     assert not list(pruned_here.glob(".*"))  # the work folder is gone, and what was in it
     model, before = hp.load(output), hp.load(source)
     assert [p.shape for p in model.parameters()] == [p.shape for p in before.parameters()]

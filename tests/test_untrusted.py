@@ -96,6 +96,39 @@ def test_finetune_takes_no_trust_from_a_folder(sent: Path, here: Path, bert_fold
     assert not (here / "ran").exists()
 
 
+def test_a_pruned_model_of_its_own_class_loads_where_its_code_may_run(infected: Path, here: Path) -> None:
+    model = tf.AutoModelForSequenceClassification.from_pretrained(infected, trust_remote_code=True).eval()
+    hp.prune(model, {"L0": [1], "L1": [0, 2]})
+    folder = hp.save(model, here / "pruned")
+    assert "trust_remote_code=True)" in (folder / "README.md").read_text()
+    (here / "ran").unlink()
+    with pytest.raises(hp.HeadPruneError, match="as code that was not run") as refused:
+        hp.load(folder)
+    assert "--trust-remote-code" in refused.value.hint
+    assert not (here / "ran").exists()
+    ids = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        again = hp.load(folder, trust_remote_code=True)
+        torch.testing.assert_close(again(ids).logits, model(ids).logits)
+        loaded = load_model(str(folder), task="sequence-classification", trust_remote_code=True, with_processor=False)
+        torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits)
+    assert type(again).__name__ == type(loaded.model).__name__ == "Model"  # not transformers' class below it
+    assert hp.checkpoint.loading_of(folder).call() == "headprune.load(folder, trust_remote_code=True)"
+    edit(folder / "config.json", lambda config: config.pop("auto_map"))
+    with pytest.raises(hp.HeadPruneError, match="cannot build"):
+        hp.load(folder, trust_remote_code=True)
+
+
+@pytest.mark.slow
+def test_a_model_of_its_own_class_is_pruned_to_the_end(infected: Path, here: Path, data_folder: Path) -> None:
+    """All of the work was done, and then the folder could not be loaded again."""
+    asked = ["prune", str(infected), "-d", str(data_folder), "-k", "50%", "--trust-remote-code", "-o", "out"]
+    result = runner.invoke(app, [*asked, "--limit", "40"])
+    assert result.exit_code == 0, result.stderr
+    assert "trust_remote_code=True" in (here / "out" / "report.md").read_text()
+    assert "without headprune" not in (here / "out" / "report.md").read_text()
+
+
 @pytest.mark.parametrize("about", [{}, {"from": 3}, {"from": ["x"]}, {"from": "m", "task": ["x"]}])
 def test_what_a_checkpoint_says_of_itself_may_be_wrong(
     about: dict[str, Any], bert_folder: Path, tmp_path: Path
@@ -237,3 +270,9 @@ def test_code_beside_a_known_model_is_told(bert_folder: Path, tmp_path: Path) ->
     assert "auto_map" in opened(tmp_path / "pruned" / "config.json")
     assert load_model(str(tmp_path / "pruned"), with_processor=False).notes == ()
     assert "random" in METHODS  # registered by import alone, so `sent` could be made
+
+
+def test_a_class_that_came_as_code_is_not_streamed(infected: Path, here: Path) -> None:
+    with pytest.raises(hp.HeadPruneError, match="holds a class that comes with it"):
+        hp.cut_checkpoint(infected, {"L0": [0]}, here / "cut")
+    assert not (here / "ran").exists()

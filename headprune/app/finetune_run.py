@@ -151,7 +151,11 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
         checkpoint.save(tuned.model, content, processor=pruned.processor, overwrite=True, about=about)
 
     ranks.first("saving", saved)
-    models = {"dense": dense.model, "pruned": pruned.model, "finetuned": _reloaded(content, tuned)}
+    models = {
+        "dense": dense.model,
+        "pruned": pruned.model,
+        "finetuned": _reloaded(content, tuned, asked.trust_remote_code),
+    }
     inputs = ranks.first("inputs", lambda: digest(versions(), *parts.report.batches(), *models.values()))
     measured = _measure(models, parts, Stages(folder.unfinished / f"measured-{inputs}"), console)
     record = FinetuneRecord(
@@ -317,10 +321,10 @@ def _check_trained(parts: Parts, data: DataOptions, run: Run | None, source: Pat
     )
 
 
-def _reloaded(path: Path, tuned: Finetuned) -> nn.Module:
+def _reloaded(path: Path, tuned: Finetuned, trusted: bool) -> nn.Module:
     """What is reported is what a user will load."""
     device = next(tuned.model.parameters()).device
-    model = checkpoint.load(path, device=device)
+    model = checkpoint.load(path, device=device, trust_remote_code=trusted)
     if fingerprint(model) != fingerprint(tuned.model):
         raise HeadPruneError("The saved model is not the trained one after loading.", "Please report this.")
     return model

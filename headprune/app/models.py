@@ -127,9 +127,10 @@ def load_model(
     config = config_of(source, common)
     kind = task_of(config, task, source)
     half = _half(config) if dtype == "auto" and wanted == torch.float32 else None
-    ours = checkpoint.is_checkpoint(source)  # whose code is for those without headprune, and never runs here
+    ours = checkpoint.is_checkpoint(source)  # whose code is for those without headprune
     if ours:
-        model = checkpoint.load(source, **({"device": where} if placing is None else placing.options()))
+        places: dict[str, Any] = {"device": where} if placing is None else placing.options()
+        model = checkpoint.load(source, **places, trust_remote_code=trust_remote_code)
         if half is not None:
             widen(model)
         elif isinstance(wanted, torch.dtype) and dtype != "auto":

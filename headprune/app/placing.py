@@ -19,9 +19,10 @@ NAMED = ("auto", "balanced", "balanced_low_0", "sequential")
 def placed(model: nn.Module) -> str:
     """Where a model is, for people."""
     places: dict[Any, int] = {}
-    for name, place in getattr(model, "hf_device_map", {}).items():
-        module = model.get_submodule(name) if name else model
-        places[place] = places.get(place, 0) + sum(p.numel() * p.element_size() for p in module.parameters())
+    sizes = {f"{name}.": p.numel() * p.element_size() for name, p in model.named_parameters()}
+    for name, place in getattr(model, "hf_device_map", {}).items():  # a module's name, or a parameter's
+        inside = f"{name}." if name else ""
+        places[place] = places.get(place, 0) + sum(size for own, size in sizes.items() if own.startswith(inside))
     if len(places) < 2 and "disk" not in places:
         return str(model_device(model))
     named = {place: f"cuda:{place}" if isinstance(place, int) else str(place) for place in places}

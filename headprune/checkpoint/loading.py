@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ class Loading:
 
     Attributes:
         through: The class of transformers that loads it, such as ``"AutoModelForCausalLM"``; "" where `headprune.load` alone does.
-        remote: Whether ``trust_remote_code=True`` is needed: the stock class cannot state the model.
+        remote: Whether ``trust_remote_code=True`` is needed: the stock class cannot state the model, or its class comes with it as code.
         why: Why it cannot; "" if it can, or if that is not known.
     """
 
@@ -34,9 +34,8 @@ class Loading:
         >>> Loading("AutoModel", True).call()
         'AutoModel.from_pretrained(folder, trust_remote_code=True)'
         """
-        if not self.through:
-            return f"headprune.load({folder})"
-        return f"{self.through}.from_pretrained({folder}{', trust_remote_code=True' if self.remote else ''})"
+        function = f"{self.through}.from_pretrained" if self.through else "headprune.load"
+        return f"{function}({folder}{', trust_remote_code=True' if self.remote else ''})"
 
 
 def loading_of(folder: str | Path) -> Loading:
@@ -61,8 +60,16 @@ def loading_of(folder: str | Path) -> Loading:
         return Loading(auto, bool(auto), why)
     cls: Any = getattr(transformers, name, None)
     if getattr(cls, "config_class", None) is None:  # the name is from a file
-        return Loading("")
+        return Loading("", own_class(config, name) is not None)
     return Loading(_usual(auto for auto, own in remote_code.auto_classes(cls).items() if own == name) or name)
+
+
+def own_class(config: Mapping[str, Any], name: str) -> str | None:
+    """Where the code of a class is that came with a model, as ``auto_map`` in its config says: ``"modeling_mine.MyModel"``; None if
+    the config names none of this name."""
+    maps = config.get("auto_map")
+    references = maps.values() if isinstance(maps, dict) else ()
+    return next((r for r in references if isinstance(r, str) and r.rpartition(".")[2] == name), None)
 
 
 def _usual(autos: Iterable[str]) -> str:

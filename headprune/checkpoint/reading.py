@@ -16,7 +16,7 @@ from torch import nn
 from headprune import probe
 from headprune.checkpoint.files import changed
 from headprune.checkpoint.folders import recovered
-from headprune.checkpoint.loading import SIDECAR
+from headprune.checkpoint.loading import SIDECAR, own_class
 from headprune.checkpoint.shards import Placing, dispatch, fill_placed
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
@@ -45,10 +45,11 @@ def load(
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: str | Path | None = None,
     as_saved: bool = False,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """Load a model that `save` wrote, in evaluation mode, and check that it gives the answers of the saved one.
 
-    Nothing in the folder is run as code.
+    Nothing in the folder is run as code, unless ``trust_remote_code`` allows it.
 
     Args:
         path: The folder.
@@ -58,13 +59,15 @@ def load(
             ``device_map="auto"``. Then ``device`` is not looked at, and weights on disk are read from the folder, which has to stay.
         as_saved: Refuse a folder in which any file (but its README.md) was changed. By default a warning names files beside the
             model's own, such as a tokenizer's: they may be meant to be edited, and the answers are compared anyway.
+        trust_remote_code: Whether code that came with the dense model may run, if it defines the model's class. For classes of
+            transformers no code is run either way.
 
     Raises:
         HeadPruneError: Not such a folder, weights that do not fit, or other answers than the saved model's: after an
             edit of the config, with another class or another version. The error names what differs.
     """
     placing = None if device_map is None else Placing(device_map, max_memory, offload_folder)
-    return _loaded(Path(path), model, device, placing=placing, as_saved=as_saved)[0]
+    return _loaded(Path(path), model, device, placing=placing, as_saved=as_saved, trusted=trust_remote_code)[0]
 
 
 def load_mapped(path: Path) -> tuple[nn.Module, float | None]:
@@ -84,6 +87,7 @@ def _loaded(
     copied: bool = True,
     placing: Placing | None = None,
     as_saved: bool = False,
+    trusted: bool = False,
 ) -> tuple[nn.Module, float | None]:
     recovered(path)
     if not path.is_dir():
@@ -97,7 +101,7 @@ def _loaded(
     _check_files(path, sidecar, as_saved)
     files = weight_files(path, sidecar)
     places: dict[str, Any] = {}
-    skeleton = model if model is not None else _skeleton(path, sidecar, meta=placing is not None)
+    skeleton = model if model is not None else _skeleton(path, sidecar, meta=placing is not None, trusted=trusted)
     try:
         if "structure" in sidecar:
             restructure(skeleton, sidecar["structure"])
@@ -259,31 +263,17 @@ def about(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def _skeleton(path: Path, sidecar: dict[str, Any], *, meta: bool = False) -> nn.Module:
+def _skeleton(path: Path, sidecar: dict[str, Any], *, meta: bool, trusted: bool) -> nn.Module:
     """The dense architecture, with weights that mean nothing yet; with ``meta`` they take no memory."""
     import transformers
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
     qualified, attention = str(sidecar.get("class")), sidecar.get("attention")
-    module, _, name = qualified.rpartition(".")
-    if not module.startswith("transformers.models."):  # whatever else a folder names is not imported
-        raise HeadPruneError(
-            f"{path} holds a {qualified}, which headprune cannot build.",
-            "Pass a fresh dense instance: headprune.load(path, model=YourModel(...)).",
-        )
+    own = not qualified.startswith("transformers.models.")  # whatever else a folder names is not imported
+    cls = _class_in(path, qualified, trusted) if own else _stock_class(qualified)
     try:
-        # By module first: not every class is exported at the top.
-        cls: Any = getattr(importlib.import_module(module), name)
-        if not issubclass(cls, transformers.PreTrainedModel):
-            raise TypeError
-    except (ImportError, AttributeError, TypeError):
-        raise HeadPruneError(
-            f"This transformers ({transformers.__version__}) has no {qualified}.",
-            "Use the version that saved the model.",
-        ) from None
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=own and trusted)
     except Exception as error:
         raise HeadPruneError(
             f"{path / 'config.json'} does not load: {first_line(error)}.", "Save the model again."
@@ -302,6 +292,52 @@ def _skeleton(path: Path, sidecar: dict[str, Any], *, meta: bool = False) -> nn.
         ) from error
     made: nn.Module = instance
     return made
+
+
+def _stock_class(qualified: str) -> Any:
+    """A model class of transformers, by its module: not every one is exported at the top."""
+    import transformers
+
+    module, _, name = qualified.rpartition(".")
+    try:
+        cls: Any = getattr(importlib.import_module(module), name)
+        if not issubclass(cls, transformers.PreTrainedModel):
+            raise TypeError
+    except (ImportError, AttributeError, TypeError):
+        raise HeadPruneError(
+            f"This transformers ({transformers.__version__}) has no {qualified}.",
+            "Use the version that saved the model.",
+        ) from None
+    return cls
+
+
+def _class_in(path: Path, qualified: str, trusted: bool) -> Any:
+    """The class that came with the dense model, from the code that its config names.
+
+    Raises:
+        HeadPruneError: The config names none, or the code may not or does not run.
+    """
+    name = qualified.rpartition(".")[2]
+    if (reference := own_class(probe.config_of(path), name)) is None:
+        raise HeadPruneError(
+            f"{path} holds a {qualified}, which headprune cannot build.",
+            "Pass a fresh dense instance: headprune.load(path, model=YourModel(...)).",
+        )
+    if not trusted:
+        raise HeadPruneError(
+            f"{path} holds a {name}, a class that comes with the model, as code that was not run.",
+            "Read that code; if you trust it, add --trust-remote-code (in Python trust_remote_code=True). Or pass a fresh dense "
+            "instance: headprune.load(path, model=YourModel(...)).",
+        )
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    try:
+        return get_class_from_dynamic_module(reference, str(path))
+    except Exception as error:  # code of any kind
+        raise HeadPruneError(
+            f"The code that comes with {path} does not run: {type(error).__name__}: {first_line(error)}.",
+            "Put back the files that were saved with it, or install what it imports.",
+        ) from error
 
 
 def check_attention(source: str | Path, config: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from headprune.cli.app import app
-from headprune.cli.options import Manner, by_groups
+from headprune.cli.options import Manner, Trust, by_groups
 from headprune.cli.session import session
 
 
@@ -19,6 +19,7 @@ def push(
     repo: Annotated[str, typer.Argument(help="The repository, user/name; it is created if it does not exist.")],
     manner: Manner,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Upload a saved model to the Hugging Face Hub, with its model card. Needs `hf auth login`, or HF_TOKEN."""
     with session(manner) as console:
@@ -27,7 +28,9 @@ def push(
 
         source = pruned_in(folder)
         if (source / "config.json").is_file():
-            checkpoint.load(source)  # what is damaged should not be what others get
+            checkpoint.load(
+                source, trust_remote_code=trust_remote_code
+            )  # what is damaged should not be what others get
         url = checkpoint.upload(
             source, repo, private=private or None, commit_message="Upload a model pruned by headprune"
         )

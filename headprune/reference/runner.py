@@ -18,7 +18,7 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import inputs_of
 from headprune.memory import is_out_of_memory
-from headprune.modules import exact_attention, full_precision, uncompiled
+from headprune.modules import exact_attention, full_precision, uncached, uncompiled
 from headprune.ranks import current
 from headprune.reference.mixtures import crossed
 from headprune.reference.moments import FOLDS
@@ -134,8 +134,10 @@ class Runner:
 
     @contextmanager
     def deterministic_eval(self) -> Iterator[None]:
-        """The model without dropout and the like, with attention that computes every head by itself."""
-        with full_precision(), uncompiled(), evaluating(self.model), exact_attention(self.model):
+        """The model without dropout and the like, without a cache, with attention that computes every head by itself."""
+        with (
+            full_precision(), uncompiled(), evaluating(self.model), exact_attention(self.model), uncached(self.model),
+        ):  # fmt: skip
             yield
 
     def first(self, index: int) -> int:

@@ -111,9 +111,10 @@ def statements(model: nn.Module, known: Known | None = None) -> Iterator[Stateme
 
 
 def dense_class(model: nn.Module) -> type:
-    """The class of a model; where that came out of a pruned folder's own code, the class of transformers that it builds on."""
+    """The class of a model; where that came out of the code that headprune put into a pruned folder, the class of transformers that
+    it builds on. Not so for other code: what a class adds to one of transformers may change its answers."""
     cls = type(model)
-    if not cls.__module__.startswith("transformers_modules."):
+    if not cls.__module__.endswith(".modeling_headprune"):
         return cls
     return next((c for c in cls.__mro__ if c.__module__.startswith("transformers.models.")), cls)
 

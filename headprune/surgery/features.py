@@ -26,6 +26,9 @@ class Counts:
     groups: int
     is_width: Callable[[str], bool]
     beside: bool  # not the attention module itself: a module that works on keys or values calls the key/value heads its heads
+    by_group: bool = (
+        False  # whether integers named for groups count the groups, or a group's heads (`Removal.by_group`)
+    )
 
     def changed(self, fields: Mapping[str, Any]) -> dict[str, int]:
         """The integers among ``fields`` that count heads or their features, with their new values."""
@@ -34,7 +37,9 @@ class Counts:
         for name, value in fields.items():
             if type(value) is not int or name.startswith("_"):
                 continue
-            if _GROUPS.search(name) and value == layer.num_heads // kv:
+            if self.by_group and (new := self._by_group(name, value)) is not None:
+                found[name] = new
+            elif _GROUPS.search(name) and value == layer.num_heads // kv:
                 found[name] = self.heads // self.groups if self.groups else 1
             elif _KV_HEADS.search(name) and value == kv:
                 found[name] = self.groups
@@ -50,10 +55,22 @@ class Counts:
                 found[name] = self.groups * layer.head_dim
         return {name: new for name, new in found.items() if new != fields[name]}
 
+    def _by_group(self, name: str, value: int) -> int | None:
+        """What an integer becomes that is named for groups: LitGPT's ``n_query_groups`` is as many as there are key/value heads;
+        the groups of a norm over single heads are as many as there are heads."""
+        layer = self.layer
+        if _IN_GROUP.search(name) and value == layer.num_heads // layer.num_kv_heads:
+            return self.heads // self.groups if self.groups else 1
+        if _ANY_GROUPS.search(name) and value in (layer.num_kv_heads, layer.num_heads):
+            return self.groups if value == layer.num_kv_heads else self.heads
+        return None
+
 
 _HEADS = re.compile(r"heads$|^(n|num|nb)_?head$|^h$")
 _KV_HEADS = re.compile(r"(kv|key_value).*heads?$|heads?_?kv$|^n_?kv")
 _GROUPS = re.compile(r"(kv|key_value).*groups$|^n_rep$")
+_ANY_GROUPS = re.compile(r"groups$|group_num$|groups_per_partition$")
+_IN_GROUP = re.compile(r"group_size$|per_(kv|group)$")
 _LENGTH = re.compile(
     r"window|len|position|block|ctx|context|seq|token|vocab|patch|chunk|bucket|image|max_|stride|kernel|landmark|latent|^num_"
 )

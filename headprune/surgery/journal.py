@@ -112,7 +112,9 @@ class Journal:
         is_width = WIDTHS[removal.widths]
         for name in (*layer.inner_modules, *(layer.side_modules if removal.side_modules else ())):
             module = model.get_submodule(name)
-            counts = Counts(layer, len(kept), groups_left(layer, kept), is_width, name != layer.module)
+            counts = Counts(
+                layer, len(kept), groups_left(layer, kept), is_width, name != layer.module, removal.by_group
+            )
             for attribute, new in counts.changed(vars(module)).items():
                 self._set(module, attribute, new)
             if removal.own_config:

@@ -25,6 +25,8 @@ class Removal:
         own_config: Whether the modules' counts in their config change too.
         side_modules: Whether the counts of `AttentionLayer.side_modules` change too.
         narrow: Whether the modules' inputs claim to be as narrow as the heads are now.
+        by_group: Whether integers named for groups are numbers of groups: in transformers ``num_key_value_groups`` is how many heads
+            share one, elsewhere ``num_kv_groups`` is how many there are.
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -34,6 +36,7 @@ class Removal:
     own_config: bool = False
     side_modules: bool = False
     narrow: bool = False
+    by_group: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "layers": [layer.to_json() for layer in self.layers]}
@@ -42,7 +45,10 @@ class Removal:
     def from_json(cls, data: Mapping[str, Any]) -> Removal:
         layers = tuple(AttentionLayer.from_json(d) for d in data["layers"])
         drop = {k: list(v) for k, v in data["drop"].items()}
-        flags = {name: data.get(name, False) for name in ("cut_arguments", "own_config", "side_modules", "narrow")}
+        flags = {
+            name: data.get(name, False)
+            for name in ("cut_arguments", "own_config", "side_modules", "narrow", "by_group")
+        }
         return cls(layers, drop, data["widths"], **flags)
 
 
@@ -61,7 +67,8 @@ def ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
     arguments = (False, True) if any(not a.features for layer in layers for a in layer.arguments) else (False,)
     sides = (False, True) if any(layer.side_modules for layer in layers) else (False,)
     return [
-        Removal(tuple(layers), drop, widths, cut, own, side, narrow)
+        Removal(tuple(layers), drop, widths, cut, own, side, narrow, by_group)
+        for by_group in (False, True)
         for narrow in (False, True)
         for side in sides
         for own in (False, True)

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-Key = TypeVar("Key", str, tuple[str, int])
+Key = TypeVar("Key", str, tuple[str, int], str | int)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,10 @@ def read_layers(trace: Tracer) -> list[AttentionLayer]:
         known = unique.setdefault(attention.module, [])
         same = next((a for a in known if a.rows == attention.rows), None)
         if same is None:
-            known.append(attention)
+            if twin := next((a for a in known if _gives_the_same_heads(a, attention)), None):
+                twin.absorb(attention)
+            else:
+                known.append(attention)
         elif (same.output, same.columns) != (attention.output, attention.columns):
             same.refuse(f"its result goes through two output projections, {same.output} and {attention.output}")
     made: list[AttentionLayer] = []
@@ -37,6 +40,14 @@ def read_layers(trace: Tracer) -> list[AttentionLayer]:
         for number, attention in enumerate(calls, 1):
             made.append(_layer(trace, len(made), attention, "" if number == 1 else f"#{number}"))
     return made
+
+
+def _gives_the_same_heads(one: Attention, other: Attention) -> bool:
+    """Whether two computations in one module reach the same columns of W_O, head by head: two parts of the same heads, such as
+    the two softmaxes of differential attention."""
+    reasons = one.reason or other.reason
+    places = [(a.output, a.output_dim, a.columns) for a in (one, other)]
+    return not reasons and bool(one.output) and places[0] == places[1] and apart(one.columns)
 
 
 def _settle_output(trace: Tracer, attention: Attention) -> None:
@@ -84,7 +95,7 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
     if not attention.output and _is_quantised(trace, attention):
         reason += " (its weights are quantised: prune first, then quantise)"
     return AttentionLayer(
-        name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=_kv_heads(attention, groups), groups=groups,
+        name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=_kv_heads(trace, attention, groups), groups=groups,
         head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
         output_projection=output, gate=gate, mixer=mixer, projections=projections, values=_values(trace, attention), tables=tables,
         selections=tuple(HeadFeatures(n, _sorted(rows)) for n, rows in attention.selections.items()),
@@ -118,21 +129,35 @@ def _values(trace: Tracer, attention: Attention) -> HeadFeatures | None:
     return HeadFeatures(module, _sorted(rows)) if all(rows) else None
 
 
-def _kv_heads(attention: Attention, groups: tuple[tuple[int, ...], ...]) -> int:
+def _kv_heads(trace: Tracer, attention: Attention, groups: tuple[tuple[int, ...], ...]) -> int:
     """Key/value heads: one a group; one in all, where all heads read the same values (MQA)."""
     heads = len(attention.heads)
-    alike = any(all(r == rows[0] != set() for r in rows) for rows in attention.value_rows.values())
+    alike = any(
+        all(r == rows[0] != set() for r in rows) and not _projected_by_tables(trace, attention, module)
+        for module, rows in attention.value_rows.items()
+    )
     return len(groups) or (1 if heads > 1 and alike else heads)
+
+
+def _projected_by_tables(trace: Tracer, attention: Attention, module: str) -> bool:
+    """Whether the heads read what a module outside gave through a parameter with weights of each head, ``[heads, width, features]``."""
+    if is_inside(module, attention.module):
+        return False
+    width = trace.seen[module].size_out
+    return any(
+        width in (*trace.shape[name][:dim], *trace.shape[name][dim + 1 :]) for name, dim in attention.tables if name
+    )
 
 
 def _tables(trace: Tracer, attention: Attention) -> tuple[HeadTable, ...]:
     """Parameters and buffers of the attention module with entries of their own for each head."""
+    # A layer that runs several times reads its tables each time; one that other layers read too must stay whole.
+    others = [a for a in trace.found if a.module != attention.module or a.output != attention.output]
     return tuple(
         HeadTable(name, dim, _sorted(_filled(indices, trace.shape[name][dim])))
         for (name, dim), indices in attention.tables.items()
-        # One that other layers read too must stay whole.
         if f"{name}.".startswith(f"{attention.module}.")
-        and sum((name, dim) in a.tables for a in trace.found) == 1
+        and not any((name, dim) in a.tables for a in others)
         and name.rpartition(".")[0] not in attention.selections
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headprune.trace.graphs import Heads, used
+from headprune.trace.graphs import Heads, merge, used
 
 
 @dataclass
@@ -82,6 +82,31 @@ class Attention:
     def prefix(self) -> str:
         """How the names of the modules inside the attention module begin."""
         return f"{self.module}." if self.module else ""
+
+    def absorb(self, other: Attention) -> None:
+        """Add what another computation shows of the same heads."""
+        for mine, its in (
+            (self.rows, other.rows),
+            (self.query_rows, other.query_rows),
+            (self.value_rows, other.value_rows),
+        ):
+            merge(mine, its)
+        merge(self.selections, other.selections)
+        merge(self.tables, other.tables)
+        merge(self.arguments, other.arguments)
+        self.causal, self.bypass = self.causal and other.causal, self.bypass or other.bypass
+
+    def mix(self, mixed: Tensor, dim: int) -> None:
+        """Note that the probabilities of all heads are mixed into others, as by talking heads: these are what weighs the values.
+
+        Args:
+            mixed: The others, as the start of a new graph, with the heads along ``dim``.
+        """
+        self.result, self.heads = mixed, Heads.along(dim % mixed.ndim, mixed.shape[dim])
+        for rows in (self.rows, self.query_rows):  # each of them depends on all queries and keys
+            for module, own in rows.items():
+                rows[module] = [set().union(*own) for _ in range(len(self.heads))]
+        self.selections, self.tables, self.arguments, self.passed = {}, {}, {}, []
 
     def refuse(self, reason: str) -> None:
         """Note why the heads cannot be removed, nor masked at W_O's input."""

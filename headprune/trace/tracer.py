@@ -164,12 +164,27 @@ class Tracer(TorchFunctionMode):
             return out
         as_module = bool(self.running) and self.running[-1] == owner
         self.seen[owner].size_in, self.seen[owner].size_out = source.shape[dim], out.shape[dim]
-        matched = self._match_output(owner, as_module, source, dim)
+        mixing = [a for a in self.found if self._mixes_probabilities(a, source, dim)]
+        matched = bool(mixing) or self._match_output(owner, as_module, source, dim)
         if not matched and source.ndim > 3 and self._inside_heads(owner, source):
             return out
         leaf: Tensor = out.detach().requires_grad_()
         self.calls[id(leaf)] = LinearCall(owner, as_module, source, leaf, dim)
+        for attention in mixing:
+            attention.mix(leaf, dim)
         return leaf.clone()  # a copy, since models may write into it
+
+    def _mixes_probabilities(self, attention: Attention, source: Tensor, dim: int) -> bool:
+        """Whether a linear layer's input is an attention's probabilities, a feature for each head, before they weigh any values."""
+        if attention.fused or attention.output or attention.reason or not source.requires_grad:
+            return False
+        heads, result = len(attention.heads), attention.result
+        if heads < 2 or result.shape[-1] < 2 or source.shape[dim] != heads or source.numel() != result.numel():
+            return False
+        if not any(leaf is result for leaf in leaves_of(source)):
+            return False
+        columns = self.reader.columns_of(attention, source, dim)
+        return apart(columns) and all(len(own) == 1 for own in columns)
 
     def _inside_heads(self, owner: str, source: Tensor) -> bool:
         """Whether a linear layer works on heads that the same module has split already, as on relative positions."""

@@ -272,6 +272,11 @@ class BudgetResult(Document):
             raise ValueError("more heads are kept than there are")
         return self
 
+    @property
+    def runs_code(self) -> bool:
+        """Whether loading the folder runs code that came with the dense model."""
+        return self.loads.startswith("headprune.") and "trust_remote_code" in self.loads
+
 
 class Point(Document):
     """A point of the trade-off curve: a plan's metric on the choosing part, with its 95 % interval.

@@ -14,6 +14,8 @@ def usage(run: Run, metrics: Metrics) -> str:
     budget, which = found.budget, "it" if found.recommended or len(metrics.budgets) == 1 else "one"
     widened = _widened(run, budget)
     own = f"import headprune; model = {loading(run, budget)}"
+    if budget.runs_code:  # transformers alone would build the class from the model's own code, with all heads
+        return f"To use {which}: {code(own)}."
     known = budget.loads if budget.loads and not budget.loads.startswith("headprune.") else ""
     other = known or "from_pretrained(folder, trust_remote_code=True)"
     other = f'{other.removesuffix(")")}, dtype="float32")' if widened else other
@@ -23,7 +25,8 @@ def usage(run: Run, metrics: Metrics) -> str:
 def loading(run: Run, budget: BudgetResult) -> str:
     """The call that loads a budget's model as it was measured."""
     folder = f"{run.folder}/{budget.checkpoint}" if run.folder else budget.checkpoint
-    return f"headprune.load({numbers.quoted(folder)}){'.float()' if _widened(run, budget) else ''}"
+    trusting = ", trust_remote_code=True" if budget.runs_code else ""
+    return f"headprune.load({numbers.quoted(folder)}{trusting}){'.float()' if _widened(run, budget) else ''}"
 
 
 def _widened(run: Run, budget: BudgetResult) -> bool:

@@ -58,11 +58,16 @@ def _exported(job: Job, name: str, result: BudgetResult) -> ExportedModel:
     return made
 
 
+def _loaded(job: Job, result: BudgetResult) -> nn.Module:
+    trusted = job.scene.options.trust_remote_code
+    return checkpoint.load(job.content.path / result.checkpoint, trust_remote_code=trusted)
+
+
 def _written(job: Job, name: str, result: BudgetResult, file: Path) -> dict[str, Any]:
     facts = {"format": name, "name": result.name, "checkpoint": result.checkpoint}
     try:
         with job.console.track(f"writing {file.name}"):
-            done = _export(job, checkpoint.load(job.content.path / result.checkpoint), name, file)
+            done = _export(job, _loaded(job, result), name, file)
     except HeadPruneError as error:
         return {**facts, "file": None, "proved": False, "summary": str(error.args[0])}
     return {**facts, "file": file.name, "proved": done.proved, "summary": done.summary, "notes": list(done.notes)}
