@@ -47,6 +47,21 @@ def first_line(error: BaseException) -> str:
     return (lines or [type(error).__name__])[0].rstrip(".")
 
 
+def check_text(path: Path) -> None:
+    """Refuse a name that is no UTF-8 text: the libraries that read and write weights and data take none other.
+
+    Raises:
+        HeadPruneError: It is none.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise HeadPruneError(
+            f"The name {str(path)!r} is not UTF-8, and the libraries that read and write weights and data take no other.",
+            "Rename the folder, or choose another.",
+        ) from None
+
+
 def check_writable(folder: Path) -> None:
     """Refuse a folder that cannot be made or written to, before the work whose results it would hold.
 
@@ -55,6 +70,7 @@ def check_writable(folder: Path) -> None:
     """
     import tempfile
 
+    check_text(folder)
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not there.is_dir():
@@ -76,7 +92,7 @@ def explained(error: BaseException) -> HeadPruneError | None:
 
     Libraries wrap such errors, and safetensors raises one that is not an OSError, so causes and texts are read.
     """
-    for cause in _causes(error):
+    for cause in causes(error):
         system = cause if isinstance(cause, OSError) else OSError()
         where = f" ({system.filename})" if system.filename else ""
         if system.errno in _FULL or "No space left on device" in str(cause):
@@ -103,11 +119,11 @@ def is_of_the_disk(error: BaseException) -> bool:
     return any(
         (isinstance(cause, OSError) and cause.errno in _FULL | {errno.EROFS, errno.EIO})
         or "No space left on device" in str(cause)
-        for cause in _causes(error)
+        for cause in causes(error)
     )
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error, and what led to it."""
     while error is not None:
         yield error

@@ -225,3 +225,86 @@ def test_a_perplexity_that_cannot_be_told_is_refused_before_the_long_work(
     for more in ((), ("--dry-run",)):
         error = run("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1).stderr
         assert "cannot be measured: its own loss is not the cross-entropy of its logits" in " ".join(error.split())
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "inspect NAME", "score NAME -d d", "score bert -d NAME", "score bert -d d -o NAME", "export bert --to stock -o NAME",
+    ],
+)  # fmt: skip
+def test_a_name_that_is_no_text_is_refused_before_the_work(
+    typed: str, bert_folder: Path, data_folder: Path, here: Path
+) -> None:
+    """A run into such a folder ended at the moment of saving."""
+    name = os.fsdecode(b"n\xff")
+    (here / name).mkdir()
+    places = {"NAME": name, "bert": str(bert_folder), "d": str(data_folder)}
+    line = run(*(places.get(word, word) for word in typed.split()), code=1).stderr
+    assert "is not UTF-8" in line
+    assert "unexpected" not in line
+    assert not list((here / name).iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/cache/text"), "cannot write its cache: /cache/text: Permission denied. Set HF_HOME"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on the disk"),
+    ],
+)  # fmt: skip
+def test_the_cache_of_data_is_not_the_data(
+    error: OSError, message: str, bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    said = " ".join(run("score", bert_folder, "-d", data_folder, "-m", "random", code=1).stderr.split())
+    assert message in said
+    assert "Check the files" not in said
+
+
+def test_a_file_of_the_data_that_cannot_be_read_is_the_data(data_folder: Path) -> None:
+    from headprune.app.data.reading import _of_the_cache
+
+    assert _of_the_cache(data_folder, PermissionError(errno.EACCES, "no", str(data_folder / "train.jsonl"))) is None
+
+
+# -- the process's own surroundings -----------------------------------------------------------------
+
+
+def test_a_python_without_docstrings_says_so(bert_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PYTHONOPTIMIZE=2 not even `headprune methods` ran."""
+    from headprune.cli import session
+    from headprune.planning.strategies import STRATEGIES, strategy
+    from headprune.scoring.base import METHODS, method
+
+    bare: Any = lambda *_: None  # noqa: E731
+    for register, known in ((method("bare", unit=""), METHODS), (strategy("bare"), STRATEGIES)):
+        register(bare)
+        assert known.pop("bare").about == ""
+    monkeypatch.setattr(session.session, "__doc__", None)
+    assert "This Python drops docstrings" in run("inspect", bert_folder, code=1).stderr
+
+
+def test_a_notebooks_backend_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook `!headprune` inherits the name of a backend, which stopped every picture."""
+    from headprune.cli.session import quieten
+
+    monkeypatch.setenv("MPLBACKEND", "module://of_a_notebook.inline")
+    quieten(False)
+    assert "MPLBACKEND" not in os.environ
+
+
+def test_json_to_a_closed_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headprune.app.console import Console
+
+    monkeypatch.setattr("sys.stdout", None)  # what Python makes of `>&-`
+    Console(as_json=True).document({"a": 1})
+
+
+def test_a_device_map_of_a_hundred_thousand_levels(bert_folder: Path, data_folder: Path, here: Path) -> None:
+    Path("map.json").write_text("[" * 100_000)
+    said = run("prune", bert_folder, "-d", data_folder, "-k", 4, "--device-map", "map.json", code=1).stderr
+    assert "map.json is no device map" in " ".join(said.split())

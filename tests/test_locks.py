@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headprune.app.folders import Folder, claimed
-from headprune.app.runs import choose_folder
+from headprune.app.runs import PARTS, RunFolder, choose_folder
 from headprune.errors import HeadPruneError
 from headprune.locks import BusyError, Lock
 from tests.support.commands import run
@@ -127,3 +127,27 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(HeadPruneError, match="cannot be written: Not a directory"):
         Lock(tmp_path / "file" / "sub" / ".lock").take("The folder", "x")
+
+
+def test_what_another_process_writes_is_not_replaced(
+    holder: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fine-tuning in a run folder lost its training to a new run in its place."""
+    folder = RunFolder(tmp_path)
+    assert folder.parts == PARTS
+    assert "pruned-*" in PARTS
+    content = folder.unfinished / "content"
+    content.mkdir(parents=True)
+    (content / "scores.json").write_text("{}")
+    monkeypatch.setattr(RunFolder, "parts", ("r", "*.json"))
+    with pytest.raises(BusyError, match=r"Another process is writing .*r, which a new result in"):
+        folder.publish(content, folder.parts)
+    with pytest.raises(BusyError, match="Another process"), claimed(lambda: folder, "key", "score", say=print):
+        pytest.fail("it is known before the long work")
+    assert (content / "scores.json").exists()
+    assert (tmp_path / "r" / ".lock").exists()
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    folder.publish(content, folder.parts)
+    assert (tmp_path / "scores.json").exists()
+    assert not (tmp_path / "r").exists()

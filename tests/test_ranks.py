@@ -153,6 +153,14 @@ def test_an_error_that_others_cannot_know_is_told_in_words(ranked: Ranked, tmp_p
 
 
 @pytest.mark.slow
+def test_other_options_are_refused_before_the_work(ranked: Ranked, tmp_path: Path) -> None:
+    """A fine-tuning whose ranks had other learning rates trained to the end, and then asked to be reported."""
+    for said, made in ranked.call(tmp_path, 2, "tests.support.shared:together", kind="asked"):
+        assert said.startswith("Rank 1 was given options other than rank 0's.")
+        assert not made
+
+
+@pytest.mark.slow
 def test_a_rank_that_fails_alone_ends_the_others(ranked: Ranked, tmp_path: Path) -> None:
     done = ranked.run(tmp_path, 3, call="tests.support.shared:together", given={"kind": "alone"})
     assert [d["status"] for d in done] == [0, 70, 0]  # the others caught it, in `_alone`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import headprune as hp
 from headprune import streaming
 from headprune.attention import Heads
 from headprune.checkpoint import SIDECAR
+from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.surgery import scratch
 from tests.support import zoo
@@ -366,3 +368,13 @@ def test_an_interrupted_cut_leaves_nothing(named: Path, here: Path) -> None:
         patch.setattr(streaming, "complete", stopped)
         assert "Nothing was written" in run("prune", named, "--plan", "plan.json", "--streaming", code=130).stderr
     assert not (here / "reports" / "tiny-1").exists()
+
+
+def test_an_index_of_a_hundred_thousand_levels(dense: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(dense, folder)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    (folder / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(HeadPruneError, match=r"index\.json is damaged"):
+        streaming.check_source(folder)

@@ -71,7 +71,7 @@ class Console:
 
     def document(self, data: Any) -> None:
         """The result as one JSON document, with --json."""
-        if self.as_json:
+        if self.as_json and self.stdout is not None:  # None: it was closed before the command began (`>&-`)
             self.stdout.write(dumps(data) + "\n")
 
     @contextmanager

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from headprune.errors import HeadPruneError, Stopped, check_writable
 from headprune.jsonio import read_json, write_json
@@ -34,9 +34,14 @@ _PATIENCE = 20.0  # seconds that a reader waits for a run that is moving its fil
 
 @dataclass(frozen=True)
 class Folder:
-    """What a command writes to."""
+    """What a command writes to.
+
+    Attributes:
+        parts: Patterns of the names that a new result replaces.
+    """
 
     path: Path
+    parts: ClassVar[tuple[str, ...]] = ()
 
     @property
     def unfinished(self) -> Path:
@@ -105,13 +110,34 @@ class Folder:
     def _lock(self) -> Lock:
         return Lock(self.path / _LOCK)
 
+    def check_idle(self, replaces: Iterable[str]) -> None:
+        """Refuse to replace a folder in here that another process is writing: its work would be removed under it.
+
+        Args:
+            replaces: Patterns of the names that would be replaced.
+
+        Raises:
+            BusyError: There is one.
+        """
+        for path in sorted({path for pattern in replaces for path in self.path.glob(pattern)}):
+            if path.is_dir() and Folder(path).in_use:
+                raise BusyError(
+                    f"Another process is writing {path}, which a new result in {self.path} would remove.",
+                    "Wait for it and run the same command again, or choose another folder with -o.",
+                )
+
     def publish(self, content: Path, replaces: Iterable[str]) -> None:
         """Replace what is here by the content of another folder.
 
         Args:
             content: The other folder: complete, and in `unfinished`, so that one rename commits it.
             replaces: Patterns of the names to remove.
+
+        Raises:
+            BusyError: Another process is writing what would be removed; nothing has changed then.
         """
+        replaces = tuple(replaces)
+        self.check_idle(replaces)
         for path in (*content.glob(".*"), *content.rglob(".*.tmp")):  # half-written by a killed run
             _remove(path)
         new = {p.name for p in content.iterdir()}
@@ -196,8 +222,10 @@ def claimed(
 
     Raises:
         BusyError: Another process is writing it.
+        HeadPruneError: The ranks were given different options.
     """
     ranks, lock = current(), ExitStack()
+    ranks.agree("options", lambda: key)  # each trains by its own learning rate, say: nothing later would tell
 
     def taken() -> AnyFolder:
         nonlocal lock
@@ -245,6 +273,7 @@ def _taken(choose: Callable[[], AnyFolder], command: str) -> tuple[AnyFolder, Ex
                 continue  # it was free when it was chosen, and there are others
             folder.settle()
             if choose() == folder:
+                folder.check_idle(folder.parts)  # now, not only when the long work is done
                 return folder, lock.pop_all()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headprune.checkpoint import recovered
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, check_text
 
 
 def check_source(source: str, revision: str | None) -> None:
@@ -16,6 +16,7 @@ def check_source(source: str, revision: str | None) -> None:
     """
     if not source.strip():
         raise HeadPruneError("No model was named.", "Pass a Hub id, a local folder, or a folder headprune saved.")
+    check_text(Path(source))
     try:
         recovered(Path(source))
         if Path(source).is_file():

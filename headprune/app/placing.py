@@ -60,7 +60,7 @@ def _read(file: str) -> dict[str, Any]:
         found = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(found, dict) or not all(type(place) in (int, str) for place in found.values()):
             raise ValueError("it is no object with a device for every module")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HeadPruneError(
             f"{file} is no device map ({first_line(error)}).",
             'Write it as {"model.embed_tokens": 0, "model.layers": "cpu", …}.',

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import ClassVar
 
 from headprune import __version__
 from headprune.app.documents import Environment, Heads, Metrics, Run
@@ -29,6 +30,8 @@ PARTS = (
 @dataclass(frozen=True)
 class RunFolder(Folder):
     """One run: scores, and once pruned, plans, metrics and checkpoints."""
+
+    parts: ClassVar[tuple[str, ...]] = PARTS
 
     @property
     def scores_path(self) -> Path:

@@ -207,7 +207,7 @@ def weight_files(path: Path, sidecar: dict[str, Any]) -> list[Path]:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         if not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
             raise ValueError("it names a file in another folder")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise HeadPruneError(f"{index} is damaged: {first_line(error)}.", "Copy, download or save it again.") from error
     return [path / shard for shard in shards]
 

@@ -45,6 +45,7 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
     apart = redirect_stdout(sys.stderr) if manner.json else nullcontext()
     try:
         with apart:
+            _check_docstrings()
             quieten(manner.verbose)
             if not shared:
                 yield console
@@ -132,8 +133,23 @@ def told_of(console: Console, size: int) -> None:
         )
 
 
+def _check_docstrings() -> None:
+    """Refuse a Python that drops docstrings: transformers reads its own, and no model of it would load.
+
+    Raises:
+        HeadPruneError: It does.
+    """
+    if session.__doc__ is None:
+        raise HeadPruneError(
+            "This Python drops docstrings (-OO, or PYTHONOPTIMIZE=2), and transformers loads no model without its own.",
+            "Use -O, or leave it out.",
+        )
+
+
 def quieten(verbose: bool) -> None:
     """Keep the libraries' bars and warnings off the screen."""
+    # Notebooks set it for their own process to a backend that headprune's environment may not have; pictures are files here.
+    os.environ.pop("MPLBACKEND", None)
     if verbose:
         return
     import logging

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from headprune.checkpoint import replaced
-from headprune.errors import HeadPruneError, check_writable
+from headprune.errors import HeadPruneError, check_text, check_writable
 from headprune.exporting import gguf, onnx, openvino, stock
 from headprune.exporting.base import DTYPES, FORMATS, Exported, Format, Request, exporter, format_named
 from headprune.exporting.engines import is_exported
@@ -130,6 +130,7 @@ def check_asked(path: Path, to: str, dtype: str, overwrite: bool, options: Itera
     if path.is_dir() and not chosen.folder:
         raise HeadPruneError(f"{path} is a folder.", "Name a file with -o.")
     _check_free(path, overwrite)
+    check_text(path)
     check_writable(path.parent)
     return chosen
 

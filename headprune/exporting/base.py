@@ -135,7 +135,7 @@ def exporter(
     def register(write: Writer) -> Writer:
         given = inspect.signature(write).parameters.values()
         options = tuple(p.name for p in given if p.kind is p.KEYWORD_ONLY)
-        about = (write.__doc__ or "").strip().splitlines()[0]
+        about = (write.__doc__ or "").strip().partition("\n")[0]
         FORMATS[name] = Format(name, suffix, folder, needs, dtypes, as_stored, write, about, options)
         return write
 

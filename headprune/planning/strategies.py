@@ -118,7 +118,7 @@ def strategy(name: str, *, needs_scores: bool = True, runs_model: bool = False) 
     """Register a strategy under a name; the first line of its docstring describes it."""
 
     def register(run: _Run) -> _Run:
-        about = (run.__doc__ or "").strip().splitlines()[0]
+        about = (run.__doc__ or "").strip().partition("\n")[0]
         STRATEGIES[name] = Strategy(name, run, about, needs_scores, runs_model)
         return run
 

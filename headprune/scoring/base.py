@@ -309,7 +309,7 @@ def method(name: str, unit: str) -> Callable[[Callable[[Problem], Estimate]], Ca
     """Register a scoring method under a name; the first line of its docstring describes it."""
 
     def register(run: Callable[[Problem], Estimate]) -> Callable[[Problem], Estimate]:
-        METHODS[name] = Method(name, unit, run, (run.__doc__ or "").strip().splitlines()[0])
+        METHODS[name] = Method(name, unit, run, (run.__doc__ or "").strip().partition("\n")[0])
         return run
 
     return register

@@ -14,6 +14,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune.app.folders import Folder, claimed
 from headprune.errors import HeadPruneError
 from headprune.ranks import Ranks, current, launched
 from headprune.scoring import Settings
@@ -65,6 +66,15 @@ def together(kind: str) -> Any:
     """Small things that ranks do."""
     with launched() as ranks:
         return KINDS[kind](ranks)
+
+
+def _asked(ranks: Ranks) -> Any:
+    """A folder claimed by ranks that were given different options, such as a learning rate."""
+    try:
+        with claimed(lambda: Folder(Path("r")), f"key {ranks.rank}", "headprune finetune", say=print):
+            return "went on"
+    except HeadPruneError as error:
+        return str(error), Path("r").exists()
 
 
 def _order(ranks: Ranks) -> Any:
@@ -145,7 +155,7 @@ def _gone(ranks: Ranks) -> Any:
     return None
 
 
-KINDS = {f.__name__[1:]: f for f in (_order, _sums, _fails, _strange, _alone, _steps, _gone)}
+KINDS = {f.__name__[1:]: f for f in (_asked, _order, _sums, _fails, _strange, _alone, _steps, _gone)}
 
 
 def accelerated(what: str) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headprune.app.data.broken import fatal, first_broken
-from headprune.errors import HeadPruneError, first_line
+from headprune.errors import HeadPruneError, causes, check_text, explained, first_line, is_of_the_disk
 
 BUILDERS = {
     ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text",
@@ -24,6 +24,7 @@ def check_local(dataset: str) -> None:
         HeadPruneError: No such file or folder, an empty one, or a kind of file that headprune does not read.
     """
     path = Path(dataset)
+    check_text(path)
     try:
         is_file, is_folder = path.is_file(), path.is_dir()
         empty = (is_file and not path.stat().st_size) or (is_folder and not any(path.iterdir()))
@@ -103,6 +104,22 @@ def _load(dataset: str, subset: str | None) -> dict[str, Any]:
     return dict(datasets.load_dataset(dataset, subset))
 
 
+def _of_the_cache(path: Path, error: Exception) -> HeadPruneError | None:
+    """The error where not the data are at fault but the place to which the library copies them; None for any other."""
+    if is_of_the_disk(error) and (full := explained(error)):
+        return full
+    for cause in causes(error):
+        if not isinstance(cause, OSError) or not isinstance(name := cause.filename, str):
+            continue
+        places = (Path(name).absolute(), path.absolute()), (Path(name).resolve(), path.resolve())
+        if not any(inner.is_relative_to(outer) for inner, outer in places):
+            return HeadPruneError(
+                f"The datasets library cannot write its cache: {name}: {cause.strerror}.",
+                "Set HF_HOME to a folder that can be written.",
+            )
+    return None
+
+
 def _unreadable(dataset: str, error: Exception) -> HeadPruneError:
     """The error for a dataset that the library could not read."""
     import datasets
@@ -111,6 +128,8 @@ def _unreadable(dataset: str, error: Exception) -> HeadPruneError:
     if isinstance(error, datasets.exceptions.DatasetGenerationError) and isinstance(error.__cause__, Exception):
         cause = error.__cause__  # its own text says only that something went wrong
     text = first_line(cause)
+    if (elsewhere := _of_the_cache(path, error)) is not None:
+        return elsewhere
     if path.exists():
         if found := first_broken(path):
             return found
