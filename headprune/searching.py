@@ -6,6 +6,7 @@ What `headprune prune` and `headprune.search` do alike; nothing here knows of da
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -237,10 +238,11 @@ def fits_of(
 
 
 def merit_of(fits: Sequence[Fit], trials: Trials) -> tuple[float, float]:
-    """How good an order's plans are on the examples that choose, over all budgets."""
+    """How good an order's plans are on the examples that choose, over all budgets; minus infinity where an answer is NaN, which `max` would keep."""
     # Where accuracy is the budget, fewer heads are what is wanted.
     drops = [f for f in fits if f.budget is not None and f.budget.by_metric]
-    return (-sum(f.plan.kept for f in drops), sum(trials.merit(f.plan) for f in fits))
+    merit = sum(trials.merit(f.plan) for f in fits)
+    return (-sum(f.plan.kept for f in drops), -math.inf if math.isnan(merit) else merit)
 
 
 def subject_of(trials: Trials, example: Example, inputs: Example) -> Subject:

@@ -78,6 +78,14 @@ def test_fewer_heads_are_wanted_where_accuracy_is_the_budget() -> None:
     assert merit_of([fit(made, 3), fit(made, 4)], judge)[1] == pytest.approx(1.5)
 
 
+def test_an_order_whose_answers_are_no_numbers_is_the_last() -> None:
+    """It was used if it came first: nothing is above NaN."""
+    broken, right = order("re-scored"), order("compensated")
+    judge: Any = Judge({("re-scored", 3): math.nan, ("compensated", 3): -9.0})
+    merits = [merit_of([fit(made, 3)], judge) for made in (broken, right)]
+    assert max(merits) == merits[1] == (0, -9.0)
+
+
 def never(budget: Any) -> Any:
     """Numbers of heads need nothing to be measured on."""
 
