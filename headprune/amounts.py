@@ -19,6 +19,15 @@ def digits(number: float, count: int) -> str:
     return f"{rounded:,.0f}" if abs(rounded) >= 10 ** (count - 1) else f"{rounded:.{count}g}"
 
 
+def head_count(count: int) -> str:
+    """How many heads.
+
+    >>> head_count(1), head_count(36)
+    ('1 head', '36 heads')
+    """
+    return f"{count} head{'' if count == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """To two digits.
 

@@ -301,7 +301,7 @@ def test_what_decided_between_orders_is_shown() -> None:
     text = render(metrics)
     assert "plans' loss, in nats" in text
     assert "| order | keep 2 | latency 80% |" in text
-    assert "| gradient | 0.25 | 0.5 (1 heads) |" in text
+    assert "| gradient | 0.25 | 0.5 (1 head) |" in text
 
 
 def test_what_was_changed_beside_the_removal_is_in_the_headline() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from headprune.amounts import head_count
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -150,7 +152,7 @@ def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
     for b in metrics.budgets:
         if b.repair and (left_out := [t.step for t in b.repair.trials if not t.kept]):
             console.result(
-                f"{b.kept} heads: repair of {', '.join(left_out)} did no better on held-out examples; left out."
+                f"{head_count(b.kept)}: repair of {', '.join(left_out)} did no better on held-out examples; left out."
             )
     print_latency(console, metrics.latency.rows)
     print_time(console, metrics.time, metrics.latency.rows)

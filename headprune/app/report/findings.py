@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headprune.amounts import head_count
 from headprune.app.documents import (
     MOST_APART,
     BudgetResult,
@@ -291,7 +292,7 @@ def compared(planning: Planning) -> tuple[list[str], list[tuple[ComparedOrder, l
             told = (
                 "–" if (value := plan.loss if plan.divergence is None else plan.divergence) is None else f"{value:.3g}"
             )
-            cells.append(told if plan.budget == f"keep {plan.kept}" else f"{told} ({plan.kept} heads)")
+            cells.append(told if plan.budget == f"keep {plan.kept}" else f"{told} ({head_count(plan.kept)})")
         rows.append((order, cells))
     return [first[i].budget for i in places], rows
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 
+from headprune.amounts import head_count
 from headprune.app.documents import BudgetResult, Heads, Metrics, Run
 from headprune.app.report import busy, findings, numbers, sentences
 from headprune.app.report import heads as seen
@@ -77,7 +78,7 @@ def _environment() -> jinja2.Environment:
             numbers.rank, numbers.known, numbers.measured_value, shlex.quote, numbers.with_error, numbers.device,
             numbers.without_places, numbers.cache, numbers.joules, numbers.name_of, numbers.to_repeat, numbers.size, numbers.operations,
         )
-    } | {"code": code, "fmt": format, "thousands": lambda number: f"{number:,}", "plain": seen.plain, "prose": seen.prose, "fence": seen.fence, "visible": seen.visible}  # fmt: skip
+    } | {"code": code, "fmt": format, "head_count": head_count, "thousands": lambda number: f"{number:,}", "plain": seen.plain, "prose": seen.prose, "fence": seen.fence, "visible": seen.visible}  # fmt: skip
     made.globals |= {
         f.__name__: f for f in (
             findings.chosen_by, findings.speed, findings.trade_off,

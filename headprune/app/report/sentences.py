@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from fractions import Fraction
 
+from headprune.amounts import head_count
 from headprune.app.documents import BudgetResult, EngineLatency, Metrics, Run
 from headprune.app.report import findings, numbers
 from headprune.app.report.verdict import (
@@ -89,11 +90,11 @@ def rule(metrics: Metrics) -> str:
     limit = numbers.amount(found.tolerated, metrics.metric)
     if any(b.budget and b.budget.parsed and b.budget.parsed.by_metric for b in metrics.budgets):
         if found.recommended:
-            return f"Recommended: {found.budget.kept} heads, the fewest with which a loss beyond {limit}, as asked for, is ruled out at 95 %."
+            return f"Recommended: {head_count(found.budget.kept)}, the fewest with which a loss beyond {limit}, as asked for, is ruled out at 95 %."
         return f"None is recommended: none rules out, on the reported examples, a loss beyond the {limit} that were asked for."
     if found.recommended:
         few = "the smallest model" if len(metrics.budgets) > 1 else "a model"
-        return f"Recommended: {found.budget.kept} heads, {few} with no measurable loss, and with one of more than {limit} ruled out (at 95 %)."
+        return f"Recommended: {head_count(found.budget.kept)}, {few} with no measurable loss, and with one of more than {limit} ruled out (at 95 %)."
     return (
         f"None is recommended: no model both shows no measurable loss and rules out one of more than {limit} (at 95 %)."
     )
@@ -108,7 +109,7 @@ def over_random(metrics: Metrics) -> str:
         ("worse", "no, worse"),
         ("no measurable difference", "no measurable difference"),
     ):
-        if some := [f"{r.budget.kept} heads{_gain(r, metrics.metric)}" for r in found if r.verdict == word]:
+        if some := [f"{head_count(r.budget.kept)}{_gain(r, metrics.metric)}" for r in found if r.verdict == word]:
             told.append(f"{answer} with {_listed(some)}")
     text = "; ".join(told)
     text = f"{text[0].upper()}{text[1:]}."
@@ -151,12 +152,12 @@ def cautions(run: Run, metrics: Metrics) -> list[str]:
     for e in elsewhere(metrics):
         if e.repair_hurt and e.gain is not None:
             told.append(
-                f"With {e.budget.kept} heads, repair hurts on {e.name} ({numbers.change(e.gain, metric)}), while it "
+                f"With {head_count(e.budget.kept)}, repair hurts on {e.name} ({numbers.change(e.gain, metric)}), while it "
                 f"{_did(e.budget)} on the first data. `--no-repair` leaves it out."
             )
         if e.worse:
             told.append(
-                f"With {e.budget.kept} heads, {metric} is measurably worse on {e.name} ({numbers.change(e.change, metric)}), though not "
+                f"With {head_count(e.budget.kept)}, {metric} is measurably worse on {e.name} ({numbers.change(e.change, metric)}), though not "
                 "on the first data."
             )
     if cut := run.parts.report.shortened:
@@ -166,7 +167,7 @@ def cautions(run: Run, metrics: Metrics) -> list[str]:
         )
     for b in findings.rests_on_few(metrics):
         told.append(
-            f"With {b.kept} heads, the change of the loss rests on about {b.change.carried_by:.0f} of the {b.change.examples:,} "
+            f"With {head_count(b.kept)}, the change of the loss rests on about {b.change.carried_by:.0f} of the {b.change.examples:,} "
             "examples, so its interval may be too narrow; measure on more."
         )
     return told
@@ -325,7 +326,7 @@ def elsewhere_rows(metrics: Metrics) -> list[str]:
     """A line for every pruned model on every second dataset."""
     metric = metrics.metric
     return [
-        f"{data.name}: {metric} {numbers.measured_value(there.pruned, metric)} with {b.kept} heads against "
+        f"{data.name}: {metric} {numbers.measured_value(there.pruned, metric)} with {head_count(b.kept)} against "
         f"{numbers.value(data.dense.metrics[metric], metric)}: {numbers.change(there.change, metric)}, {there.change.verdict}."
         for b in findings.largest_first(metrics)
         for data, there in zip(metrics.also, b.also, strict=True)

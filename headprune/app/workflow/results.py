@@ -14,6 +14,7 @@ import numpy as np
 from torch import nn
 
 from headprune import checkpoint, latency
+from headprune.amounts import head_count
 from headprune.app.data import Part, load_train
 from headprune.app.documents import (
     AlsoMeasured,
@@ -142,7 +143,7 @@ def carry_out(fitted: Fit, control: Control, job: Job) -> CarriedOut:
     made, model = job.made(plan, path)
     if made.note:
         job.console.say(made.note)
-    pruned = job.measured(f"pruned {plan.asked}", model, f"measuring with {plan.kept} heads")
+    pruned = job.measured(f"pruned {plan.asked}", model, f"measuring with {head_count(plan.kept)}")
     masked = _Masked(job, plan, pruned)
     repair = None if made.repair is None else masked.repaired(made.repair)
     random = masked.random(control.random)
@@ -157,7 +158,7 @@ def result_of(did: CarriedOut, control: Control, job: Job) -> BudgetResult:
     """What is reported of a plan."""
     scene, fitted, made, plan = job.scene, did.fitted, did.made, did.fitted.plan
     return BudgetResult(
-        name=f"{plan.kept} heads",
+        name=f"{head_count(plan.kept)}",
         asked=plan.asked,
         kept=plan.kept,
         total=plan.total,
@@ -195,7 +196,7 @@ class _Masked:
     def random(self, orders: Sequence[Order]) -> list[Measurement]:
         """As many heads drawn at random, by each order."""
         found = []
-        with self.job.console.track(f"random control with {self.plan.kept} heads") as progress:
+        with self.job.console.track(f"random control with {head_count(self.plan.kept)}") as progress:
             for i, order in enumerate(orders):
                 make = partial(self._layers_alone, order.plan(self.plan.kept).drop)
                 found.append(self.job.stages.measurement(f"random {self.plan.asked} {i}", make))
@@ -236,7 +237,7 @@ def _did_more(repair: Refitted | None) -> bool:
 
 def _on_also(job: Job, plan: PruningPlan, model: nn.Module, part: Part, dense: Measurement) -> AlsoMeasured:
     """A pruned model on a second dataset."""
-    metric, label = job.scene.metric, f"measuring with {plan.kept} heads on {part.name}"
+    metric, label = job.scene.metric, f"measuring with {head_count(plan.kept)} on {part.name}"
     pruned = job.measured(f"pruned {plan.asked}", model, label, part)
     found = AlsoMeasured(pruned=Measured.of(pruned, metric), change=compare(dense, pruned, metric))
     if not job.goal.repair and not job.goal.finetune:
@@ -286,7 +287,7 @@ def _made(job: Job, plan: PruningPlan, path: Path) -> tuple[Made, nn.Module]:
 def _make(job: Job, plan: PruningPlan, path: Path) -> Made:
     """Repair, prune, train and save."""
     scene, trials, console = job.scene, job.trials, job.console
-    doing = console.track(f"repairing {plan.kept} heads") if trials.repair else nullcontext()
+    doing = console.track(f"repairing {head_count(plan.kept)}") if trials.repair else nullcontext()
     with doing, trials.repaired(plan.drop, whole=True) as repair:
         model = copied(scene.model, trials.written)
     if repair is not None:
