@@ -7,7 +7,7 @@ from decimal import Decimal
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import headprune as hp
@@ -185,6 +185,7 @@ def test_the_nearest_budget_that_is_named_can_be_met(kind: str, amount: float, r
     assert hinted.relative == asked.relative
 
 
+@example("keep", Decimal("1.000"), " ", "")
 @given(
     st.sampled_from(sorted(BUDGETS)), st.decimals(1, 10**6, places=3), st.sampled_from(["", " "]), st.sampled_from(["%", "k", "m", "s", ""])
 )  # fmt: skip

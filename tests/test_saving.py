@@ -89,7 +89,7 @@ def test_a_config_that_names_another_type_than_the_weights_have(bert_folder: Pat
 
 def scene_of(model: nn.Module, example: Any, half: torch.dtype) -> Any:
     loaded = SimpleNamespace(stored=half, processor=None, task=SimpleNamespace(name="t"), source="s")
-    options = SimpleNamespace(placing=lambda: None)
+    options = SimpleNamespace(placing=lambda: None, trust_remote_code=False)
     return SimpleNamespace(loaded=loaded, model=model, example=example, options=options)
 
 

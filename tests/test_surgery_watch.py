@@ -213,22 +213,23 @@ def layer(**about: Any) -> AttentionLayer:
 def test_ways_are_tried_from_the_one_that_changes_least() -> None:
     drop = {"a": [1]}
     plain = ways([layer()], drop)
-    assert [(w.narrow, w.own_config, w.widths) for w in plain] == [
-        (narrow, own, widths) for narrow in (False, True) for own in (False, True) for widths in ("none", "inner", "all")
+    assert [(w.by_group, w.narrow, w.own_config, w.widths) for w in plain] == [
+        (by_group, narrow, own, widths) for by_group in (False, True) for narrow in (False, True) for own in (False, True)
+        for widths in ("none", "inner", "all")
     ]  # fmt: skip
     assert not any(w.cut_arguments or w.side_modules for w in plain)
     assert all(w.drop == drop and w.layers == (layer(),) for w in plain)
     shaped, traced = HeadArgument("bias", 1, False), HeadArgument("bias", 1, False, ((0,), (1,), (2,), (3,)))
     assert [w.cut_arguments for w in ways([layer(arguments=(traced, shaped))], drop)[:6]] == [False] * 3 + [True] * 3
-    assert len(ways([layer(arguments=(traced,))], drop)) == 12
-    assert [w.side_modules for w in ways([layer(), layer(side_modules=("x",))], drop)] == ([False] * 6 + [True] * 6) * 2
+    assert len(ways([layer(arguments=(traced,))], drop)) == 24
+    assert [w.side_modules for w in ways([layer(), layer(side_modules=("x",))], drop)] == ([False] * 6 + [True] * 6) * 4
 
 
 def test_a_removal_reads_what_an_older_one_lacks_as_no() -> None:
-    whole = Removal((layer(),), {"a": [1]}, "all", True, True, True, True)
+    whole = Removal((layer(),), {"a": [1]}, "all", True, True, True, True, True)
     assert Removal.from_json(whole.to_json()) == whole
     old = {k: v for k, v in whole.to_json().items() if k in ("layers", "drop", "widths")}
-    assert Removal.from_json(old) == Removal((layer(),), {"a": [1]}, "all", False, False, False, False)
+    assert Removal.from_json(old) == Removal((layer(),), {"a": [1]}, "all", False, False, False, False, False)
     assert Removal((layer(),), {}, "all", False) == Removal((layer(),), {}, "all", False, False, False, False)
 
 

@@ -29,7 +29,7 @@ class Keep(Budget):
         from headprune.plans import keep_of
 
         keep_of(text)
-        return cls(text)
+        return cls(text.strip())
 
     def heads(self, total: int) -> int:
         from headprune.plans import heads_to_keep
