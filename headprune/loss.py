@@ -6,6 +6,7 @@ example's own loss, so it is computed from the logits here, and compared once wi
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -36,12 +37,21 @@ class ExampleLoss:
         distil: Whether the loss is the divergence from the dense model's answers. It is also if there are no labels.
         seed: For the labels that are drawn from the dense model (`Divergence.surrogate`).
 
+    Raises:
+        HeadPruneError: ``loss_fn`` is no function.
+
     Attributes:
         about: What the loss is, for reports.
         rows: How examples lie in the batches; until `prepare` was called it goes by the names of tensors.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None, *, distil: bool = False, seed: int = 0) -> None:
+        if loss_fn is not None and not callable(loss_fn):
+            raise HeadPruneError(
+                f"loss_fn is {type(loss_fn).__name__} {loss_fn!r}, which cannot be called.",
+                "Give a function of (output, labels) that returns one loss per example, such as "
+                'torch.nn.CrossEntropyLoss(reduction="none").',
+            )
         self.model = model
         self.loss_fn = loss_fn
         self.divergence = Divergence(model, seed)
@@ -72,7 +82,7 @@ class ExampleLoss:
                 raise HeadPruneError("Both a loss_fn and distil were given.", "Choose one.")
             self.rows = find_rows(self.model, batches, lambda batch: [self._given(batch)], count=self._count)
             return list(batches)
-        batches = [_without_nothing(batch) for batch in batches]
+        batches = [_without_nothing(self.model, batch) for batch in batches]
         labelled = [any(name in batch for name in LABELS) for batch in batches]
         if any(labelled) and not all(labelled) and not self.distils:
             raise HeadPruneError(
@@ -212,12 +222,14 @@ def _not_each(shape: Any, size: int) -> HeadPruneError:
     )
 
 
-def _without_nothing(batch: Any) -> dict[str, Any]:
+def _without_nothing(model: nn.Module, batch: Any) -> dict[str, Any]:
     """A batch without arguments that are None."""
     if not isinstance(batch, Mapping):
+        first = next(iter(inspect.signature(model.forward).parameters), "input")
         raise HeadPruneError(
             f"A batch is a {type(batch).__name__}, and there is no loss_fn.",
-            'Give dicts with "labels", or pairs (inputs, labels) together with loss_fn=.',
+            f'Give dicts by the names of forward\'s arguments, such as {{"{first}": inputs, "labels": labels}}, which also have an '
+            "accuracy; or pairs (inputs, labels) together with loss_fn=.",
         )
     return {k: v for k, v in batch.items() if v is not None}
 

@@ -152,6 +152,7 @@ def test_nested_budgets_of_one_search(scored: Path) -> None:
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["-k", "4", "--target-latency", "80%"], "--keep and --target-latency are different kinds of budget. Give one of them."),
+    (["--target-latency", "80%", "--max-drop", "0.01"], "Give one of them. --max-drop keeps the fewest heads"),
     (["-k", "4", "--plan", "{plan}"], "--keep and --plan are different"),
     (["--plan", "{plan}", "--protect", "L0"], "--plan says which heads go, so --protect has no use"),
     (["--plan", "{plan}"], "L1: head 7|Layer L1 has no head 7"),

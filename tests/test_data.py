@@ -248,6 +248,34 @@ def test_left_padding_does_not_reach_language_models(tmp_path: Path) -> None:
     assert one == pytest.approx(many, rel=1e-4)
 
 
+def test_chats_are_written_out_by_the_chat_template(tmp_path: Path) -> None:
+    coder = tokenizer()
+    loaded = LoadedModel(task_model("causal-lm"), coder, TASKS["causal-lm"], "x", "x")
+    said = [row["text"] for row in sentences(60, seed=0)]
+    chats = [
+        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
+        for a, b in zip(said[::2], said[1::2], strict=True)
+    ]
+    options = DataOptions(str(write_jsonl(tmp_path / "x.jsonl", chats)))
+    with pytest.raises(
+        hp.HeadPruneError, match="Row 14 of .*'messages' holds chats, and the tokenizer has no chat template"
+    ):
+        load_parts(options, loaded)
+    coder.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.role[:0] + m.content + ' ' }}{% endfor %}"
+    parts = load_parts(options, loaded)
+    assert parts.columns == {"text": "messages"}
+    assert sum("chat template" in note for note in parts.notes) == 1
+    written = {
+        tuple(coder(coder.apply_chat_template(c["messages"], tokenize=False), add_special_tokens=False)["input_ids"])
+        for c in chats
+    }
+    assert {tuple(f["input_ids"]) for part in (parts.score, parts.report) for f in part.features} <= written
+    assert all(f["labels"] == f["input_ids"] for f in parts.score.features)
+    coder.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(hp.HeadPruneError, match="refuses the chat: roles must alternate"):
+        load_parts(options, loaded)
+
+
 def test_roberta_has_fewer_positions_than_rows(tmp_path: Path) -> None:
     config = tf.RobertaConfig(**common(pad_token_id=1, max_position_embeddings=18))
     model = randomise(tf.RobertaForSequenceClassification(config))

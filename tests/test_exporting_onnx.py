@@ -217,7 +217,7 @@ class SizedByInput(Attention):
     """As BLIP's: the width of a head is what the input is wide, by the number of heads."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.size()
+        rows, length, width = self.sizes(x)
         q, k, v = (
             t.reshape(rows, length, self.num_heads, width // self.num_heads).transpose(1, 2)
             for t in self.qkv(x).chunk(3, -1)
@@ -225,9 +225,20 @@ class SizedByInput(Attention):
         attended = nn.functional.scaled_dot_product_attention(q, k, v)
         return self.o(attended.transpose(1, 2).reshape(rows, length, width))
 
+    def sizes(self, x: Tensor) -> torch.Size:
+        return x.size()
 
-def test_narrowed_inputs_are_exported() -> None:
-    model = randomise(nn.Sequential(SizedByInput(), nn.LayerNorm(32)))
+
+class SizedByShape(SizedByInput):
+    """As most people write it."""
+
+    def sizes(self, x: Tensor) -> torch.Size:
+        return x.shape
+
+
+@pytest.mark.parametrize("attention", [SizedByInput, SizedByShape])
+def test_narrowed_inputs_are_exported(attention: type[SizedByInput]) -> None:
+    model = randomise(nn.Sequential(attention(), nn.LayerNorm(32)))
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
     hp.prune(model, {"0": [1]}, x)
     assert "_headprune_narrow" in vars(model[0])

@@ -191,6 +191,10 @@ def test_pairs_with_a_loss_function() -> None:
     torch.testing.assert_close(whole.flat(), parts.flat(), rtol=1e-4, atol=1e-6)
     with pytest.raises(hp.HeadPruneError, match="not one loss per example"):
         hp.score(model, [(x, y)], loss_fn=F.cross_entropy)
+    with pytest.raises(hp.HeadPruneError, match="loss_fn is str 'cross_entropy', which cannot be called"):
+        hp.score(model, [(x, y)], loss_fn="cross_entropy")  # type: ignore[arg-type]
+    with pytest.raises(hp.HeadPruneError, match='A batch is a tuple.* such as {"x": inputs, "labels": labels}'):
+        hp.score(model, [(x, y)])
 
 
 def test_random_is_only_the_seed() -> None:

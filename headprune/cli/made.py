@@ -115,7 +115,10 @@ def _budgets(given: Budgets) -> tuple[Budget, ...]:
             "Say it with --keep, for instance --keep 50%, or with another budget (headprune prune --help).",
         )
     if len(flags) > 1:
-        raise HeadPruneError(f"{' and '.join(flags)} are different kinds of budget.", "Give one of them.")
+        hint = "Give one of them."
+        if (drop := BUDGETS["drop"].flag) in flags:
+            hint += f" {drop} keeps the fewest heads that it allows: what that run reports of speed and size is the most that this loss can buy."
+        raise HeadPruneError(f"{' and '.join(flags)} are different kinds of budget.", hint)
     found = tuple(BUDGETS[kind].parse(text) for kind, texts in given.asked.items() for text in texts)
     for budget in found:
         budget.check()

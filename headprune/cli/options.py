@@ -194,9 +194,14 @@ class Writing:
     no_resume: Annotated[
         bool, typer.Option("--no-resume", help="Start anew, whatever an interrupted run has left.")
     ] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Load and check everything, then stop; write nothing.")] = (
-        False
-    )
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Load and check everything, then stop; write nothing. prune also searches for the plan and prints it, "
+            "unless its strategy needs scores that are not there yet.",
+        ),
+    ] = False
 
 
 _BUDGET = "Budget (one kind per run; can be given several times, for nested plans)"

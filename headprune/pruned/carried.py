@@ -268,7 +268,7 @@ class _Claims(TorchFunctionMode):
         whole, given = args[0], [*args[1:], *(kwargs or {}).values()]
         if func is Tensor.transpose and len({d % whole.ndim for d in given} - {whole.ndim - 1}) == 2:
             self.narrow.append(out)
-        elif func is Tensor.shape.__get__ or (func is Tensor.size and not given):  # type: ignore[attr-defined]
+        elif func == Tensor.shape.__get__ or (func is Tensor.size and not given):  # type: ignore[attr-defined] # made anew at each look
             return torch.Size((*out[:-1], self.claimed))
         elif func is Tensor.size and given[0] % whole.ndim == whole.ndim - 1:
             return self.claimed

@@ -68,8 +68,11 @@ def draw_all(path: Path, heads: Heads, sample: Sample, drop: Mapping[str, Sequen
     for spine in axis.spines.values():
         spine.set_visible(False)
     roles = [role for role in (*(rule.role for rule in RULES), MIXED) if role in used]
-    patches = [Patch(color=_COLOURS[role], label=f"{role} ({used.count(role)})") for role in roles]
-    columns = max(1, min(len(patches), int((1.3 + widest * 0.5) / 1.5)))
+    families: dict[str, list[str]] = {}  # roles of one colour share an entry: nobody could tell two apart
+    for role in roles:
+        families.setdefault(_COLOURS[role], []).append(f"{role} ({used.count(role)})")
+    patches = [Patch(color=colour, label=", ".join(names)) for colour, names in families.items()]
+    columns = max(1, min(len(patches), int((1.3 + widest * 0.5) / (1.5 if len(patches) == len(roles) else 2.4))))
     axis.legend(
         handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.01), ncols=columns, fontsize=7, frameon=False
     )

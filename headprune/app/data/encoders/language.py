@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from headprune.app.data.encoders.text import PerTokenEncoder
+from headprune.app.data.encoders.text import PerTokenEncoder, TextEncoder
 from headprune.convention import find, sees_ahead
 from headprune.divergence import IGNORED
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import model_device
 from headprune.trace import evaluating
 
+_CHATS = "Chats were written out by the tokenizer's chat template; what every speaker says is predicted."
+
 
 class CausalLM(PerTokenEncoder):
+    """Plain texts, or chats: a column of lists of ``{"role": …, "content": …}``, written out by the tokenizer's chat template."""
+
+    usual_columns = (*TextEncoder.usual_columns, "messages", "conversations", "conversation")
+
     def setup(self) -> None:
         super().setup()
         # Padding on the left would have the first word predicted from it, and shift every position after it.
@@ -47,6 +54,31 @@ class CausalLM(PerTokenEncoder):
             self.notes.append("This model's own loss does not shift labels: they are the next tokens.")
         return shifted
 
+    def tokens(self, example: Mapping[str, Any]) -> dict[str, list[int]]:
+        value = example[self.text[0]]
+        if len(self.text) > 1 or not _is_chat(value):
+            return super().tokens(example)
+        text = self._written(value)
+        if _CHATS not in self.notes:
+            self.notes.append(_CHATS)
+        # The template writes the special tokens: the tokenizer's own would come twice.
+        return dict(self.shortened(partial(self.processor, text, add_special_tokens=False)))
+
+    def _written(self, chat: list[Mapping[str, Any]]) -> str:
+        """A chat as text."""
+        if not getattr(self.processor, "chat_template", None):
+            raise HeadPruneError(
+                f"column {self.text[0]!r} holds chats, and the tokenizer has no chat template.",
+                "Set its chat_template, or write the chats out into a column of texts.",
+            )
+        try:
+            return str(self.processor.apply_chat_template(chat, tokenize=False))
+        except Exception as error:  # templates raise what they like, mostly about the order of roles
+            raise HeadPruneError(
+                f"the tokenizer's chat template refuses the chat: {first_line(error)}",
+                "Correct this chat, or leave it out.",
+            ) from error
+
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
         coded = self.tokens(example)
         if len(coded["input_ids"]) < 2:
@@ -54,6 +86,15 @@ class CausalLM(PerTokenEncoder):
         coded.pop("token_type_ids", None)
         ids = list(coded["input_ids"])
         return {**coded, "labels": [*ids[1:], IGNORED] if self.shifted else ids}
+
+
+def _is_chat(value: Any) -> bool:
+    """Whether this is a list of what somebody said, as chat templates take it."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, Mapping) and {"role", "content"} <= {*m} for m in value)
+    )
 
 
 class MaskedLM(PerTokenEncoder):

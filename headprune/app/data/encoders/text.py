@@ -25,6 +25,8 @@ _TARGET_COLUMNS = ("highlights", "summary", "target", "output", "answer", "label
 class TextEncoder(Encoder):
     """Shared by everything that tokenizes."""
 
+    usual_columns = _TEXT_COLUMNS
+
     def setup(self) -> None:
         self.text = self.text_columns()
 
@@ -32,7 +34,7 @@ class TextEncoder(Encoder):
         given = self.options.text_column
         if given is not None:
             return tuple(self.column("text", "--text-column", name.strip(), ()) for name in given.split(","))
-        for usual in _TEXT_COLUMNS:
+        for usual in self.usual_columns:
             pair = usual if isinstance(usual, tuple) else (usual,)
             if all(name in self.available for name in pair):
                 self.columns["text"] = ",".join(pair)
