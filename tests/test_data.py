@@ -258,7 +258,7 @@ def test_chats_are_written_out_by_the_chat_template(tmp_path: Path) -> None:
     ]
     options = DataOptions(str(write_jsonl(tmp_path / "x.jsonl", chats)))
     with pytest.raises(
-        hp.HeadPruneError, match="Row 14 of .*'messages' holds chats, and the tokenizer has no chat template"
+        hp.HeadPruneError, match=r"Row 14 of .*'messages' holds chats, and the tokenizer has no chat template"
     ):
         load_parts(options, loaded)
     coder.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.role[:0] + m.content + ' ' }}{% endfor %}"

@@ -193,7 +193,7 @@ def test_pairs_with_a_loss_function() -> None:
         hp.score(model, [(x, y)], loss_fn=F.cross_entropy)
     with pytest.raises(hp.HeadPruneError, match="loss_fn is str 'cross_entropy', which cannot be called"):
         hp.score(model, [(x, y)], loss_fn="cross_entropy")  # type: ignore[arg-type]
-    with pytest.raises(hp.HeadPruneError, match='A batch is a tuple.* such as {"x": inputs, "labels": labels}'):
+    with pytest.raises(hp.HeadPruneError, match=r'A batch is a tuple.* such as {"x": inputs, "labels": labels}'):
         hp.score(model, [(x, y)])
 
 

@@ -29,6 +29,9 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torc
 # Outputs of the layers themselves may differ by this many tolerances, at most by the second number: differences do not
 # average out there, while a wrong cut is off by as much as the outputs are large.
 LAYERS, COARSEST = 10, 0.2
+# Where heads hardly count, as after a repair, outputs may differ by this share of the tolerance alone. In half precision (a tolerance
+# from HALF up), rounding takes more than that in a deep model: there the layers' own outputs have to prove such heads.
+FINEST, HALF = 0.2, 1e-3
 
 
 def tolerance_of(model: nn.Module) -> float:
@@ -215,7 +218,8 @@ def _attempt(
                 scale = max(largest(e), 1e-30)
                 worst = max(worst, difference / scale)
                 # A model in which these heads hardly count would pass whatever is done to them.
-                if difference > max(0.05 * effect, 0.2 * tolerance * scale):
+                least = tolerance * (FINEST if tolerance < HALF else 1)
+                if difference > max(0.05 * effect, least * scale):
                     return worst, f"its outputs differ from the masked model's by {worst:.2g} of their largest value"
             if why := differing(seen, each.seen, min(LAYERS * tolerance, COARSEST)):
                 return worst, why
