@@ -6,6 +6,7 @@ import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import headprune as hp
 from headprune import exporting
 from headprune.cli import app
 from headprune.errors import HeadPruneError
-from headprune.exporting import engines, export, graph, onnx, time_onnx
+from headprune.exporting import engines, export, graph, onnx, time_onnx, timing
 from headprune.forms import remember
 from headprune.inputs import call
 from headprune.surgery import answers
@@ -263,6 +264,32 @@ def test_attention_in_plain_operations(mask: str) -> None:
     }[mask]  # fmt: skip
     expected = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=0.3, **given)
     torch.testing.assert_close(graph._attend(q, k, v, enable_gqa=True, scale=0.3, **given), expected)
+
+
+def test_what_the_tokenizer_gives_is_an_input() -> None:
+    """A dense BERT is exported with token types, as its pruned copy is: a service can change the one for the other."""
+    model, _ = ZOO["bert"]()
+    coder = words()
+    coder.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    found = graph.callable_of(model, coder)
+    assert found.inputs == ("input_ids", "attention_mask", "token_type_ids")
+    assert graph.callable_of(model).inputs == ("input_ids", "attention_mask")
+    written, _ = ZOO["gpt2"]()  # its types are tokens: nobody passes them
+    assert graph.callable_of(written, coder).inputs == ("input_ids", "attention_mask")
+
+
+def test_files_that_take_other_inputs_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (torch.int64, ["batch", "length"])
+    given: dict[str, set[str]] = {}
+    sessions: dict[str, SimpleNamespace] = {}
+    for name, inputs in {"dense": ["ids"], "pruned": ["ids", "types"]}.items():
+        given[name] = set()
+        loaded = SimpleNamespace(inputs=dict.fromkeys(inputs, sizes), run=given[name].update)
+        sessions[name] = loaded
+    monkeypatch.setattr(timing, "session", lambda file, **_: sessions[str(file)])
+    monkeypatch.setattr(timing, "bench_calls", lambda calls, *shape: [call() for call in calls.values()])
+    timing.bench_files({"dense": Path("dense"), "pruned": Path("pruned")}, [2], [4])
+    assert given == {"dense": {"ids"}, "pruned": {"ids", "types"}}
 
 
 def test_labels_become_what_a_decoder_reads() -> None:

@@ -80,14 +80,17 @@ class Call(nn.Module):
             return [t.detach() for t in self(*given)]
 
 
-def callable_of(model: nn.Module) -> Call:
+def callable_of(model: nn.Module, processor: Any = None) -> Call:
     """A model with inputs that it takes: of the form that it was pruned with, or that its config names.
+
+    Args:
+        processor: Its tokenizer: what that gives beside, such as token types, is an input too where the form is not known.
 
     Raises:
         HeadPruneError: It is not known what it takes.
     """
     reason = ""
-    for example in _examples(model):
+    for example in _examples(model, processor):
         try:
             return Call(model, example)
         except Exception as error:  # a model may refuse an input with any error
@@ -187,9 +190,14 @@ def _axes(example: Sequence[Tensor], *, lengths: bool) -> tuple[dict[int, Any], 
     return tuple({d: auto for d in range(t.ndim) if not d or (lengths and t.ndim < 4)} for t in example)
 
 
-def _examples(model: nn.Module) -> Iterator[Example]:
-    for form in (*remembered(model), *guesses(model)):
-        example = made(form)
+def _examples(model: nn.Module, processor: Any) -> Iterator[Example]:
+    known = [made(form) for form in remembered(model)]
+    guessed = [made(form) for form in guesses(model)]
+    for example in (
+        *known,
+        *(with_more for each in guessed if (with_more := _tokenized(model, processor, each))),
+        *guessed,
+    ):
         if isinstance(example, Mapping):
             example = _unlabelled(model, example)
             own = inspect.signature(model.forward).parameters
@@ -197,6 +205,28 @@ def _examples(model: nn.Module) -> Iterator[Example]:
                 yield _rows({**example, "attention_mask": torch.ones_like(example["input_ids"])})
         yield _rows(example)
         yield example
+
+
+def _tokenized(model: nn.Module, processor: Any, example: Example) -> Example | None:
+    """A text with what its tokenizer gives and the model takes beside the guessed; None if there is no more.
+
+    A service passes on what the tokenizer gives. Without token types, pairs of texts would get other answers. Models that write text are
+    called without.
+    """
+    if not callable(processor) or not isinstance(example, Mapping) or "input_ids" not in example or writes(model):
+        return None
+    try:
+        given = set(processor("a"))
+    except Exception:  # an image processor, or one that takes texts in another form
+        return None
+    more = [name for name in inspect.signature(model.forward).parameters if name in given - {*example, *LABELS}]
+    return {**example, **{name: torch.zeros_like(example["input_ids"]) for name in more}} if more else None
+
+
+def writes(model: nn.Module) -> bool:
+    """Whether the model generates text."""
+    able = getattr(model, "can_generate", None)
+    return callable(able) and bool(able())
 
 
 def _unlabelled(model: nn.Module, example: Mapping[str, Any]) -> dict[str, Any]:

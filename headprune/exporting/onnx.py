@@ -15,7 +15,7 @@ from headprune import __version__
 from headprune.errors import HeadPruneError, first_line
 from headprune.exporting import engines
 from headprune.exporting.base import Exported, Request, exporter
-from headprune.exporting.graph import BATCH, Call, Graph, callable_of, graphs, plainly
+from headprune.exporting.graph import BATCH, Call, Graph, callable_of, graphs, plainly, writes
 from headprune.inputs import map_tensors
 from headprune.surgery.watch import gap, largest
 
@@ -57,7 +57,7 @@ class Proof:
 @exporter("onnx", ".onnx", needs=("onnx", "onnxscript", "onnxruntime"), dtypes=("float32", "float16"), as_stored=False)
 def onnx(request: Request) -> Exported:
     """A file for onnxruntime and other engines (any model that torch.export takes; batch and lengths stay free)."""
-    function = callable_of(request.model)
+    function = callable_of(request.model, request.processor)
     traced = function if request.dtype == "float32" else _rounded(function, getattr(torch, request.dtype))
     graph, proof = written(function, request.path, engines.session, traced=traced, rounded=traced)
     return exported(request, "onnx", graph, proof)
@@ -265,7 +265,6 @@ def _notes(model: nn.Module, graph: Graph, proof: Proof) -> tuple[str, ...]:
         notes.append(f"Of fixed size in the file, since the model or PyTorch's exporter fixes it: {', '.join(fixed)}.")
     if untried := sorted({graph.names[s] for s in graph.names if s not in proof.varied}):
         notes.append(f"The model took no other {' or '.join(untried)} than it was traced with, so none was tried.")
-    generates: Any = getattr(model, "can_generate", None)
-    if generates is not None and generates():
+    if writes(model):
         notes.append("The file computes whole sequences; it holds no cache of keys and values for generating text.")
     return tuple(notes)

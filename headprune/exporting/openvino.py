@@ -27,7 +27,7 @@ def openvino(request: Request) -> Exported:
         ov.save_model(ov.Core().read_model(onnx), request.path / FILE, compress_to_fp16=half)
         return engines.session(request.path / FILE)
 
-    function = callable_of(request.model)
+    function = callable_of(request.model, request.processor)
     rounded = Call(copy.deepcopy(request.model).to(torch.float16).float(), function.example) if half else function
     with tempfile.TemporaryDirectory() as folder:
         graph, proof = written(function, Path(folder, "model.onnx"), converted, rounded=rounded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def bench_files(
     sessions = {name: session(file, exact=False) for name, file in files.items()}
     first = next(iter(sessions.values()))
     free = {size for _, shape in first.inputs.values() for size in shape[1:] if isinstance(size, str)}
-    inputs = [(b, n, made_up(first, b, n)) for n in (lengths if free else [0]) for b in batches]
+    inputs = [(b, n, _all_made_up(sessions.values(), b, n)) for n in (lengths if free else [0]) for b in batches]
     rows = []
     for done, (batch, length, example) in enumerate(inputs):
         calls = {name: _call(name, loaded, example) for name, loaded in sessions.items()}
@@ -61,6 +61,14 @@ def bench_files(
         if progress:
             progress(done + 1, len(inputs))
     return rows
+
+
+def _all_made_up(sessions: Iterable[Session], batch: int, length: int) -> dict[str, Tensor]:
+    """Inputs for all files: one may take token types that another does not know."""
+    made: dict[str, Tensor] = {}
+    for loaded in sessions:
+        made = made_up(loaded, batch, length) | made
+    return made
 
 
 def made_up(loaded: Session, batch: int, length: int) -> dict[str, Tensor]:
