@@ -189,6 +189,8 @@ def test_pairs_with_a_loss_function() -> None:
     whole = hp.score(model, [(x, y)], "ablation", loss_fn=loss_fn)
     parts = hp.score(model, [(x[:2], y[:2]), (x[2:], y[2:])], "ablation", loss_fn=loss_fn)
     torch.testing.assert_close(whole.flat(), parts.flat(), rtol=1e-4, atol=1e-6)
+    assert whole.unit == "loss added when the head is removed"  # and not nats: nobody knows what the function returns
+    assert whole.signed
     with pytest.raises(hp.HeadPruneError, match="not one loss per example"):
         hp.score(model, [(x, y)], loss_fn=F.cross_entropy)
     with pytest.raises(hp.HeadPruneError, match="loss_fn is str 'cross_entropy', which cannot be called"):

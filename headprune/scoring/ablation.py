@@ -31,7 +31,7 @@ FillsOf = Callable[[int, int, Any], Mapping[str, Fill]]
 def ablation(problem: Problem) -> Estimate:
     """Zero ablation: the mean over examples of ``L(without the head) - L``, signed.
 
-    Section 3.1 of Michel et al. (2019), with the loss in place of the metric. A negative score says that
+    Section 3.2 of Michel et al. (2019), with the loss in place of the metric. A negative score says that
     the model is better off without the head. The standard error is that of the paired differences.
     Where ``settings.examples`` or ``settings.seconds`` do not allow all examples, `sampled` estimates it.
     """

@@ -91,6 +91,7 @@ def _near(profile: HeadProfile) -> tuple[float, str] | None:
 
 
 _OLSSON = "Olsson et al. (2022), arXiv:2209.11895; the threshold is ours"
+_WANG = "Wang et al. (2022), arXiv:2211.00593, on Olsson's sequences; the threshold is ours"
 _CLARK = "Clark et al. (2019), arXiv:1906.04341, section 3"
 _VOITA = "Voita et al. (2019), arXiv:1905.09418, section 5"
 
@@ -100,7 +101,7 @@ RULES = (
         _at_least("induction", COPIES, "on repeated random tokens, {} goes to what followed the token before"),
     ),
     Rule(
-        "duplicate token", "dup", f"on repeated random tokens, at least {COPIES:.0%} to the earlier occurrence", _OLSSON,
+        "duplicate token", "dup", f"on repeated random tokens, at least {COPIES:.0%} to the earlier occurrence", _WANG,
         _at_least("duplicate", COPIES, "on repeated random tokens, {} goes to the token's earlier occurrence"),
     ),
     Rule(
@@ -135,7 +136,7 @@ RULES = (
     ),
     Rule(
         "broad", "broad", f"at least {EVEN:.0%} of the largest possible entropy",
-        "after Clark et al. (2019), section 3.1; the threshold is ours", _broad,
+        "after Clark et al. (2019), section 3.3; the threshold is ours", _broad,
     ),
     Rule("near", "near", f"a mean distance of at most {NEAR:.0%} of even attention's", "after Dosovitskiy et al. (2020), arXiv:2010.11929, figure 7; the threshold is ours", _near),
 )  # fmt: skip
