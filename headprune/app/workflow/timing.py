@@ -71,6 +71,8 @@ def time_parts(
 def time_generation(models: Mapping[str, nn.Module], prompts: Shapes, console: Console) -> list[GenerationRow]:
     """How fast the dense and the pruned models write; [] where they do not."""
     rows: list[GenerationRow] = []
+    if not getattr(next(iter(models.values())), "can_generate", bool)():
+        return rows
     with console.track("writing tokens") as progress:
         for i, (_, _, example) in enumerate(prompts):
             row = generation(models, example)
