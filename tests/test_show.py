@@ -209,3 +209,10 @@ def test_a_small_table_keeps_its_lines() -> None:
 def test_a_document_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="do not have the shape"):
         SampleLayer(layer=0, queries="a", keys="a", shape=(2, 2, 2), weights="AAAA")
+
+
+def test_roles_of_one_colour_share_an_entry_of_the_legend() -> None:
+    from headprune.app.seeing.pictures import legend_of
+
+    found = list(legend_of(["mixed", "induction", "duplicate token", "induction", "broad"]).values())
+    assert found == ["induction (2), duplicate token (1)", "broad (1)", "mixed (1)"]

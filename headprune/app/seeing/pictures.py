@@ -67,17 +67,23 @@ def draw_all(path: Path, heads: Heads, sample: Sample, drop: Mapping[str, Sequen
     axis.xaxis.tick_top()
     for spine in axis.spines.values():
         spine.set_visible(False)
-    roles = [role for role in (*(rule.role for rule in RULES), MIXED) if role in used]
-    families: dict[str, list[str]] = {}  # roles of one colour share an entry: nobody could tell two apart
-    for role in roles:
-        families.setdefault(_COLOURS[role], []).append(f"{role} ({used.count(role)})")
-    patches = [Patch(color=colour, label=", ".join(names)) for colour, names in families.items()]
-    columns = max(1, min(len(patches), int((1.3 + widest * 0.5) / (1.5 if len(patches) == len(roles) else 2.4))))
+    patches = [Patch(color=colour, label=label) for colour, label in legend_of(used).items()]
+    widest_label = 2.4 if any(", " in str(patch.get_label()) for patch in patches) else 1.5
+    columns = max(1, min(len(patches), int((1.3 + widest * 0.5) / widest_label)))
     axis.legend(
         handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.01), ncols=columns, fontsize=7, frameon=False
     )
     _titled(axis, sample.title)
     _save(figure, path)
+
+
+def legend_of(roles: Sequence[str]) -> dict[str, str]:
+    """What each colour means, and how many heads have it. Roles of one colour share an entry: nobody could tell two apart."""
+    families: dict[str, list[str]] = {}
+    for role in (*(rule.role for rule in RULES), MIXED):
+        if role in roles:
+            families.setdefault(_COLOURS[role], []).append(f"{role} ({roles.count(role)})")
+    return {colour: ", ".join(names) for colour, names in families.items()}
 
 
 def draw_head(path: Path, sample: Sample, layer: SampleLayer, head: int, title: str) -> None:
