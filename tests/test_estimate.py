@@ -132,13 +132,16 @@ def test_a_search_and_repair_take_the_passes_that_were_estimated(shape: str, req
     before = fingerprint(model)
     found = hp.estimate(model, given, choose=choose, **asked)
     assert fingerprint(model) == before
+    repaired = asked.get("repair", True)
+    for part in ({p.name for p in found.phases}, found.memory_parts):
+        assert ("statistics for repair" in part) == repaired
     methods, options = asked.get("methods", ["gradient"]), {k: v for k, v in asked.items() if k != "methods"}
     if options.get("strategy") == "re-scored":
         methods = []
     with counting(model, real := Meter()):
         scores = [hp.score(model, given, method) for method in methods]
         plans = hp.search(model, given, choose=choose, scores=scores, **options)
-    for plan in plans if asked.get("repair", True) else ():
+    for plan in plans if repaired else ():
         copied = copy.deepcopy(model)
         with counting(copied, real):
             hp.repair(copied, plan, given)

@@ -199,9 +199,7 @@ class Sampler:
         found: list[DenseReference] = []
 
         def work() -> None:
-            calibration = calibrate(
-                self.model, self.layers, self.sample, values=self.repair, mixtures=self.repair, biases=self.biases
-            )
+            calibration = calibrate(self.model, self.layers, self.sample, repair=self.repair, biases=self.biases)
             found.append(measure(calibration, answers=False))
 
         with metered(self.model) as meter:  # the sums that it makes are counted apart, so this is not what a pass takes
