@@ -204,8 +204,8 @@ def _load_dense(source: str, kind: Task, config: Any, dtype: torch.dtype | str, 
     """A model that transformers loads.
 
     Raises:
-        HeadPruneError: It does not load, or some of its weights are missing: a head with random weights would be
-            measured as if it were trained.
+        HeadPruneError: It does not load, some of its weights are missing (a head with random weights would be measured as if it were
+            trained), or it is another model than its config says.
     """
     import transformers
 
@@ -226,6 +226,7 @@ def _load_dense(source: str, kind: Task, config: Any, dtype: torch.dtype | str, 
             f"it was not trained for {kind.name}.",
             "Pass a fine-tuned model, or the --task that it was trained for.",
         )
+    checkpoint.check_tied(model, source)
     loaded: nn.Module = model
     return loaded
 

@@ -20,6 +20,7 @@ from headprune.checkpoint.hub import upload
 from headprune.checkpoint.loading import SIDECAR
 from headprune.checkpoint.shards import MAX_SHARD as OFFLOADED_SHARD
 from headprune.checkpoint.shards import write_shards
+from headprune.checkpoint.ties import check_tied
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint, is_wrapper
 from headprune.forms import remember
@@ -69,11 +70,13 @@ def save(
             keeps elsewhere, one such file is in memory at a time, by default of 5 GB.
 
     Raises:
-        HeadPruneError: The folder exists and is not empty; adapters (LoRA) that are not merged; or quantised weights.
+        HeadPruneError: The folder exists and is not empty; adapters (LoRA) that are not merged; quantised weights; or two tensors where
+            the config says that there is one.
     """
     path = Path(path)
     check_merged(model)
     check_plain(model, model.state_dict())
+    check_tied(model)
     _check_not_read(model, path)
     with replaced(path, overwrite) as folder:
         write(model, folder, example=example, about=about or {}, max_shard_size=max_shard_size)
