@@ -12,7 +12,7 @@ from torch import nn
 
 from headprune import checkpoint
 from headprune.app.named import check_source
-from headprune.app.precision import HALVES, holds, widen
+from headprune.app.precision import half_of, holds, widen
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import model_device
@@ -126,7 +126,7 @@ def load_model(
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = config_of(source, common)
     kind = task_of(config, task, source)
-    half = _half(config) if dtype == "auto" and wanted == torch.float32 else None
+    half = half_of(config) if dtype == "auto" and wanted == torch.float32 else None
     ours = checkpoint.is_checkpoint(source)  # whose code is for those without headprune
     if ours:
         places: dict[str, Any] = {"device": where} if placing is None else placing.options()
@@ -336,12 +336,6 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     if dtype not in known:
         raise HeadPruneError(f"There is no dtype {dtype!r}.", f"Use auto, {', '.join(known)}.")
     return known[dtype]
-
-
-def _half(config: Any) -> torch.dtype | None:
-    """The half precision that a config says its weights are stored in."""
-    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    return next((half for half in HALVES if found in (half, str(half).removeprefix("torch."))), None)
 
 
 def task_of(config: Any, task: str | None, source: str) -> Task:
