@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from torch import nn
 
 import headprune as hp
@@ -150,6 +151,17 @@ def test_a_search_and_repair_take_the_passes_that_were_estimated(shape: str, req
     assert near(found.backward, real.backward / n), (found.backward, real.backward / n)
     assert found.forward_low * (1 - NEAR) <= real.forward / n <= found.forward_high * (1 + NEAR)
     assert near(found.forward, real.forward / n), (found.forward, real.forward / n)
+
+
+def test_statistics_block_by_block_take_what_they_take_in_memory(llama: nn.Module, tmp_path: Path) -> None:
+    """They were estimated at no pass at all, and at the same time for four batches as for a hundred."""
+    given = batches(llama, 2, rows=4)
+    places = {name: "disk" for name, _ in llama.named_children()}
+    spread = dispatch_model(copy.deepcopy(llama), places, main_device="cpu", offload_dir=tmp_path)
+    known, found = (Sampler(model, hp.find_attention(model, given[0]), given).statistics() for model in (llama, spread))
+    assert found.forward == known.forward > found.backward == known.backward == 1
+    assert found.flops == known.flops > 0
+    assert found.seconds > 0  # for each of the examples
 
 
 @pytest.mark.parametrize(
