@@ -26,7 +26,7 @@ from headprune.fingerprint import fingerprint, is_wrapper
 from headprune.forms import remember
 from headprune.inputs import Example
 from headprune.jsonio import read_json, write_json, write_text
-from headprune.offload import Offloaded, is_dispatched, is_offloaded, reads_from
+from headprune.offload import Offloaded, is_offloaded, reads_from
 from headprune.pruned import Structure, heads_before, removed, structure_of, was_repaired
 from headprune.stock import CannotStateError, dense_class, stock_instance
 
@@ -233,8 +233,6 @@ def _as_stock(model: nn.Module, same_tensors: bool) -> tuple[nn.Module, str]:
     """A pruned model as its stock class has it, and ""; or the model itself, and why the class has no such model."""
     if not structure_of(model) or not hasattr(getattr(model, "config", None), "save_pretrained"):
         return model, ""
-    if is_dispatched(model):  # an instance of the class would have to be dispatched too
-        return model, "It was spread over devices when it was saved, so its stock class was not tried."
     try:
         stock = stock_instance(model)
     except CannotStateError as error:
