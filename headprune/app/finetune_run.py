@@ -116,7 +116,7 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
             "Use the Python API: headprune.app.finetune.finetune.",
         )
     parts = load_parts(data, pruned)
-    parts.notes.extend((*pruned.notes, *_check_cut(parts, data, run, pruned)))
+    parts.notes.extend((*pruned.notes, *dense.notes, *_check_cut(parts, data, run, pruned)))
     train, notes = load_train(data, pruned, parts, asked.train_limit)
     half = _stored(pruned.model)
     if half is not None:
