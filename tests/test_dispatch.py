@@ -300,7 +300,8 @@ def test_statistics_block_by_block(
     assert found.passes == known.passes
 
 
-@pytest.mark.parametrize(("name", "repaired"), [pytest.param("llama", True, marks=pytest.mark.slow), ("t5", False)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "repaired"), [("llama", True), ("t5", False)])
 def test_a_stock_folder_is_one_wherever_the_weights_are(name: str, repaired: bool, tmp_path: Path) -> None:
     """It always needed code, as if no stock class could state the model. T5's class has a part of its table, Llama's biases that are new."""
     model, given, example = made(name)

@@ -57,7 +57,7 @@ def test_signed_gradients_against_float64(dtype: torch.dtype, most: float) -> No
     assert float(((means[0] - means[1]) / means[1]).abs().median()) < most / 2
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scored_in_half", [False, True])
 def test_scores_and_plans_serve_in_any_precision(dtype: torch.dtype, scored_in_half: bool) -> None:
     """A checkpoint in half precision is scored in float32 on a CPU, and was another model on a GPU; and the other way round."""
@@ -70,7 +70,8 @@ def test_scores_and_plans_serve_in_any_precision(dtype: torch.dtype, scored_in_h
     hp.search(model, batches[:2], keep=4, choose=batches[2:], scores=scores, strategy="one-shot", repair=False)
     for noted in known_as(model):  # of these, a plan of an earlier version noted the exact one
         plan, copied = replace(hp.plan(scores, 4), model=noted), copy.deepcopy(model)
-        hp.repair(copied, plan, batches, ridge=1.0, values=False, mixtures=False)
+        if noted == identity(model):  # a plan that was noted otherwise is compared in the same place
+            hp.repair(copied, plan, batches[:1], ridge=1.0, values=False, mixtures=False, answers=False)
         hp.prune(copied, plan)
     other = copy.deepcopy(model)
     other.bert.embeddings.word_embeddings.weight.data[3, 3] += 1.0
