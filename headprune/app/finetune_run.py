@@ -121,7 +121,7 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
     half = _stored(pruned.model)
     if half is not None:
         notes.append(
-            f"{source} is stored in {str(half).removeprefix('torch.')}, and so is the fine-tuned model, which is trained in float32."
+            f"{source} is stored in {str(half).removeprefix('torch.')}, and so is the fine-tuned model, which is trained and measured in float32."
         )
     console.say(f"{type(pruned.model).__name__} for {pruned.task.name} on {next(pruned.model.parameters()).device}")
     for note in (*parts.notes, *notes):
