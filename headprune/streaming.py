@@ -292,7 +292,7 @@ def _mapped(source: Path, files: Sequence[Path]) -> nn.Module:
         )
     check_merged(model)
     check_plain(model, model.state_dict())
-    check_tied(model, str(source))
+    check_tied(model, str(source), unite=True)
     made: nn.Module = model
     return made.eval()
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,10 @@ def test_what_is_tied_by_its_config_alone_is_refused(tmp_path: Path) -> None:
     model, _ = gpt2()
     model.save_pretrained(tmp_path / "dense")
     file = tmp_path / "dense" / "model.safetensors"
+    twin = {"lm_head.weight": model.transformer.wte.weight.detach().clone()}  # which says the same twice
+    save_file({**load_file(str(file)), **twin}, str(file), metadata={"format": "pt"})
+    loaded: Any = load_model(str(tmp_path / "dense"), with_processor=False).model
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
     head = model.transformer.wte.weight.detach() + 1.0
     save_file({**load_file(str(file)), "lm_head.weight": head}, str(file), metadata={"format": "pt"})
     with pytest.raises(HeadPruneError, match=r"dense has weights of its own for lm_head.weight") as told:
