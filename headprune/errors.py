@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,7 +85,12 @@ def check_writable(folder: Path) -> None:
         ) from None
 
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+# What libraries say that do not raise an OSError with a number: safetensors, and NumPy's `tofile`.
+_SAYS_FULL = re.compile(
+    r"No space left on device|Disk quota exceeded|\(os error (28|122)\)|\d+ requested and \d+ written"
+)
+_SAYS_TOO_LARGE = re.compile(r"File too large|\(os error 27\)")
 
 
 def explained(error: BaseException) -> HeadPruneError | None:
@@ -95,7 +101,11 @@ def explained(error: BaseException) -> HeadPruneError | None:
     for cause in causes(error):
         system = cause if isinstance(cause, OSError) else OSError()
         where = f" ({system.filename})" if system.filename else ""
-        if system.errno in _FULL or "No space left on device" in str(cause):
+        if system.errno == errno.EFBIG or _SAYS_TOO_LARGE.search(str(cause)):
+            return HeadPruneError(
+                f"A file would be larger than this process may write{where}.", "Raise the limit: `ulimit -f unlimited`."
+            )
+        if system.errno in _FULL or _SAYS_FULL.search(str(cause)):
             return HeadPruneError(
                 f"No space left on the disk{where}.",
                 "Free some, or use another disk (-o for the results, TMPDIR and HF_HOME for the rest), then run the same command "
@@ -117,8 +127,9 @@ def explained(error: BaseException) -> HeadPruneError | None:
 def is_of_the_disk(error: BaseException) -> bool:
     """Whether a disk is full, read-only or broken, so that nothing else can be written there either."""
     return any(
-        (isinstance(cause, OSError) and cause.errno in _FULL | {errno.EROFS, errno.EIO})
-        or "No space left on device" in str(cause)
+        (isinstance(cause, OSError) and cause.errno in _FULL | {errno.EFBIG, errno.EROFS, errno.EIO})
+        or _SAYS_FULL.search(str(cause)) is not None
+        or _SAYS_TOO_LARGE.search(str(cause)) is not None
         for cause in causes(error)
     )
 

@@ -50,7 +50,7 @@ class Commands(typer.core.TyperGroup):
 def fail(console: Console, message: str, hint: str) -> None:
     """Say what is wrong: a line on stderr, and the document if one was asked for."""
     typer.echo(in_line(f"headprune: {message} {hint}".rstrip()), err=True)
-    with suppress(OSError):  # stdout may be what is full, or closed
+    with suppress(OSError, HeadPruneError):  # stdout may be what is full, or closed
         console.document({"error": message, "hint": hint.strip("()")})
 
 
