@@ -59,6 +59,7 @@ COSTS = (
     "resumed",
     "commands",
     "checksum",
+    "checksums",
 )
 
 
@@ -454,3 +455,18 @@ def test_an_unfinished_model_with_another_tokenizer_is_made_again(here: Path, mo
     file.write_text(whole.replace('"good"', '"goof"', 1))
     assert "repairing" in run(*QUICK).stderr
     assert (here / "reports" / "m-1" / "pruned-2" / "tokenizer.json").read_text() == whole
+
+
+def test_documents_of_two_runs_make_no_report(here: Path) -> None:
+    """Copied from one folder to another, each whole: scores of another model gave a report, and of other data a prune."""
+    run(*SCORE, "-o", "a")
+    other_weights(here / "m")
+    run(*SCORE, "-o", "b")
+    for name in ("scores.json", "heads.json"):
+        kept = (here / "a" / name).read_bytes()
+        shutil.copy(here / "b" / name, here / "a" / name)
+        said = " ".join(run("report", "a", code=1).stderr.split())
+        assert f"a/{name} is another run's: a/run.json was not written with it." in said
+        (here / "a" / name).write_bytes(kept)
+    (here / "a" / "run.json").write_bytes((here / "b" / "run.json").read_bytes())
+    assert "another run's" in " ".join(run("prune", "-k", "2", "--scores", "a", code=1).stderr.split())

@@ -195,8 +195,8 @@ def prune_run(
         for i, fitted in enumerate(fits):
             fitted.plan.save(content.plan_path(fitted.plan.asked, first=i == 0))
         took = before + stages.before + time.monotonic() - started
-        run.changed(seconds=(*run.seconds[: len(run.commands) - 1], round(took, 1))).write(content.run_path)
         metrics.write(content.metrics_path)
+        content.write_run(run.changed(seconds=(*run.seconds[: len(run.commands) - 1], round(took, 1))))
         report.write_cards(content)
         publish(folder, content, of)
 

@@ -55,7 +55,7 @@ def score_run(
         shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
         save_scores(content.scores_path, scores)
         write_heads(scene, stages_of(folder, "score", scene, say=lambda _: None), content, console)
-        run.changed(seconds=(round(before + time.monotonic() - started, 1),)).write(content.run_path)
+        content.write_run(run.changed(seconds=(round(before + time.monotonic() - started, 1),)))
         publish(folder, content, of)
 
     current().first("writing the run", written)
