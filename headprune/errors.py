@@ -116,12 +116,25 @@ def explained(error: BaseException) -> HeadPruneError | None:
                 f"{system.filename} cannot be read or written: {system.strerror}.",
                 "Check the path and its permissions.",
             )
+        if system.errno == errno.ENOENT and not _has_folder():
+            return HeadPruneError(
+                "The current folder is gone: it was removed, or made anew.", 'Go to one that is there (`cd "$PWD"`).'
+            )
         name = type(cause).__name__
         if isinstance(cause, MemoryError) or "OutOfMemory" in name or "can't allocate memory" in str(cause):
             return HeadPruneError(
                 "Memory ran out.", "Use a smaller --batch-size, a smaller --max-length, or a machine with more of it."
             )
     return None
+
+
+def _has_folder() -> bool:
+    """Whether the folder that this process is in is still there."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def is_of_the_disk(error: BaseException) -> bool:

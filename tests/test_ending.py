@@ -142,3 +142,15 @@ def test_what_libraries_say_where_nothing_more_fits(error: Exception, said: str)
     assert found is not None
     assert said in found.args[0]
     assert is_of_the_disk(error)
+
+
+def test_a_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removed while a shell was in it: `score` told it as unexpected."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(FileNotFoundError) as raised:
+        Path("reports").absolute()
+    tmp_path.mkdir()
+    found = explained(raised.value)
+    assert found is not None
+    assert "The current folder is gone" in found.args[0]
