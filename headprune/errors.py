@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,7 +100,12 @@ def check_writable(folder: Path) -> None:
         ) from None
 
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+# What libraries say that do not raise an OSError with a number: safetensors, and NumPy's `tofile`.
+_SAYS_FULL = re.compile(
+    r"No space left on device|Disk quota exceeded|\(os error (28|122)\)|\d+ requested and \d+ written"
+)
+_SAYS_TOO_LARGE = re.compile(r"File too large|\(os error 27\)")
 
 
 def explained(error: BaseException) -> HeadPruneError | None:
@@ -110,7 +116,11 @@ def explained(error: BaseException) -> HeadPruneError | None:
     for cause in causes(error):
         system = cause if isinstance(cause, OSError) else OSError()
         where = f" ({system.filename})" if system.filename else ""
-        if system.errno in _FULL or "No space left on device" in str(cause):
+        if system.errno == errno.EFBIG or _SAYS_TOO_LARGE.search(str(cause)):
+            return HeadPruneError(
+                f"A file would be larger than this process may write{where}.", "Raise the limit: `ulimit -f unlimited`."
+            )
+        if system.errno in _FULL or _SAYS_FULL.search(str(cause)):
             return HeadPruneError(
                 f"No space left on the disk{where}.",
                 "Free some, or use another disk (-o for the results, TMPDIR and HF_HOME for the rest), then run the same command "
@@ -121,6 +131,10 @@ def explained(error: BaseException) -> HeadPruneError | None:
                 f"{system.filename} cannot be read or written: {system.strerror}.",
                 "Check the path and its permissions.",
             )
+        if system.errno == errno.ENOENT and not _has_folder():
+            return HeadPruneError(
+                "The current folder is gone: it was removed, or made anew.", 'Go to one that is there (`cd "$PWD"`).'
+            )
         name = type(cause).__name__
         if isinstance(cause, MemoryError) or "OutOfMemory" in name or "can't allocate memory" in str(cause):
             return HeadPruneError(
@@ -129,11 +143,21 @@ def explained(error: BaseException) -> HeadPruneError | None:
     return None
 
 
+def _has_folder() -> bool:
+    """Whether the folder that this process is in is still there."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def is_of_the_disk(error: BaseException) -> bool:
     """Whether a disk is full, read-only or broken, so that nothing else can be written there either."""
     return any(
-        (isinstance(cause, OSError) and cause.errno in _FULL | {errno.EROFS, errno.EIO})
-        or "No space left on device" in str(cause)
+        (isinstance(cause, OSError) and cause.errno in _FULL | {errno.EFBIG, errno.EROFS, errno.EIO})
+        or _SAYS_FULL.search(str(cause)) is not None
+        or _SAYS_TOO_LARGE.search(str(cause)) is not None
         for cause in causes(error)
     )
 

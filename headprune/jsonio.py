@@ -100,6 +100,16 @@ def checksum(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def stamp(path: Path) -> str | None:
+    """The checksum that a document holds; None without a document, or where it holds none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    written = found.get(CHECKSUM) if isinstance(found, dict) else None
+    return written if isinstance(written, str) else None
+
+
 # Whole numbers in a list go on one line, as a person would write the heads of a layer. JSON escapes line ends within
 # strings, so what spans lines is never part of one.
 _NUMBERS = re.compile(r"\[\n\s*-?\d+(?:,\n\s*-?\d+)*\n\s*\]")

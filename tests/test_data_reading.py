@@ -109,3 +109,9 @@ def test_a_name_is_no_pattern(tmp_path: Path) -> None:
         assert read_splits(str(path))["all"]["text"][:] == ["good"]
     with pytest.raises(hp.HeadPruneError, match=r"takes \*, \? and \[ in .* for patterns of names"):
         read_splits(str(tmp_path / "[x]"))
+    lines = tmp_path / "a\nb"
+    lines.mkdir()
+    (lines / "train.jsonl").write_text('{"text": "good"}\n')
+    with pytest.raises(hp.HeadPruneError, match="name has a line end in it"):  # it was "no rows", too
+        read_splits(str(lines))
+    assert read_splits(str(lines / "train.jsonl"))["all"]["text"][:] == ["good"]

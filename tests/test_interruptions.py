@@ -59,6 +59,7 @@ COSTS = (
     "resumed",
     "commands",
     "checksum",
+    "checksums",
 )
 
 
@@ -273,6 +274,91 @@ def test_other_data_is_never_mixed_in(here: Path, monkeypatch: pytest.MonkeyPatc
     assert read_json(here / "reports" / "m-1" / "metrics.json", "metrics")["dense"]["examples"] == 14
 
 
+def other_weights(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    save_file({k: 3 * v for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+SCORE = ["score", "m", "-d", "d", "-m", "weight-norm"]
+
+
+def test_a_result_is_not_shown_again_for_another_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed just after the end, and typed again after another training: the old scores were shown as if they were new ones."""
+    with monkeypatch.context() as patch:  # SIGKILL comes before the notes are removed
+        patch.setattr("headprune.app.folders.Folder.clear_unfinished", lambda self: None)
+        run(*SCORE)
+        run(*SCORE, "-o", "r", "--overwrite")
+        again = run(*SCORE)
+        assert "reports/m-1" in again.stdout
+        assert "scoring by" not in again.stderr
+    before = (here / "r" / "scores.json").read_bytes()
+    other_weights(here / "m")
+    assert "reports/m-1 holds what this command made before" in " ".join(run(*SCORE, code=1).stderr.split())
+    assert "reports/m-2" in run(*SCORE).stdout
+    run(*SCORE, "-o", "r", "--overwrite")
+    assert (here / "r" / "scores.json").read_bytes() != before
+
+
+@pytest.mark.slow
+def test_a_plan_or_data_that_changed_is_carried_out_anew(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prune by a file that was edited after it: only the file's name was compared."""
+    plan = here / "p.json"
+    command = ["prune", "m", "-d", "d", "--plan", plan, "-o", "r", "--overwrite", "--no-repair"]
+    with monkeypatch.context() as patch:
+        patch.setattr("headprune.app.folders.Folder.clear_unfinished", lambda self: None)
+        for heads in ([0], [0, 1]):
+            hp.PruningPlan({"bert.encoder.layer.0.attention.self": heads}, 4 - len(heads), 4, 4 - len(heads)).save(plan)
+            assert f"{4 - len(heads)} heads" in run(*command).stdout
+            assert "measuring" not in run(*command).stderr
+        write_jsonl(here / "d" / "test.jsonl", sentences(14, 9))
+        assert "measuring" in run(*command).stderr
+    assert read_json(here / "r" / "metrics.json", "metrics")["dense"]["examples"] == 14
+
+
+def test_who_reads_the_first_line_only_interrupts_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`headprune score … | head -1`: notes of an unfinished run stayed, and `prune` took another folder."""
+
+    def closed(*_: Any) -> None:
+        raise BrokenPipeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headprune.cli.tables.print_scores", closed)
+        patch.setattr("headprune.cli.tables.print_pruned", closed)
+        run(*SCORE, code=1)
+        assert not list((here / "reports").rglob(".*"))
+        run("prune", "-k", "2", "-s", "one-shot", "--no-repair", code=1)
+    assert [p.name for p in (here / "reports").iterdir()] == ["m-1"]
+    assert not list((here / "reports").rglob(".*"))
+
+
+def test_nothing_is_said_to_have_changed_where_nothing_was_finished(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradient = [*SCORE[:-1], "gradient"]
+    with monkeypatch.context() as patch:
+        patch.setattr("headprune.app.workflow.scoring.write_heads", interrupt)
+        run(*gradient, code=130)
+    parts = [p for p in (here / "reports" / "m-1" / ".unfinished").glob("*-*/*") if p.is_file()]
+    assert {p.suffix for p in parts} == {".json", ".npy"}
+    for part in parts:
+        part.unlink()
+    said = run(*gradient).stderr
+    assert "not used" not in said
+
+
+def test_a_report_that_is_interrupted_has_its_pictures(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(*SCORE, "-m", "gradient")
+    pictures = {p.name for p in (here / "reports" / "m-1").glob("*.png")}
+    assert {"agreement.png", "heads.png"} <= pictures
+    for place in ("figures.agreement", "draw_all"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"headprune.app.report.{place}", interrupt)
+            run("report", "reports/m-1", code=130)
+        assert {p.name for p in (here / "reports" / "m-1").glob("*.png")} == pictures
+
+
 def test_the_demo_leaves_the_old_report_until_there_is_another(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headprune.app import demo
 
@@ -369,3 +455,18 @@ def test_an_unfinished_model_with_another_tokenizer_is_made_again(here: Path, mo
     file.write_text(whole.replace('"good"', '"goof"', 1))
     assert "repairing" in run(*QUICK).stderr
     assert (here / "reports" / "m-1" / "pruned-2" / "tokenizer.json").read_text() == whole
+
+
+def test_documents_of_two_runs_make_no_report(here: Path) -> None:
+    """Copied from one folder to another, each whole: scores of another model gave a report, and of other data a prune."""
+    run(*SCORE, "-o", "a")
+    other_weights(here / "m")
+    run(*SCORE, "-o", "b")
+    for name in ("scores.json", "heads.json"):
+        kept = (here / "a" / name).read_bytes()
+        shutil.copy(here / "b" / name, here / "a" / name)
+        said = " ".join(run("report", "a", code=1).stderr.split())
+        assert f"a/{name} is another run's: a/run.json was not written with it." in said
+        (here / "a" / name).write_bytes(kept)
+    (here / "a" / "run.json").write_bytes((here / "b" / "run.json").read_bytes())
+    assert "another run's" in " ".join(run("prune", "-k", "2", "--scores", "a", code=1).stderr.split())

@@ -33,6 +33,7 @@ COSTS = {
     "commands",
     "command",
     "checksum",
+    "checksums",
 }
 PRUNE = ["prune", "m", "-d", "d", "-k", "4", "-k", "2", "-b", "4", "-m", "gradient", "-m", "ablation"]
 TUNE = ["finetune", "reports/m-1/pruned-4", "--epochs", "2", "--learning-rate", "1e-3", "-o", "tuned"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -18,6 +19,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from headprune.errors import HeadPruneError
 from headprune.jsonio import dumps
 
 _PIPED_WIDTH = 140  # columns where no terminal says how many there are
@@ -58,7 +60,8 @@ class Console:
     def result(self, text: str) -> None:
         """A line of the result."""
         if not self.as_json:
-            self.out.print(Text(text), soft_wrap=True)
+            with self._printing():
+                self.out.print(Text(text), soft_wrap=True)
 
     def table(self, table: Table) -> None:
         """A table of the result."""
@@ -67,12 +70,28 @@ class Console:
     def show(self, made: RenderableType) -> None:
         """Something of the result that is no line of text."""
         if not self.as_json:
-            self.out.print(made)
+            with self._printing():
+                self.out.print(made)
 
     def document(self, data: Any) -> None:
         """The result as one JSON document, with --json."""
         if self.as_json and self.stdout is not None:  # None: it was closed before the command began (`>&-`)
-            self.stdout.write(dumps(data) + "\n")
+            with self._printing():
+                self.stdout.write(_in_letters_of(self.stdout, dumps(data)) + "\n")
+                self.stdout.flush()
+
+    @contextmanager
+    def _printing(self) -> Iterator[None]:
+        """What is wrong with stdout is said of stdout, not of the disk that the results are on."""
+        try:
+            yield
+        except BrokenPipeError:  # as behind `| head`
+            raise
+        except OSError as error:
+            raise HeadPruneError(
+                f"What this command prints could not be written to stdout: {error.strerror or error}.",
+                "Send it elsewhere; files that the command writes are complete.",
+            ) from error
 
     @contextmanager
     def track(self, label: str) -> Iterator[Any]:
@@ -92,6 +111,15 @@ class Console:
                 )  # fmt: skip
 
             yield update
+
+
+def _in_letters_of(stream: Any, document: str) -> str:
+    """A JSON document with escapes for what a stream's encoding cannot hold."""
+    try:
+        document.encode(getattr(stream, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return "".join(c if c.isascii() else json.dumps(c)[1:-1] for c in document)
+    return document
 
 
 class TimeLeft(ProgressColumn):

@@ -311,7 +311,7 @@ class _Training:
         """
         self._file = work / f"{key}.pt"
         if not current().first("unfinished training", self._file.is_file):
-            if work.is_dir() and any(work.iterdir()):
+            if any(work.glob("*.pt")):
                 say(
                     f"Unfinished work in {work} is not used, as the model, data, seed, options or versions have changed."
                 )

@@ -40,7 +40,7 @@ from headprune.app.workflow.saving import halved, in_full, in_half
 from headprune.app.workflow.stages import Stages
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
-from headprune.fingerprint import config_hash, fingerprint, versions
+from headprune.fingerprint import config_hash, fingerprint, processor_hash, versions
 from headprune.inputs import model_device, move
 from headprune.jsonio import write_text
 from headprune.memory import is_out_of_memory
@@ -98,12 +98,12 @@ def finetune_run(asked: FinetuneRun, console: Console) -> tuple[Path, FinetuneRe
         return folder
 
     with claimed(choose, key, runs.command_line(), resume=asked.resume, say=console.say) as folder:
-        if not current().first("done before", lambda: folder.done_by(key)):  # else it was killed just after
-            _run(asked, source, folder, console)
+        # It may have been killed just after the end.
+        _run(asked, source, folder, console, partial(folder.did, key, asked.overwrite))
         return output, FinetuneRecord.read(output / DOCUMENT)
 
 
-def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> None:
+def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console, did: Callable[[str], bool]) -> None:
     started = time.monotonic()
     run = _run_of(source)
     data = _data_options(asked, run)
@@ -126,6 +126,10 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
     console.say(f"{type(pruned.model).__name__} for {pruned.task.name} on {next(pruned.model.parameters()).device}")
     for note in (*parts.notes, *notes):
         console.say(note)
+    both = [(fingerprint(m.model), config_hash(m.model)) for m in (pruned, dense)]
+    examples = [part.content_hash() for part in (train, parts.choose, parts.report)]
+    if did(of := digest(versions(), both, processor_hash(pruned.processor), examples)):
+        return
     facts = FinetuneFacts(  # before the long work, so that it is known to be writable
         command=runs.command_line(),
         when=runs.now(),
@@ -180,7 +184,7 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
         record.write(content / DOCUMENT)
         write_text(content / REPORT, render(folder.path.name, record))
         checkpoint.add_figures(content, card(record))
-        folder.publish(content, ["*"])
+        folder.publish(content, ["*"], of)
 
     ranks.first("writing the run", written)
 

@@ -90,6 +90,33 @@ class Folder:
         """Whether this very command was interrupted here after all its work was done."""
         return self.left_by(key) and (self.unfinished / _DONE).exists()
 
+    def did(self, key: str, overwrite: bool, of: str) -> bool:
+        """Whether this very command has done this very work here, and was interrupted only after that.
+
+        Args:
+            overwrite: Whether what it has done may be replaced, if it was other work.
+            of: What it works on now, as given to `publish`: models and data may have changed under the same names.
+
+        Raises:
+            HeadPruneError: It was other work.
+        """
+        before = current().first("done before", lambda: self._done_of(key))
+        if before is not None and before != of and not overwrite:
+            raise HeadPruneError(
+                f"{self.path} holds what this command made before, and the model, the data or the versions have changed since.",
+                "Choose another folder with -o, or add --overwrite.",
+            )
+        return before == of
+
+    def _done_of(self, key: str) -> str | None:
+        """What this very command worked on, if it did all of its work here."""
+        if not self.done_by(key):
+            return None
+        try:
+            return str(read_json(self.unfinished / _DONE, "publication").get("of"))
+        except HeadPruneError:
+            return ""
+
     def clear_unfinished(self) -> None:
         """Remove the unfinished work of an interrupted run."""
         self._check_own()
@@ -126,12 +153,13 @@ class Folder:
                     "Wait for it and run the same command again, or choose another folder with -o.",
                 )
 
-    def publish(self, content: Path, replaces: Iterable[str]) -> None:
+    def publish(self, content: Path, replaces: Iterable[str], of: str = "") -> None:
         """Replace what is here by the content of another folder.
 
         Args:
             content: The other folder: complete, and in `unfinished`, so that one rename commits it.
             replaces: Patterns of the names to remove.
+            of: A name for what the content was made from, by which the same command knows it again (`did`).
 
         Raises:
             BusyError: Another process is writing what would be removed; nothing has changed then.
@@ -142,7 +170,7 @@ class Folder:
             _remove(path)
         new = {p.name for p in content.iterdir()}
         gone = {p.name for pattern in replaces for p in self.path.glob(pattern)} - {_LOCK, _UNFINISHED, _READY}
-        write_json(content / _GONE, "publication", {"gone": sorted(gone - new)})
+        write_json(content / _GONE, "publication", {"gone": sorted(gone - new), "of": of})
         os.replace(content, self.path / _READY)
         self._move()
 

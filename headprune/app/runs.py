@@ -16,7 +16,7 @@ from headprune import __version__
 from headprune.app.documents import Environment, Heads, Metrics, Run
 from headprune.app.folders import Folder
 from headprune.errors import HeadPruneError, check_link
-from headprune.jsonio import read_json
+from headprune.jsonio import CHECKSUM, read_json, stamp
 from headprune.scoring.scores import HeadScores, load_scores
 
 REPORTS = Path("reports")
@@ -79,14 +79,40 @@ class RunFolder(Folder):
 
     def read_scores(self) -> list[HeadScores]:
         self.settle()
+        self._check_together(self.scores_path)
         return load_scores(self.scores_path)
 
     def read_metrics(self) -> Metrics | None:
+        self.settle()
+        self._check_together(self.metrics_path)
         return Metrics.read(self.metrics_path) if self.pruned else None
 
     def read_heads(self) -> Heads | None:
         self.settle()
+        self._check_together(self.heads_path)
         return Heads.read(self.heads_path) if self.heads_path.exists() else None
+
+    def write_run(self, run: Run) -> None:
+        """Write run.json, after the documents beside it, which it names by their checksums."""
+        stamps = {path.name: stamp(path) for path in (self.scores_path, self.metrics_path, self.heads_path)}
+        run.changed(checksums={name: found for name, found in stamps.items() if found}).write(self.run_path)
+
+    def _check_together(self, path: Path) -> None:
+        """Refuse a document that another run wrote: each is whole, and together they would tell what never was.
+
+        Raises:
+            HeadPruneError: It is not what run.json names.
+        """
+        found = stamp(path)
+        try:
+            known = Run.read(self.run_path).checksums.get(path.name)
+        except HeadPruneError:  # said by whoever reads that one
+            return
+        if found is not None and known is not None and found != known:
+            raise HeadPruneError(
+                f"{path} is another run's: {self.run_path} was not written with it.",
+                f'Copy the whole folder again, or make the run again. If it is meant, delete its line "{CHECKSUM}".',
+            )
 
 
 def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "") -> RunFolder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from headprune.app.models import config_of, processor_of, task_of
 from headprune.app.runs import PARTS, RunFolder
 from headprune.app.workflow import Console
 from headprune.errors import HeadPruneError
+from headprune.fingerprint import versions
 from headprune.planning import strategy_named
 from headprune.plans import PruningPlan
+from headprune.scoring.resume import digest
 from headprune.streaming import check_source, cut_checkpoint
 
 _NOTHING = {"revision": None, "trust_remote_code": False}
@@ -34,13 +37,24 @@ def check_streaming(model: str, plan: PruningPlan, no_repair: bool) -> None:
     check_source(Path(model))
 
 
-def stream_run(model: str, task: str | None, plan: PruningPlan, folder: RunFolder, console: Console) -> StreamedRun:
+def stream_run(
+    model: str,
+    task: str | None,
+    plan: PruningPlan,
+    folder: RunFolder,
+    console: Console,
+    did: Callable[[str], bool] = lambda of: False,
+) -> StreamedRun:
     """Cut a checkpoint by a plan, and write the plan, the cut checkpoint and what was proved of it.
 
     Args:
         model: A folder.
         folder: Where to write; it changes when all is done.
+        did: Whether that was done already, of this plan and these files (`Folder.did`).
     """
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(Path(model).iterdir())]
+    if did(of := digest(versions(), plan.to_json(), files)):  # to read them would take as long as to cut them
+        return StreamedRun.read(folder.streamed_path)
     kind = task_of(config_of(model, _NOTHING), task, model)
     processor = processor_of(model, kind, _NOTHING)
     content = RunFolder(folder.unfinished / "content")
@@ -70,5 +84,5 @@ def stream_run(model: str, task: str | None, plan: PruningPlan, folder: RunFolde
         left=made.left, files=made.files, in_memory=made.in_memory, seconds=made.seconds,
     )  # fmt: skip
     done.write(content.streamed_path)
-    folder.publish(content.path, PARTS)
+    folder.publish(content.path, PARTS, of)
     return done

@@ -1,15 +1,14 @@
-"""The `headprune` command: what all commands have in common, and how signals end a process."""
+"""The `headprune` command: what all commands have in common."""
 
 from __future__ import annotations
 
-import signal
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from headprune.cli import ending
 from headprune.cli.asked import Commands
 from headprune.cli.session import hush
-from headprune.errors import Stopped
 
 app = typer.Typer(
     name="headprune",
@@ -46,12 +45,8 @@ def _root(
 def main() -> None:
     """The entry point of the ``headprune`` command."""
 
-    def stop(number: int, _: Any) -> None:
-        raise Stopped(128 + number)
+    def all_of_it() -> None:
+        hush()
+        app()
 
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # with nohup it is ignored
-            signal.signal(number, stop)
-    hush()
-    app()
+    ending.run(all_of_it)

@@ -24,8 +24,8 @@ def demo(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/digits/."""
-    key = key_of("demo", output=output, device=device, overwrite=overwrite)
     with session(manner) as console:
+        key = key_of("demo", output=output, device=device, overwrite=overwrite)
         from headprune.app import demo as room
         from headprune.app import runs, workflow
         from headprune.app.data import DataOptions
@@ -41,16 +41,16 @@ def demo(
         # reports/digits belongs to the demo, so it may be replaced: the one in a checkout was made on another machine.
         choose = partial(runs.choose_folder, folder.path, "digits", overwrite or output is None, key)
         with claimed(choose, key, runs.command_line(), say=console.say) as folder:
-            if not folder.done_by(key):  # if so, it was killed just after the end
-                with (
-                    Folder(room.HOME).locked(runs.command_line()),
-                    console.track("training a ViT on digits, once, for about 20 seconds") as progress,
-                ):
-                    model, data, accuracy = room.prepare(room.HOME, progress)
-                console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
-                options = workflow.Options(str(model), DataOptions(str(data), limit=1000), device=device or "auto")
-                goal = workflow.Goal(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
-                workflow.prune_run(workflow.PruneRun(options, goal, DEFAULT_METHODS), folder, console)
+            with (
+                Folder(room.HOME).locked(runs.command_line()),
+                console.track("training a ViT on digits, once, for about 20 seconds") as progress,
+            ):
+                model, data, accuracy = room.prepare(room.HOME, progress)
+            console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
+            options = workflow.Options(str(model), DataOptions(str(data), limit=1000), device=device or "auto")
+            goal = workflow.Goal(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
+            did = partial(folder.did, key, True)  # it may have been killed just after the end
+            workflow.prune_run(workflow.PruneRun(options, goal, DEFAULT_METHODS), folder, console, did)
             room.remember(folder)
-            tables.print_scores(console, folder.read_scores())
-            tables.print_pruned(console, folder)
+        tables.print_scores(console, folder.read_scores())
+        tables.print_pruned(console, folder)

@@ -94,12 +94,12 @@ def prune(
     seed: Seed = None,
 ) -> None:
     """Remove the least important heads, measure accuracy and latency again, save the model and the report."""
-    key = key_of(
-        "prune", budgets, planning, data, scoring, loading, placing, writing,
-        model=model, no_repair=no_repair, finetune=finetune, scores=scores, method=method, seed=seed,
-        also=also, export=export, streaming=streaming,
-    )  # fmt: skip
     with session(manner, shared=True) as console:
+        key = key_of(
+            "prune", budgets, planning, data, scoring, loading, placing, writing,
+            model=model, no_repair=no_repair, finetune=finetune, scores=scores, method=method, seed=seed,
+            also=also, export=export, streaming=streaming,
+        )  # fmt: skip
         if streaming:
             others = {
                 **typed(planning),
@@ -115,7 +115,6 @@ def prune(
             return
         from headprune.app import runs, workflow
         from headprune.app.folders import claimed
-        from headprune.ranks import current
         from headprune.searching import methods_for
 
         goal = goal_of(budgets, planning, no_repair=no_repair, finetune=finetune, method=method)
@@ -136,9 +135,9 @@ def prune(
             _dry_run(wanted, choose(), console)
             return
         with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-            if not current().first("done before", lambda: folder.done_by(key)):  # else it was killed just after
-                workflow.prune_run(wanted, folder, console)
-            tables.print_pruned(console, folder)
+            did = partial(folder.did, key, writing.overwrite)  # it may have been killed just after the end
+            workflow.prune_run(wanted, folder, console, did)
+        tables.print_pruned(console, folder)
 
 
 def _dry_run(wanted: PruneRun, folder: RunFolder, console: Console) -> None:

@@ -46,11 +46,12 @@ def score(
     seed: Seed = None,
 ) -> None:
     """Score the importance of every head, by ablation and by gradient."""
-    key = key_of("score", data, scoring, loading, placing, writing, model=model, method=method, keep=keep, seed=seed)
     with session(manner, shared=True) as console:
+        key = key_of(
+            "score", data, scoring, loading, placing, writing, model=model, method=method, keep=keep, seed=seed
+        )
         from headprune.app import runs, workflow
         from headprune.app.folders import claimed
-        from headprune.ranks import current
         from headprune.scoring import DEFAULT_METHODS
 
         options = options_of(None, model, data, scoring, loading, seed, keep, placing=placing)
@@ -64,13 +65,11 @@ def score(
             console.document(planned(folder, methods, scene))
             return
         with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-            if not current().first(
-                "done before", lambda: folder.done_by(key)
-            ):  # if so, it was killed just after the end
-                workflow.score_run(options, methods, folder, console)
-            scores = folder.read_scores()
-            tables.print_scores(console, scores)
-            console.result(
-                f"\nReport: {folder.report_path}\nPage:   {folder.page_path}\nNext:   headprune prune --keep 50% -o {folder.path}"
-            )
-            console.document({"folder": str(folder.path), "scores": [s.to_json() for s in scores]})
+            did = partial(folder.did, key, writing.overwrite)  # it may have been killed just after the end
+            _, scores = workflow.score_run(options, methods, folder, console, did)
+        # The work is done: that nobody reads this to its end (`| head`) does not interrupt it.
+        tables.print_scores(console, scores)
+        console.result(
+            f"\nReport: {folder.report_path}\nPage:   {folder.page_path}\nNext:   headprune prune --keep 50% -o {folder.path}"
+        )
+        console.document({"folder": str(folder.path), "scores": [s.to_json() for s in scores]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,9 +62,9 @@ def stream(
         console.result(f"Would cut {dropped} heads from {model} and write {choose().path}. Nothing was written.")
         return
     with claimed(choose, key, command_line(), resume=not writing.no_resume, say=console.say) as folder:
-        if not folder.done_by(key):  # else it was killed just after
-            stream_run(model, loading.task, plan, folder, console)
-        _print(console, folder)
+        did = partial(folder.did, key, writing.overwrite)  # it may have been killed just after the end
+        stream_run(model, loading.task, plan, folder, console, did)
+    _print(console, folder)
 
 
 def _refuse(budgets: Budgets, loading: Loading, others: dict[str, Any]) -> None:

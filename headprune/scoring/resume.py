@@ -117,7 +117,7 @@ class Work:
         if parts := len(list(own.glob("*.npy"))):
             done = "1 finished part" if parts == 1 else f"{parts} finished parts"
             self.say(f"{method}: continuing with {done} of an interrupted run (--no-resume starts anew).")
-        elif any(self.folder.glob(f"{method}-*")):
+        elif any(path != own for path in self.folder.glob(f"{method}-*")):
             self.say(
                 f"{method}: unfinished work in {self.folder} is not used, as the model, data, seed, options or versions have changed."
             )

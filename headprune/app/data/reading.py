@@ -138,6 +138,11 @@ def _unreadable(dataset: str, error: Exception) -> HeadPruneError:
                 f"{path} cannot be read as a dataset: the library takes *, ? and [ in {path.resolve()} for patterns of names.",
                 "Name a file in it, or rename the folder.",
             )
+        if path.is_dir() and len(str(path.resolve()).splitlines()) > 1:
+            return HeadPruneError(
+                f"{path} cannot be read as a dataset: the library finds no files where a folder's name has a line end in it.",
+                "Name a file in it, or rename the folder.",
+            )
         why = (
             "it holds no rows" if re.search("empty|no data", text.lower()) or isinstance(error, StopIteration) else text
         )

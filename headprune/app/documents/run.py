@@ -76,6 +76,7 @@ class Run(File):
         columns: Of the dataset, by what they were used for.
         notes: What was guessed or left out on the way.
         folder: The run folder, as it was named when it was written.
+        checksums: Of the documents that were written with this one, by their names.
     """
 
     kind = "run"
@@ -91,6 +92,7 @@ class Run(File):
     notes: tuple[str, ...]
     model: ModelFacts
     folder: str = ""
+    checksums: dict[str, str] = Field(default_factory=dict)
 
     @field_validator("options", mode="before")
     @classmethod

@@ -55,17 +55,20 @@ def _write(folder: RunFolder) -> None:
     text, whole = markdown.render(run, scores, metrics, heads), page.render(run, scores, metrics, heads)
     if scores:
         figures.importance(folder.path / "importance.png", scores, metrics)
-    (folder.path / "agreement.png").unlink(missing_ok=True)  # of an earlier run with more methods
+    # A picture that is drawn again stays until then; one of an earlier run with more methods, or with heads that were seen, goes.
     if len([s for s in scores if s.method != "random"]) > 1:
         figures.agreement(folder.path / "agreement.png", scores)
+    else:
+        (folder.path / "agreement.png").unlink(missing_ok=True)
     if metrics is not None:
         figures.trade_off(folder.path / "tradeoff.png", metrics)
         figures.orders(folder.path / "orders.png", metrics)
         figures.latency(folder.path / "latency.png", metrics.latency)
         if metrics.time:
             figures.time_parts(folder.path / "time.png", metrics.time)
-    (folder.path / "heads.png").unlink(missing_ok=True)
     if heads is not None and heads.samples:
         draw_all(folder.path / "heads.png", heads, heads.samples[-1], verdict(metrics).budget.drop if metrics else None)
+    else:
+        (folder.path / "heads.png").unlink(missing_ok=True)
     write_text(folder.report_path, text)
     write_text(folder.page_path, whole)

@@ -36,7 +36,7 @@ from headprune.app.workflow.results import CarriedOut, Control, Job, carry_out, 
 from headprune.app.workflow.saving import dense_weights
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.scoring import run_after, run_document, score_all, write_heads
-from headprune.app.workflow.stages import publish, stages_of
+from headprune.app.workflow.stages import made_from, publish, stages_of
 from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, trade_off, trials_of
 from headprune.app.workflow.timing import inputs, time_generation, time_models, time_parts
 from headprune.budgets import Fit, Reading
@@ -143,16 +143,25 @@ def plan_run(asked: PruneRun, console: Console) -> tuple[list[HeadScores], list[
     return scores, fits_of(scene, goal, orders, trials, console)
 
 
-def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
+def prune_run(
+    asked: PruneRun, folder: RunFolder, console: Console, did: Callable[[str], bool] = lambda of: False
+) -> Metrics:
     """Prune to each budget, measure again, save the plans and the checkpoints, write the report.
 
     Args:
         folder: Where to write; may be ``asked.source``. It changes when all is done; until then what was made is kept in
             `Folder.unfinished`, where the same call continues.
+        did: Whether that was done already, of what `made_from` names (`Folder.did`).
     """
     started, source = time.monotonic(), asked.source
     scores = asked.scores()
     scene = asked.open(scores, console)
+    # The folder's own scores may be those that this command made.
+    others = (
+        [s.to_json() for s in scores] if source is not None and source.path.resolve() != folder.path.resolve() else []
+    )
+    if did(of := made_from(scene, asdict(asked.goal), others)):
+        return Metrics.read(folder.metrics_path)
     if half := scene.loaded.stored:
         console.say(
             f"{asked.options.model} is stored in {str(half).removeprefix('torch.')}: pruned models are saved so, too."
@@ -186,10 +195,10 @@ def prune_run(asked: PruneRun, folder: RunFolder, console: Console) -> Metrics:
         for i, fitted in enumerate(fits):
             fitted.plan.save(content.plan_path(fitted.plan.asked, first=i == 0))
         took = before + stages.before + time.monotonic() - started
-        run.changed(seconds=(*run.seconds[: len(run.commands) - 1], round(took, 1))).write(content.run_path)
         metrics.write(content.metrics_path)
+        content.write_run(run.changed(seconds=(*run.seconds[: len(run.commands) - 1], round(took, 1))))
         report.write_cards(content)
-        publish(folder, content)
+        publish(folder, content, of)
 
     ranks.first("writing the run", written)
     return metrics

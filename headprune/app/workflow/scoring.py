@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from headprune.app.runs import RunFolder
 from headprune.app.seeing import look
 from headprune.app.workflow.estimating import BEFORE_A_RUN, announce, begun, estimate_score
 from headprune.app.workflow.scene import Console, Scene, open_scene
-from headprune.app.workflow.stages import Stages, publish, stages_of
+from headprune.app.workflow.stages import Stages, made_from, publish, stages_of
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import config_hash, fingerprint, processor_hash
 from headprune.inputs import model_device
@@ -28,13 +28,23 @@ from headprune.scoring.resume import Work
 
 
 def score_run(
-    options: Options, methods: Sequence[str], folder: RunFolder, console: Console
+    options: Options,
+    methods: Sequence[str],
+    folder: RunFolder,
+    console: Console,
+    did: Callable[[str], bool] = lambda of: False,
 ) -> tuple[Scene, list[HeadScores]]:
-    """Score a model by each method and write the run folder."""
+    """Score a model by each method and write the run folder.
+
+    Args:
+        did: Whether that was done already, of what `made_from` names (`Folder.did`).
+    """
     started = time.monotonic()
     for name in methods:
         method_named(name)
     scene = open_scene(options, console)
+    if did(of := made_from(scene)):
+        return scene, folder.read_scores()
     run = run_document(scene, methods, folder)
     if not begun(folder, "score", *methods):
         announce(console, lambda: estimate_score(scene, methods, BEFORE_A_RUN))
@@ -45,8 +55,8 @@ def score_run(
         shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
         save_scores(content.scores_path, scores)
         write_heads(scene, stages_of(folder, "score", scene, say=lambda _: None), content, console)
-        run.changed(seconds=(round(before + time.monotonic() - started, 1),)).write(content.run_path)
-        publish(folder, content)
+        content.write_run(run.changed(seconds=(round(before + time.monotonic() - started, 1),)))
+        publish(folder, content, of)
 
     current().first("writing the run", written)
     return scene, scores

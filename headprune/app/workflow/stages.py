@@ -20,7 +20,7 @@ from headprune.app.runs import PARTS, RunFolder
 from headprune.app.workflow.scene import Scene
 from headprune.errors import HeadPruneError, first_line, is_of_the_disk
 from headprune.evaluation import Measurement
-from headprune.fingerprint import versions
+from headprune.fingerprint import config_hash, fingerprint, processor_hash, versions
 from headprune.inputs import model_device
 from headprune.jsonio import dumps, loads
 from headprune.planning import Order
@@ -122,15 +122,33 @@ def stages_of(folder: Folder, name: str, scene: Scene, *facts: Any, say: Callabl
     if found := len(list(own.glob("*.json"))):
         stages = "1 finished stage" if found == 1 else f"{found} finished stages"
         say(f"Continuing with {stages} of an interrupted run (--no-resume starts anew).")
-    elif any(folder.unfinished.glob(f"{name}-*")):
+    elif any(
+        path != own for path in folder.unfinished.glob(f"{name}-*")
+    ):  # its own may be there without a finished part
         say(
             f"Unfinished work in {folder.unfinished} is not used, as the model, data, seed, options or versions have changed."
         )
     return Stages(own)
 
 
-def publish(folder: RunFolder, content: RunFolder) -> None:
+def made_from(scene: Scene, *facts: Any) -> str:
+    """A name for a model, data and versions, by which a command that is typed again knows whether its result is still that of them.
+
+    Args:
+        facts: What else the result depends on, beside the command's options.
+    """
+    model = (fingerprint(scene.model), config_hash(scene.model), processor_hash(scene.loaded.processor))
+    parts = [
+        part.content_hash() for part in (scene.parts.score, scene.parts.choose, scene.parts.report, *scene.parts.also)
+    ]
+    return digest(versions(), model, parts, list(facts))
+
+
+def publish(folder: RunFolder, content: RunFolder, of: str) -> None:
     """Write the report of a complete run, and put all of it in the place of what is there.
+
+    Args:
+        of: See `made_from`.
 
     Raises:
         HeadPruneError: The report could not be written; all else is in its place. Or the disk is full: then nothing is, and what was
@@ -143,7 +161,7 @@ def publish(folder: RunFolder, content: RunFolder) -> None:
         if is_of_the_disk(error):  # the report will be written once there is room, so the old folder stays until then
             raise
         trouble = error
-    folder.publish(content.path, PARTS)
+    folder.publish(content.path, PARTS, of)
     if trouble is not None:
         raise HeadPruneError(
             f"The report could not be written ({type(trouble).__name__}: {first_line(trouble)}); all else is in {folder.path}.",
