@@ -161,8 +161,9 @@ def cautions(run: Run, metrics: Metrics) -> list[str]:
                 "on the first data."
             )
     if cut := run.parts.report.shortened:
+        were, their, they = ("was", "its", "it is") if cut == 1 else ("were", "their", "they are")
         told.append(
-            f"{cut:,} of the {run.parts.report.examples:,} reported texts were cut at their end: they are longer than the model or "
+            f"{cut:,} of the {run.parts.report.examples:,} reported texts {were} cut at {their} end: {they} longer than the model or "
             "`--max-length` allows."
         )
     for b in findings.rests_on_few(metrics):
@@ -242,7 +243,8 @@ def table(metrics: Metrics) -> tuple[tuple[str, ...], list[Row]]:
 
 def control(metrics: Metrics) -> str:
     """The head of the first table's column of random heads."""
-    draws = f"random heads: mean of {len(metrics.budgets[0].random)} draws (range)"
+    mean = "geometric mean" if metrics.metric == "perplexity" else "mean"
+    draws = f"random heads: {mean} of {len(metrics.budgets[0].random)} draws (range)"
     return f"chosen against {draws}, both with a cheaper repair" if _apart(metrics) else draws
 
 

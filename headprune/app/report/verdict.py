@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from headprune.app.documents import BudgetResult, Latency, Metrics
+from headprune.app.report.findings import mean_of
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow
 
@@ -80,7 +81,7 @@ class AgainstRandom:
 
     Attributes:
         value: The metric with the chosen heads.
-        mean, low, high: The random ones': mean, and the range over the draws.
+        mean, low, high: The random ones': mean (`headprune.app.report.findings.mean_of`), and the range over the draws.
         change: From the random ones' mean to the chosen ones, paired by example; None in older files.
         verdict: ``"better"`` or ``"worse"`` (than the mean beyond chance, and than every draw), or ``"no measurable difference"``.
     """
@@ -104,7 +105,7 @@ def against_random(metrics: Metrics, budget: BudgetResult) -> AgainstRandom:
     found = next((word for word, is_so in beyond.items() if is_so), "")
     if not found or (budget.over_random is not None and budget.over_random.verdict != found):
         found = "no measurable difference"
-    mean = sum(draws) / len(draws)
+    mean = mean_of(draws, metrics.metric)
     return AgainstRandom(budget, value, mean, min(draws), max(draws), budget.over_random, found)
 
 
