@@ -27,7 +27,7 @@ from headprune.attention import AttentionLayer
 from headprune.cli import tables
 from headprune.evaluation import Measurement, compare
 from tests.support.commands import run as command
-from tests.support.documents import LAYER, MEASURED, METRICS, RUN, SPEED, TIMING, repaired
+from tests.support.documents import LAYER, MEASURED, METRICS, RUN, SPEED, TIMING, TRAINED, repaired
 from tests.support.folders import sentences as rows_of
 from tests.support.folders import write_jsonl
 
@@ -128,6 +128,22 @@ def test_a_change_of_perplexity_fits_the_mean_it_stands_beside() -> None:
     assert change.value == pytest.approx(found.value / found.mean - 1)
     assert "60 against 39.15: +53.3%" in sentences.over_random(read(data))
     assert sentences.control(read(data)) == "random heads: geometric mean of 3 draws (range)"
+
+
+def test_random_heads_are_not_compared_with_trained_ones() -> None:
+    """Chosen heads that were no better than random ones were better once they had been trained, which random ones are not."""
+    data = documents((2, 0.0, 0.001, "no"))
+    (budget,) = data["budgets"]
+    before = {**MEASURED, "metrics": {**MEASURED["metrics"], "accuracy": 0.6}}
+    budget |= {"random": [0.6, 0.62], "repair": None, "finetune": {**TRAINED, "before": before}}
+    found = against_random(read(data), read(data).budgets[0])
+    assert found.value == 0.6
+    assert found.verdict == "no measurable difference"
+    told = sentences.over_random(read(data))
+    assert "60.0 % against 61.0 %" in told
+    assert "as they were before training" in told
+    assert sentences.control(read(data)) == "chosen against random heads: mean of 2 draws (range), both before training"
+    assert "60.0 % against 61.0 %" in sentences.table(read(data))[1][1].cells[sentences.Column.RANDOM]
 
 
 def test_a_plain_loss_is_judged_as_a_share_of_the_dense_models() -> None:
