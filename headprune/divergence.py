@@ -143,8 +143,12 @@ def regresses(model: nn.Module) -> bool:
 
 
 def part_of(output: Any, name: str) -> Any:
-    """What a model's output calls ``name``: an attribute, or an entry if the output is a dict; None if there is none."""
-    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    """What a model's output calls ``name``: an attribute, or else an entry of a dict; None if there is none.
+
+    The attribute counts first: ``output.loss = …`` on an output that had no loss sets no entry in older versions of transformers.
+    """
+    found = getattr(output, name, None)
+    return output.get(name) if found is None and isinstance(output, Mapping) else found
 
 
 def logits_of(output: Any, batch: Mapping[str, Any]) -> Tensor:

@@ -108,3 +108,21 @@ def test_where_it_cannot_be_measured_each_example_counts_once() -> None:
     model, batch = Reduced(randomise(my_gpt()), "labels"), texts()
     batch["labels"][:, [0, 1, *range(3, 8)]] = -100
     assert set(evaluate(model, [batch]).metrics) == {"loss"}
+
+
+def test_a_loss_that_is_only_an_attribute_counts() -> None:
+    """In older versions of transformers, ``output.loss = …`` sets no entry where there was no loss before."""
+
+    class Attribute(Reduced):
+        def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
+            told = super().forward(labels, **inputs)
+            out = self.inner(**inputs)
+            if labels is not None:
+                object.__setattr__(out, "loss", told.loss)
+            return out
+
+    model, batch = Attribute(randomise(my_gpt()), "labels"), texts()
+    with torch.no_grad():
+        out = model(**batch)
+    assert "loss" not in out
+    assert evaluate(model, [batch]).metrics["loss"] == pytest.approx(float(out.loss), rel=1e-4)

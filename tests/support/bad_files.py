@@ -194,5 +194,5 @@ PYTHON: list[tuple[str, Call, str]] = [
     ("a budget that is NaN", lambda hp, m, x: hp.search(m, [x], keep=float("nan")), "not a number of heads"),
     ("a budget of more than all", lambda hp, m, x: hp.search(m, [x], keep=10**9), "more than all|keeps all|label|loss"),
     ("an export to nothing", lambda hp, m, x: hp.export(m, "x.bin", to="luck"), "no export format 'luck'"),
-    ("an export of no type", lambda hp, m, x: hp.export(m, "x.gguf", to="gguf", dtype="int3"), "no type 'int3'"),
+    ("an export to gguf of no type", lambda hp, m, x: hp.export(m, "x.gguf", to="gguf", dtype="int3"), "no type 'int3'"),
 ]  # fmt: skip

@@ -95,6 +95,8 @@ def vit(attention: str = "sdpa") -> Made:
 
 
 def t5(attention: str = "sdpa") -> Made:
+    if not tf.T5ForConditionalGeneration._supports_sdpa:  # transformers 5.0
+        attention = "eager"
     config = tf.T5Config(
         vocab_size=100, d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=48, decoder_start_token_id=0,
         attn_implementation=attention,
