@@ -180,8 +180,8 @@ def section(rows: list[dict[str, Any]]) -> str:
         lines.append(f"- **{row['model']}**: {'; '.join(first)}.")
     lines += [
         "- Instead of `ablation`: `gradient` or `fisher` (one pass, forward and backward), or `--examples 64` (few examples ablated, the rest estimated).",
-        "- Instead of search and repair where the statistics do not fit: `--strategy one-shot --no-repair` on scores by gradient, which keeps no sums; then `headprune finetune`. "
-        "`--no-repair` with another strategy measures the sums all the same.",
+        "- Instead of search and repair where the statistics do not fit: `--strategy one-shot --no-repair` on scores by gradient, which looks at nothing; then `headprune finetune`. "
+        "`--no-repair` with another strategy keeps no sums either, but looks at all heads.",
         f"- Values are refitted only where their sums stay below 2 GiB over all layers (`headprune.reference.directions.room`): of these models in {', '.join(row['model'] for row in rows if row['share']) or 'none'}. "
         "Elsewhere W_O alone is refitted.",
         "- Fewer examples (`-L 128`) make every pass cheaper, but not the statistics smaller: these grow with the square of the hidden size and with the layers.",

@@ -62,6 +62,20 @@ def check_text(path: Path) -> None:
         ) from None
 
 
+def check_link(path: Path) -> None:
+    """Refuse a place to write to that lies behind a link which leads nowhere: it is not there, but nothing can be made there either.
+
+    Raises:
+        HeadPruneError: It does.
+    """
+    for place in (path, *path.absolute().parents):
+        if place.is_symlink() and not place.exists():
+            raise HeadPruneError(
+                f"{place} is a link to {place.readlink()}, which is not there.",
+                "Make that folder, or choose another place with -o.",
+            )
+
+
 def check_writable(folder: Path) -> None:
     """Refuse a folder that cannot be made or written to, before the work whose results it would hold.
 
@@ -71,6 +85,7 @@ def check_writable(folder: Path) -> None:
     import tempfile
 
     check_text(folder)
+    check_link(folder)
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not there.is_dir():

@@ -11,7 +11,7 @@ from torch import nn
 
 from headprune.attention import AttentionLayer, Heads, check_heads, check_possible
 from headprune.errors import HeadPruneError
-from headprune.fingerprint import fingerprint
+from headprune.fingerprint import fingerprint, identity, is_same
 from headprune.jsonio import read_json, write_json
 from headprune.pruned import note_was_repaired
 
@@ -60,12 +60,12 @@ class PruningPlan:
         Raises:
             HeadPruneError: It is another model, or repaired for other heads.
         """
-        if not self.model or self.model == (now := fingerprint(model)):
+        if not self.model or is_same(model, self.model):
             return
         known: Repaired | None = model.__dict__.get(_REPAIRED)
-        if known is None or (known.dense, known.now) != (self.model, now):
+        if known is None or self.model not in known.dense or known.now != fingerprint(model):
             raise HeadPruneError(
-                f"This plan is for another model (fingerprint {self.model}, this one is {now}).",
+                f"This plan is for another model (fingerprint {self.model}, this one is {identity(model)}).",
                 "Score this model, or prune with a plain dict of heads.",
             )
         if repaired_for is None:
@@ -152,12 +152,12 @@ class Repaired:
     """A note on a repaired model, so that the plan that it was repaired for still applies to it.
 
     Attributes:
-        dense: Fingerprint of the model before.
+        dense: What a plan may have noted of the model before.
         now: Fingerprint after the repair; if the model has another one, this note no longer counts.
         drop: The heads whose removal it was repaired for.
     """
 
-    dense: str
+    dense: tuple[str, ...]
     now: str
     drop: Heads
 
@@ -170,8 +170,8 @@ def _twice(heads: Sequence[int]) -> int:
     return next(h for i, h in enumerate(heads) if h in heads[:i])
 
 
-def note_repaired(model: nn.Module, dense: str, drop: Heads) -> None:
-    """Note on a model that it was repaired for the removal of ``drop``, starting from the model with fingerprint ``dense``."""
+def note_repaired(model: nn.Module, dense: tuple[str, ...], drop: Heads) -> None:
+    """Note on a model that it was repaired for the removal of ``drop``, starting from the model of which plans noted one of ``dense``."""
     model.__dict__[_REPAIRED] = Repaired(dense, fingerprint(model), drop)
     note_was_repaired(model)
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from headprune.checkpoint import (
     check_attention,
     check_merged,
     check_plain,
+    check_tied,
     complete,
     damaged,
     is_checkpoint,
@@ -37,7 +38,6 @@ from headprune.checkpoint import (
     write,
 )
 from headprune.errors import HeadPruneError, check_writable, first_line
-from headprune.fingerprint import fingerprint
 from headprune.inputs import Example
 from headprune.jsonio import read_json
 from headprune.plans import PruningPlan
@@ -139,7 +139,8 @@ def cut_checkpoint(
     _check_target(source, path, overwrite)
     model = _mapped(source, files)
     in_memory = _check_mapped(source, model, files)
-    plan = _as_stored(model, plan)
+    if isinstance(plan, PruningPlan):
+        plan.check_model(model)
     example = example_for(model) if example is None else example
     layers = find_attention(model, example)
     drop = check_heads(heads_of(plan), layers)
@@ -291,6 +292,7 @@ def _mapped(source: Path, files: Sequence[Path]) -> nn.Module:
         )
     check_merged(model)
     check_plain(model, model.state_dict())
+    check_tied(model, str(source), unite=True)
     made: nn.Module = model
     return made.eval()
 
@@ -316,22 +318,6 @@ def _check_mapped(source: Path, model: nn.Module, files: Sequence[Path]) -> int 
             _LOAD,
         )
     return loose
-
-
-def _as_stored(model: nn.Module, plan: Plan) -> Plan:
-    """A plan for the model in the type in which it is stored; on a CPU half precision is scored in float32.
-
-    Raises:
-        HeadPruneError: It is another model's.
-    """
-    if not isinstance(plan, PruningPlan) or not plan.model:
-        return plan
-    if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()) and plan.model == fingerprint(
-        model, widened=True
-    ):
-        return replace(plan, model="")
-    plan.check_model(model)
-    return plan
 
 
 def _check_target(source: Path, path: Path, overwrite: bool) -> None:

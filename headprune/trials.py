@@ -93,13 +93,11 @@ class Trials:
     @cached_property
     def calibration(self) -> Calibration:
         """The dense weights, and the examples that repair is fitted to."""
-        return calibrate(
-            self.model, self.layers, self.batches, values=self.repair, mixtures=self.repair, biases=self.biases
-        )
+        return calibrate(self.model, self.layers, self.batches, repair=self.repair, biases=self.biases)
 
     @cached_property
     def refit(self) -> Refit:
-        """Fits of every layer for itself; of none, if there is to be no repair."""
+        """Fits of every layer for itself; of none, and with nothing to fit to, if there is to be no repair."""
         return Refit(measure(self.calibration, answers=False), None if self.repair else math.inf)
 
     @cached_property

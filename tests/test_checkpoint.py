@@ -5,13 +5,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 import headprune as hp
+from headprune.app.models import load_model
+from headprune.errors import HeadPruneError
 from headprune.inputs import call
 from headprune.surgery import answers
 from tests.support.checks import pruned
@@ -113,6 +117,28 @@ def test_half_precision_and_tied_weights(tmp_path: Path) -> None:
     assert again.lm_head.weight.dtype == torch.bfloat16
     with torch.no_grad():
         assert torch.equal(again(**example).logits, model(**example).logits)
+
+
+def test_what_is_tied_by_its_config_alone_is_refused(tmp_path: Path) -> None:
+    """transformers loads such a checkpoint as it is stored. It was scored, pruned and saved, and then the folder did not load."""
+    model, _ = gpt2()
+    model.save_pretrained(tmp_path / "dense")
+    file = tmp_path / "dense" / "model.safetensors"
+    twin = {"lm_head.weight": model.transformer.wte.weight.detach().clone()}  # which says the same twice
+    save_file({**load_file(str(file)), **twin}, str(file), metadata={"format": "pt"})
+    loaded: Any = load_model(str(tmp_path / "dense"), with_processor=False).model
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    head = model.transformer.wte.weight.detach() + 1.0
+    save_file({**load_file(str(file)), "lm_head.weight": head}, str(file), metadata={"format": "pt"})
+    with pytest.raises(HeadPruneError, match=r"dense has weights of its own for lm_head.weight") as told:
+        load_model(str(tmp_path / "dense"), with_processor=False)
+    assert "tie_word_embeddings to false" in (told.value.hint or "")
+    model.lm_head.weight = nn.Parameter(head)
+    with pytest.raises(HeadPruneError, match="The model has weights of its own"):
+        hp.save(model, tmp_path / "saved")
+    model.config.tie_word_embeddings = False
+    hp.save(model, tmp_path / "saved")
+    assert torch.equal(hp.load(tmp_path / "saved").lm_head.weight, head)
 
 
 def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """Models, data and disks that cannot be used: what is said, and which file it is."""
 
 import errno
+import io
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import headprune as hp
 from headprune.app.data import DataOptions, load_parts
 from headprune.app.models import load_model
 from headprune.cli import app
+from tests.support import zoo
 from tests.support.commands import run, runner
 from tests.support.folders import WORDS, sentences, write_jsonl
 
@@ -175,12 +178,45 @@ def test_a_stdout_that_takes_nothing(error: OSError, bert_folder: Path, monkeypa
         assert "unexpected" not in result.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize(
+    "typed", [["--version"], ["--help"], ["prune", "--help"], ["--no-such"], ["inspect", "./gone"]]
+)
+def test_an_output_that_is_full(
+    typed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Help and version ended in a traceback; and where stderr is full, nothing said why a command failed."""
+    full, other = ("stdout", "err") if typed[-1] in ("--help", "--version") else ("stderr", "out")
+    with open("/dev/full", "wb", buffering=0) as device:
+        monkeypatch.setattr(sys, full, io.TextIOWrapper(device, write_through=True))
+        with pytest.raises(SystemExit) as ended:
+            app(typed)
+        monkeypatch.undo()
+    assert ended.value.code == 1
+    (line,) = getattr(capsys.readouterr(), other).splitlines()
+    assert line.startswith("headprune: " + ("There is no model" if "inspect" in typed else "No space left on the disk"))
+
+
 def test_memory_that_runs_out(bert_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def out(*_: object, **__: object) -> None:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:115] DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr("headprune.app.models.load_model", out)
     assert "Memory ran out. Use a smaller --batch-size" in run("inspect", bert_folder, code=1).stderr
+
+
+def test_a_link_that_leads_nowhere(bert_folder: Path, data_folder: Path, here: Path) -> None:
+    """It was said to exist; as a place to write to it is neither there nor can it be made."""
+    link = here / "results"
+    link.symlink_to(here / "disk" / "results")
+    for place in (link, link / "run"):
+        for command in (["score", bert_folder, "-d", data_folder], ["export", bert_folder, "--to", "stock"]):
+            said = run(*command, "-o", place, code=1).stderr
+            assert f"{link} is a link to {here / 'disk' / 'results'}, which is not there." in said
+    with pytest.raises(hp.HeadPruneError, match="is a link to"):
+        hp.save(zoo.bert()[0], link)
+    assert link.is_symlink()
+    assert list(here.iterdir()) == [link]
 
 
 def test_other_errors_of_the_system_say_which_file(

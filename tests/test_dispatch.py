@@ -25,6 +25,7 @@ from headprune.app.data import DataOptions
 from headprune.app.options import Options
 from headprune.app.placing import placed
 from headprune.app.workflow import scene
+from headprune.checkpoint import loading_of
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import without_labels
@@ -297,6 +298,27 @@ def test_statistics_block_by_block(
         assert torch.equal(mine.yy, moments.yy)
         assert torch.equal(found.directions.along[name], known.directions.along[name])
     assert found.passes == known.passes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "repaired"), [("llama", True), ("t5", False)])
+def test_a_stock_folder_is_one_wherever_the_weights_are(name: str, repaired: bool, tmp_path: Path) -> None:
+    """It always needed code, as if no stock class could state the model. T5's class has a part of its table, Llama's biases that are new."""
+    model, given, example = made(name)
+    spread = on_disk(model, tmp_path / "offloaded")
+    layers = hp.find_attention(model, example)
+    drop = {a.name: [h for unit in a.units[::2] for h in unit] for a in layers}
+    for each, folder in ((model, tmp_path / "memory"), (spread, tmp_path / "disk")):
+        if repaired:
+            hp.repair(each, drop, given, ridge=1.0, values=False, mixtures=False)
+        hp.prune(each, drop, example)
+        hp.save(each, folder)
+    assert all(p.is_meta for p in spread.parameters())
+    assert loading_of(tmp_path / "disk") == loading_of(tmp_path / "memory")
+    for file in ("model.safetensors", "config.json", "README.md"):
+        assert (tmp_path / "disk" / file).read_bytes() == (tmp_path / "memory" / file).read_bytes()
+    assert not (tmp_path / "disk" / "modeling_headprune.py").exists()
+    assert hp.load(tmp_path / "disk", device_map={"": "cpu"}) is not None  # which compares answers
 
 
 def test_checkpoints_where_memory_runs_out_without(monkeypatch: pytest.MonkeyPatch) -> None:

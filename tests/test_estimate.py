@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from torch import nn
 
 import headprune as hp
@@ -132,13 +133,16 @@ def test_a_search_and_repair_take_the_passes_that_were_estimated(shape: str, req
     before = fingerprint(model)
     found = hp.estimate(model, given, choose=choose, **asked)
     assert fingerprint(model) == before
+    repaired = asked.get("repair", True)
+    for part in ({p.name for p in found.phases}, found.memory_parts):
+        assert ("statistics for repair" in part) == repaired
     methods, options = asked.get("methods", ["gradient"]), {k: v for k, v in asked.items() if k != "methods"}
     if options.get("strategy") == "re-scored":
         methods = []
     with counting(model, real := Meter()):
         scores = [hp.score(model, given, method) for method in methods]
         plans = hp.search(model, given, choose=choose, scores=scores, **options)
-    for plan in plans if asked.get("repair", True) else ():
+    for plan in plans if repaired else ():
         copied = copy.deepcopy(model)
         with counting(copied, real):
             hp.repair(copied, plan, given)
@@ -147,6 +151,17 @@ def test_a_search_and_repair_take_the_passes_that_were_estimated(shape: str, req
     assert near(found.backward, real.backward / n), (found.backward, real.backward / n)
     assert found.forward_low * (1 - NEAR) <= real.forward / n <= found.forward_high * (1 + NEAR)
     assert near(found.forward, real.forward / n), (found.forward, real.forward / n)
+
+
+def test_statistics_block_by_block_take_what_they_take_in_memory(llama: nn.Module, tmp_path: Path) -> None:
+    """They were estimated at no pass at all, and at the same time for four batches as for a hundred."""
+    given = batches(llama, 2, rows=4)
+    places = {name: "disk" for name, _ in llama.named_children()}
+    spread = dispatch_model(copy.deepcopy(llama), places, main_device="cpu", offload_dir=tmp_path)
+    known, found = (Sampler(model, hp.find_attention(model, given[0]), given).statistics() for model in (llama, spread))
+    assert found.forward == known.forward > found.backward == known.backward == 1
+    assert found.flops == known.flops > 0
+    assert found.seconds > 0  # for each of the examples
 
 
 @pytest.mark.parametrize(

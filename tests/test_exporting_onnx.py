@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,6 +163,32 @@ def test_large_weights_lie_beside_the_file(tmp_path: Path, monkeypatch: pytest.M
     assert {p.name for p in tmp_path.iterdir()} - {".model.onnx.lock"} == {"model.onnx", "model.onnx.data"}
     check(done.path, model, x=torch.ones(1, 3, 8))
     assert done.facts["bytes"] == sum((tmp_path / name).stat().st_size for name in ("model.onnx", "model.onnx.data"))
+
+
+@pytest.mark.parametrize("done", range(5))
+def test_a_file_in_parts_is_replaced_as_a_whole(done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after any of the renames, parts of two files are never together, and the next export finds the old ones or the new ones."""
+    path, left, replace = tmp_path / "model.onnx", [done], os.replace
+    parts = [path, tmp_path / "model.onnx.data"]
+    (tmp_path / "new").mkdir()
+    for part in parts:
+        part.write_text("old")
+        (tmp_path / "new" / part.name).write_text("new")
+
+    def stopping(one: Path, other: Path) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        replace(one, other)
+
+    monkeypatch.setattr(os, "replace", stopping)
+    with pytest.raises(KeyboardInterrupt) if done < 4 else nullcontext():
+        exporting._move_in(tmp_path / "new", path)
+    monkeypatch.undo()
+    assert not path.exists() or parts[1].read_text() == path.read_text()
+    exporting._put_back(path)
+    assert {part.read_text() for part in parts} == {"new" if done == 4 else "old"}
+    assert not [file for file in tmp_path.iterdir() if file.name.endswith(".old")]
 
 
 @runs

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from headprune.app import finetune as room
 from headprune.app import finetune_run
 from headprune.app.data import DataOptions, load_parts, load_train
 from headprune.app.models import dummy_input, load_model
+from headprune.app.precision import narrow, widen
 from headprune.fingerprint import fingerprint
 from tests.support.commands import run
 from tests.support.documents import opened
@@ -94,15 +96,32 @@ def pruned_here(pruned_run: Path, here: Path) -> Path:
     return here / "run"
 
 
-def test_a_model_stored_in_half_precision_is_told_to_grow(bert_folder: Path) -> None:
-    """What is fine-tuned is saved in float32: of a pruned float16 model that is more than the dense one took."""
-    model = load_model(str(bert_folder), with_processor=False).model
-    assert finetune_run._wider(model, Path("pruned-4")) == []
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.float16).float()
-    (note,) = finetune_run._wider(model, Path("pruned-4"))
-    assert note.startswith("pruned-4 is stored in float16. The fine-tuned model is stored in float32")
-    assert finetune_run._wider(model.half(), Path("pruned-4")) == []
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_what_is_fine_tuned_is_stored_as_the_pruned_model_is(
+    half: torch.dtype, bert_folder: Path, tmp_path: Path
+) -> None:
+    """It was stored in float32, in which it is trained: of a model in half precision that is more than the dense one took."""
+    model: Any = load_model(str(bert_folder), with_processor=False).model
+    assert finetune_run._stored(model) is None
+    narrow(model, half)
+    model.config.dtype = half
+    assert finetune_run._stored(model) is None  # it is trained so
+    widen(model)
+    assert finetune_run._stored(model) == half
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1e-3)
+    save = partial(hp.save, path=tmp_path / "tuned")
+    assert finetune_run._saved(model, half, dummy_input(load_model(str(bert_folder)), 2, 6), save) == (half, [])
+    assert next(hp.load(tmp_path / "tuned").parameters()).dtype == half
+    made = finetune_run._reloaded(tmp_path / "tuned", model, half, False)  # and compared with the trained one, rounded
+    assert next(made.parameters()).dtype == torch.float32
+    with torch.no_grad():
+        model.classifier.bias.fill_(1e6)  # beyond float16
+    found, told = finetune_run._saved(
+        model, half, dummy_input(load_model(str(bert_folder)), 2, 6), partial(hp.save, path=tmp_path / "other")
+    )
+    assert (found, len(told)) == ((None, 1) if half == torch.float16 else (half, 0))
 
 
 def test_finetune(pruned_here: Path, bert_folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune.fingerprint import identity, known_as
 from headprune.gates import gated
 from headprune.scoring.gradient import gate_gradients
 from tests.support.problems import problem
-from tests.support.zoo import bert
+from tests.support.zoo import bert, labelled, text
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -53,6 +55,28 @@ def test_signed_gradients_against_float64(dtype: torch.dtype, most: float) -> No
     assert float(((found - exact) / exact).abs().median()) < most
     means = found.mean(0), exact.mean(0)
     assert float(((means[0] - means[1]) / means[1]).abs().median()) < most / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scored_in_half", [False, True])
+def test_scores_and_plans_serve_in_any_precision(dtype: torch.dtype, scored_in_half: bool) -> None:
+    """A checkpoint in half precision is scored in float32 on a CPU, and was another model on a GPU; and the other way round."""
+    half = bert()[0].to(dtype)
+    wide = copy.deepcopy(half).float()
+    scored, model = (half, wide) if scored_in_half else (wide, half)
+    batches = [labelled(model, text(4, 7, seed=s), seed=s) for s in range(3)]
+    scores = hp.score(scored, batches, "gradient")
+    assert hp.plan(scores, 4).model == identity(half) == identity(wide)
+    hp.search(model, batches[:2], keep=4, choose=batches[2:], scores=scores, strategy="one-shot", repair=False)
+    for noted in known_as(model):  # of these, a plan of an earlier version noted the exact one
+        plan, copied = replace(hp.plan(scores, 4), model=noted), copy.deepcopy(model)
+        if noted == identity(model):  # a plan that was noted otherwise is compared in the same place
+            hp.repair(copied, plan, batches[:1], ridge=1.0, values=False, mixtures=False, answers=False)
+        hp.prune(copied, plan)
+    other = copy.deepcopy(model)
+    other.bert.embeddings.word_embeddings.weight.data[3, 3] += 1.0
+    with pytest.raises(hp.HeadPruneError, match="for another model"):
+        hp.prune(other, plan)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import weakref
 
 import pytest
 import torch
 
 import headprune as hp
+from headprune.estimating.meter import Meter, counting
+from headprune.planning.effects import effects
+from headprune.planning.state import State
+from headprune.planning.strategies import Search
 from headprune.reference import DenseReference, calibrate, measure
 from headprune.reference.answers import DenseAnswers
 from headprune.reference.projections import at
 from headprune.repairing import Refit, checked
 from tests.support.checks import same, state
-from tests.support.repairs import classifier, made
+from tests.support.repairs import classifier, made, refit_of, some
 
 DROP = {"bert.encoder.layer.0.attention.self": [1], "bert.encoder.layer.1.attention.self": [0, 2]}
 
@@ -86,6 +91,25 @@ def test_what_is_not_asked_for_costs_nothing() -> None:
         passes[name] = reference.passes
         assert reference.with_answers().passes > reference.passes
     assert passes["all"] > passes["no mixtures"] > passes["W_O"] == 3
+
+
+def test_where_nothing_is_refitted_nothing_is_measured() -> None:
+    """The sums of all layers were gathered for a search without repair, which has no use for them: at 8 billion parameters 17 GB."""
+    model, batches = classifier()
+    layers = hp.find_attention(model, batches[0])
+    calibration = calibrate(model, layers, batches, repair=False)
+    with counting(model, ran := Meter()):
+        reference = measure(calibration, answers=False)
+    assert ran.forward == ran.backward == reference.passes == calibration.cost == 0
+    assert reference.moments == reference.directions.along == {}
+    drop, units = some(layers), State(Search(layers)).units()
+    gone = {(i, h) for i, layer in enumerate(layers) for h in drop.get(layer.name, ())}
+    left = [unit for unit in units if not gone & {(unit.layer, h) for h in unit.heads}]
+    for given, those in (({}, units), (drop, left)):
+        found = effects(Refit(reference, math.inf), layers, given, those)
+        torch.testing.assert_close(
+            found, effects(refit_of(model, layers, batches, ridge=math.inf), layers, given, those)
+        )
 
 
 def test_several_answers_an_example_are_not_kept() -> None:

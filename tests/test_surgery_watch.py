@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import headprune as hp
 from headprune.attention import AttentionLayer, HeadFeatures
 from headprune.errors import HeadPruneError
 from headprune.pruned import HeadArgument
 from headprune.surgery.proof import _is_distribution, _per_head, _sure, _vocabulary, answers, tolerance_of
 from headprune.surgery.removal import WIDTHS, Removal, left_as_ghosts, ways
 from headprune.surgery.watch import ROWS, _by_head, _sampled, differing, gap, largest, watching
+from tests.support.zoo import ZOO
 
 INF, NAN = math.inf, math.nan
 
@@ -223,6 +225,16 @@ def test_ways_are_tried_from_the_one_that_changes_least() -> None:
     assert [w.cut_arguments for w in ways([layer(arguments=(traced, shaped))], drop)[:6]] == [False] * 3 + [True] * 3
     assert len(ways([layer(arguments=(traced,))], drop)) == 24
     assert [w.side_modules for w in ways([layer(), layer(side_modules=("x",))], drop)] == ([False] * 6 + [True] * 6) * 4
+
+
+@pytest.mark.parametrize(("name", "count"), [("bert", 12), ("llama", 24), ("mha", 12)])
+def test_groups_are_counted_in_two_ways_only_where_there_are_some(name: str, count: int) -> None:
+    """Every refusal cut all weights twice as often as there were ways that differ."""
+    model, example = ZOO[name]()
+    layers = hp.find_attention(model, example)
+    found = ways(layers, {layer.name: [0] for layer in layers}, model)
+    assert len([way for way in found if not (way.side_modules or way.cut_arguments)]) == count
+    assert {way.by_group for way in found} == ({False} if count == 12 else {False, True})
 
 
 def test_a_removal_reads_what_an_older_one_lacks_as_no() -> None:

@@ -23,6 +23,7 @@ from headprune.app.workflow import Options
 from headprune.cli import app
 from headprune.jsonio import write_json
 from headprune.scoring import METHODS
+from tests.support.commands import run
 from tests.support.documents import RUN, opened
 
 runner = CliRunner()
@@ -261,6 +262,8 @@ def test_code_beside_a_known_model_is_told(bert_folder: Path, tmp_path: Path) ->
     edit(folder / "config.json", lambda c: c.update({"auto_map": {"AutoModelForSequenceClassification": "own.Bert"}}))
     (note,) = load_model(str(folder)).notes
     assert "code of its own, which was not run" in note
+    for command in (["inspect", folder], ["show", folder, "-t", "a film"]):  # which said nothing
+        assert "code of its own, which was not run" in " ".join(run(*command).stderr.split())
     assert "BertForSequenceClassification was used instead" in note
     # Of a folder that headprune wrote, the code is for those without headprune: nothing else was used instead.
     model = tf.BertForSequenceClassification.from_pretrained(bert_folder).eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,21 +26,24 @@ from headprune.app.documents import (
     Training,
     TrainingOptions,
 )
-from headprune.app.finetune import Finetuned, finetune
+from headprune.app.finetune import finetune
 from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import LoadedModel, load_model, numbers_given, pruned_in, set_padding
 from headprune.app.options import FinetuneOptions, Options
-from headprune.app.precision import HALVES, holds
+from headprune.app.precision import half_of, holds, narrow, widen
 from headprune.app.report.finetuned import card, render
 from headprune.app.runs import RunFolder, check_free
 from headprune.app.workflow import Console
 from headprune.app.workflow.checks import changed_options, seen_before
 from headprune.app.workflow.estimating import BEFORE_A_RUN, announce, begun, estimate_finetune
+from headprune.app.workflow.saving import halved, in_full, in_half
 from headprune.app.workflow.stages import Stages
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
 from headprune.fingerprint import config_hash, fingerprint, versions
+from headprune.inputs import model_device, move
 from headprune.jsonio import write_text
+from headprune.memory import is_out_of_memory
 from headprune.ranks import current
 from headprune.scoring.resume import digest
 
@@ -112,9 +116,13 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
             "Use the Python API: headprune.app.finetune.finetune.",
         )
     parts = load_parts(data, pruned)
-    parts.notes.extend((*pruned.notes, *_check_cut(parts, data, run, pruned)))
+    parts.notes.extend((*pruned.notes, *dense.notes, *_check_cut(parts, data, run, pruned)))
     train, notes = load_train(data, pruned, parts, asked.train_limit)
-    notes = [*notes, *_wider(pruned.model, source)]
+    half = _stored(pruned.model)
+    if half is not None:
+        notes.append(
+            f"{source} is stored in {str(half).removeprefix('torch.')}, and so is the fine-tuned model, which is trained and measured in float32."
+        )
     console.say(f"{type(pruned.model).__name__} for {pruned.task.name} on {next(pruned.model.parameters()).device}")
     for note in (*parts.notes, *notes):
         console.say(note)
@@ -147,19 +155,17 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
     ranks, content = current(), folder.unfinished / "content"
     about = {"task": pruned.task.name, "from": dense.source, "finetuned": {"from": str(source)}}
 
-    def saved() -> None:
-        checkpoint.save(tuned.model, content, processor=pruned.processor, overwrite=True, about=about)
-
-    ranks.first("saving", saved)
+    save = partial(checkpoint.save, path=content, processor=pruned.processor, overwrite=True, about=about)
+    half, told = ranks.first("saving", lambda: _saved(tuned.model, half, next(parts.score.batches(2)), save))
     models = {
         "dense": dense.model,
         "pruned": pruned.model,
-        "finetuned": _reloaded(content, tuned, asked.trust_remote_code),
+        "finetuned": _reloaded(content, tuned.model, half, asked.trust_remote_code),
     }
     inputs = ranks.first("inputs", lambda: digest(versions(), *parts.report.batches(), *models.values()))
     measured = _measure(models, parts, Stages(folder.unfinished / f"measured-{inputs}"), console)
     record = FinetuneRecord(
-        **facts.given(),
+        **{**facts.given(), "notes": (*facts.notes, *told)},
         seconds=round(time.monotonic() - started, 1),
         training=Training.model_validate(tuned),
         models=FinetunedModels(**{name: Measured.of(m, metric) for name, m in measured.items()}),
@@ -179,16 +185,32 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console) -> 
     ranks.first("writing the run", written)
 
 
-def _wider(model: nn.Module, source: Path) -> list[str]:
-    """That the fine-tuned weights take twice the room, where the pruned ones are stored in half precision."""
-    if next(model.parameters()).dtype != torch.float32:
-        return []
-    return [
-        f"{source} is stored in {str(half).removeprefix('torch.')}. The fine-tuned model is stored in float32, in which it is trained, "
-        "and takes twice as much space."
-        for half in HALVES
-        if holds(model, half)
-    ][:1]
+def _stored(model: nn.Module) -> torch.dtype | None:
+    """The half precision that a model is stored in, if it is trained in float32."""
+    half = half_of(model.config)
+    return half if half and next(model.parameters()).dtype == torch.float32 and holds(model, half) else None
+
+
+def _saved(
+    model: nn.Module, half: torch.dtype | None, example: dict[str, torch.Tensor], save: Callable[..., Any]
+) -> tuple[torch.dtype | None, list[str]]:
+    """Save a trained model as the pruned one is stored; in which half precision that was done, and what a reader should know.
+
+    Args:
+        save: Given the model, and in half precision an example for it.
+    """
+    told = []
+    if half is not None:
+        given = in_half(move(example, model_device(model)), half)
+        try:
+            save(halved(model, half, given), example=given)
+            return half, []
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, OSError):
+                raise
+            told = [in_full(half, error)]
+    save(model)
+    return None, told
 
 
 def _run_of(source: Path) -> Run | None:
@@ -321,11 +343,14 @@ def _check_trained(parts: Parts, data: DataOptions, run: Run | None, source: Pat
     )
 
 
-def _reloaded(path: Path, tuned: Finetuned, trusted: bool) -> nn.Module:
-    """What is reported is what a user will load."""
-    device = next(tuned.model.parameters()).device
-    model = checkpoint.load(path, device=device, trust_remote_code=trusted)
-    if fingerprint(model) != fingerprint(tuned.model):
+def _reloaded(path: Path, tuned: nn.Module, half: torch.dtype | None, trusted: bool) -> nn.Module:
+    """What is reported is what a user will load; from half precision it is widened, as the other models are, and ``tuned`` is rounded to it."""
+    model = checkpoint.load(path, device=model_device(tuned), trust_remote_code=trusted)
+    if half is not None:
+        narrow(tuned, half)
+        widen(tuned)
+        widen(model)
+    if fingerprint(model) != fingerprint(tuned):
         raise HeadPruneError("The saved model is not the trained one after loading.", "Please report this.")
     return model
 

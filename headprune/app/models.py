@@ -12,7 +12,7 @@ from torch import nn
 
 from headprune import checkpoint
 from headprune.app.named import check_source
-from headprune.app.precision import HALVES, holds, widen
+from headprune.app.precision import half_of, holds, widen
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import model_device
@@ -126,7 +126,7 @@ def load_model(
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = config_of(source, common)
     kind = task_of(config, task, source)
-    half = _half(config) if dtype == "auto" and wanted == torch.float32 else None
+    half = half_of(config) if dtype == "auto" and wanted == torch.float32 else None
     ours = checkpoint.is_checkpoint(source)  # whose code is for those without headprune
     if ours:
         places: dict[str, Any] = {"device": where} if placing is None else placing.options()
@@ -204,8 +204,8 @@ def _load_dense(source: str, kind: Task, config: Any, dtype: torch.dtype | str, 
     """A model that transformers loads.
 
     Raises:
-        HeadPruneError: It does not load, or some of its weights are missing: a head with random weights would be
-            measured as if it were trained.
+        HeadPruneError: It does not load, some of its weights are missing (a head with random weights would be measured as if it were
+            trained), or it is another model than its config says.
     """
     import transformers
 
@@ -226,6 +226,7 @@ def _load_dense(source: str, kind: Task, config: Any, dtype: torch.dtype | str, 
             f"it was not trained for {kind.name}.",
             "Pass a fine-tuned model, or the --task that it was trained for.",
         )
+    checkpoint.check_tied(model, source, unite=True)
     loaded: nn.Module = model
     return loaded
 
@@ -335,12 +336,6 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     if dtype not in known:
         raise HeadPruneError(f"There is no dtype {dtype!r}.", f"Use auto, {', '.join(known)}.")
     return known[dtype]
-
-
-def _half(config: Any) -> torch.dtype | None:
-    """The half precision that a config says its weights are stored in."""
-    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    return next((half for half in HALVES if found in (half, str(half).removeprefix("torch."))), None)
 
 
 def task_of(config: Any, task: str | None, source: str) -> Task:

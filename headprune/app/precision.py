@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,12 @@ from torch import Tensor, nn
 from headprune.offload import Offloaded
 
 HALVES = (torch.bfloat16, torch.float16)
+
+
+def half_of(config: Any) -> torch.dtype | None:
+    """The half precision that a config says its weights are stored in."""
+    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return next((half for half in HALVES if found in (half, str(half).removeprefix("torch."))), None)
 
 
 def narrow(model: nn.Module, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ from typing import ClassVar
 from headprune import __version__
 from headprune.app.documents import Environment, Heads, Metrics, Run
 from headprune.app.folders import Folder
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, check_link
 from headprune.jsonio import read_json
 from headprune.scoring.scores import HeadScores, load_scores
 
@@ -118,6 +118,7 @@ def check_free(folder: Folder, overwrite: bool) -> None:
     Raises:
         HeadPruneError: It does, or is no folder.
     """
+    check_link(folder.path)
     if folder.path.exists() and not folder.path.is_dir():
         raise HeadPruneError(f"{folder.path} is a file.", "Choose a folder with -o.")
     folder.settle()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, check_link
 from headprune.locks import Lock
 
 
@@ -19,6 +19,7 @@ def replaced(path: Path, overwrite: bool) -> Iterator[Path]:
     Raises:
         HeadPruneError: ``path`` exists and is not empty, and ``overwrite`` is False; or another process writes it.
     """
+    check_link(path)
     with Lock(path.with_name(f".{path.name}.lock")).holding(f"The folder {path}", "headprune.save"):
         _recover(path)
         if path.exists() and (not path.is_dir() or any(path.iterdir())) and not overwrite:

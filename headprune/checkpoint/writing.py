@@ -20,12 +20,13 @@ from headprune.checkpoint.hub import upload
 from headprune.checkpoint.loading import SIDECAR
 from headprune.checkpoint.shards import MAX_SHARD as OFFLOADED_SHARD
 from headprune.checkpoint.shards import write_shards
+from headprune.checkpoint.ties import check_tied
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint, is_wrapper
 from headprune.forms import remember
 from headprune.inputs import Example
 from headprune.jsonio import read_json, write_json, write_text
-from headprune.offload import Offloaded, is_dispatched, is_offloaded, reads_from
+from headprune.offload import Offloaded, is_offloaded, reads_from
 from headprune.pruned import Structure, heads_before, removed, structure_of, was_repaired
 from headprune.stock import CannotStateError, dense_class, stock_instance
 
@@ -69,11 +70,13 @@ def save(
             keeps elsewhere, one such file is in memory at a time, by default of 5 GB.
 
     Raises:
-        HeadPruneError: The folder exists and is not empty; adapters (LoRA) that are not merged; or quantised weights.
+        HeadPruneError: The folder exists and is not empty; adapters (LoRA) that are not merged; quantised weights; or two tensors where
+            the config says that there is one.
     """
     path = Path(path)
     check_merged(model)
     check_plain(model, model.state_dict())
+    check_tied(model)
     _check_not_read(model, path)
     with replaced(path, overwrite) as folder:
         write(model, folder, example=example, about=about or {}, max_shard_size=max_shard_size)
@@ -230,8 +233,6 @@ def _as_stock(model: nn.Module, same_tensors: bool) -> tuple[nn.Module, str]:
     """A pruned model as its stock class has it, and ""; or the model itself, and why the class has no such model."""
     if not structure_of(model) or not hasattr(getattr(model, "config", None), "save_pretrained"):
         return model, ""
-    if is_dispatched(model):  # an instance of the class would have to be dispatched too
-        return model, "It was spread over devices when it was saved, so its stock class was not tried."
     try:
         stock = stock_instance(model)
     except CannotStateError as error:

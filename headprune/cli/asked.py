@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 import typer.core
 
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, explained, first_line
 
 if TYPE_CHECKING:
     from headprune.app.console import Console
@@ -32,10 +32,16 @@ class Commands(typer.core.TyperGroup):
         **extra: Any,
     ) -> Any:
         given = sys.argv[1:] if args is None else list(args)
-        if not standalone_mode or "--json" not in given:
+        if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode, windows_expand_args, **extra)
         try:
+            if "--json" not in given:
+                return super().main(args, prog_name, complete_var, standalone_mode, windows_expand_args, **extra)
             code = super().main(given, prog_name, complete_var, False, windows_expand_args, **extra)
+        except OSError as error:  # what is printed outside of a command's session: --help, --version, a wrong option
+            told = explained(error)
+            _say(in_line(f"headprune: {told}" if told else f"headprune: {first_line(error)}."))
+            code = 1
         except Exception as error:
             if not hasattr(error, "format_message"):
                 raise
@@ -49,9 +55,19 @@ class Commands(typer.core.TyperGroup):
 
 def fail(console: Console, message: str, hint: str) -> None:
     """Say what is wrong: a line on stderr, and the document if one was asked for."""
-    typer.echo(in_line(f"headprune: {message} {hint}".rstrip()), err=True)
+    _say(in_line(f"headprune: {message} {hint}".rstrip()), aside=not console.as_json)
     with suppress(OSError):  # stdout may be what is full, or closed
         console.document({"error": message, "hint": hint.strip("()")})
+
+
+def _say(line: str, aside: bool = True) -> None:
+    """A line on stderr; if that takes nothing and ``aside``, on stdout: who sees only that hears of it, too."""
+    try:
+        typer.echo(line, err=True)
+    except OSError:
+        with suppress(OSError):
+            if aside:
+                typer.echo(line)
 
 
 def in_line(text: str) -> str:

@@ -57,6 +57,8 @@ def bench(
             check_source(model, None)
         loading = typed(Loading(task, device, dtype, trust_remote_code))
         first, second = (load_model(m, **loading, with_processor=False) for m in (dense, pruned))
+        for note in (*first.notes, *second.notes):
+            console.say(note)
         if first.task != second.task:
             raise HeadPruneError(
                 f"{dense} is for {first.task.name}, {pruned} for {second.task.name}.", "Compare alike."

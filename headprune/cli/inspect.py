@@ -21,6 +21,8 @@ def inspect(
         from headprune.trace import find_attention
 
         loaded = load_model(model, **typed(loading), with_processor=False)
+        for note in loaded.notes:
+            console.say(note)
         layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
         tables.print_layers(console, type(loaded.model).__name__, layers)
         console.document({"model": model, "layers": [layer.to_json() for layer in layers]})

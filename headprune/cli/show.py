@@ -46,6 +46,8 @@ def show(
         from headprune.trace import find_attention
 
         loaded = load_model(model, **typed(loading))
+        for note in loaded.notes:
+            console.say(note)
         heads = None
         if data.dataset is not None:
             heads = _over_data(loaded, data, seed or 0, console)

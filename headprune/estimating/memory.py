@@ -17,7 +17,7 @@ def weights_of(model: nn.Module) -> int:
 
 
 def statistics_of(rehearsal: Rehearsal) -> int:
-    """Bytes of the sums that repair rests on (`headprune.reference.moments.Moments`), and of the dense weights beside them."""
+    """Bytes of the sums that repair rests on (`headprune.reference.moments.Moments`), where there will be any, and of the dense weights beside them."""
     calibration = rehearsal.calibration
     share = room(calibration.projections, calibration.values) if calibration.values else 0
     found = 0
@@ -27,7 +27,8 @@ def statistics_of(rehearsal: Rehearsal) -> int:
         wide = inputs + 1
         if own is not None:
             wide += len(own.owner) * min(share * own.head_dim, own.weight.shape[0])
-        found += 8 * (FOLDS * (wide * wide + wide * outputs) + 2 * inputs * outputs)
+        sums = FOLDS * (wide * wide + wide * outputs) if calibration.sums else 0
+        found += 8 * (sums + 2 * inputs * outputs)
     return found
 
 
@@ -39,6 +40,6 @@ def memory_of(sampler: Sampler, rehearsal: Rehearsal | None, copies: int) -> dic
     found = {"the process with the model": now or weights, "a pass": sampler.peak}
     if copies:
         found["further models"] = copies * weights
-    if rehearsal is not None and rehearsal.repair and "calibration" in vars(rehearsal):
-        found["statistics for repair"] = statistics_of(rehearsal)
+    if rehearsal is not None and "calibration" in vars(rehearsal):
+        found["statistics for repair" if rehearsal.repair else "dense weights"] = statistics_of(rehearsal)
     return found

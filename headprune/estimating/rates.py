@@ -199,9 +199,7 @@ class Sampler:
         found: list[DenseReference] = []
 
         def work() -> None:
-            calibration = calibrate(
-                self.model, self.layers, self.sample, values=self.repair, mixtures=self.repair, biases=self.biases
-            )
+            calibration = calibrate(self.model, self.layers, self.sample, repair=self.repair, biases=self.biases)
             found.append(measure(calibration, answers=False))
 
         with metered(self.model) as meter:  # the sums that it makes are counted apart, so this is not what a pass takes
@@ -216,10 +214,14 @@ class Sampler:
     def statistics(self) -> Rate:
         """What repair and search rest on. The load is the examples, each counted again for every mixture."""
         refit, meter = self._measured
-        runner = refit.reference.runner
+        reference, runner = refit.reference, refit.reference.runner
         mixed = sum(len(m.rows) for m in runner.mixtures)
-        rate = self._rate(meter, *_LOOPS, load=self.load.times(1 + mixed / max(1, runner.examples)))
-        return replace(rate, fixed=meter.rest(*_LOOPS))
+        load = self.load.times(1 + mixed / max(1, runner.examples))
+        rate = self._rate(meter, *_LOOPS, load=load)
+        # Block by block no call of the model comes to its end, which is what a meter counts.
+        backward = 1.0 if reference.projections else 0.0
+        forward = max(0.0, reference.passes * runner.examples / load.examples - 2 * backward)
+        return replace(rate, forward=forward, backward=backward, flops=(forward + backward) * self.flops_per_unit)
 
     def looking(self) -> Rate:
         """A look at what every head is worth, nothing being gone."""

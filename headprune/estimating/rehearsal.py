@@ -68,7 +68,8 @@ class Rehearsal(Trials):
     @cached_property
     def refit(self) -> Any:
         """Something that has the runner and no sums."""
-        self.ledger.add("statistics for repair", "statistics", Load.of(self.runner.everything))
+        if self.repair:
+            self.ledger.add("statistics for repair", "statistics", Load.of(self.runner.everything))
         return SimpleNamespace(
             reference=SimpleNamespace(**vars(self.calibration), passes=0.0),
             model=self.model,

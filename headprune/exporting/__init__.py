@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from headprune.checkpoint import replaced
-from headprune.errors import HeadPruneError, check_text, check_writable
+from headprune.errors import HeadPruneError, check_link, check_text, check_writable
 from headprune.exporting import gguf, onnx, openvino, stock
 from headprune.exporting.base import DTYPES, FORMATS, Exported, Format, Request, exporter, format_named
 from headprune.exporting.engines import is_exported
@@ -98,17 +98,44 @@ def _replaced_file(path: Path, overwrite: bool) -> Iterator[Path]:
     folder = path.with_name(f".{path.name}.new")
     with Lock(path.with_name(f".{path.name}.lock")).holding(f"The file {path}", "headprune export"):
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed while it wrote
+        _put_back(path)
         folder.mkdir()
         try:
             yield folder / path.name  # its own name, which files beside it may refer to
             _check_free(path, overwrite)  # another process may have written it meanwhile
-            beside = [file for file in folder.iterdir() if file.name != path.name]
-            if beside:  # no old file with new ones beside it
-                path.unlink(missing_ok=True)
-            for file in (*beside, folder / path.name):
-                os.replace(file, path.with_name(file.name))
+            _move_in(folder, path)
         finally:
+            _put_back(path)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _aside(path: Path) -> Path:
+    """Where a file in several parts is while another takes its place."""
+    return path.with_name(f".{path.name}.old")
+
+
+def _move_in(folder: Path, path: Path) -> None:
+    """Move a new file, and what is beside it, to ``path``. Several files cannot be replaced at once: the old ones wait until all new ones
+    are there, and until then the file that names the others is missing, so that never parts of two are together."""
+    new = [*(file for file in folder.iterdir() if file.name != path.name), folder / path.name]
+    if len(new) > 1:
+        _aside(path).mkdir()
+        for file in reversed(new):
+            if (old := path.with_name(file.name)).exists():
+                os.replace(old, _aside(path) / file.name)
+    for file in new:
+        os.replace(file, path.with_name(file.name))
+
+
+def _put_back(path: Path) -> None:
+    """Finish a replacement of several files, also one that was killed: remove the old ones, or put them back if not all new ones are there."""
+    old = _aside(path)
+    if not old.is_dir() or old.is_symlink():
+        return
+    if not path.exists():
+        for file in sorted(old.iterdir(), key=lambda file: file.name == path.name):
+            os.replace(file, path.with_name(file.name))
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def check_asked(path: Path, to: str, dtype: str, overwrite: bool, options: Iterable[str] = ()) -> Format:
@@ -136,5 +163,6 @@ def check_asked(path: Path, to: str, dtype: str, overwrite: bool, options: Itera
 
 
 def _check_free(path: Path, overwrite: bool) -> None:
+    check_link(path)
     if path.exists() and not overwrite and not (path.is_dir() and not any(path.iterdir())):
         raise HeadPruneError(f"{path} exists.", "Choose another with -o, or allow overwriting (--overwrite).")

@@ -176,7 +176,7 @@ def _removal(
     current = weights.by_module[projection.name][0] if projection.name in weights.by_module else projection.weight.cpu()
     reference = refit.reference
     ridge = weights.ridges.get(projection.name, _FIRST_RIDGE if refit.ridge is None else refit.ridge)
-    if not reference.moments[projection.name].seen:  # nothing was seen to fit to
+    if not reference.seen(projection):
         ridge = math.inf
     inverse, kept = None, projection.kept(drop)
     mean = torch.zeros(len(kept), dtype=torch.float64)

@@ -285,7 +285,7 @@ def _refit_of(search: Search) -> Refit:
         return search.refit
     if search.model is None or not search.batches:
         raise HeadPruneError("This strategy runs the model, but got none.", "Give Search a model and batches.")
-    calibration = calibrate(search.model, search.layers, search.batches, values=False, mixtures=False)
+    calibration = calibrate(search.model, search.layers, search.batches, repair=False)
     return Refit(measure(calibration, answers=False), ridge=math.inf)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
-from headprune.fingerprint import fingerprint
+from headprune.fingerprint import identity
 from headprune.loss import LossFn
 from headprune.planning.effects import Look, effects
 from headprune.planning.effort import NORMAL, Effort
@@ -77,7 +77,7 @@ class Search:
     def order(self, steps: Sequence[Heads], strategy: str, *notes: str, stays: Sequence[str] = ()) -> Order:
         """The `Order` of these steps, with all that is known about the search."""
         scores = self.scores
-        own = scores.model if scores else fingerprint(self.model) if self.model else ""
+        own = scores.model if scores else identity(self.model) if self.model else ""
         return Order.of(
             self.layers, steps, strategy=strategy, method=scores.method if scores else "",
             model=own, stays=(*why_stay(self.layers, self.constraints), *stays), notes=notes,

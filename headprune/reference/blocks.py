@@ -14,6 +14,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ class Steps:
     Attributes:
         names: Of the blocks, in the order in which they run.
         own: The output projections in each, by its name.
+        loops: Names of what is done for all batches, forward and backward, for whoever times it; loading weights is not part of it.
     """
+
+    loops = ("directions", "statistics")
 
     def __init__(self, runner: Runner, names: Sequence[str], folder: Path) -> None:
         self.runner, self.names, self.folder = runner, list(names), folder
@@ -73,12 +77,17 @@ class Steps:
         with torch.no_grad(), loaded(self._outside):
             for number, modules in enumerate(self._inside):
                 with loaded(modules):
-                    for i, batch in enumerate(batches):
-                        with self.only(i, number):
-                            if see is not None and i < len(self.runner.batches):
-                                see(i)
-                            else:
-                                self.runner.call(batch)
+                    current().share(
+                        self.loops[0], [partial(self._run, i, batch, number, see) for i, batch in enumerate(batches)]
+                    )
+
+    def _run(self, index: int, batch: Any, number: int, see: Callable[[int], Any] | None) -> None:
+        """Run one block on a batch."""
+        with self.only(index, number):
+            if see is not None and index < len(self.runner.batches):
+                see(index)
+            else:
+                self.runner.call(batch)
 
     def backward(
         self, batches: Sequence[Any], see: Callable[[int, list[str], Seen], None], progress: Callable[[int], None]
@@ -91,17 +100,23 @@ class Steps:
         """
         model = self.runner.model
         with loaded(self._outside), frozen(model):
-            for i, batch in enumerate(batches):
-                self._slope_at_the_end(i, batch)
+            current().share(
+                self.loops[1], [partial(self._slope_at_the_end, i, batch) for i, batch in enumerate(batches)]
+            )
             for number in reversed(range(len(self.names))):
-                own = self.own[self.names[number]]
                 with loaded(self._inside[number]):
-                    for i, batch in enumerate(batches):
-                        seen = self._slopes(i, batch, number, own)
-                        if own:
-                            with self.only(i, number):
-                                see(i, own, seen)
+                    current().share(
+                        self.loops[1], [partial(self._back, i, batch, number, see) for i, batch in enumerate(batches)]
+                    )
                 progress(len(self.names) - number)
+
+    def _back(self, index: int, batch: Any, number: int, see: Callable[[int, list[str], Seen], None]) -> None:
+        """Run one block on a batch again, and back from there."""
+        own = self.own[self.names[number]]
+        seen = self._slopes(index, batch, number, own)
+        if own:
+            with self.only(index, number):
+                see(index, own, seen)
 
     @contextmanager
     def only(self, index: int, number: int, leaf: Tensor | None = None) -> Iterator[None]:
@@ -208,6 +223,7 @@ class Steps:
         index = min(range(len(runner.batches)), key=lambda i: runner.rows.size(runner.batches[i]))
         few = runner.alone(index)
         tried = Steps(few, self.names, self.folder)
+        tried.loops = ("trying", "trying")
         found: Seen = {}
         try:
             tried.forward(few.batches)

@@ -40,6 +40,7 @@ class Calibration:
         times: How many mixtures of every example are to be made.
         weights: The dense weights of all these projections.
         notes: What cannot be refitted, and why.
+        sums: Whether sums over tokens are of use: not where nothing will be refitted.
     """
 
     layers: Sequence[AttentionLayer]
@@ -48,6 +49,7 @@ class Calibration:
     times: int
     weights: DenseWeights
     notes: tuple[str, ...]
+    sums: bool
 
     @property
     def model(self) -> nn.Module:
@@ -62,6 +64,8 @@ class Calibration:
     @property
     def cost(self) -> float:
         """Forward passes over the examples that `measure` will take, about, without answers; a backward pass counts as two."""
+        if not self.sums:
+            return 0.0
         share = room(self.projections, self.values) if self.values else 0
         rows = self.runner.rows
         mixed = [crossed(batch, shift, rows) for batch in self.runner.batches for shift in range(1, self.times + 1)]
@@ -78,7 +82,7 @@ class DenseReference(Calibration):
     Attributes:
         directions: What values may be made of, beside the old ones.
         moments: Of W_O's inputs, widened by what heads attend to along `directions`, and of its outputs: sums over tokens,
-            weighted by how much the answers depend on each; by output projection.
+            weighted by how much the answers depend on each; by output projection. None where nothing will be refitted.
         passes: Forward passes over the examples that it took; a backward pass counts as two.
         answers: The answers to come nearer to, or why there are none; None if they were not asked for.
     """
@@ -97,7 +101,12 @@ class DenseReference(Calibration):
 
     def losing(self, drop: Heads) -> list[OutputProjection]:
         """The output projections that lose heads, and on which the model's answers depend."""
-        return [p for p in self.projections if p.loses(drop) and self.moments[p.name].seen]
+        return [p for p in self.projections if p.loses(drop) and self.seen(p)]
+
+    def seen(self, projection: OutputProjection) -> bool:
+        """Whether there is anything to fit an output projection to."""
+        moments = self.moments.get(projection.name)
+        return moments is not None and moments.seen
 
     def hessian(
         self, projection: OutputProjection, drop: Heads, mixes: Mapping[int, Tensor], ridge: float
@@ -150,6 +159,7 @@ def calibrate(
     layers: Sequence[AttentionLayer],
     batches: Sequence[Any],
     *,
+    repair: bool = True,
     values: bool = True,
     mixtures: bool = True,
     biases: bool = True,
@@ -159,6 +169,8 @@ def calibrate(
     Runs the model on a few examples, to see what can be refitted.
 
     Args:
+        repair: Whether anything is to be refitted. If not, `measure` runs nothing and keeps no sums: a search then looks at the model
+            with its old weights.
         values: Whether values are to be refitted too, where they can be.
         mixtures: Whether mixtures of the examples are to be fitted to as well, where they can be
             (`headprune.reference.mixtures`).
@@ -168,9 +180,9 @@ def calibrate(
     with torch.inference_mode(False):
         projections = list(output_projections(model, layers, notes, biases))
     runner = Runner(model, projections, batches)
-    found = _refittable(runner, notes) if values else {}
-    times = min(_MIXTURES, _MOST_EXAMPLES // runner.examples - 1) if mixtures else 0
-    return Calibration(layers, runner, found, times, DenseWeights(model, projections, found), tuple(notes))
+    found = _refittable(runner, notes) if repair and values else {}
+    times = min(_MIXTURES, _MOST_EXAMPLES // runner.examples - 1) if repair and mixtures else 0
+    return Calibration(layers, runner, found, times, DenseWeights(model, projections, found), tuple(notes), repair)
 
 
 def measure(calibration: Calibration, *, answers: bool = True, progress: Progress | None = None) -> DenseReference:
@@ -182,11 +194,12 @@ def measure(calibration: Calibration, *, answers: bool = True, progress: Progres
     """
     runner, before = calibration.runner, calibration.runner.passes
     with torch.inference_mode(False), torch.no_grad(), calibration.weights.dense(), runner.deterministic_eval():
-        if calibration.projections:
+        wanted = calibration.sums and calibration.projections
+        if wanted:
             runner = runner.with_mixtures(calibration.times)
-        with Steps.of(runner) if calibration.projections else nullcontext() as steps:
+        with Steps.of(runner) if wanted else nullcontext() as steps:
             directions = find_directions(runner, calibration.values, steps)
-            moments = _measured(runner, directions, progress, steps) if calibration.projections else {}
+            moments = _measured(runner, directions, progress, steps) if wanted else {}
     known: dict[str, Any] = {**vars(calibration), "runner": runner}
     found = DenseReference(**known, directions=directions, moments=moments, passes=runner.passes - before)
     return found.with_answers() if answers else found

@@ -21,7 +21,7 @@ from torch import nn
 
 from headprune.arguments import Plan, heads_of, layers_for, listed, together
 from headprune.attention import AttentionLayer, Heads, check_heads
-from headprune.fingerprint import fingerprint
+from headprune.fingerprint import known_as
 from headprune.forms import remember
 from headprune.inputs import check_weights
 from headprune.loss import inputs_of
@@ -104,7 +104,7 @@ def repair(
     if isinstance(plan, PruningPlan):
         plan.check_model(model)
     layers = layers_for(model, layers, batches=(batches := listed(batches)))
-    drop, before = check_heads(heads_of(plan), layers), fingerprint(model)
+    drop, before = check_heads(heads_of(plan), layers), known_as(model)
     fits = ridge != math.inf
     with torch.inference_mode(False), together(accelerator, model, batches):
         calibration = calibrate(

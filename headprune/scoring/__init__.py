@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headprune.arguments import layers_for, listed, together
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, first_line
-from headprune.fingerprint import fingerprint
+from headprune.fingerprint import identity
 from headprune.inputs import check_weights, model_device, move, too_long, usable
 from headprune.loss import ExampleLoss, LossFn
 from headprune.memory import is_out_of_memory
@@ -111,7 +111,7 @@ def _scored(
     with _deterministic(model):
         kept = losses.prepare(kept)
     maskable = maskable_of(model, layers_for(model, layers, batches=kept))
-    own = fingerprint(model)  # before anything is swapped: parts of the model may have other names then
+    own = identity(model)  # before anything is swapped: parts of the model may have other names then
     with _deterministic(model):
         problem = _problem(model, maskable, kept, losses, seed, settings, progress)
         unfinished = Work(Path(work)) if isinstance(work, str | Path) else work

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headprune.errors import first_line
 from headprune.forms import as_stored, guesses, made, remember_forms, remembered
 from headprune.inputs import model_device, move
+from headprune.offload import Offloaded, copied, is_dispatched, is_elsewhere, put
 from headprune.probe import answered
 from headprune.pruned import (
     heads_before,
@@ -69,14 +70,45 @@ def built(cls: Any, config: Any, attention: str | None) -> Any:
 
 def _filled(model: Any, statement: Statement) -> Any:
     """A model of the stock class with the pruned model's own tensors."""
-    state = model.state_dict()
+    state, stored = model.state_dict(), Offloaded(model)
+    other: dict[str, Tensor] = {}
     for name, (dim, kept) in statement.cuts.items():
-        state[name] = state[name].index_select(dim, torch.tensor(kept, device=state[name].device))
+        whole = stored[name]
+        other[name] = whole.index_select(dim, torch.tensor(kept, device=whole.device))
     for name in statement.zeros:
-        weight = state[f"{name.rpartition('.')[0]}.weight"]
-        state[name] = weight.new_zeros(statement.shapes[name])
+        weight = stored[f"{name.rpartition('.')[0]}.weight"]
+        other[name] = weight.new_zeros(statement.shapes[name])
     computed = {name: state.pop(name) for name in statement.computed}
-    return with_state(model, statement, state, computed)
+    if not is_dispatched(model):
+        return with_state(model, statement, {**state, **other}, computed)
+    return _dispatched(model, statement, state, other, computed)
+
+
+def _dispatched(
+    model: Any,
+    statement: Statement,
+    state: dict[str, Tensor],
+    other: Mapping[str, Tensor],
+    computed: Mapping[str, Tensor],
+) -> Any:
+    """As `with_state`, of a model that Accelerate has dispatched: the instance is dispatched in the same way.
+
+    Args:
+        other: Tensors that are not the model's own; of those that are kept elsewhere ``state`` has placeholders.
+    """
+    from accelerate import init_empty_weights
+    from accelerate.hooks import add_hook_to_module
+
+    with init_empty_weights():
+        stock = with_state(model, statement, {**state, **other}, computed)
+    for name, module in copied(model).named_modules():
+        if (hook := vars(module).get("_hf_hook")) is not None:  # it finds the weights by their names
+            add_hook_to_module(stock.get_submodule(name), hook)
+    for name, value in other.items():
+        owner, _, own = name.rpartition(".")
+        if is_elsewhere(stock.get_submodule(owner), own):
+            put(stock.get_submodule(owner), own, value)
+    return stock
 
 
 def with_state(
@@ -103,7 +135,9 @@ def with_state(
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     for name, parameter in stock.named_parameters():
         parameter.requires_grad_(trained.get(name, True) and parameter.is_floating_point())
-    stock.to(model_device(model)).train(model.training)
+    if not is_dispatched(model):
+        stock.to(model_device(model))
+    stock.train(model.training)
     if getattr(model, "generation_config", None) is not None:
         stock.generation_config = model.generation_config
     return stock

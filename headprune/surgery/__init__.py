@@ -70,7 +70,7 @@ def prune(
     with torch.inference_mode(False), full_precision(), uncompiled(), evaluating(model), torch.no_grad():
         inputs = inputs_for(model, usable(move(example, model_device(model))))
         reference = references(model, inputs, drop, layers)
-        cut = first_exact(model, ways(touched, drop), reference, tolerance)
+        cut = first_exact(model, ways(touched, drop, model), reference, tolerance)
         if cut.failure:
             guilty = failing_alone(model, touched, drop, inputs, layers, tolerance)
             names = ", ".join(c.name for c in guilty[:3]) or "these layers together"

@@ -66,6 +66,14 @@ class Counts:
         return None
 
 
+def names_groups(fields: Mapping[str, Any]) -> bool:
+    """Whether an integer among them is named for groups, so that it matters what those count (`Counts.by_group`)."""
+    return any(
+        type(value) is int and bool(_IN_GROUP.search(name) or _ANY_GROUPS.search(name))
+        for name, value in fields.items()
+    )
+
+
 _HEADS = re.compile(r"heads$|^(n|num|nb)_?head$|^h$")
 _KV_HEADS = re.compile(r"(kv|key_value).*heads?$|heads?_?kv$|^n_?kv")
 _GROUPS = re.compile(r"(kv|key_value).*groups$|^n_rep$")

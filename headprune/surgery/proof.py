@@ -238,7 +238,7 @@ def failing_alone(
     culprits = []
     for layer in touched:
         alone = {layer.name: drop[layer.name]}
-        cut = first_exact(model, ways([layer], alone), references(model, inputs, alone, layers), tolerance)
+        cut = first_exact(model, ways([layer], alone, model), references(model, inputs, alone, layers), tolerance)
         cut.journal.undo()
         culprits += [layer] if cut.failure else []
     return culprits

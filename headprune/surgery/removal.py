@@ -11,6 +11,8 @@ from torch import nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.offload import is_elsewhere
+from headprune.pruned import ConfigView, is_ours
+from headprune.surgery.features import names_groups
 
 
 @dataclass(frozen=True)
@@ -61,20 +63,33 @@ WIDTHS: dict[str, Callable[[str], bool]] = {
 }
 
 
-def ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
-    """All ways to remove the heads, in the order in which they are tried: a trace cannot decide between them, the proof does."""
+def ways(layers: Sequence[AttentionLayer], drop: Heads, model: nn.Module | None = None) -> list[Removal]:
+    """All ways to remove the heads, in the order in which they are tried: a trace cannot decide between them, the proof does.
+
+    Args:
+        model: Of which those ways are left out that differ in numbers alone that it does not have.
+    """
     # An argument with as many entries as heads may be something for each head; where it is, leaving it fails.
     arguments = (False, True) if any(not a.features for layer in layers for a in layer.arguments) else (False,)
     sides = (False, True) if any(layer.side_modules for layer in layers) else (False,)
+    groups = (False, True) if model is None or _names_groups(model, layers) else (False,)
     return [
         Removal(tuple(layers), drop, widths, cut, own, side, narrow, by_group)
-        for by_group in (False, True)
+        for by_group in groups
         for narrow in (False, True)
         for side in sides
         for own in (False, True)
         for cut in arguments
         for widths in WIDTHS
     ]
+
+
+def _names_groups(model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
+    """Whether modules whose numbers are corrected, or their configs, have one that is named for groups."""
+    modules = [model.get_submodule(name) for layer in layers for name in (*layer.inner_modules, *layer.side_modules)]
+    held = [value for module in modules for value in vars(module).values() if hasattr(value, "to_dict")]
+    configs = [value.original if is_ours(value, ConfigView) else value for value in held]
+    return any(names_groups(vars(each)) for each in (*modules, *configs))
 
 
 def check_present(model: nn.Module, layer: AttentionLayer) -> None:

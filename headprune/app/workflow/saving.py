@@ -49,11 +49,11 @@ def save(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Saved:
     half, note = scene.loaded.stored, ""
     if half is not None:
         try:
-            return _saved(scene, _halved(scene, model, half), path, tolerance)
+            return _saved(scene, halved(model, half, _example(scene, half)), path, tolerance)
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, OSError):
                 raise
-            note = f"Saved in float32: in {_name(half)}, as it was stored, the model does not work here ({first_line(error)})."
+            note = in_full(half, error)
     found = _saved(scene, model, path, tolerance)
     return replace(found, note=note)
 
@@ -69,8 +69,16 @@ def load(scene: Scene, path: Path) -> nn.Module:
     return model
 
 
-def _halved(scene: Scene, model: nn.Module, half: torch.dtype) -> nn.Module:
-    """A model with its weights in half precision, that runs so.
+def in_full(half: torch.dtype, error: Exception) -> str:
+    """Why a model is saved in float32 although it was stored in half precision."""
+    return f"Saved in float32: in {_name(half)}, as it was stored, the model does not work here ({first_line(error)})."
+
+
+def halved(model: nn.Module, half: torch.dtype, example: dict[str, torch.Tensor]) -> nn.Module:
+    """A copy of a model with its weights in half precision, that runs so.
+
+    Args:
+        example: For a model in half precision (`in_half`).
 
     Raises:
         HeadPruneError: Its answers are not finite.
@@ -78,7 +86,7 @@ def _halved(scene: Scene, model: nn.Module, half: torch.dtype) -> nn.Module:
     made = copied(model)
     narrow(made, half)
     with torch.inference_mode():
-        found = answers(call(made, _example(scene, half)))
+        found = answers(call(made, example))
     if not all(bool(t.isfinite().all()) for t in found):
         raise HeadPruneError("its answers are not finite")
     return made
@@ -113,8 +121,12 @@ def dense_weights(scene: Scene) -> tuple[int, str]:
 
 
 def _example(scene: Scene, half: torch.dtype) -> dict[str, torch.Tensor]:
-    """The scene's example for a model in half precision, which takes pixels and sounds so, too."""
-    example = move(scene.example, model_device(scene.model))
+    """The scene's example for a model in half precision."""
+    return in_half(move(scene.example, model_device(scene.model)), half)
+
+
+def in_half(example: dict[str, torch.Tensor], half: torch.dtype) -> dict[str, torch.Tensor]:
+    """An example for a model in half precision, which takes pixels and sounds so, too."""
     return {k: v.to(half) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in example.items()}
 
 

@@ -1,0 +1,45 @@
+"""Weights that a config says are one tensor, such as the input and output embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from headprune.errors import HeadPruneError
+
+
+def check_tied(model: nn.Module, source: str = "The model", *, unite: bool = False) -> None:
+    """Refuse a model in which there are two tensors where its config has one: whatever is built from the config has one of them only.
+
+    transformers loads such a checkpoint as it is stored, with a warning; a folder that is saved of it would not be the model that was measured.
+
+    Args:
+        source: Where the model is from, for the message.
+        unite: Whether two that are equal become one: transformers 5.0 leaves them two where a checkpoint stores both.
+
+    Raises:
+        HeadPruneError: Two tensors that are one by the config.
+    """
+    expanded = getattr(model, "get_expanded_tied_weights_keys", None)
+    if expanded is None:
+        return
+    own: dict[str, Any] = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    found = getattr(model, "all_tied_weights_keys", None)
+    known: dict[str, str] = {} if found is None else found
+    for name, other in expanded(all_submodels=True).items():
+        one, two = own.get(name), own.get(other)
+        if one is None or two is None or one is two:
+            continue
+        if unite and not (one.is_meta or two.is_meta) and torch.equal(one, two):
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, two)
+            known[name] = other
+            continue
+        if name not in known or not (one.is_meta or two.is_meta):  # what is kept elsewhere has no tensors to compare
+            raise HeadPruneError(
+                f"{source} has weights of its own for {name}, but by its config (tie_word_embeddings) these are those of {other}.",
+                "If both are meant, set tie_word_embeddings to false in config.json (in Python model.config.tie_word_embeddings = "
+                f"False); if not, take {name} out of the checkpoint.",
+            )
