@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import LABELS, call, is_encoder_decoder, takes, too_long
 from headprune.outcome import (
     BINARY,
+    SPAN,
     SQUARED,
     TOKENS,
     Convention,
@@ -69,16 +70,24 @@ def find(model: nn.Module, batches: Sequence[_Batch], rows: Sequence[_Batch]) ->
         HeadPruneError: The model does not run on the examples, labels are no classes of the model, or the way cannot be found.
     """
     with torch.no_grad():
-        asks = any(takes(model, name) for name in LABELS if name in rows[0])
-        first, gives = _first(model, rows[0], asks)
-        _refuse_whole_numbers(model, first, batches)
-        # Only if padding has labels does it matter whether they count.
-        able = [c for c in conventions(first, rows[0]) if not c.masked or any(hides_labels(row) for row in rows)]
-        if able and _has_others(model, first, batches, asks):
-            return Found(None, own=True, gives_labels=gives)
-        if asks and (found := _by_loss(model, first, rows, able, gives)) is not None:
-            return found
-        return Found(_by_inputs(model, able, batches, rows, gives), gives_labels=gives)
+        found = _found(model, batches, rows)
+    if found.convention is not None and found.convention.what == SPAN:
+        # The model's own loss counts padding as places for an answer, so that it changes with the batch that an example is in.
+        found = replace(found, convention=replace(found.convention, masked=True))
+    return found
+
+
+def _found(model: nn.Module, batches: Sequence[_Batch], rows: Sequence[_Batch]) -> Found:
+    asks = any(takes(model, name) for name in LABELS if name in rows[0])
+    first, gives = _first(model, rows[0], asks)
+    _refuse_whole_numbers(model, first, batches)
+    # Only if padding has labels does it matter whether they count.
+    able = [c for c in conventions(first, rows[0]) if not c.masked or any(hides_labels(row) for row in rows)]
+    if able and _has_others(model, first, batches, asks):
+        return Found(None, own=True, gives_labels=gives)
+    if asks and (found := _by_loss(model, first, rows, able, gives)) is not None:
+        return found
+    return Found(_by_inputs(model, able, batches, rows, gives), gives_labels=gives)
 
 
 def hidden_labels(batch: _Batch) -> Tensor | None:

@@ -34,8 +34,8 @@ class Measurement:
     """How well one model does on a set of examples.
 
     Attributes:
-        metrics: ``accuracy`` and ``f1`` (macro over the classes that occur), or ``perplexity`` and
-            ``accuracy`` over tokens; always ``loss`` (nats per labelled token; for numbers their mean squared error). If the
+        metrics: ``accuracy`` and ``f1`` (macro over the classes that occur), or ``perplexity`` and ``accuracy`` over tokens; for
+            several labels at once ``accuracy`` of single labels, for answers in a text of their starts and ends (no ``f1``); always ``loss`` (nats per labelled token; for numbers their mean squared error). If the
             model's own loss is used and is not a mean over labels (such as a CTC model's), only ``loss``, per example.
         loss: ``[examples]``, nats, each the mean over its tokens; or the model's own loss of each.
         correct: ``[examples]``, labelled tokens that are predicted correctly; NaN where the model predicts no classes.
@@ -149,7 +149,7 @@ def evaluate(
         )
     correct = [(p == t).sum().item() for p, t in zip(guesses, truths, strict=True)] or [float("nan")] * len(all_loss)
     measured = Measurement({}, all_loss, np.asarray(correct, dtype=np.float64), all_tokens)
-    measured.metrics.update(_metrics(measured, guesses, truths, perplexity="perplexity" in losses.metrics))
+    measured.metrics.update(_metrics(measured, guesses, truths, losses))
     return measured
 
 
@@ -266,17 +266,17 @@ class _Parts:
 
 
 def _metrics(
-    measured: Measurement, guesses: list[Tensor], truths: list[Tensor], *, perplexity: bool
+    measured: Measurement, guesses: list[Tensor], truths: list[Tensor], losses: ExampleLoss
 ) -> dict[str, float]:
     tokens = float(measured.tokens.sum())
     found = {"loss": float((measured.loss * measured.tokens).sum() / max(tokens, 1))}
     if guesses:
         found["accuracy"] = float(measured.correct.sum() / max(tokens, 1))
         truth, guess = torch.cat(truths).numpy(), torch.cat(guesses).numpy()
-        if len(np.unique(truth)) <= 100:
+        if losses.classifies and len(np.unique(truth)) <= 100:
             from sklearn.metrics import f1_score
 
             found["f1"] = float(f1_score(truth, guess, labels=np.unique(truth), average="macro", zero_division=0))
-    if perplexity:
+    if "perplexity" in losses.metrics:
         found["perplexity"] = value_of("perplexity", found["loss"], 1)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -64,15 +65,24 @@ class Fidelity:
 
     def divergence(self) -> float:
         """Of the model as it is now: mean over examples, in nats (`headprune.divergence.Divergence`)."""
+        return self._means()[0]
+
+    def log_divergence(self) -> float:
+        """Its logarithm; of one that is only rounding the logarithm of what rounding makes, so that no order is preferred for that."""
+        return math.log(max(self._means()))
+
+    def _means(self) -> list[float]:
+        """The mean over examples of the divergence, and of what rounding makes of equal answers."""
         tasks = [partial(self._between, i) for i in range(len(self._batches))]
-        each = self._ranks.share("divergence", tasks)
-        return float(torch.cat(each).double().mean())
+        found: list[float] = torch.cat(self._ranks.share("divergence", tasks), dim=1).double().mean(dim=1).tolist()
+        return found
 
     def _between(self, index: int) -> Tensor:
-        """On a batch, ``[examples]``."""
-        batch = self._batches[index]
+        """On a batch ``[2, examples]``: the divergence, and what rounding makes."""
+        batch, known = self._batches[index], self._answers[index]
         with torch.inference_mode():
-            return self._divergence.between(self._answers[index], self._logits(batch), batch).cpu()
+            each = self._divergence.between(known, self._logits(batch), batch).clamp(min=0)
+            return torch.stack([each, torch.full_like(each, self._divergence.rounding(known))]).cpu()
 
     def _logits(self, batch: Any) -> Tensor:
         with torch.inference_mode(), evaluating(self.model), exact_attention(self.model), uncached(self.model):

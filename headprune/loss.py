@@ -19,7 +19,7 @@ from headprune.convention import Found, find, hidden_labels, unlabelled
 from headprune.divergence import IGNORED, Divergence
 from headprune.errors import HeadPruneError
 from headprune.inputs import ADDED, LABELS, call, takes, tensors
-from headprune.outcome import SQUARED, Outcome, loss_in, no_logits
+from headprune.outcome import BINARY, CLASSES, SQUARED, TOKENS, Outcome, loss_in, no_logits
 from headprune.reduction import LABELS_MEAN, find_reduction
 from headprune.rows import Rows, apparent_size, find_rows
 
@@ -135,6 +135,12 @@ class ExampleLoss:
             return () if convention.what == SQUARED else ("accuracy", "perplexity")
         reduction = self._known.reduction
         return ("perplexity",) if reduction and reduction.kind == LABELS_MEAN else ()
+
+    @property
+    def classifies(self) -> bool:
+        """Whether what is predicted are classes, the same for all examples; not so where it is a place in a text."""
+        convention = None if self.loss_fn is not None or self.distils else self._known.convention
+        return convention is not None and convention.what in (CLASSES, TOKENS, BINARY)
 
     def of_output(self, output: Any, batch: Mapping[str, Any]) -> Tensor:
         """Losses ``[batch]`` of a model's output for a batch, from its logits; 0 for an example without a label.

@@ -42,7 +42,8 @@ class Convention:
         what: `SPAN`: an answer's start and end; `CLASSES`: one label per example; `TOKENS`: one per token; `SQUARED`:
             numbers; `BINARY`: several labels at once.
         ahead: For `TOKENS`: the logits of token t are compared with the label of token t + ahead.
-        masked: For `TOKENS`: whether labels of tokens that the ``attention_mask`` leaves out are ignored.
+        masked: For `TOKENS`: whether labels of tokens that the ``attention_mask`` leaves out are ignored. For `SPAN`: whether such
+            tokens are no places for an answer.
         prompted: For `TOKENS`, where there are more logits than labels because something precedes the text (an image, a
             learned prompt): whether the last logits before the text predict its first label.
     """
@@ -61,7 +62,7 @@ class Convention:
         if self.what not in {c.what for c in conventions(output, batch)}:
             raise no_logits()
         if self.what == SPAN:
-            return _span(output, batch)
+            return _span(output, batch, self.masked)
         logits, labels = logits_in(output), batch["labels"]
         assert logits is not None
         if self.what in (SQUARED, BINARY):
@@ -150,13 +151,20 @@ def refuse_unknown(labels: Tensor, classes: int) -> None:
         )
 
 
-def _span(output: Any, batch: Mapping[str, Any]) -> Outcome:
-    """Question answering: the mean of the start's and the end's cross-entropy."""
+def _span(output: Any, batch: Mapping[str, Any], masked: bool) -> Outcome:
+    """Question answering: the mean of the start's and the end's cross-entropy over the tokens, where ``masked`` without padding."""
     start, end = part_of(output, "start_logits"), part_of(output, "end_logits")
     length = start.shape[1]
     logits = torch.stack([start, end], dim=1)
     labels = torch.stack([batch["start_positions"].flatten(), batch["end_positions"].flatten()], dim=1)
-    return _classes(logits, labels.masked_fill((labels < 0) | (labels >= length), IGNORED))
+    unknown = (labels < 0) | (labels >= length)
+    mask = batch.get("attention_mask")
+    if masked and isinstance(mask, Tensor) and mask.shape == start.shape:
+        hidden = (mask.to(logits.device) == 0)[:, None].repeat(1, 2, 1)
+        # A place that was labelled counts, wherever it is.
+        hidden = hidden.scatter(2, labels.masked_fill(unknown, 0)[..., None], False)
+        logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+    return _classes(logits, labels.masked_fill(unknown, IGNORED))
 
 
 def _numbers(logits: Tensor, labels: Tensor, binary: bool) -> Outcome:

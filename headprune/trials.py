@@ -208,7 +208,7 @@ class Trials:
 
     def _nearness(self, drop: Heads) -> float:
         with self.repaired(drop), mask(self.model, drop, layers=self.layers):
-            return -math.log(max(self._fidelity.divergence(), 1e-12))
+            return -self._fidelity.log_divergence()
 
     def point(self, name: str, plan: PruningPlan) -> dict[str, Any]:
         """A point of the trade-off curve."""

@@ -18,7 +18,7 @@ from headprune.pruned import save_by_headprune
 from tests.support.commands import run
 from tests.support.documents import opened
 from tests.support.folders import tokenizer
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, randomise
 
 THEIRS = """---
 license: apache-2.0
@@ -283,3 +283,20 @@ def test_a_dense_model_with_an_added_bias(tmp_path: Path) -> None:
     _, text = of(tmp_path / "m")
     assert "No attention head was removed" in text
     assert "`headprune.repair` was applied" in text
+
+
+def test_a_model_that_writes_text_is_loaded_to_write_text(tmp_path: Path) -> None:
+    """BART's class fills masks too, and the report said to load it with AutoModelForMaskedLM."""
+    bart = tf.BartConfig(
+        vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32,
+    )  # fmt: skip
+    bert = tf.BertConfig(
+        vocab_size=50, hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=16
+    )
+    for model, auto in (
+        (tf.BartForConditionalGeneration(bart), "Seq2SeqLM"), (tf.BertForMaskedLM(bert), "MaskedLM"), (tf.BertModel(bert), ""),
+    ):  # fmt: skip
+        folder = tmp_path / type(model).__name__
+        hp.save(randomise(model), folder)
+        assert loading_of(folder).through == f"AutoModel{f'For{auto}' if auto else ''}"

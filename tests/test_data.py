@@ -1,6 +1,7 @@
 """Parts are disjoint, columns are found, and every task's examples are encoded right."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import transformers as tf
 
 import headprune as hp
 from headprune.app.data import DataOptions, load_parts
+from headprune.app.data.encoders.base import numbers_of
 from headprune.app.models import TASKS, LoadedModel, load_model
+from headprune.errors import HeadPruneError
 from headprune.loss import ExampleLoss
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
 from tests.support.zoo import randomise
@@ -314,3 +317,23 @@ def test_a_token_that_also_pads_is_still_predicted(tmp_path: Path) -> None:
     (batch,) = list(parts.report.batches(99))
     assert (batch["attention_mask"] == 0).any()
     assert torch.equal(batch["labels"] != -100, batch["attention_mask"] == 1)
+
+
+@pytest.mark.parametrize("split", ["choose_split", "report_split"])
+def test_a_split_that_is_named_for_two_parts_is_cut(split: str, bert_folder: Path, tmp_path: Path) -> None:
+    """Naming the only split there is again left nothing to report on."""
+    file = write_jsonl(tmp_path / "all.jsonl", sentences(60, seed=4))
+    options = DataOptions(dataset=str(file), **{split: "all"})
+    parts = load_parts(options, load_model(str(bert_folder), device="cpu"))
+    usual = load_parts(DataOptions(dataset=str(file)), load_model(str(bert_folder), device="cpu"))
+    for name in ("score", "choose", "report"):
+        assert getattr(parts, name).rows == getattr(usual, name).rows
+
+
+@pytest.mark.parametrize("label", [[0, 1], [0, 2, 1], [1, -1, 0], [1, None, 0], 1])
+def test_labels_for_several_classes_at_once(label: Any) -> None:
+    """Labels of 2 or -1 were scored as they were: the loss of a class is of no use with them."""
+    config = SimpleNamespace(num_labels=3)
+    with pytest.raises(HeadPruneError, match="takes 3 numbers from 0 to 1"):
+        numbers_of(label, config, any_number=False)
+    assert numbers_of([0, 0.5, 1], config, any_number=False) == [0.0, 0.5, 1.0]

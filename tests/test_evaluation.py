@@ -5,13 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from scipy.stats import binom
 from scipy.stats import t as student
 
 import headprune as hp
 from headprune.evaluation import Change, Measurement, compare, evaluate, interval
 from headprune.fidelity import Fidelity
-from tests.support.zoo import bert, gpt2, labelled, llama, text
+from tests.support.zoo import bert, gpt2, labelled, llama, randomise, text
 
 
 def measured(correct: np.ndarray) -> Measurement:
@@ -245,3 +246,28 @@ def test_packed_texts_are_apart_in_every_computation() -> None:
     with torch.no_grad():
         expected = torch.stack([model(input_ids=ids[1:, 7:]).logits[0, -1], model(input_ids=ids[:1, 4:]).logits[0, -1]])
     torch.testing.assert_close(dense.answers[0][[1, 0], -1], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_is_no_place_for_an_answer() -> None:
+    """The model's own loss of a padded text counts padding among the places; so loss, accuracy and scores changed with the batch size."""
+    config = tf.BertConfig(
+        vocab_size=100, hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=16
+    )
+    model = randomise(tf.BertForQuestionAnswering(config)).eval()
+    ids = torch.randint(5, 100, (3, 9), generator=torch.Generator().manual_seed(0))
+    lengths, starts, ends = (4, 9, 6), torch.tensor([1, 2, 5]), torch.tensor([3, 8, 5])
+    mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long()
+    together = [{"input_ids": ids, "attention_mask": mask, "start_positions": starts, "end_positions": ends}]
+    alone = [
+        {k: v[i : i + 1, : lengths[i]] if v.ndim == 2 else v[i : i + 1] for k, v in together[0].items()}
+        for i in range(3)
+    ]
+    a, b = hp.evaluate(model, together), hp.evaluate(model, alone)
+    with torch.no_grad():
+        assert b.loss == pytest.approx([float(model(**one).loss) for one in alone], rel=1e-5)
+    assert a.loss == pytest.approx(b.loss, rel=1e-5)
+    assert a.correct.tolist() == b.correct.tolist()
+    assert "f1" not in a.metrics  # of places in texts, which are no classes
+    for method in ("ablation", "gradient"):
+        scores = [hp.score(model, batches, method).flat().numpy() for batches in (together, alone)]
+        assert scores[0] == pytest.approx(scores[1], rel=1e-3, abs=1e-7)

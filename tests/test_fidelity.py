@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -64,3 +66,18 @@ def test_other_models(name: str) -> None:
     layer = next(layer for layer in hp.find_attention(model, example) if layer.maskable)
     with mask(model, {layer.name: [0]}, layers=[layer]):
         assert found.divergence() > 0
+
+
+def test_rounding_is_no_difference() -> None:
+    """An order whose plan gives the dense answers but for rounding was preferred by many orders of magnitude to another such order."""
+    model, batches = small()
+    model.float()
+    found = Fidelity(model, batches)
+    assert found.log_divergence() == pytest.approx(math.log(1e-7))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 1e-7)
+    assert found.divergence() >= 0
+    assert found.log_divergence() == pytest.approx(math.log(1e-7), abs=1.0)
+    model.double()
+    assert Fidelity(model, batches).log_divergence() == pytest.approx(math.log(1e-12))

@@ -47,7 +47,7 @@ def test_no_head_is_called_harmful_where_that_is_not_known(values: Any, errors: 
 
 @pytest.mark.parametrize(("metric", "chosen", "apart"), [
     ("accuracy", (0.95, 0.99), True), ("accuracy", (0.80, 0.90), False), ("accuracy", (0.1, 0.2), False),
-    ("perplexity", (0.1, 0.2), True), ("perplexity", (0.95, 0.99), False),
+    ("perplexity", (0.1, 0.2), True), ("perplexity", (0.95, 0.99), False), ("loss", (0.1, 0.2), True), ("loss", (0.95, 0.99), False),
 ])  # fmt: skip
 def test_a_model_that_is_better_where_plans_are_chosen(metric: str, chosen: tuple[float, float], apart: bool) -> None:
     low, high = chosen
@@ -70,9 +70,18 @@ def test_speed_is_told_with_its_limit() -> None:
 
 def test_curves_are_averaged_over_draws() -> None:
     points = [("dense", 4, 0.9), ("auto", 2, 0.8), ("random", 2, 0.4), ("random", 2, 0.6), ("random", 3, 0.7)]
-    found = findings.trade_off([Point(method=m, kept=n, asked=n, value=v, low=v, high=v, loss=1) for m, n, v in points])
+    found = findings.trade_off(
+        [Point(method=m, kept=n, asked=n, value=v, low=v, high=v, loss=1) for m, n, v in points], "accuracy"
+    )
     assert found.methods == ["auto", "random"]
     assert found.rows == [(3, [None, 0.7]), (2, [0.8, 0.5])]
+
+
+def test_the_mean_perplexity_is_that_of_the_mean_loss() -> None:
+    assert findings.mean_of([2.0, 8.0], "perplexity") == pytest.approx(4.0)
+    assert findings.mean_of([2.0, 8.0], "loss") == findings.mean_of([2.0, 8.0], "accuracy") == 5.0
+    points = [Point(method="random", kept=2, asked=2, value=v, low=v, high=v, loss=1) for v in (2.0, 8.0)]
+    assert findings.trade_off(points, "perplexity").rows == [(2, [pytest.approx(4.0)])]
 
 
 def test_a_note_of_all_repairs_is_told_once() -> None:

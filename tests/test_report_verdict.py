@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from headprune.app.documents import Metrics, Run
 from headprune.app.report import findings, markdown, numbers, sentences
 from headprune.app.report.figures import colours
 from headprune.app.report.verdict import Kind, against_random, elsewhere, headline_row, loss_within, verdict
+from headprune.app.workflow.results import mean_of
 from headprune.attention import AttentionLayer
 from headprune.cli import tables
 from headprune.evaluation import Measurement, compare
 from tests.support.commands import run as command
-from tests.support.documents import LAYER, MEASURED, METRICS, RUN, SPEED, TIMING, repaired
+from tests.support.documents import LAYER, MEASURED, METRICS, RUN, SPEED, TIMING, TRAINED, repaired
 from tests.support.folders import sentences as rows_of
 from tests.support.folders import write_jsonl
 
@@ -111,6 +113,37 @@ def test_a_perplexity_is_better_when_it_is_smaller(value: float, half: float, wo
     assert loss_within(metrics, metrics.budgets[0].change) == pytest.approx(value + half)
     assert "perplexity 12 against 12" in headline(metrics)
     assert against_random(metrics, metrics.budgets[0]).verdict == "better"
+
+
+def test_a_change_of_perplexity_fits_the_mean_it_stands_beside() -> None:
+    """Chosen heads with a perplexity of 60 are worse than draws of 10, 20 and 300 by the loss, and better than their arithmetic mean."""
+    data = documents((2, 0.0, 0.001, "no"), metric="perplexity")
+    (budget,) = data["budgets"]
+    draws = [Measurement({}, np.log([p, p]), np.zeros(2), np.ones(2)) for p in (10.0, 20.0, 300.0)]
+    chosen = Measurement({}, np.log([60.0, 60.0]), np.zeros(2), np.ones(2))
+    change = compare(mean_of(draws), chosen, "perplexity")
+    budget["random"], budget["over_random"] = [10.0, 20.0, 300.0], asdict(change)
+    budget["pruned"]["metrics"] = {"perplexity": 60.0}
+    found = against_random(read(data), read(data).budgets[0])
+    assert change.value == pytest.approx(found.value / found.mean - 1)
+    assert "60 against 39.15: +53.3%" in sentences.over_random(read(data))
+    assert sentences.control(read(data)) == "random heads: geometric mean of 3 draws (range)"
+
+
+def test_random_heads_are_not_compared_with_trained_ones() -> None:
+    """Chosen heads that were no better than random ones were better once they had been trained, which random ones are not."""
+    data = documents((2, 0.0, 0.001, "no"))
+    (budget,) = data["budgets"]
+    before = {**MEASURED, "metrics": {**MEASURED["metrics"], "accuracy": 0.6}}
+    budget |= {"random": [0.6, 0.62], "repair": None, "finetune": {**TRAINED, "before": before}}
+    found = against_random(read(data), read(data).budgets[0])
+    assert found.value == 0.6
+    assert found.verdict == "no measurable difference"
+    told = sentences.over_random(read(data))
+    assert "60.0 % against 61.0 %" in told
+    assert "as they were before training" in told
+    assert sentences.control(read(data)) == "chosen against random heads: mean of 2 draws (range), both before training"
+    assert "60.0 % against 61.0 %" in sentences.table(read(data))[1][1].cells[sentences.Column.RANDOM]
 
 
 def test_a_plain_loss_is_judged_as_a_share_of_the_dense_models() -> None:
@@ -229,7 +262,7 @@ def test_texts_that_were_cut_are_told() -> None:
     run = copy.deepcopy(RUN)
     run["parts"]["report"]["shortened"] = 7
     told = sentences.cautions(Run.model_validate(run), read(METRICS))
-    assert any(c.startswith("7 of the 200 reported texts were cut") for c in told)
+    assert any(c.startswith("7 of the 200 reported texts were cut at their end: they are longer") for c in told)
 
 
 def test_heads_that_stay_although_they_score_low() -> None:

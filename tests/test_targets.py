@@ -14,6 +14,7 @@ import pytest
 
 from headprune.app.data import DataOptions
 from headprune.app.workflow import scoring, timing
+from headprune.app.workflow.results import most_frequent
 from headprune.app.workflow.scene import Options, open_scene
 from headprune.app.workflow.targets import Goal, shown, trade_off, trials_of
 from headprune.budgets import BUDGETS, Fit, budget_of
@@ -211,3 +212,15 @@ def test_heads_to_keep_are_counted_among_those_that_are_scored() -> None:
     options = SimpleNamespace(keep="50%", scoring=Settings(steps=3))
     scene: Any = SimpleNamespace(options=options, layers=layers, maskable=layers[:1])
     assert scoring.settings_of(scene) == Settings(keep=2, steps=3)
+
+
+@pytest.mark.parametrize(("labels", "level"), [
+    ([{"labels": 0}, {"labels": 1}, {"labels": 1}], 2 / 3),
+    ([{"labels": [0, -100, 0]}, {"labels": [1, -100]}], 2 / 3),
+    ([{"labels": [1.0, 0.0]}, {"labels": [0.0, 0.0]}, {"labels": [1.0, 0.0]}], 5 / 6),
+    ([{"start_positions": 3, "end_positions": 4}, {"start_positions": 3, "end_positions": 5}], 3 / 4),
+    ([{"labels": [0.5, 0.0]}], None), ([{"labels": 1.5}], None), ([], None),
+])  # fmt: skip
+def test_what_a_model_that_knows_nothing_gets_right(labels: list[dict[str, Any]], level: float | None) -> None:
+    """Without it, a model that gives every text the most frequent labels was recommended with fewer heads."""
+    assert most_frequent(labels) == (None if level is None else pytest.approx(level))

@@ -184,3 +184,24 @@ def test_fills_see_all_tokens(method: str) -> None:
             patch.setattr(unread, "_TOKENS", tokens)
             found.append(hp.score(model, [batch], method, seed=3).flat())
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
+
+
+def test_a_routers_loss_does_not_end_the_scoring() -> None:
+    """What looks for tokens that are not read calls modules once more, and a router's logits of those calls do not fit its own loss."""
+    config = tf.MixtralConfig(
+        **_SMALL, num_key_value_heads=2, vocab_size=100, num_local_experts=3, output_router_logits=True, pad_token_id=0,
+    )  # fmt: skip
+    model = randomise(tf.MixtralForCausalLM(config))
+    batches = [text(rows, 6, seed=rows) for rows in (2, 1)]
+    found = hp.score(model, batches, "ablation", distil=True)
+    layer = hp.find_attention(model, batches[0])[-1]
+    effects = []
+    with torch.no_grad():
+        for batch in batches:
+            dense = model(**batch).logits.log_softmax(-1)
+            with hp.mask(model, {layer.name: [1]}):
+                now = model(**batch).logits.log_softmax(-1)
+            each = (dense.exp() * (dense - now)).sum(-1)
+            real = batch["attention_mask"]
+            effects += ((each * real).sum(1) / real.sum(1)).tolist()
+    assert float(found.values[layer.name][1]) == pytest.approx(sum(effects) / len(effects), rel=1e-3)

@@ -56,12 +56,12 @@ def loading_of(folder: str | Path) -> Loading:
         return Loading("")
     if "headprune" in config:
         own = f"{remote_code.FILE.removesuffix('.py')}.{name}"
-        auto = _usual(auto for auto, cls in maps.items() if cls == own)
+        auto = _usual((auto for auto, cls in maps.items() if cls == own), name)
         return Loading(auto, bool(auto), why)
     cls: Any = getattr(transformers, name, None)
     if getattr(cls, "config_class", None) is None:  # the name is from a file
         return Loading("", own_class(config, name) is not None)
-    return Loading(_usual(auto for auto, own in remote_code.auto_classes(cls).items() if own == name) or name)
+    return Loading(_usual((auto for auto, own in remote_code.auto_classes(cls).items() if own == name), name) or name)
 
 
 def own_class(config: Mapping[str, Any], name: str) -> str | None:
@@ -72,6 +72,14 @@ def own_class(config: Mapping[str, Any], name: str) -> str | None:
     return next((r for r in references if isinstance(r, str) and r.rpartition(".")[2] == name), None)
 
 
-def _usual(autos: Iterable[str]) -> str:
-    """The auto class by which people load a model, of those that serve its class; "" for none."""
-    return min(autos, key=lambda auto: (auto == "AutoModelForPreTraining", auto != "AutoModel", auto), default="")
+def _usual(autos: Iterable[str], name: str) -> str:
+    """The auto class by which people load a model, of those that serve its class of this ``name``; "" for none.
+
+    Encoder-decoders that were trained to fill masks (BART) are served by that auto class too, and loaded to write text.
+    """
+    others = {"AutoModelForPreTraining", *(() if name.endswith("MaskedLM") else ("AutoModelForMaskedLM",))}
+    return min(
+        autos,
+        key=lambda auto: (auto in others, auto == "AutoModelForPreTraining", auto != "AutoModel", auto),
+        default="",
+    )

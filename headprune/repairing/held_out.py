@@ -109,7 +109,7 @@ def _between(divergence: Divergence, dense: Any, now: Any, batch: Any, size: int
     """Of two outputs, ``[examples]``: of their logits, or else the squared difference of all that they hold."""
     named = batch if isinstance(batch, Mapping) else {}
     try:
-        each = divergence.between(logits_of(dense, named), logits_of(now, named), named)
+        each = divergence.between(logits_of(dense, named), logits_of(now, named), named).clamp(min=0)  # rounding
     except HeadPruneError:
         each = torch.zeros(size)
         for a, b in zip(tensors(dense), tensors(now), strict=True):

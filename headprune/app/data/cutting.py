@@ -38,13 +38,15 @@ def cut_rows(splits: Mapping[str, Any], options: DataOptions) -> tuple[dict[str,
 
     # A split that serves several parts is cut: at most half of it scores, a fifth chooses, the rest reports.
     size = len(usable[scoring])
-    alone = None not in (choosing, reporting) and scoring not in (choosing, reporting)
+    alone = None not in (choosing, reporting)
     most = size if alone else size // 2 if reporting is None else size * 4 // 5
     cuts = {"score": take(scoring, min(options.limit, most))}
     most = options.limit
-    if reporting in (None, scoring):
+    if reporting is None:
         cut = place(options.dataset, scoring)
-        notes.append(f"There is no other split to report on: {cut} was cut by seed {options.seed}.")
+        asked = options.report_split is not None
+        why = f"{cut} is both scored and reported on: it" if asked else f"There is no other split to report on: {cut}"
+        notes.append(f"{why} was cut by seed {options.seed}.")
         most = most if choosing else size // 5
     elif choosing == reporting:
         most = len(free[choosing]) // 2
@@ -65,7 +67,7 @@ def _serving(usable: Mapping[str, Any], options: DataOptions) -> tuple[str, str 
     choosing = options.choose_split or next(
         (s for s in _CHOOSE_SPLITS if s in usable and s not in (scoring, reporting)), None
     )
-    return scoring, choosing, reporting
+    return scoring, None if choosing == scoring else choosing, None if reporting == scoring else reporting
 
 
 def reported_of(splits: Mapping[str, Any], dataset: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from headprune.amounts import example_count
 from headprune.app.data.cutting import cut_rows, reported_of, shuffled
 from headprune.app.data.encoders import ENCODERS
 from headprune.app.data.encoders.language import CausalLM, MaskedLM
@@ -40,7 +41,7 @@ def load_parts(options: DataOptions, loaded: LoadedModel) -> Parts:
             found.shortened,
         )  # fmt: skip
     if repeated := sum(found.repeated for found in chosen.values()):
-        notes.append(f"{repeated} examples whose input had already been used were left out of the later parts.")
+        notes.append(f"Left out of the later parts, as their input had already been used: {example_count(repeated)}.")
     if any(found.shortened for found in chosen.values()):
         counts = ", ".join(f"{found.shortened} of {len(found.rows)} to {name}" for name, found in chosen.items())
         notes.append(f"{encoder.cut_note}: {counts}.")
@@ -84,7 +85,7 @@ def load_train(
     notes = [f"{count:,} examples to train on ({split}), of which {scored:,} also scored the heads."]
     if found.repeated:
         notes.append(
-            f"{found.repeated} examples whose input is used to choose or to report were left out of the training part."
+            f"Left out of the training part, as their input is used to choose or to report: {example_count(found.repeated)}."
         )
     if found.shortened:
         notes.append(f"{encoder.cut_note}: {found.shortened} of {count} to train on.")

@@ -26,8 +26,8 @@ class Dense(Measured):
 
     Attributes:
         flops: Of one forward pass on an example of median length.
-        guessing: The metric of a model that knows nothing: the share of the most frequent label, or as a perplexity the number
-            of tokens in the vocabulary; None where that is not known.
+        guessing: The metric of a model that knows nothing: the share of the most frequent label (of several labels at once each one's,
+            of answers the start's and the end's), or as a perplexity the number of tokens in the vocabulary; None where that is not known.
         weights, dtype: As `BudgetResult`'s, of the checkpoint that it was loaded from.
     """
 
@@ -52,7 +52,10 @@ class PlannedWork(Document):
 
 
 class ComparedPlan(Document):
-    """How a plan did on the choosing part: divergence from the dense model's answers, or where that is not known the loss, in nats."""
+    """How a plan did on the choosing part: divergence from the dense model's answers, or where that is not known the loss, in nats.
+
+    A divergence is never less than what rounding makes of equal answers (`headprune.divergence.Divergence.rounding`).
+    """
 
     budget: str
     kept: Count

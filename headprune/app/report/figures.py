@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headprune.app.documents import Latency, Metrics, TimeParts
-from headprune.app.report.findings import trained_on_choosing
+from headprune.app.report.findings import mean_of, trained_on_choosing
 from headprune.app.report.verdict import verdict
 from headprune.scoring.agreement import agreements, chance
 from headprune.scoring.scores import HeadScores
@@ -154,7 +155,7 @@ def trade_off(path: Path, metrics: Metrics) -> None:
     )
     level = dense.metrics[metric]
     draws = [b.random for b in budgets]
-    middle, low, high = ([*map(make, draws), level] for make in (np.mean, min, max))
+    middle, low, high = ([*map(make, draws), level] for make in (partial(mean_of, metric=metric), min, max))
     axis.plot(x, middle, "--", color=_GREY, label=f"random heads stay, mean and range of {len(draws[0])}")
     axis.fill_between(x, low, high, color=_GREY, alpha=0.2, lw=0)
     axis.axhline(level, color="black", lw=0.8, ls=":", label="dense model")
@@ -194,12 +195,13 @@ def orders(path: Path, metrics: Metrics) -> None:
     draws: dict[int, list[float]] = {}
     for p in curve:
         if p.method == "random":
-            draws.setdefault(p.kept, []).append(drawn(p.value, dense.value))
+            draws.setdefault(p.kept, []).append(p.value)
     start = drawn(dense.value, dense.value)
     x = [*sorted(draws), dense.kept]
-    middle = [float(np.mean(draws[k])) for k in x[:-1]] + [start]
-    low = [min(draws[k]) for k in x[:-1]] + [start]
-    high = [max(draws[k]) for k in x[:-1]] + [start]
+    middle, low, high = (
+        [drawn(make(draws[k]), dense.value) for k in x[:-1]] + [start]
+        for make in (partial(mean_of, metric=metric), min, max)
+    )
     number = max(map(len, draws.values()), default=0)
     axis.plot(x, middle, "--", color=_GREY, label=f"random, mean and range of {number} (choose)")
     axis.fill_between(x, low, high, color=_GREY, alpha=0.2, lw=0)

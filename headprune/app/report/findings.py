@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,11 +40,21 @@ def chosen_by(budget: BudgetResult) -> list[str]:
     return list(dict.fromkeys(filter(None, [budget.method, budget.strategy])))
 
 
+def mean_of(values: Sequence[float], metric: str) -> float:
+    """The mean of a metric over several models: of perplexities exp of the mean loss (the geometric mean).
+
+    A change of perplexity is one of the loss, so only beside this mean do the change's sign and size fit.
+    """
+    if metric != "perplexity" or not all(0 < value < math.inf for value in values):
+        return sum(values) / len(values)
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
 def trained_on_choosing(metrics: Metrics) -> float | None:
     """The dense model's value where plans were chosen, if it is far better there than where they are reported."""
     dense = metrics.dense
     chosen = next(p for p in metrics.curve if p.method == "dense")
-    apart = chosen.high < dense.low if metrics.metric == "perplexity" else chosen.low > dense.high
+    apart = chosen.low > dense.high if metrics.metric == "accuracy" else chosen.high < dense.low
     return chosen.value if apart else None
 
 
@@ -221,14 +232,14 @@ class TradeOff:
     rows: list[tuple[int, list[float | None]]]
 
 
-def trade_off(curve: Sequence[Point]) -> TradeOff:
+def trade_off(curve: Sequence[Point], metric: str) -> TradeOff:
     """The curve's points by heads kept and method."""
     points = [p for p in curve if p.method != "dense"]
     methods = list(dict.fromkeys(p.method for p in points))
     rows = []
     for keep in sorted({p.asked for p in points}, reverse=True):
         found = ([p.value for p in points if p.method == m and p.asked == keep] for m in methods)
-        rows.append((keep, [sum(values) / len(values) if values else None for values in found]))
+        rows.append((keep, [mean_of(values, metric) if values else None for values in found]))
     return TradeOff(methods, rows)
 
 

@@ -81,7 +81,7 @@ def _environment() -> jinja2.Environment:
     } | {"code": code, "fmt": format, "head_count": head_count, "thousands": lambda number: f"{number:,}", "plain": seen.plain, "prose": seen.prose, "fence": seen.fence, "visible": seen.visible}  # fmt: skip
     made.globals |= {
         f.__name__: f for f in (
-            findings.chosen_by, findings.speed, findings.trade_off,
+            findings.chosen_by, findings.mean_of, findings.speed, findings.trade_off,
             findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.limits_metric, findings.fewest_rounds,
             findings.closest_first, findings.where_time_goes, busy.disturbed, chance, verdict, sentences.headline, sentences.table, sentences.rule, sentences.over_random,
             sentences.cautions, sentences.stay_though_low, sentences.precision, usage, sentences.proved, sentences.reloaded, sentences.orders, sentences.about, sentences.parts,

@@ -14,9 +14,11 @@ from headprune.app.report.verdict import (
     AgainstRandom,
     Kind,
     against_random,
+    by_cheaper_repair,
     elsewhere,
     headline_row,
     loss_within,
+    untrained,
     verdict,
 )
 from headprune.checkpoint import code
@@ -113,7 +115,9 @@ def over_random(metrics: Metrics) -> str:
             told.append(f"{answer} with {_listed(some)}")
     text = "; ".join(told)
     text = f"{text[0].upper()}{text[1:]}."
-    if any(r.value != r.budget.pruned.metrics[metrics.metric] for r in found):
+    if _trained(metrics):
+        text += " Random heads are not trained, so the chosen ones are taken as they were before training."
+    if any(by_cheaper_repair(r.budget) and r.value != untrained(r.budget).metrics[metrics.metric] for r in found):
         text += (
             " For this, both were refitted layer by layer alone, a cheaper repair than that of the models above. What else those got was "
             "chosen by how near it brings the answers to the dense model's, not by these examples: it may come out lower here, by chance too."
@@ -161,8 +165,9 @@ def cautions(run: Run, metrics: Metrics) -> list[str]:
                 "on the first data."
             )
     if cut := run.parts.report.shortened:
+        were, their, they = ("was", "its", "it is") if cut == 1 else ("were", "their", "they are")
         told.append(
-            f"{cut:,} of the {run.parts.report.examples:,} reported texts were cut at their end: they are longer than the model or "
+            f"{cut:,} of the {run.parts.report.examples:,} reported texts {were} cut at {their} end: {they} longer than the model or "
             "`--max-length` allows."
         )
     for b in findings.rests_on_few(metrics):
@@ -242,13 +247,21 @@ def table(metrics: Metrics) -> tuple[tuple[str, ...], list[Row]]:
 
 def control(metrics: Metrics) -> str:
     """The head of the first table's column of random heads."""
-    draws = f"random heads: mean of {len(metrics.budgets[0].random)} draws (range)"
-    return f"chosen against {draws}, both with a cheaper repair" if _apart(metrics) else draws
+    mean = "geometric mean" if metrics.metric == "perplexity" else "mean"
+    draws = f"random heads: {mean} of {len(metrics.budgets[0].random)} draws (range)"
+    told = ["with a cheaper repair"] * any(map(by_cheaper_repair, metrics.budgets)) + ["before training"] * _trained(
+        metrics
+    )
+    return f"chosen against {draws}, both {' and '.join(told)}" if told else draws
 
 
 def _apart(metrics: Metrics) -> bool:
-    """Whether chosen and random heads were compared with another repair than that of the models in the first table."""
-    return any(b.repair is not None and b.repair.layers_alone is not None for b in metrics.budgets)
+    """Whether other models with the chosen heads were compared with random ones than those in the first table."""
+    return _trained(metrics) or any(map(by_cheaper_repair, metrics.budgets))
+
+
+def _trained(metrics: Metrics) -> bool:
+    return any(b.finetune for b in metrics.budgets)
 
 
 def _cells(heads: str, value: str) -> list[str]:

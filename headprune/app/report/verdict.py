@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from headprune.app.documents import BudgetResult, Latency, Metrics
+from headprune.app.documents import BudgetResult, Latency, Measured, Metrics
+from headprune.app.report.findings import mean_of
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow
 
@@ -79,8 +80,8 @@ class AgainstRandom:
     """Chosen heads beside random ones in the same number, repaired alike.
 
     Attributes:
-        value: The metric with the chosen heads.
-        mean, low, high: The random ones': mean, and the range over the draws.
+        value: The metric with the chosen heads, before any training.
+        mean, low, high: The random ones': mean (`headprune.app.report.findings.mean_of`), and the range over the draws.
         change: From the random ones' mean to the chosen ones, paired by example; None in older files.
         verdict: ``"better"`` or ``"worse"`` (than the mean beyond chance, and than every draw), or ``"no measurable difference"``.
     """
@@ -96,7 +97,8 @@ class AgainstRandom:
 
 def against_random(metrics: Metrics, budget: BudgetResult) -> AgainstRandom:
     """Whether the heads were chosen better than by chance."""
-    alike = budget.repair.layers_alone if budget.repair and budget.repair.layers_alone else budget.pruned
+    # As the random ones are: with the cheaper repair, and never trained.
+    alike = budget.repair.layers_alone if budget.repair and budget.repair.layers_alone else untrained(budget)
     value, draws = alike.metrics[metrics.metric], budget.random
     small = metrics.metric != "accuracy"  # the smaller, the better
     best, worst = (min(draws), max(draws)) if small else (max(draws), min(draws))
@@ -104,8 +106,18 @@ def against_random(metrics: Metrics, budget: BudgetResult) -> AgainstRandom:
     found = next((word for word, is_so in beyond.items() if is_so), "")
     if not found or (budget.over_random is not None and budget.over_random.verdict != found):
         found = "no measurable difference"
-    mean = sum(draws) / len(draws)
+    mean = mean_of(draws, metrics.metric)
     return AgainstRandom(budget, value, mean, min(draws), max(draws), budget.over_random, found)
+
+
+def by_cheaper_repair(budget: BudgetResult) -> bool:
+    """Whether chosen heads were compared with random ones by a cheaper repair than the model's."""
+    return budget.repair is not None and budget.repair.layers_alone is not None
+
+
+def untrained(budget: BudgetResult) -> Measured:
+    """The pruned model on the reporting part, before it was trained if it was."""
+    return budget.finetune.before if budget.finetune else budget.pruned
 
 
 def headline_row(latency: Latency) -> LatencyRow:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -41,6 +41,7 @@ from headprune.budgets import Fit
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
+from headprune.inputs import LABELS
 from headprune.offload import copied
 from headprune.planning import Order
 from headprune.plans import PruningPlan
@@ -256,14 +257,26 @@ def guessing(scene: Scene) -> float | None:
     if scene.metric == "perplexity":
         size = getattr(scene.loaded.config.get_text_config(), "vocab_size", None)
         return float(size) if isinstance(size, int) else None
-    labels: Counter[int] = Counter()
-    for feature in scene.parts.report.features:
-        found = feature.get("labels")
-        several: list[Any] = found if isinstance(found, list) else [found]
-        if not all(isinstance(label, int) for label in several):
-            return None  # no classes, or several at a time
-        labels.update(label for label in several if label != IGNORED)
-    return max(labels.values()) / labels.total() if labels else None
+    return most_frequent(scene.parts.report.features)
+
+
+def most_frequent(features: Iterable[Mapping[str, Any]]) -> float | None:
+    """The accuracy of always giving the most frequent label; None where labels are no classes.
+
+    Where an example has several labels at once, each has a most frequent value of its own; so have an answer's start and end.
+    """
+    counts: dict[tuple[str, int], Counter[float]] = {}
+    for feature in features:
+        for name in LABELS:
+            found = feature.get(name, [])
+            for i, label in enumerate(found if isinstance(found, list) else [found]):
+                several = isinstance(label, float)  # classes are whole numbers; several at once are 0.0 or 1.0
+                if several and label not in (0.0, 1.0):
+                    return None
+                if label != IGNORED:
+                    counts.setdefault((name, i if several else 0), Counter())[label] += 1
+    total = sum(count.total() for count in counts.values())
+    return sum(max(count.values()) for count in counts.values()) / total if total else None
 
 
 def _made(job: Job, plan: PruningPlan, path: Path) -> tuple[Made, nn.Module]:

@@ -147,6 +147,25 @@ def class_of(value: Any, config: Any) -> int | float:
     )
 
 
+def numbers_of(value: Any, config: Any, *, any_number: bool) -> list[float]:
+    """A label for several classes at once as the model takes it: a number for each class.
+
+    Args:
+        any_number: Whether numbers need not lie between 0 and 1.
+
+    Raises:
+        HeadPruneError: Not as many numbers as the model has classes, or others.
+    """
+    fits = isinstance(value, list) and len(value) == config.num_labels
+    if not fits or not all(isinstance(x, int | float) and (any_number or 0 <= x <= 1) for x in value):
+        raise HeadPruneError(
+            f"label {value} does not fit the model's head, which takes {config.num_labels} numbers"
+            f"{'' if any_number else ' from 0 to 1'}.",
+            "Give a 0 or a 1 for each of the model's classes, in their order.",
+        )
+    return [float(x) for x in value]
+
+
 def padded_labels(labels: Sequence[Sequence[int]]) -> Tensor:
     """Labels of different lengths as one tensor [examples, longest], padded with `IGNORED`.
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from headprune.app.data.encoders.base import CLASS_COLUMNS, Encoder, class_of, padded_labels
-from headprune.divergence import IGNORED
+from headprune.app.data.encoders.base import CLASS_COLUMNS, Encoder, class_of, numbers_of, padded_labels
+from headprune.divergence import IGNORED, gives_several, regresses
 from headprune.errors import HeadPruneError
 
 # Usual names, the clearest first; a tuple is a pair of texts.
@@ -64,11 +64,16 @@ class SequenceClassification(TextEncoder):
     def setup(self) -> None:
         super().setup()
         self.label = self.class_column()
+        if gives_several(self.model):
+            self.notes.append("Accuracy is that of single labels: a text counts once for each label that it may have.")
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
         label = example[self.label]
         several = isinstance(label, list)
-        value = [float(x) for x in label] if several else class_of(label, self.config)
+        if several or gives_several(self.model):
+            value: Any = numbers_of(label, self.config, any_number=regresses(self.model))
+        else:
+            value = class_of(label, self.config)
         return {**self.tokens(example), "labels": value}
 
 
@@ -100,6 +105,7 @@ class QuestionAnswering(Encoder):
         self.question = self.column("question", "--text-column", None, ("question",))
         self.context = self.column("context", "--text-column", None, ("context", "passage"))
         self.answers = self.column("answers", "--label-column", self.options.label_column, ("answers", "answer"))
+        self.notes.append("Accuracy is the share of the answers' starts and ends that are found, each by itself.")
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
         answers = example[self.answers]

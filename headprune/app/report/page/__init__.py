@@ -49,7 +49,7 @@ def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None, head
     }  # fmt: skip
     if metrics is not None:
         values |= {
-            "metric": metrics.metric, "chosen": drawn.chosen(metrics, sizes), "curves": findings.trade_off(metrics.curve),
+            "metric": metrics.metric, "chosen": drawn.chosen(metrics, sizes), "curves": findings.trade_off(metrics.curve, metrics.metric),
             "columns": sentences.table(metrics)[0], "at": sentences.Column, "found": verdict(metrics),
             "headline": sentences.headline(run, metrics), "orders": sentences.orders(metrics),
             "second": sentences.also_table(metrics), "engine_head": sentences.ENGINE_HEAD,

@@ -164,7 +164,7 @@ def _curve(metrics: Metrics, found: Sequence[Size]) -> dict[str, Any]:
     for method, line in lines.items():
         for kept, of in sorted({**line, dense.kept: [dense]}.items()):
             alone = method == "random"  # a draw's own interval is not the range of the draws
-            value = sum(p.value for p in of) / len(of)
+            value = findings.mean_of([p.value for p in of], metric)
             low, high = min(p.value if alone else p.low for p in of), max(p.value if alone else p.high for p in of)
             said = numbers.value(value, metric)
             value, low, high = (drawn(v, dense.value) for v in (value, low, high))
@@ -178,8 +178,8 @@ def _curve(metrics: Metrics, found: Sequence[Size]) -> dict[str, Any]:
     dense_level = metrics.dense.metrics[metric]
     draws = {b.kept: b.random for b in findings.largest_first(metrics)[::-1]} | {dense.kept: (dense_level,)}
     random = [
-        {"kept": kept, "value": sum(of) / len(of), "low": min(of), "high": max(of), "said": numbers.value(sum(of) / len(of), metric)}
-        for kept, of in draws.items() if of
+        {"kept": kept, "value": mean, "low": min(of), "high": max(of), "said": numbers.value(mean, metric)}
+        for kept, of in draws.items() if of for mean in (findings.mean_of(of, metric),)
     ]  # fmt: skip
     return {
         "metric": metric, "random": random, "draws": len(metrics.budgets[0].random),
