@@ -156,12 +156,27 @@ def test_a_declared_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model[0].out.weight.shape == (32, 16)
 
 
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        self.head = nn.Linear(16, 3)
+        nn.init.normal_(self.encoder.self_attn.out_proj.weight, std=1e-3)  # a budget of 5 points can be met
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x).mean(1))
+
+
 def test_what_support_a_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The document's own code, on a class that the code has never seen."""
     monkeypatch.setattr("headprune.pruned.standins._RULES", {})
     text = (Path(__file__).parents[1] / "docs" / "support-a-model.md").read_text()
     blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
-    names: dict[str, Any] = {"__name__": "yours"}
-    for block in blocks[1:]:
+    loader, other_loader = ([(torch.randn(100, 5, 16), torch.randint(3, (100,))) for _ in range(2)] for _ in range(2))
+    names: dict[str, Any] = {
+        "__name__": "yours", "nn": nn, "model": Classifier().eval(), "example": loader[0][0], "loader": loader, "other_loader": other_loader,
+        "other_batches": [{"x": x, "labels": y} for x, y in other_loader],
+    }  # fmt: skip
+    for block in blocks:
         exec(block, names)
     assert names["model"][0].num_heads == 2

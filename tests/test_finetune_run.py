@@ -48,7 +48,7 @@ def test_what_chooses_or_is_reported_is_never_trained_on(bert_folder: Path, tmp_
         }  # fmt: skip
         assert set(parts.score.rows) & set(train.rows)
         assert len(set(train.rows)) == len(train) > 20
-        assert "left out" in notes[1]
+        assert notes[1].startswith("Left out")
         scored = int(re.search(r"of which (\d+) also scored", notes[0])[1])
         assert scored == len(set(train.rows) & set(parts.score.rows))
         fewer, _ = load_train(options, loaded, parts, 9)

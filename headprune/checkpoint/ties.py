@@ -8,12 +8,15 @@ import torch
 from torch import nn
 
 from headprune.errors import HeadPruneError
+from headprune.pruned import structure_of
 
 
 def check_tied(model: nn.Module, source: str = "The model", *, unite: bool = False) -> None:
     """Refuse a model in which there are two tensors where its config has one: whatever is built from the config has one of them only.
 
     transformers loads such a checkpoint as it is stored, with a warning; a folder that is saved of it would not be the model that was measured.
+    Tensors that were pruned do not count: a saved folder says itself which of them are one (`headprune.pruned.structure_of`). Layers that were
+    tied may have lost different heads.
 
     Args:
         source: Where the model is from, for the message.
@@ -28,9 +31,11 @@ def check_tied(model: nn.Module, source: str = "The model", *, unite: bool = Fal
     own: dict[str, Any] = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     found = getattr(model, "all_tied_weights_keys", None)
     known: dict[str, str] = {} if found is None else found
+    modules = structure_of(model).get("modules", {})
+    pruned = {f"{name}.{tensor}" for name, entry in modules.items() for tensor in entry.get("tensors", ())}
     for name, other in expanded(all_submodels=True).items():
         one, two = own.get(name), own.get(other)
-        if one is None or two is None or one is two:
+        if one is None or two is None or one is two or name in pruned:
             continue
         if unite and not (one.is_meta or two.is_meta) and torch.equal(one, two):
             owner, _, last = name.rpartition(".")
