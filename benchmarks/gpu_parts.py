@@ -102,8 +102,10 @@ def _do(part: Part, options: argparse.Namespace, file: Path) -> None:
     except Exception as error:
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}"[:500]}
-    found["seconds"] = round(time.monotonic() - start, 1)
-    found["environment"] = environment(options.device)
+    noted = {"seconds": round(time.monotonic() - start, 1), "environment": environment(options.device)}
+    if taken := found.keys() & noted.keys():
+        raise KeyError(f"The part {part.name} must not use the names {sorted(taken)}")
+    found |= noted
     written = file.with_suffix(".part")
     written.write_text(json.dumps(found, indent=1))
     os.replace(written, file)
