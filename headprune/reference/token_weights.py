@@ -48,7 +48,7 @@ def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, 
     def drawn(like: Tensor) -> Tensor:
         found = noise(like, mask, seeds)
         if alone is not None and len(found) == len(seeds):
-            found[torch.arange(len(found)) != alone] = 0
+            found[torch.arange(len(found), device=found.device) != alone] = 0
         return found
 
     logits = part_of(output, "logits")
