@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headprune.offload import Offloaded, is_dispatched
 
-_HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 _LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "use_cache")  # of a config, for its hash
 
 
@@ -29,7 +29,7 @@ def identity(model: nn.Module) -> str:
 
 def known_as(model: nn.Module) -> tuple[str, ...]:
     """What scores and plans of a model may have noted of it: its `identity`, or before there was that, its `fingerprint`."""
-    halves = any(t.dtype in _HALVES for _, t in _plain(model.state_dict()))
+    halves = any(t.dtype in HALVES for _, t in _plain(model.state_dict()))
     return (identity(model), fingerprint(model)) if halves else (fingerprint(model),)
 
 
@@ -52,7 +52,7 @@ def fingerprint(model: nn.Module, *, widened: bool = False) -> str:
     for name, tensor in _plain(model.state_dict()):
         if not tensor.numel():
             continue  # it stands for weights that are gone
-        half = widened and tensor.dtype in _HALVES
+        half = widened and tensor.dtype in HALVES
         digest.update(f"{name}:{tuple(tensor.shape)}:{torch.float32 if half else tensor.dtype};".encode())
         where: object = tensor.data_ptr(), tensor.nbytes  # a part of another tensor may begin where that does
         if stored is not None and name in stored:

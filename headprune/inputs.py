@@ -35,6 +35,12 @@ def takes(model: nn.Module, name: str) -> bool:
     return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
+def writes(model: nn.Module) -> bool:
+    """Whether the model generates text."""
+    able = getattr(model, "can_generate", None)
+    return callable(able) and bool(able())
+
+
 def is_encoder_decoder(model: nn.Module) -> bool:
     """Whether a transformers model's config says so."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))

@@ -34,6 +34,7 @@ from headprune.checkpoint import (
     load_mapped,
     loading_of,
     replaced,
+    unite_tied,
     weight_files,
     write,
 )
@@ -292,7 +293,8 @@ def _mapped(source: Path, files: Sequence[Path]) -> nn.Module:
         )
     check_merged(model)
     check_plain(model, model.state_dict())
-    check_tied(model, str(source), unite=True)
+    unite_tied(model)
+    check_tied(model, str(source))
     made: nn.Module = model
     return made.eval()
 

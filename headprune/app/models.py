@@ -226,7 +226,8 @@ def _load_dense(source: str, kind: Task, config: Any, dtype: torch.dtype | str, 
             f"it was not trained for {kind.name}.",
             "Pass a fine-tuned model, or the --task that it was trained for.",
         )
-    checkpoint.check_tied(model, source, unite=True)
+    checkpoint.unite_tied(model)
+    checkpoint.check_tied(model, source)
     loaded: nn.Module = model
     return loaded
 

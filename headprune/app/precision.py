@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.fingerprint import HALVES
 from headprune.offload import Offloaded
-
-HALVES = (torch.bfloat16, torch.float16)
 
 
 def half_of(config: Any) -> torch.dtype | None:

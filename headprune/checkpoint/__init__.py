@@ -9,7 +9,7 @@ A folder holds the weights (``model.safetensors``, sharded where they are large)
   transformers runs for ``from_pretrained(folder, trust_remote_code=True)`` where headprune is not installed (`remote_code`).
 
 `writing` makes all of them, `reading` loads a folder, `loading` says how it loads, `files` has checksums of its files, `folders` replaces a
-folder as a whole, `hub` uploads one, `ties` refuses what a config cannot say.
+folder as a whole, `hub` uploads one, `ties` handles tensors that are one by the config.
 """
 
 from headprune.checkpoint.card import add_figures, code
@@ -18,7 +18,7 @@ from headprune.checkpoint.hub import upload
 from headprune.checkpoint.loading import SIDECAR, Loading, loading_of
 from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load, load_mapped, weight_files
 from headprune.checkpoint.shards import Placing
-from headprune.checkpoint.ties import check_tied
+from headprune.checkpoint.ties import check_tied, unite_tied
 from headprune.checkpoint.writing import (
     MAX_SHARD,
     check_merged,
@@ -53,6 +53,7 @@ __all__ = [
     "replaced",
     "save",
     "save_pretrained",
+    "unite_tied",
     "upload",
     "weight_files",
     "write",

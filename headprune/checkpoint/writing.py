@@ -24,7 +24,7 @@ from headprune.checkpoint.ties import check_tied
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint, is_wrapper
 from headprune.forms import remember
-from headprune.inputs import Example
+from headprune.inputs import Example, writes
 from headprune.jsonio import read_json, write_json, write_text
 from headprune.offload import Offloaded, is_offloaded, reads_from
 from headprune.pruned import Structure, heads_before, removed, structure_of, was_repaired
@@ -260,7 +260,7 @@ def _write_config(model: nn.Module, folder: Path, structure: Structure, cls: typ
     else:
         (folder / remote_code.FILE).unlink(missing_ok=True)  # of another model that was saved there
     config.save_pretrained(folder)
-    if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
+    if getattr(model, "generation_config", None) is not None and writes(model):
         model.generation_config.save_pretrained(folder)  # type: ignore[union-attr,operator]
     return config
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from headprune.errors import HeadPruneError, first_line
 from headprune.forms import guesses, made, remembered
-from headprune.inputs import LABELS, Example, call, is_encoder_decoder, map_tensors, seeded, tensors
+from headprune.inputs import LABELS, Example, call, is_encoder_decoder, map_tensors, seeded, tensors, writes
 from headprune.modules import uncompiled
 from headprune.trace import attributes_kept, evaluating
 
@@ -221,12 +221,6 @@ def _tokenized(model: nn.Module, processor: Any, example: Example) -> Example | 
         return None
     more = [name for name in inspect.signature(model.forward).parameters if name in given - {*example, *LABELS}]
     return {**example, **{name: torch.zeros_like(example["input_ids"]) for name in more}} if more else None
-
-
-def writes(model: nn.Module) -> bool:
-    """Whether the model generates text."""
-    able = getattr(model, "can_generate", None)
-    return callable(able) and bool(able())
 
 
 def _unlabelled(model: nn.Module, example: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from headprune import __version__
 from headprune.errors import HeadPruneError, first_line
 from headprune.exporting import engines
 from headprune.exporting.base import Exported, Request, exporter
-from headprune.exporting.graph import BATCH, Call, Graph, callable_of, graphs, plainly, writes
-from headprune.inputs import map_tensors
+from headprune.exporting.graph import BATCH, Call, Graph, callable_of, graphs, plainly
+from headprune.inputs import map_tensors, writes
 from headprune.surgery.watch import gap, largest
 
 TOLERANCE = 1e-4  # of an answer's largest value, for a file in float32

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError, first_line
 from headprune.gates import mask
-from headprune.inputs import Example, call, scrambled, seeded, shortened, tensors, variants, widened
+from headprune.inputs import Example, call, scrambled, seeded, shortened, tensors, variants, widened, writes
 from headprune.longer import LONG, longer, position_limit, within_bounds
 from headprune.modules import exact_attention
 from headprune.surgery.journal import Journal
@@ -260,8 +260,7 @@ class _Prompt(dict[str, Any]):
 
 def _prompt(model: nn.Module, example: Example) -> _Prompt | None:
     """The part of an example from which the model generates text; None if it cannot."""
-    able = getattr(model, "can_generate", None)
-    if not isinstance(example, Mapping) or "input_ids" not in example or not callable(able) or not able():
+    if not isinstance(example, Mapping) or "input_ids" not in example or not writes(model):
         return None
     return _Prompt({k: v for k, v in example.items() if not k.startswith(("decoder_", "labels"))})
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune import latency
-from headprune.inputs import LABELS, call, is_encoder_decoder, model_device, move
+from headprune.inputs import LABELS, call, is_encoder_decoder, model_device, move, writes
 from headprune.latency import Speedup, Timing
 from headprune.trace import evaluating
 
@@ -67,7 +67,7 @@ def generation(
         The times; None if the first model does not write text, if any keeps no key/value cache, or if the prompt leaves no place for a token.
     """
     dense = next(iter(models.values()))
-    if not getattr(dense, "can_generate", bool)() or not isinstance(example, Mapping):
+    if not writes(dense) or not isinstance(example, Mapping):
         return None
     given = _prompt(dense, example)
     most = getattr(dense.config, "max_position_embeddings", None) or 10**9

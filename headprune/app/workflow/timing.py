@@ -12,6 +12,7 @@ from headprune.app.documents import MOST_APART, Latency, TimeParts
 from headprune.app.workflow.scene import Console, Scene
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
+from headprune.inputs import writes
 from headprune.latency import LatencyRow
 from headprune.offload import copied
 from headprune.surgery import prune
@@ -71,7 +72,7 @@ def time_parts(
 def time_generation(models: Mapping[str, nn.Module], prompts: Shapes, console: Console) -> list[GenerationRow]:
     """How fast the dense and the pruned models write; [] where they do not."""
     rows: list[GenerationRow] = []
-    if not getattr(next(iter(models.values())), "can_generate", bool)():
+    if not writes(next(iter(models.values()))):
         return rows
     with console.track("writing tokens") as progress:
         for i, (_, _, example) in enumerate(prompts):
