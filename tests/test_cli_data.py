@@ -15,7 +15,7 @@ from headprune.app.models import load_model
 from headprune.jsonio import write_json
 from tests.support.commands import run
 from tests.support.documents import FINETUNE, METRICS, TRAINED, opened
-from tests.support.folders import sentences, write_jsonl
+from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl
 from tests.support.zoo import randomise
 
 QUICK = ["--strategy", "one-shot", "--no-repair"]
@@ -296,3 +296,27 @@ def test_data_that_changed_since_it_was_scored(bert_folder: Path, data_folder: P
     said = " ".join(run(*command).stderr.split())
     assert "data has changed since it was scored: the examples to choose or to report on are different now." in said
     assert "has changed" not in run(*command, "--report-limit", 10).stderr
+
+
+def test_questions_that_cannot_be_used_are_counted(here: Path) -> None:
+    """Rows without an answer, and answers behind the cut, were left out without a word."""
+    randomise(tf.BertForQuestionAnswering(tf.BertConfig(**common()))).save_pretrained("model")
+    tokenizer().save_pretrained("model")
+
+    def row(context: str, answer: str) -> dict[str, object]:
+        start = (
+            {"text": [answer], "answer_start": [context.index(answer)]} if answer else {"text": [], "answer_start": []}
+        )
+        return {"question": "good film", "context": context, "answers": start}
+
+    rows = [row(f"the {a} plot was {b}", a) for a in WORDS[:4] for b in WORDS[4:9]]
+    late, none = row(f"the {'film ' * 40} was great", "great"), row("the plot was dull", "")
+    write_jsonl(here / "data" / "train.jsonl", [*rows, none, none])
+    write_jsonl(here / "data" / "test.jsonl", [*[{**r, "question": "bad film"} for r in rows], late])
+    said = " ".join(run("score", "model", "-d", "data", "-m", "random", "-o", "run").stderr.split())
+    assert "Data: 16 to score (train), 4 to choose (train), 20 to report (test); 3 rows left out. Columns:" in said
+    assert (
+        "used: 1 of 17 to score (1 without an answer); 1 of 5 to choose (1 without an answer); 1 of 21 to report"
+        in said
+    )
+    assert "1 of 21 to report (1 with the answer behind the cut)" in (here / "run" / "report.md").read_text()

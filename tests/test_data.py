@@ -1,7 +1,8 @@
 """Parts are disjoint, columns are found, and every task's examples are encoded right."""
 
+from collections.abc import Sequence
+from itertools import permutations
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ import transformers as tf
 
 import headprune as hp
 from headprune.app.data import DataOptions, load_parts
-from headprune.app.data.encoders.base import numbers_of
+from headprune.app.data.encoders.classes import Classes
 from headprune.app.models import TASKS, LoadedModel, load_model
 from headprune.errors import HeadPruneError
 from headprune.loss import ExampleLoss
-from tests.support.folders import common, sentences, tokenizer, write_jsonl
+from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl
 from tests.support.zoo import randomise
 
 
@@ -333,7 +334,142 @@ def test_a_split_that_is_named_for_two_parts_is_cut(split: str, bert_folder: Pat
 @pytest.mark.parametrize("label", [[0, 1], [0, 2, 1], [1, -1, 0], [1, None, 0], 1])
 def test_labels_for_several_classes_at_once(label: Any) -> None:
     """Labels of 2 or -1 were scored as they were: the loss of a class is of no use with them."""
-    config = SimpleNamespace(num_labels=3)
+    classes = Classes(tf.BertConfig(num_labels=3))
     with pytest.raises(HeadPruneError, match="takes 3 numbers from 0 to 1"):
-        numbers_of(label, config, any_number=False)
-    assert numbers_of([0, 0.5, 1], config, any_number=False) == [0.0, 0.5, 1.0]
+        classes.several(label, any_number=False)
+    assert classes.several([0, 0.5, 1], any_number=False) == [0.0, 0.5, 1.0]
+
+
+def labels_of(loaded: LoadedModel, data: Any, **options: Any) -> tuple[list[Any], list[str]]:
+    """The labels of every part's examples in their rows' order, as the model gets them; and the notes."""
+    parts = load_parts(DataOptions(str(data), **options), loaded)
+    found = {
+        (part.split, row): feature["labels"]
+        for part in (parts.score, parts.choose, parts.report)
+        for row, feature in zip(part.rows, part.features, strict=True)
+    }
+    return [found[at] for at in sorted(found)], parts.notes
+
+
+def text_classifier(**config: Any) -> LoadedModel:
+    model = tf.BertForSequenceClassification(tf.BertConfig(**common(**config)))
+    return LoadedModel(model, tokenizer(), TASKS["sequence-classification"], "x", "x")
+
+
+def stored(path: Path, names: Any, labels: Sequence[Any], *, several: bool = False) -> Path:
+    """A dataset whose column of labels says what its numbers mean."""
+    import datasets
+
+    kind = datasets.ClassLabel(names=names)
+    kinds = {"text": datasets.Value("string"), "label": datasets.List(kind) if several else kind}
+    made = {"text": [f"{a} film {b}" for a, b in permutations(WORDS, 2)][: len(labels)], "label": labels}
+    datasets.Dataset.from_dict(made, features=datasets.Features(kinds)).save_to_disk(str(path))
+    return path
+
+
+@pytest.mark.parametrize(("model", "data", "expected"), [
+    (["neg", "pos"], ["pos", "neg"], [1, 0]),
+    (["NEGATIVE", "POSITIVE"], ["positive", "negative"], [1, 0]),
+    (["a", "A"], ["A", "a"], [1, 0]),  # upper and lower case tell them apart
+    (["x", "cat", "y", "dog"], ["cat", "dog"], [1, 3]),  # some of the model's classes
+    (["2", "1"], ["1", "2"], [1, 0]),
+    (["LABEL_0", "LABEL_1"], ["pos", "neg"], [0, 1]),  # the model has no names
+])  # fmt: skip
+def test_named_classes_are_the_models_of_that_name(
+    model: list[str], data: list[str], expected: list[int], tmp_path: Path
+) -> None:
+    """Numbers of a ClassLabel column were taken as the model's, whatever either of them calls its classes."""
+    found, notes = labels_of(
+        text_classifier(id2label=dict(enumerate(model))), stored(tmp_path / "d", data, [0, 1, 1] * 8)
+    )
+    assert found == [expected[i] for i in [0, 1, 1] * 8]
+    assert notes == ["There is no other split to report on: d was cut by seed 0."]
+
+
+def test_other_names_in_as_many_classes_are_matched_by_their_order_and_it_is_said(tmp_path: Path) -> None:
+    loaded = text_classifier(id2label={0: "negative", 1: "positive"})
+    found, notes = labels_of(loaded, stored(tmp_path / "d", ["bad", "good"], [0, 1] * 8))
+    assert found == [0, 1] * 8
+    assert notes[-1] == (
+        "Classes were matched by their order: the model (negative, positive) does not name the data's bad, good."
+    )
+
+
+@pytest.mark.parametrize(("model", "data", "label"), [
+    (["neg", "pos"], ["pos", "neg", "mixed"], "mixed"),  # by order it would be no class, or another
+    (["cat", "dog", "bird"], ["dog", "cat", "horse"], "horse"),
+    (["cat", "dog", "bird"], ["hat", "coat"], "hat"),
+    (["A", "b"], ["a", "A"], "a"),
+])  # fmt: skip
+def test_classes_that_the_model_does_not_name_are_refused(
+    model: list[str], data: list[str], label: str, tmp_path: Path
+) -> None:
+    loaded = text_classifier(id2label=dict(enumerate(model)))
+    with pytest.raises(hp.HeadPruneError, match=f"label '{label}' is none of the model's"):
+        labels_of(loaded, stored(tmp_path / "d", data, [data.index(label)] * 9))
+
+
+def test_several_named_classes_at_once(tmp_path: Path) -> None:
+    """A list of classes was taken for a number for every class, where it was as long."""
+    loaded = text_classifier(id2label={0: "joy", 1: "anger", 2: "fear"}, problem_type="multi_label_classification")
+    data = stored(tmp_path / "d", ["anger", "fear", "joy"], [[0, 1, 0], [2], []] * 6, several=True)
+    found, _ = labels_of(loaded, data)
+    assert found == [[0.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]] * 6
+
+
+def test_tags_of_words_go_by_name(tmp_path: Path) -> None:
+    """The tags of CoNLL 2003 and of the usual models of it have different orders."""
+    import datasets
+
+    config = tf.BertConfig(**common(id2label={0: "O", 1: "B-MISC", 2: "B-PER"}))
+    loaded = LoadedModel(tf.BertForTokenClassification(config), tokenizer(), TASKS["token-classification"], "x", "x")
+    kinds = {
+        "tokens": datasets.List(datasets.Value("string")),
+        "ner_tags": datasets.List(datasets.ClassLabel(names=["O", "B-PER", "B-MISC"])),
+    }
+    rows = {"tokens": [[*pair] for pair in permutations(WORDS, 2)][:20], "ner_tags": [[1, 2], [2, 0]] * 10}
+    datasets.Dataset.from_dict(rows, features=datasets.Features(kinds)).save_to_disk(str(tmp_path / "d"))
+    found, _ = labels_of(loaded, tmp_path / "d")
+    assert [row[1:3] for row in found] == [[2, 1], [1, 0]] * 10
+
+
+def test_splits_may_order_their_classes_differently(tmp_path: Path) -> None:
+    import datasets
+
+    splits = {
+        split: datasets.load_from_disk(str(stored(tmp_path / split, names, [0, 1] * 6)))
+        for split, names in {"train": ["pos", "neg"], "test": ["neg", "pos"]}.items()
+    }
+    splits["test"] = splits["test"].map(lambda row: {"text": f"very {row['text']}"})
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "d"))
+    parts = load_parts(DataOptions(str(tmp_path / "d")), text_classifier(id2label={0: "neg", 1: "pos"}))
+    for part, names in ((parts.score, [1, 0]), (parts.report, [0, 1])):
+        assert [f["labels"] for f in part.features] == [names[row % 2] for row in part.rows]
+
+
+def test_numbers_that_the_model_names_are_these_classes(tmp_path: Path) -> None:
+    """A model of the classes 1 to 3, as its training found them in the data, gives class 0 for a 1."""
+    rows = [{**row, "label": i % 3 + 1} for i, row in enumerate(sentences(30, seed=0))]
+    found, _ = labels_of(text_classifier(id2label={0: "1", 1: "2", 2: "3"}), write_jsonl(tmp_path / "x.jsonl", rows))
+    assert found == [i % 3 for i in range(30)]
+
+
+def test_folders_of_images_go_by_name(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for n, name in enumerate(("cat", "dog")):
+        for i in range(6):
+            folder = tmp_path / "images" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (200 * n, i, 0)).save(folder / f"{i}.png")
+    config = tf.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4,
+        id2label={0: "dog", 1: "cat"},
+    )  # fmt: skip
+    processor = tf.ViTImageProcessor(size={"height": 8, "width": 8}, do_normalize=False)
+    loaded = LoadedModel(tf.ViTForImageClassification(config), processor, TASKS["image-classification"], "x", "x")
+    parts = load_parts(DataOptions(str(tmp_path / "images")), loaded)
+    for part in (parts.score, parts.choose, parts.report):
+        for feature in part.features:
+            is_dog = bool(feature["pixel_values"][0].max() > 0.5)
+            assert feature["labels"] == (0 if is_dog else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ class Part:
         batch_size: Examples per batch.
         inputs: A hash of every example's input, where parts were cut by it.
         shortened: How many were cut to the length that the model accepts, or that was asked for.
+        left_out: How many rows could not be used, by the reason.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Part:
     batch_size: int
     inputs: tuple[str, ...] = ()
     shortened: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.features)

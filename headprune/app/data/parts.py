@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,8 @@ def load_parts(options: DataOptions, loaded: LoadedModel) -> Parts:
         if not found.rows:
             raise _nothing_left(name, reader.place(split), len(rows), found.repeated, reader)
         seen.update(found.inputs)  # the same input in two parts would make them depend on each other
-        parts[name] = Part(
-            name, split, found.rows, found.features, encoder.collate, options.batch_size, tuple(found.inputs),
-            found.shortened,
-        )  # fmt: skip
+        parts[name] = found.part(name, split, encoder.collate, options.batch_size)
+    notes.extend(_left_out(parts.values()))
     if repeated := sum(found.repeated for found in chosen.values()):
         notes.append(f"Left out of the later parts, as their input had already been used: {example_count(repeated)}.")
     if any(found.shortened for found in chosen.values()):
@@ -80,18 +79,20 @@ def load_train(
             f"No example of {reader.place(split)} is left to train on: all of them are used to choose or to report.",
             "Use more data, or a smaller --limit and --report-limit.",
         )
+    later = OnDemand(lambda row: encoder.encode(data[row], row), found.rows, found.feature_hashes)
+    part = found.part("train", split, encoder.collate, options.batch_size)
+    part = part if texts else replace(part, features=later)
     count = len(found.rows)
     scored = len(set(found.rows) & set(parts.score.rows))
     notes = [f"{count:,} examples to train on ({split}), of which {scored:,} also scored the heads."]
+    notes.extend(_left_out([part]))
     if found.repeated:
         notes.append(
             f"Left out of the training part, as their input is used to choose or to report: {example_count(found.repeated)}."
         )
     if found.shortened:
         notes.append(f"{encoder.cut_note}: {found.shortened} of {count} to train on.")
-    later = OnDemand(lambda row: encoder.encode(data[row], row), found.rows, found.feature_hashes)
-    features = found.features if texts else later
-    return Part("train", split, found.rows, features, encoder.collate, options.batch_size), notes
+    return part, notes
 
 
 def load_also(options: DataOptions, loaded: LoadedModel, parts: Parts) -> Parts:
@@ -107,19 +108,19 @@ def load_also(options: DataOptions, loaded: LoadedModel, parts: Parts) -> Parts:
     found, notes = [], list(parts.notes)
     for dataset in (str(PLAIN_TEXT),) if own else options.also:
         try:
-            part, note = _also(options, dataset, loaded, parts, PLAIN_TEXT.name if own else dataset)
+            part, said = _also(options, dataset, loaded, parts, PLAIN_TEXT.name if own else dataset)
         except HeadPruneError as error:
             if not own:
                 raise
             notes.append(f"{PLAIN_TEXT.name} was not measured: {error.args[0]}")  # a language without these letters
             continue
         found.append(part)
-        notes.extend([note] if note else [])
+        notes.extend(said)
     return replace(parts, also=tuple(found), notes=notes)
 
 
-def _also(options: DataOptions, dataset: str, loaded: LoadedModel, parts: Parts, name: str) -> tuple[Part, str]:
-    """The part of a second dataset, and a note on what was cut off."""
+def _also(options: DataOptions, dataset: str, loaded: LoadedModel, parts: Parts, name: str) -> tuple[Part, list[str]]:
+    """The part of a second dataset, and notes on it."""
     splits = read_splits(dataset)
     split = reported_of(splits, dataset)
     given = {flag: getattr(options, flag) for flag in ("text_column", "label_column")}
@@ -133,12 +134,24 @@ def _also(options: DataOptions, dataset: str, loaded: LoadedModel, parts: Parts,
     found = reader.encode(split, rows, seen, options.report_limit)
     if not found.rows:
         raise _nothing_left("measure", reader.place(split), len(rows), found.repeated, reader)
-    note = f"{reader.encoder.cut_note}: {found.shortened} of {len(found.rows)} of {name}." if found.shortened else ""
-    part = Part(
-        name, split, found.rows, found.features, reader.encoder.collate, options.batch_size, tuple(found.inputs),
-        found.shortened,
-    )  # fmt: skip
-    return part, note
+    part = found.part(name, split, reader.encoder.collate, options.batch_size)
+    notes = [f"{name}: {note}" for note in _left_out([replace(part, name="measure")])]
+    if found.shortened:
+        notes.append(f"{reader.encoder.cut_note}: {found.shortened} of {len(found.rows)} of {name}.")
+    if reader.encoder.classes.note:
+        notes.append(f"{name}: {reader.encoder.classes.note}")
+    return part, notes
+
+
+def _left_out(parts: Iterable[Part]) -> list[str]:
+    """A note on the rows that could not be used; [] if there are none."""
+    told = []
+    for part in parts:
+        if part.left_out:
+            total = sum(part.left_out.values())
+            why = ", ".join(f"{count:,} {reason}" for reason, count in part.left_out.items())
+            told.append(f"{total:,} of {total + len(part):,} to {part.name} ({why})")
+    return [f"Rows left out, as they cannot be used: {'; '.join(told)}."] if told else []
 
 
 @dataclass
@@ -150,6 +163,7 @@ class _Encoded:
         inputs: A hash of each row's input.
         repeated: How many rows were left out because their input had been seen.
         shortened: How many rows were cut to the length that the model accepts.
+        left_out: How many rows cannot be used, by the reason.
     """
 
     rows: list[int] = field(default_factory=list)
@@ -158,6 +172,14 @@ class _Encoded:
     inputs: list[str] = field(default_factory=list)
     repeated: int = 0
     shortened: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def part(self, name: str, split: str, collate: Callable[[list[dict[str, Any]]], Any], batch_size: int) -> Part:
+        """The part of these rows."""
+        return Part(
+            name, split, self.rows, self.features, collate, batch_size, tuple(self.inputs), self.shortened,
+            dict(self.left_out),
+        )  # fmt: skip
 
 
 class _Reader:
@@ -166,8 +188,7 @@ class _Reader:
     def __init__(self, options: DataOptions, loaded: LoadedModel, splits: dict[str, Any] | None = None) -> None:
         self.dataset = options.dataset
         self.splits = read_splits(options.dataset, options.subset) if splits is None else splits
-        columns = next(iter(self.splits.values())).column_names
-        self.encoder = ENCODERS[loaded.task.name](options, loaded, columns)
+        self.encoder = ENCODERS[loaded.task.name](options, loaded, next(iter(self.splits.values())).features)
 
     def place(self, split: str) -> str:
         """A split's name in messages."""
@@ -183,11 +204,13 @@ class _Reader:
             keep: Whether to keep the features, and not only a hash of them.
         """
         found = _Encoded()
+        self.encoder.read(self.splits[split].features)
         for row in rows:
             if len(found.rows) == limit:
                 break
             feature, cut = self._row(split, row)
-            if feature is None:
+            if isinstance(feature, str):
+                found.left_out[feature] += 1
                 continue
             key = content_hash(self.encoder.identity(feature))
             if key in seen:
@@ -202,8 +225,8 @@ class _Reader:
                 found.feature_hashes.append(content_hash(feature))
         return found
 
-    def _row(self, split: str, row: int) -> tuple[dict[str, Any] | None, bool]:
-        """A row's features, and whether its end was cut off."""
+    def _row(self, split: str, row: int) -> tuple[dict[str, Any] | str, bool]:
+        """A row's features, or why it cannot be used; and whether its end was cut off."""
         self.encoder.cut = False
         try:
             return self.encoder.encode(self.splits[split][row], row), self.encoder.cut

@@ -83,7 +83,8 @@ def open_scene(options: Options, console: Console) -> Scene:
     parts = load_parts(options.data, loaded)
     columns = ", ".join(f"{what}: {name}" for what, name in parts.columns.items())
     sizes = ", ".join(f"{len(p)} to {p.name} ({p.split})" for p in (parts.score, parts.choose, parts.report))
-    console.say(f"Data: {sizes}. Columns: {columns}.")
+    unused = sum(sum(p.left_out.values()) for p in (parts.score, parts.choose, parts.report))
+    console.say(f"Data: {sizes}{f'; {unused} rows left out' if unused else ''}. Columns: {columns}.")
     parts.notes.extend(loaded.notes)
     for note in parts.notes:
         console.say(note)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headprune.app.data.encoders.base import Encoder, class_of, padded_labels
+from headprune.app.data.encoders.base import Encoder, padded_labels
 from headprune.errors import HeadPruneError
 
 _AUDIO_COLUMNS = ("audio", "speech", "sound")
@@ -52,7 +52,7 @@ class AudioClassification(AudioEncoder):
         rate = self.processor.sampling_rate
         coded = self.processor(self.samples(example), sampling_rate=rate)
         feature = {k: torch.as_tensor(v[0]) for k, v in coded.items()}
-        return {**feature, "labels": class_of(example[self.label], self.config)}
+        return {**feature, "labels": self.classes.number(example[self.label])}
 
 
 class SpeechSeq2Seq(AudioEncoder):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headprune.app.data.encoders.classes import Classes
 from headprune.app.data.options import DataOptions
 from headprune.app.models import LoadedModel
 from headprune.divergence import IGNORED
@@ -25,22 +26,29 @@ CLASS_COLUMNS = (
 class Encoder:
     """Turns rows into features, and features into batches."""
 
-    def __init__(self, options: DataOptions, loaded: LoadedModel, columns: Sequence[str]) -> None:
+    def __init__(self, options: DataOptions, loaded: LoadedModel, features: Mapping[str, Any]) -> None:
         self.options = options
         self.model = loaded.model
         self.config = loaded.config
         self.processor = loaded.processor
-        self.available = list(columns)
+        self.available = list(features)
         self.columns: dict[str, str] = {}
         self.notes: list[str] = []
         self.cut = False  # whether something of the last example was cut off
         self.setup()
+        self.read(features)
 
     def setup(self) -> None:
         """Find the columns."""
 
-    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
-        """Features of one example; None if it cannot be used."""
+    def read(self, features: Mapping[str, Any]) -> None:
+        """Take rows of a split with these columns from now on: each may have an order of classes of its own."""
+        self.classes = Classes(self.config, features.get(self.columns.get("label", "")))
+        if self.classes.note and self.classes.note not in self.notes:
+            self.notes.append(self.classes.note)
+
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | str:
+        """Features of one example; or why it cannot be used, in a few words."""
         raise NotImplementedError
 
     def identity(self, feature: dict[str, Any]) -> Any:
@@ -118,52 +126,6 @@ def _first_position(model: Any) -> int:
     """Rows of the position table that no token uses: RoBERTa starts after its padding index."""
     tables = (m for n, m in model.named_modules() if n.endswith("position_embeddings"))
     return max((t.padding_idx + 1 for t in tables if getattr(t, "padding_idx", None) is not None), default=0)
-
-
-def class_of(value: Any, config: Any) -> int | float:
-    """A label as the model's class: its number, or looked up by name.
-
-    Raises:
-        HeadPruneError: The model's head has no such class.
-    """
-    if isinstance(value, bool):
-        return int(value)
-    if isinstance(value, int | float):
-        if config.num_labels == 1:
-            return float(value)
-        if float(value).is_integer() and 0 <= value < config.num_labels:
-            return int(value)
-        raise HeadPruneError(
-            f"label {value} does not fit the model's head, which has {config.num_labels} classes "
-            f"(0 to {config.num_labels - 1}).",
-            "Check --label-column, or that this is the data the model was trained on.",
-        )
-    names = {str(k).lower(): int(v) for k, v in config.label2id.items()}
-    if isinstance(value, str) and value.lower() in names:
-        return names[value.lower()]
-    raise HeadPruneError(
-        f"label {value!r} is none of the model's ({', '.join(list(config.label2id)[:6])}).",
-        "Check --label-column, or use the classes' numbers.",
-    )
-
-
-def numbers_of(value: Any, config: Any, *, any_number: bool) -> list[float]:
-    """A label for several classes at once as the model takes it: a number for each class.
-
-    Args:
-        any_number: Whether numbers need not lie between 0 and 1.
-
-    Raises:
-        HeadPruneError: Not as many numbers as the model has classes, or others.
-    """
-    fits = isinstance(value, list) and len(value) == config.num_labels
-    if not fits or not all(isinstance(x, int | float) and (any_number or 0 <= x <= 1) for x in value):
-        raise HeadPruneError(
-            f"label {value} does not fit the model's head, which takes {config.num_labels} numbers"
-            f"{'' if any_number else ' from 0 to 1'}.",
-            "Give a 0 or a 1 for each of the model's classes, in their order.",
-        )
-    return [float(x) for x in value]
 
 
 def padded_labels(labels: Sequence[Sequence[int]]) -> Tensor:

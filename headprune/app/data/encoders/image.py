@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headprune.app.data.encoders.base import Encoder, class_of
+from headprune.app.data.encoders.base import Encoder
 from headprune.errors import HeadPruneError
 
 _IMAGE_COLUMNS = ("image", "img", "pixel_values", "picture")
@@ -27,7 +27,7 @@ class ImageClassification(Encoder):
         if self.config.num_channels == 3 and getattr(image, "mode", "RGB") != "RGB":
             image = image.convert("RGB")
         pixels = self.processor(images=image, return_tensors="pt")["pixel_values"][0]
-        return {"pixel_values": pixels, "labels": class_of(example[self.label], self.config)}
+        return {"pixel_values": pixels, "labels": self.classes.number(example[self.label])}
 
     def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
         from transformers import default_data_collator

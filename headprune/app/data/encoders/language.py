@@ -79,10 +79,10 @@ class CausalLM(PerTokenEncoder):
                 "Correct this chat, or leave it out.",
             ) from error
 
-    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | str:
         coded = self.tokens(example)
         if len(coded["input_ids"]) < 2:
-            return None  # nothing to predict
+            return "of less than two tokens"
         coded.pop("token_type_ids", None)
         ids = list(coded["input_ids"])
         return {**coded, "labels": [*ids[1:], IGNORED] if self.shifted else ids}
@@ -104,13 +104,13 @@ class MaskedLM(PerTokenEncoder):
             raise HeadPruneError("The tokenizer has no mask token.", "Use a masked language model's tokenizer.")
         self.notes.append("15 % of each text's tokens were masked, drawn by seed and row; only they are predicted.")
 
-    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | str:
         coded = self.tokens(example)
         ids = coded["input_ids"]
         special = set(self.processor.all_special_ids)
         open_ = [i for i, token in enumerate(ids) if token not in special]
         if not open_:
-            return None
+            return "without a token to mask"
         generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + row)
         count = max(1, round(0.15 * len(open_)))
         masked = {open_[i] for i in torch.randperm(len(open_), generator=generator)[:count].tolist()}

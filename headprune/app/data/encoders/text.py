@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headprune.app.data.encoders.base import CLASS_COLUMNS, Encoder, class_of, numbers_of, padded_labels
+from headprune.app.data.encoders.base import CLASS_COLUMNS, Encoder, padded_labels
 from headprune.divergence import IGNORED, gives_several, regresses
 from headprune.errors import HeadPruneError
 
@@ -71,9 +71,9 @@ class SequenceClassification(TextEncoder):
         label = example[self.label]
         several = isinstance(label, list)
         if several or gives_several(self.model):
-            value: Any = numbers_of(label, self.config, any_number=regresses(self.model))
+            value: Any = self.classes.several(label, any_number=regresses(self.model))
         else:
-            value = class_of(label, self.config)
+            value = self.classes.number(label)
         return {**self.tokens(example), "labels": value}
 
 
@@ -82,18 +82,18 @@ class TokenClassification(PerTokenEncoder):
         super().setup()
         self.label = self.class_column(CLASS_COLUMNS[::-1])
 
-    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | str:
         words, tags = example[self.text[0]], example[self.label]
         if len(words) != len(tags):
             raise HeadPruneError(f"{len(words)} words, but {len(tags)} labels.", "Check the two columns.")
         if not words:
-            return None
+            return "empty"
         coded = self.shortened(partial(self.processor, words, is_split_into_words=True))
         labels, previous = [], None
         for word in coded.word_ids():
             # A word counts once, at its first token.
             fresh = word is not None and word != previous
-            labels.append(class_of(tags[word], self.config) if fresh else IGNORED)
+            labels.append(self.classes.number(tags[word]) if fresh else IGNORED)
             previous = word
         return {**coded, "labels": labels}
 
@@ -107,10 +107,10 @@ class QuestionAnswering(Encoder):
         self.answers = self.column("answers", "--label-column", self.options.label_column, ("answers", "answer"))
         self.notes.append("Accuracy is the share of the answers' starts and ends that are found, each by itself.")
 
-    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | None:
+    def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | str:
         answers = example[self.answers]
         if not answers["text"]:
-            return None
+            return "without an answer"
         start = answers["answer_start"][0]
         end = start + len(answers["text"][0])
         coded = self.shortened(
@@ -122,7 +122,7 @@ class QuestionAnswering(Encoder):
             i for i, (s, (a, b)) in enumerate(zip(sequence, offsets, strict=True)) if s == 1 and a < end and b > start
         ]
         if not inside:
-            return None  # the answer was cut off
+            return "with the answer behind the cut"
         return {**coded, "start_positions": inside[0], "end_positions": inside[-1]}
 
 
