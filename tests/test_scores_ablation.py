@@ -1,11 +1,13 @@
 """Ablation: replayed against plain forwards, filled heads against changed biases, estimates against all examples."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import headprune as hp
@@ -14,6 +16,7 @@ from headprune.modules import exact_attention
 from headprune.rows import Rows
 from headprune.scoring import Settings, replay
 from headprune.scoring.base import Problem
+from headprune.scoring.reliability import split_half
 from headprune.scoring.replay import Replay
 from headprune.scoring.sampled import inclusion
 from headprune.trace import evaluating
@@ -431,11 +434,31 @@ def test_fisher_and_signed_gradient_come_from_one_examples_gradients() -> None:
     torch.testing.assert_close(back.matrix, fisher.matrix, rtol=1e-6, atol=1e-12)
 
 
-def test_stability_says_whether_other_examples_order_the_heads_alike() -> None:
+def test_reliability_is_the_rank_correlation_with_other_examples() -> None:
+    """Of heads that differ by noise alone nothing is left (a bootstrap says 0.7); of a known signal, what two samples really share."""
+    rng = np.random.default_rng(0)
+    for signal in (0.0, 0.1, 0.3):
+        truth, told, real = signal * np.linspace(-1, 1, 40), [], []
+        for _ in range(10):
+            a, b = (truth + rng.standard_t(3, (128, 40)) for _ in range(2))
+            told.append(split_half(torch.from_numpy(a)))
+            real.append(spearmanr(a.mean(0), b.mean(0)).statistic)
+        assert np.mean(told) == pytest.approx(np.mean(real), abs=0.15)
+
+
+def test_scores_say_how_far_other_examples_would_order_the_heads_alike() -> None:
     model, batches = many()
-    s = hp.score(model, batches, "ablation").details["stability"]
-    assert s["by"] == "bootstrap"
-    assert 0 < s["spearman"] < 1
-    fewer = hp.score(model, batches[:1], "ablation").details["stability"]
-    assert fewer["spearman"] < s["spearman"]
-    assert "stability" not in hp.score(model, batches, "weight-norm").details
+    for settings in (Settings(), Settings(examples=24)):  # of few examples as of all
+        s = hp.score(model, batches, "ablation", settings=settings)
+        assert 0 < s.details["reliability"] < 1
+        assert f"a Spearman correlation of about {s.details['reliability']:.2f}" in s.stability
+    unsure = dataclasses.replace(s, details={"reliability": 0.5})
+    assert (
+        "for 0.8, score on about 400; signs cancel here: gradient" in unsure.stability
+    )  # 4 x 96, by Spearman and Brown
+    assert "score" not in dataclasses.replace(s, details={"reliability": 0.9}).stability
+    assert "more than" in dataclasses.replace(s, details={"reliability": 0.0}).stability
+    assert not hp.score(model, batches, "weight-norm").stability
+    assert not hp.score(
+        model, batches[:1], "shapley", settings=Settings(permutations=2)
+    ).stability  # over orders, not examples

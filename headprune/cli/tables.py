@@ -29,10 +29,8 @@ def print_scores(console: Console, scores: list[HeadScores]) -> None:
     for s in scores:
         if s.caution:
             console.result(f"{s.method}: {s.caution}.")
-        if stable := s.details.get("stability"):
-            console.result(
-                f"{s.method}: with other examples, expect an order with a Spearman correlation of {stable['spearman']:.2f} with this one."
-            )
+        if s.stability:
+            console.result(f"{s.method}: {s.stability}.")
     if not (pairs := agreements(scores)):
         return
     random = chance(len(scores[0].flat()))

@@ -36,10 +36,10 @@ from headprune.scoring.base import (
     method,
     method_named,
 )
+from headprune.scoring.reliability import split_half
 from headprune.scoring.replay import DisagreementError
 from headprune.scoring.resume import DiskStore, Work
 from headprune.scoring.scores import HeadScores, load_scores, save_scores
-from headprune.scoring.stability import stability
 from headprune.trace import attributes_kept, evaluating
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _scores(chosen: Method, problem: Problem, estimate: Estimate, own: str) -> H
     layers, normalise = problem.layers, problem.settings.normalise
     if normalise:
         estimate = _normalised(problem, estimate)
-    stable = stability(estimate, problem.seed)
+    reliability = split_half(estimate.effects, problem.seed)
     return HeadScores(
         method=chosen.name,
         unit=chosen.unit + (", each layer divided by its L2 norm" if normalise else ""),
@@ -191,7 +191,7 @@ def _scores(chosen: Method, problem: Problem, estimate: Estimate, own: str) -> H
         examples=estimate.examples,
         layers=tuple(layers),
         model=own,
-        details={**estimate.details, **({} if stable is None else {"stability": stable})},
+        details={**estimate.details, **({} if reliability is None else {"reliability": reliability})},
         matrix=None if estimate.matrix is None else estimate.matrix.cpu().double(),
     )
 

@@ -228,7 +228,7 @@ class Estimate:
         stderr: ``[heads]``; NaN where there is none, and then ``details["stderr"]`` says why.
         examples: How many were used.
         details: More for `HeadScores.details`.
-        effects: ``[examples, heads]``, if the values are their mean: ranks are bootstrapped from them.
+        effects: ``[examples, heads]``, if the values are their mean.
         matrix: ``[heads, heads]``, for methods that weigh pairs.
     """
 

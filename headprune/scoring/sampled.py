@@ -73,6 +73,10 @@ class State:
         levels = {w: inclusion(self.size, w) for w in set(self.wanted.tolist())}
         return torch.stack([levels[w] for w in self.wanted.tolist()], dim=1)
 
+    def each(self) -> Tensor:
+        """``[examples, heads]``, of which the scores are the mean over examples."""
+        return self.expected + (self.effects - self.expected).nan_to_num() / self.inclusion()
+
 
 def sampled(problem: Problem, replay: Replay) -> Estimate:
     """Zero ablation of ``settings.examples`` examples per head (on average), or for ``settings.seconds``."""
@@ -117,7 +121,7 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
     if (seconds := problem.settings.seconds) is not None:
         why = f"as many as fitted into {seconds:g} s here: on another machine, or a busier one, others"
         details["estimated"] = f"{details['estimated']}, {why}"
-    return Estimate(values, stderr if n > 1 else torch.full_like(stderr, math.nan), n, details)
+    return Estimate(values, stderr if n > 1 else torch.full_like(stderr, math.nan), n, details, state.each())
 
 
 def estimate(state: State) -> tuple[Tensor, Tensor]:
@@ -130,7 +134,7 @@ def estimate(state: State) -> tuple[Tensor, Tensor]:
     pi = state.inclusion()
     seen = ~state.effects.isnan()
     residual = (state.effects - state.expected).where(seen, torch.zeros((), dtype=torch.float64))
-    values = state.expected.mean(0) + (residual / pi).sum(0) / n
+    values = state.each().mean(0)
     own = ((1 - pi) * (residual / pi) ** 2).sum(0) / n**2
     # The variance that a sample of this size would have if the residuals were as large as the gradients.
     scale = ((1 - pi) / pi * state.expected**2).sum(0) / n**2

@@ -17,6 +17,10 @@ from headprune.scoring.checked import check_scores, check_together, numbers_of
 from headprune.uncertainty import FEW
 
 _NAMED = 4  # heads that a caution names
+_RELIABLE, _LEAST = (
+    0.8,
+    0.1,
+)  # rank correlation that is asked for; below the second it is too uncertain to say how many examples do
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,21 @@ class HeadScores:
                 f"no example shows any effect of {_named(none)}: up to {min(1.0, 3 / self.examples):.1%} of all examples still may"
             )
         return "; ".join(said)
+
+    @property
+    def stability(self) -> str:
+        """How alike as many other examples would order the heads, and how many would be enough; "" if it is not known."""
+        found = self.details.get("reliability")
+        if found is None:
+            return ""
+        told = f"as many other examples would order the heads with a Spearman correlation of about {found:.2f} with this order"
+        if found >= _RELIABLE:
+            return told
+        needed = self.examples * _RELIABLE / (1 - _RELIABLE) * (1 - found) / max(found, _LEAST)
+        about = "about" if found >= _LEAST else "more than"
+        cancel = self.signed and bool((self.flat() < 0).any())
+        instead = "; signs cancel here: gradient, or ablation with --distil, needs fewer" if cancel else ""
+        return f"{told} (for {_RELIABLE:g}, score on {about} {float(f'{needed:.1g}'):,.0f}{instead})"
 
     def labels(self) -> list[str]:
         """Every head's short address, in the same order."""
