@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError
-from headprune.inputs import ADDED, DRAWN, KNOWN, LABELS, call
+from headprune.inputs import ADDED, DRAWN, KNOWN, LABELS, call, is_encoder_decoder
 from headprune.rows import Rows
 
 IGNORED = -100
+# Methods of transformers' models of sound: how many frames come of so many samples.
+_LENGTHS = ("_get_feat_extract_output_lengths", "_get_subsampling_output_length")
 
 
 class Divergence:
@@ -117,12 +120,9 @@ class Divergence:
 
     def _counted(self, batch: Mapping[str, Any], values: Tensor) -> Tensor:
         """Which of ``[batch, tokens]`` (or ``[batch]``) are real."""
-        found = self.rows.table(batch, "decoder_attention_mask" if self._labels_pad else "attention_mask")
-        masks = [] if found is None else [found != 0]
-        if self._labels_pad and isinstance(batch.get("labels"), Tensor):
-            masks.append(batch["labels"] != IGNORED)
-        fitting = next((m for m in masks if m.shape == values.shape), None)
-        return torch.ones(values.shape, dtype=torch.bool) if fitting is None else fitting.cpu()
+        tokens = values.shape[1] if values.ndim == 2 else 0
+        real = real_tokens(self.model, batch, "decoder", self.rows, tokens)
+        return torch.ones(values.shape, dtype=torch.bool) if real is None else real.cpu()
 
     def _logits(self, batch: Mapping[str, Any]) -> Tensor:
         """``[batch, (tokens,) classes]``, in float32 or wider."""
@@ -130,6 +130,54 @@ class Divergence:
             raise HeadPruneError("Batches without labels must be dicts.", "Give dicts that the model accepts.")
         hidden = (*ADDED, *(() if self._labels_pad else LABELS))
         return logits_of(call(self.model, {k: v for k, v in batch.items() if k not in hidden}), batch)
+
+
+def real_tokens(model: nn.Module, batch: Any, kind: str, rows: Rows, tokens: int) -> Tensor | None:
+    """Which of a layer's ``tokens`` queries are no padding, ``[examples, tokens]``; None where the batch has no mask for them.
+
+    Args:
+        batch: A dict, or a pair of one and its labels.
+        kind: The layer's: ``"encoder"``, ``"decoder"`` or ``"cross"``.
+        rows: How examples lie in the batch.
+    """
+    if isinstance(batch, tuple | list) and batch:
+        batch = batch[0]
+    if not isinstance(batch, Mapping):
+        return None
+    masks = [rows.table(batch, "attention_mask")]
+    if kind != "encoder" and (is_encoder_decoder(model) or "decoder_input_ids" in batch):
+        labels = batch.get("labels")
+        masks = [
+            rows.table(batch, "decoder_attention_mask"),
+            labels != IGNORED if isinstance(labels, Tensor) and labels.ndim == 2 else None,
+            *(masks if "decoder_input_ids" not in batch else ()),  # BART reads its input again, if it has no other
+        ]
+    for mask in masks:
+        if mask is not None and mask.shape[1] == tokens:
+            return mask != 0
+    return None if masks[0] is None else _real_frames(model, masks[0], tokens)
+
+
+def _real_frames(model: nn.Module, mask: Tensor, frames: int) -> Tensor | None:
+    """Which frames of sound are no padding, ``[examples, frames]``, where the mask is that of what convolutions make frames of.
+
+    By what transformers' models say of their convolutions; None for a model that does not.
+    """
+    named = ((m, name) for m in model.modules() for name in _LENGTHS if callable(getattr(m, name, None)))
+    owner, name = next(named, (None, ""))
+    if owner is None or not 0 < frames < mask.shape[1]:
+        return None
+    count = getattr(owner, name)
+    # An adapter behind the layers makes fewer frames still.
+    for more in ({"add_adapter": False}, {}) if "add_adapter" in inspect.signature(count).parameters else ({},):
+        every, *real = (count(n, **more) for n in (torch.tensor(mask.shape[1]), *(mask != 0).sum(1).cpu()))
+        if not isinstance(every, Tensor | int):
+            return None
+        together = int(every) // frames  # SEW's layers see several as one
+        if together and int(every) // together == frames:
+            ends = torch.tensor([int(n) // together for n in real], device=mask.device)
+            return torch.arange(frames, device=mask.device) < ends[:, None]
+    return None
 
 
 def gives_several(model: nn.Module) -> bool:

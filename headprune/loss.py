@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headprune.convention import Found, find, hidden_labels, unlabelled
@@ -98,6 +99,7 @@ class ExampleLoss:
         self._found = find(self.model, batches, _probe_examples(batches, self.rows))
         if self._found.convention is None:
             self._found = replace(self._found, reduction=find_reduction(self.model, batches, self.rows))
+        batches = [_predicted(batch, self._ahead) for batch in batches]
         return [row for batch in batches for row in self.rows.singles(batch)] if self._found.own else list(batches)
 
     def __call__(self, batch: Any) -> Tensor:
@@ -172,6 +174,12 @@ class ExampleLoss:
         return known.convention.outcome(output, batch)
 
     @property
+    def _ahead(self) -> int:
+        """How many tokens before its label a prediction is made, as far as that was found out."""
+        convention, reduction = self._known.convention, self._known.reduction
+        return convention.ahead if convention else reduction.unread if reduction else 0
+
+    @property
     def _known(self) -> Found:
         assert self._found is not None, "prepare() comes first"
         return self._found
@@ -238,6 +246,18 @@ def _without_nothing(model: nn.Module, batch: Any) -> dict[str, Any]:
             "accuracy; or pairs (inputs, labels) together with loss_fn=.",
         )
     return {k: v for k, v in batch.items() if v is not None}
+
+
+def _predicted(batch: dict[str, Any], ahead: int) -> dict[str, Any]:
+    """A batch without labels that only padding predicts: that of a text's first token, where padding stands before it.
+
+    The model's own loss counts them, so that it changes with the batch that an example is in.
+    """
+    labels, mask = batch.get("labels"), batch.get("attention_mask")
+    if not ahead or not isinstance(labels, Tensor) or not isinstance(mask, Tensor) or labels.shape != mask.shape:
+        return batch
+    blind = F.pad(mask[:, :-ahead] == 0, (ahead, 0))
+    return {**batch, "labels": labels.masked_fill(blind.to(labels.device), IGNORED)}
 
 
 def _probe_examples(batches: Sequence[Mapping[str, Any]], rows: Rows) -> list[Any]:

@@ -271,3 +271,20 @@ def test_padding_is_no_place_for_an_answer() -> None:
     for method in ("ablation", "gradient"):
         scores = [hp.score(model, batches, method).flat().numpy() for batches in (together, alone)]
         assert scores[0] == pytest.approx(scores[1], rel=1e-3, abs=1e-7)
+
+
+def test_padding_on_the_left_predicts_nothing() -> None:
+    """As most causal models are padded: the first token of a text has a label, which only padding would predict."""
+    model, _ = llama()
+    ids, lengths = torch.randint(5, 90, (3, 9), generator=torch.Generator().manual_seed(0)), (4, 9, 6)
+    alone = [{"input_ids": ids[i : i + 1, 9 - n :], "labels": ids[i : i + 1, 9 - n :]} for i, n in enumerate(lengths)]
+    mask = (torch.arange(9) >= 9 - torch.tensor(lengths)[:, None]).long()
+    together = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    further = {k: torch.nn.functional.pad(v, (5, 0), value=-100 * (k == "labels")) for k, v in together.items()}
+    expected = hp.evaluate(model, alone)
+    with torch.no_grad():
+        assert expected.loss == pytest.approx([float(model(**one).loss) for one in alone], rel=1e-5)
+    for batch in (together, further, {**together, "labels": ids}):
+        found = hp.evaluate(model, [batch])
+        assert found.metrics == pytest.approx(expected.metrics, rel=1e-5)
+        assert found.tokens.tolist() == [3, 8, 5]

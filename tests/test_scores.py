@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -15,7 +16,7 @@ from headprune.loss import ExampleLoss
 from headprune.scoring import METHODS, Settings
 from tests.support.checks import hooks
 from tests.support.problems import TokensFirst, output_weight, per_example_loss, scaled, split
-from tests.support.zoo import ZOO, TorchEncoder, bert, gpt2, labelled, llama, randomise, t5, text, vit
+from tests.support.zoo import ZOO, TorchEncoder, bert, labelled, llama, randomise, t5, text, vit
 
 REAL_METHODS = [m for m in METHODS if m != "random"]
 LOOKING = [m for m in REAL_METHODS if m != "weight-norm"]  # at data
@@ -99,14 +100,38 @@ def test_batch_size_and_order_do_not_matter(method: str, name: str) -> None:
 
 @pytest.mark.parametrize("method", EFFECTS)
 @settings(max_examples=8, deadline=None)
-@given(extra=st.integers(1, 6), rows=st.integers(1, 4), length=st.integers(2, 9))
-def test_padding_adds_nothing(method: str, extra: int, rows: int, length: int) -> None:
-    model, _ = gpt2()
+@given(extra=st.integers(1, 6), rows=st.integers(1, 4), length=st.integers(2, 9), left=st.booleans())
+def test_padding_adds_nothing(method: str, extra: int, rows: int, length: int, left: bool) -> None:
+    """On either side: on the left, a label of the text's first token would be one that only padding predicts."""
+    model, _ = llama()
     batch = labelled(model, text(rows, max(length, 4)))
     fill = {"input_ids": 7, "attention_mask": 0, "labels": -100}
-    padded = {k: F.pad(v, (0, extra), value=fill[k]) for k, v in batch.items()}
+    padded = {k: F.pad(v, (extra, 0) if left else (0, extra), value=fill[k]) for k, v in batch.items()}
     a, b = (hp.score(model, [x], method, settings=Settings(permutations=4)) for x in (batch, padded))
     torch.testing.assert_close(a.flat(), b.flat(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("answers", ["one", "frames", "unlabelled"])
+def test_frames_of_padding_add_nothing(answers: str) -> None:
+    """The mask of sound counts samples, and convolutions make frames of them: padded frames counted as real ones."""
+    config = tf.Wav2Vec2Config(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=24, conv_dim=(8, 8),
+        conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, feat_extract_norm="layer", classifier_proj_size=8,
+    )  # fmt: skip
+    model = randomise((tf.Wav2Vec2ForSequenceClassification if answers == "one" else tf.Wav2Vec2ForCTC)(config))
+    lengths, generator = (163, 240, 203), torch.Generator().manual_seed(0)
+    mask = (torch.arange(240) < torch.tensor(lengths)[:, None]).long()
+    whole = {"input_values": torch.randn(3, 240, generator=generator) * mask, "attention_mask": mask}
+    if answers != "unlabelled":
+        whole["labels"] = torch.tensor([[3, 4], [5, 6], [7, 8]]) if answers == "frames" else torch.tensor([0, 1, 0])
+    alone = [
+        {k: v[i : i + 1, :n] if k != "labels" else v[i : i + 1] for k, v in whole.items()}
+        for i, n in enumerate(lengths)
+    ]
+    for method in ("ablation", "mean-ablation", "resample-ablation", "entropy", "confidence", "output-norm"):
+        together, apart = (hp.score(model, batches, method).flat() for batches in ([whole], alone))
+        torch.testing.assert_close(together, apart, rtol=1e-3, atol=1e-5, msg=method)
 
 
 @pytest.mark.parametrize("method", WEIGHING)

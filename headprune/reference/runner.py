@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
-from headprune.divergence import part_of
+from headprune.divergence import part_of, real_tokens
 from headprune.errors import HeadPruneError
 from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import inputs_of
@@ -23,7 +23,7 @@ from headprune.ranks import current
 from headprune.reference.mixtures import crossed
 from headprune.reference.moments import FOLDS
 from headprune.reference.projections import OutputProjection, Values, at
-from headprune.reference.token_weights import probe_of, real_tokens, tokens_of, widened
+from headprune.reference.token_weights import probe_of, widened
 from headprune.rows import find_rows, is_empty
 from headprune.scoring.base import cost_of
 from headprune.scoring.gradient import checkpointed, frozen, recomputing, unlike
@@ -229,7 +229,11 @@ class Runner:
 
     def real(self, x: Tensor, batch: Any, kind: str) -> Tensor | None:
         """Which of ``x``'s tokens ``[rows * tokens]`` are no padding, in layers of a kind; None where that is not known."""
-        return real_tokens(x, tokens_of(self.model, batch, kind, self.rows))
+        tokens, size = x.shape[:-1].numel(), self.rows.size(batch)
+        if tokens % size:
+            return None
+        real = real_tokens(self.model, batch, kind, self.rows, tokens // size)
+        return None if real is None else real.to(x.device).flatten()
 
     def places(self, x: Tensor, batch: Any, kind: str, known: dict[Any, Tensor | None]) -> Tensor | None:
         """The indices of `real`, for which a GPU is waited once where several layers have the same tokens.

@@ -8,29 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.divergence import IGNORED, gives_several, logits_of, part_of, regresses
+from headprune.divergence import gives_several, logits_of, part_of, real_tokens, regresses
 from headprune.errors import HeadPruneError
 from headprune.inputs import tensors
 from headprune.rows import Rows
-
-
-def tokens_of(model: nn.Module, batch: Any, kind: str, rows: Rows) -> Tensor | None:
-    """Which tokens are no padding, ``[batch, tokens]``, for layers of a kind; None where that is not known."""
-    if isinstance(batch, tuple | list):  # a pair, with labels
-        batch = batch[0]
-    if not isinstance(batch, Mapping):
-        return None
-    translates = "decoder_input_ids" in batch or getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    found = rows.table(batch, "attention_mask")
-    if translates and kind != "encoder":
-        labels = batch.get("labels")
-        if isinstance(labels, Tensor) and labels.ndim == 2:  # what is decoded is made of them
-            found = labels != IGNORED
-        elif "decoder_input_ids" in batch:
-            found = None
-        given = rows.table(batch, "decoder_attention_mask")
-        found = found if given is None else given
-    return None if found is None else found.bool()
 
 
 def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, alone: int | None = None) -> Tensor:
@@ -43,9 +24,9 @@ def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, 
         alone: The only example whose answers are looked at; all, by default.
     """
     seeds = range(first, first + rows.size(batch))
-    mask = tokens_of(model, batch, "decoder", rows)
 
     def drawn(like: Tensor) -> Tensor:
+        mask = real_tokens(model, batch, "decoder", rows, like.shape[1]) if like.ndim > 2 else None
         found = noise(like, mask, seeds)
         if alone is not None and len(found) == len(seeds):
             found[torch.arange(len(found), device=found.device) != alone] = 0
@@ -91,8 +72,7 @@ def noise(like: Tensor, mask: Tensor | None, seeds: Sequence[int]) -> Tensor:
     if not like.ndim or len(like) != len(seeds):
         return torch.randn(like.shape, generator=torch.Generator().manual_seed(seeds[0])).to(like)
     found = torch.zeros(like.shape)
-    masked = mask is not None and like.ndim > 2 and mask.shape == like.shape[:2]
-    places = mask.cpu() if mask is not None and masked else None  # at once: every copy waits for a GPU
+    places = None if mask is None else mask.cpu()  # at once: every copy waits for a GPU
     for row, seed in enumerate(seeds):
         generator = torch.Generator().manual_seed(seed)
         if places is not None:
@@ -105,10 +85,3 @@ def noise(like: Tensor, mask: Tensor | None, seeds: Sequence[int]) -> Tensor:
 
 def widened(t: Tensor) -> Tensor:
     return t if t.dtype == torch.float64 else t.float()
-
-
-def real_tokens(x: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Which tokens ``[batch * tokens]`` are no padding; None where that is not known."""
-    if mask is None or mask.numel() != x.shape[:-1].numel():
-        return None
-    return mask.to(x.device).flatten()

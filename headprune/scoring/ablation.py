@@ -19,7 +19,7 @@ from headprune.scoring.base import Estimate, Problem, Samples, cost_of, method, 
 from headprune.scoring.gradient import separate
 from headprune.scoring.replay import Replay
 from headprune.scoring.sampled import sampled
-from headprune.scoring.statistics import real_tokens
+from headprune.scoring.statistics import real_queries
 
 _EVEN = 1.15  # times the mean: how much more than others a rank may have to do
 
@@ -79,7 +79,7 @@ def resample_ablation(problem: Problem) -> Estimate:
 
     def fills(start: int, size: int, batch: Any) -> dict[str, Fill]:
         def real(layer: AttentionLayer, tokens: int) -> Tensor | None:
-            return real_tokens(problem, layer, batch, tokens)
+            return real_queries(problem, layer, batch, tokens)
 
         return {
             layer.name: _Elsewhere(pools[layer.name], problem.seed + 1, start, size, partial(real, layer))
@@ -215,7 +215,7 @@ def _read(problem: Problem, key: str, take: Callable[[Tensor, int], Tensor]) -> 
         def reading(layer: AttentionLayer, hidden: Tensor, gates: int) -> Tensor:
             if layer.name not in rows:  # of a layer that runs several times, the first call
                 each = hidden.detach().reshape(size, -1, hidden.shape[-1]).cpu().double()
-                real = real_tokens(problem, layer, batch, each.shape[1])
+                real = real_queries(problem, layer, batch, each.shape[1])
                 seen = [None if real is None else real[r, 0].cpu() for r in range(size)]
                 kept = [e if s is None or not s.any() else e[s] for e, s in zip(each, seen, strict=True)]
                 rows[layer.name] = torch.stack([take(k, start + r) for r, k in enumerate(kept)])

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
-from headprune.divergence import IGNORED
+from headprune.divergence import real_tokens
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, hook_heads
-from headprune.inputs import doubled, gathered, is_encoder_decoder, widened
-from headprune.loss import inputs_of
+from headprune.inputs import doubled, gathered, widened
 from headprune.offload import is_elsewhere, value_of
 from headprune.scoring.base import Batches, Estimate, Problem, Samples, method
 from headprune.scoring.gradient import in_singles, separate, together_or_singly
@@ -67,7 +66,7 @@ def output_norm(problem: Problem) -> Estimate:
 
         def take(reader: _Reader, hidden: Tensor) -> None:
             norms = reader.norms(hidden, size)
-            real = real_tokens(problem, reader.layer, batch, norms.shape[-1])
+            real = real_queries(problem, reader.layer, batch, norms.shape[-1])
             found[reader.layer.name].append(_mean(norms, real))
 
         with ExitStack() as stack:
@@ -118,7 +117,7 @@ def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor])
             blocks = [(statistic(some), some.sum(dim=-1) > 0) for _, some in weights.blocks()]
             values, counted = (torch.cat(parts, dim=-1) for parts in zip(*blocks, strict=True))
             # A query that may look nowhere says nothing about the head.
-            real = real_tokens(problem, weights.layer, batch, weights.shape[2])
+            real = real_queries(problem, weights.layer, batch, weights.shape[2])
             return _mean(values, counted if real is None else counted & real.to(counted.device))
 
         with attention_maps(problem.model, problem.layers, size, keep) as found:
@@ -142,22 +141,10 @@ def _mean(values: Tensor, counted: Tensor | None) -> Tensor:
     return torch.where(counted, values, 0.0).sum(dim=-1) / counted.sum(dim=-1).clamp(min=1)
 
 
-def real_tokens(problem: Problem, layer: AttentionLayer, batch: Any, tokens: int) -> Tensor | None:
+def real_queries(problem: Problem, layer: AttentionLayer, batch: Any, tokens: int) -> Tensor | None:
     """Which of a layer's queries are no padding, ``[examples, 1, tokens]``; None if the batch has no mask for them."""
-    inputs = inputs_of(problem.model, batch)
-    if not isinstance(inputs, Mapping):
-        return None
-    masks = [problem.rows.table(inputs, "attention_mask")]
-    if layer.kind != "encoder" and is_encoder_decoder(problem.model):
-        labels = inputs.get("labels")
-        masks = [
-            problem.rows.table(inputs, "decoder_attention_mask"),
-            labels != IGNORED if isinstance(labels, Tensor) else None,
-            *(masks if "decoder_input_ids" not in inputs else ()),  # BART reads its input again, if it has no other
-        ]
-    fitting = (m for m in masks if isinstance(m, Tensor) and m.ndim == 2 and m.shape[1] == tokens)
-    mask = next(fitting, None)
-    return None if mask is None else mask[:, None] != 0
+    real = real_tokens(problem.model, batch, layer.kind, problem.rows, tokens)
+    return None if real is None else real[:, None]
 
 
 class _Reader:
