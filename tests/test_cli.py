@@ -133,7 +133,7 @@ def test_a_causal_lm_with_groups(here: Path, llama_folder: Path, data_folder: Pa
     written = metrics["generation"][0]
     assert written["cache"]["4 heads"] < written["cache"]["dense"]
     assert metrics["time"][0]["bounds"].keys() == {"4 heads", "no heads"}
-    assert "**Written tokens**" in (here / "run" / "report.md").read_text()
+    assert "**Generation**" in (here / "run" / "report.md").read_text()
     assert "tokens/s" in result.stdout
 
 

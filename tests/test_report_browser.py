@@ -156,6 +156,9 @@ def test_nothing_fails_and_everybody_can_read_it(visit: Any, name: str, width: s
     page.locator("#map rect[role=button]").nth(5).click()
     wide = page.evaluate("document.documentElement.scrollWidth")
     assert wide <= WIDTHS[width][0]
+    if width == "wide":  # and no column of the main tables is hidden
+        hidden = "['sizes', 'heads'].map(by => document.getElementById(by)).filter(t => t && t.scrollWidth > t.parentElement.clientWidth).length"
+        assert page.evaluate(hidden) == 0
     tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
     found = axe.Axe().run(page, options={"runOnly": {"type": "tag", "values": tags}}).response
     assert [(v["id"], [n["html"] for n in v["nodes"]]) for v in found["violations"]] == []

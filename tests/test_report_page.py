@@ -203,7 +203,7 @@ def test_second_data_and_other_engines_are_on_the_page_as_in_the_report() -> Non
     assert found.tables["exports"][1:] == markdown_table(text, "| model | written for |")[1:]
     assert found.tables["exports"][2] == ["2 heads", "gguf", "not written: no decoder"]
     engine = text[text.index("onnx, timed as above") :]
-    assert found.tables["engine-onnx"] == markdown_table(engine, "| input | model | median, ms | dense time")
+    assert found.tables["engine-onnx"] == markdown_table(engine, "| input | model | median, ms | speed-up")
     assert "\n## In other engines\n\n<details>" in text
 
 
@@ -301,7 +301,7 @@ def test_a_language_model() -> None:
     found = parsed(metrics, scores_of([0.3, 0.2, -0.1, 0.005]))
     row = found.tables["sizes"][2]
     assert row[1:3] == ["61.98 (58.2 to 66.1)", "+12.0% (+10.0% to +14.0%)"]
-    assert found.data["curve"]["log"]
+    assert found.data["curve"]["metric"] == "perplexity"
     assert not found.data["curve"]["share"]
     assert found.data["curve"]["points"][0]["high"] is None
 
@@ -322,7 +322,30 @@ def test_the_first_chart_is_of_the_reported_examples_alone() -> None:
     assert [(p["kept"], p["value"], p["low"], p["high"], p["said"]) for p in curve["random"]] == [
         (2, pytest.approx(0.6), 0.5, 0.7, "60.0 %"), (4, 0.8, 0.8, 0.8, "80.0 %")
     ]  # fmt: skip
-    assert curve["draws"] == 3
+    assert curve["names"]["random"] == "random heads: mean and range of 3 draws"
+    assert curve["alike"] == []  # these models are repaired as the random ones are
+
+
+def test_chosen_heads_repaired_like_random_ones_are_drawn_beside_them() -> None:
+    """The last step of repair is not made for random heads: a line of chosen heads with it alone compared unlike things."""
+    metrics = copy.deepcopy(METRICS)
+    alone = {**MEASURED, "metrics": {**MEASURED["metrics"], "accuracy": 0.65}}
+    metrics["budgets"][0]["repair"] = repaired(layers_alone=alone)
+    curve = parsed(metrics).data["curve"]
+    assert [(p["kept"], p["value"]) for p in curve["alike"]] == [(2, 0.65), (4, 0.8)]
+    assert curve["names"]["alike"] == "chosen heads, repaired layer by layer like the random ones"
+    assert "but without the last step of repair" not in parsed(metrics).text
+
+
+def test_a_busy_machine_is_told_on_the_page_too() -> None:
+    folder = RunFolder(REPORTS / "digits")
+    run, metrics = folder.read_run(), folder.read_metrics()
+    assert metrics is not None
+    first, *rest = metrics.time
+    slow = metrics.changed(time=(first.changed(total=10 * first.total).to_json(), *(row.to_json() for row in rest)))
+    told = "the machine was busy while"
+    assert told in markdown.render(run, [], slow)
+    assert told in Parsed(page.render(run, [], slow)).text
 
 
 def test_colours_are_in_ratio_beyond_the_usual_score() -> None:
@@ -330,17 +353,6 @@ def test_colours_are_in_ratio_beyond_the_usual_score() -> None:
     found = parsed(None, scores_of([0.01, -0.03, 0.05, 10.0])).data["methods"][0]
     assert (found["usual"], found["most"], found["signed"]) == (pytest.approx(0.04), 10.0, True)
     assert parsed(None, scores_of([0.0] * 4)).data["methods"][0]["most"] == 1
-
-
-def test_curves_are_changes_where_the_model_was_trained_on_the_choosing_part() -> None:
-    metrics = copy.deepcopy(METRICS)
-    metrics["curve"][0] |= {"value": 0.97, "low": 0.95, "high": 0.99}
-    curve = parsed(metrics).data["curve"]
-    assert curve["label"] == "change of accuracy from dense"
-    ablation = {p["kept"]: (p["value"], p["said"]) for p in curve["points"] if p["method"] == "ablation"}
-    assert ablation == {2: (pytest.approx(0.72 - 0.97), "72.0 %"), 4: (0.0, "97.0 %")}
-    pruned, dense = curve["measured"]
-    assert (pruned["value"], pruned["low"], pruned["high"], dense["value"]) == (-0.1, -0.15, -0.05, 0)
 
 
 def test_what_heads_do_stands_beside_them() -> None:

@@ -35,7 +35,7 @@ def print_scores(console: Console, scores: list[HeadScores]) -> None:
         return
     random = chance(len(scores[0].flat()))
     table = Table(title="Rank agreement", title_justify="left", box=None)
-    for column in ("", "", "Spearman", "Kendall", "better half in common"):
+    for column in ("", "", "Spearman", "Kendall", "upper half in common"):
         table.add_column(column)
     for both in pairs:
         table.add_row(both.first, both.second, f"{both.spearman:.2f}", f"{both.kendall:.2f}", f"{both.top_half:.0%}")
@@ -133,7 +133,7 @@ def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
 
     head, rows = sentences.table(metrics)
     table = Table(box=None, title="Dense and pruned", title_justify="left")
-    shown = [i for i in sentences.Column if i.name not in ("RANDOM", "SAVED")]  # both are told below
+    shown = [i for i in sentences.Column if i.name != "RANDOM"]  # told below
     for i in shown:
         table.add_column(head[i])
     for row in rows:

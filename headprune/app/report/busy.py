@@ -15,6 +15,6 @@ def disturbed(row: TimeParts, timed: Sequence[LatencyRow]) -> str:
     if median is None or row.apart(timed) <= MOST_APART:
         return ""
     return (
-        f"At {shape(row)}, these shares are rough: the passes they come from took {row.total:.2f} ms, and {median:.2f} ms where models were timed"
-        " in turn. Something else kept the machine busy; once it is idle, headprune bench measures both again."
+        f"At {shape(row)} the machine was busy while the dense model's time was broken down: a pass took {row.total:.2f} ms, and {median:.2f} ms "
+        "where models were timed in turn. So the shares of its time are rough; once the machine is idle, headprune bench measures both again."
     )

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headprune.app.documents import Latency, Metrics, TimeParts
-from headprune.app.report.findings import mean_of, trained_on_choosing
-from headprune.app.report.verdict import verdict
+from headprune.app.report import sentences
+from headprune.app.report.findings import mean_of
+from headprune.app.report.verdict import against_random, verdict
 from headprune.scoring.agreement import agreements, chance
 from headprune.scoring.scores import HeadScores
 
@@ -133,96 +134,63 @@ def agreement(path: Path, scores: Sequence[HeadScores]) -> None:
 
 
 def trade_off(path: Path, metrics: Metrics) -> None:
-    """The metric against heads kept, as it was measured at the end: the dense and the pruned models, and random heads."""
+    """The metric on the reported examples against heads kept: the saved models, and random heads beside chosen ones repaired alike."""
     metric, dense = metrics.metric, metrics.dense
-    figure, (axis,) = _figure(7.2, 4.0, 1)
+    _, (axis,) = _figure(7.2, 4.0, 1)
     budgets = sorted(metrics.budgets, key=lambda b: b.kept)
-    total = budgets[0].total
+    total, level = budgets[0].total, dense.metrics[metric]
     models = [(b.kept, b.pruned) for b in budgets] + [(total, dense)]
     x = [kept for kept, _ in models]
     values = np.array([(m.metrics[metric], m.low, m.high) for _, m in models]).T
     ends = np.maximum([values[0] - values[1], values[2] - values[0]], 0)
-    axis.errorbar(
-        x,
-        values[0],
-        ends,
-        fmt="D-",
-        color=_COLOURS[0],
-        markersize=6,
-        capsize=3,
-        zorder=5,
-        label="chosen heads stay (95 %)",
-    )
-    level = dense.metrics[metric]
+    style: dict[str, Any] = {"fmt": "D-", "color": _COLOURS[0], "markersize": 6, "capsize": 3, "zorder": 5}
+    axis.errorbar(x, values[0], ends, **style, label=sentences.CHOSEN)
+    if told := sentences.alike(metrics):
+        same = [*(against_random(metrics, b).value for b in budgets), level]
+        axis.plot(x, same, "D:", color=_COLOURS[0], markersize=5, markerfacecolor="white", zorder=4, label=told)
     draws = [b.random for b in budgets]
     middle, low, high = ([*map(make, draws), level] for make in (partial(mean_of, metric=metric), min, max))
-    axis.plot(x, middle, "--", color=_GREY, label=f"random heads stay, mean and range of {len(draws[0])}")
+    axis.plot(x, middle, "--", color=_GREY, label=sentences.random_draws(len(draws[0])))
     axis.fill_between(x, low, high, color=_GREY, alpha=0.2, lw=0)
     axis.axhline(level, color="black", lw=0.8, ls=":", label="dense model")
     axis.set_xticks(x)
-    axis.set_xlabel(f"heads kept, of {total}")
-    axis.set_ylabel(f"{metric}, on the reported examples")
-    if metric == "perplexity":
-        axis.set_yscale("log")
-    axis.grid(alpha=0.25)
-    axis.legend(fontsize=8, frameon=False)
-    _save(figure, path)
+    _finish(axis, path, metric, total, "reported")
 
 
 def orders(path: Path, metrics: Metrics) -> None:
-    """The metric on the choosing part against heads kept, by every order, with random as control, and the models measured at the end.
-
-    Where the dense model does far better on the choosing part than on the other, so that the two levels would mislead, changes from
-    the dense model are drawn instead.
-    """
+    """The metric on the choosing part against heads kept, by every order, with random as control."""
     metric, curve = metrics.metric, metrics.curve
-    change = trained_on_choosing(metrics) is not None
-    figure, (axis,) = _figure(7.2, 4.0, 1)
+    _, (axis,) = _figure(7.2, 4.0, 1)
     dense = next(p for p in curve if p.method == "dense")
-
-    def drawn(value: float, base: float) -> float:
-        if change:
-            return value / base - 1 if metric == "perplexity" else value - base
-        return value
-
     methods = [m for m in dict.fromkeys(p.method for p in curve) if m not in ("dense", "random")]
     for colour, method in zip(_COLOURS, methods, strict=False):
         points = sorted((p for p in (*curve, dense) if p.method in (method, "dense")), key=lambda p: p.kept)
         x = [p.kept for p in points]
-        ends = [[drawn(getattr(p, end), dense.value) for p in points] for end in ("value", "low", "high")]
-        axis.plot(x, ends[0], marker="o", markersize=4, color=colour, label=f"{method} (choose)")
-        axis.fill_between(x, ends[1], ends[2], color=colour, alpha=0.12, lw=0)
+        axis.plot(x, [p.value for p in points], marker="o", markersize=4, color=colour, label=method)
+        axis.fill_between(x, [p.low for p in points], [p.high for p in points], color=colour, alpha=0.12, lw=0)
     draws: dict[int, list[float]] = {}
     for p in curve:
         if p.method == "random":
             draws.setdefault(p.kept, []).append(p.value)
-    start = drawn(dense.value, dense.value)
     x = [*sorted(draws), dense.kept]
     middle, low, high = (
-        [drawn(make(draws[k]), dense.value) for k in x[:-1]] + [start]
-        for make in (partial(mean_of, metric=metric), min, max)
+        [*(make(draws[k]) for k in x[:-1]), dense.value] for make in (partial(mean_of, metric=metric), min, max)
     )
-    number = max(map(len, draws.values()), default=0)
-    axis.plot(x, middle, "--", color=_GREY, label=f"random, mean and range of {number} (choose)")
+    axis.plot(x, middle, "--", color=_GREY, label=sentences.random_draws(max(map(len, draws.values()), default=0)))
     axis.fill_between(x, low, high, color=_GREY, alpha=0.2, lw=0)
-    level = metrics.dense.metrics[metric]
-    for i, budget in enumerate(metrics.budgets):
-        measured, moved = budget.pruned, budget.change
-        interval = (measured.metrics[metric], measured.low, measured.high)
-        value, least, most = (moved.value, moved.low, moved.high) if change else interval
-        axis.errorbar(
-            budget.kept, value, [[max(value - least, 0.0)], [max(most - value, 0.0)]], fmt="D", color="black", markersize=6,
-            capsize=3, zorder=5, label="pruned, measured (report)" if i == 0 else None,
-        )  # fmt: skip
-    axis.axhline(drawn(level, level), color="black", lw=0.8, ls=":", label="dense (report)")
-    axis.set_xlabel(f"heads kept, of {dense.kept}")
-    unit = {"accuracy": "parts of 1", "perplexity": "as a share"}.get(metric, "")
-    axis.set_ylabel(f"change of {metric} from dense{f' ({unit})' if unit else ''}" if change else metric)
-    if metric == "perplexity" and not change:
+    axis.axhline(dense.value, color="black", lw=0.8, ls=":", label="dense model")
+    _finish(axis, path, metric, dense.kept, "choosing")
+
+
+def _finish(axis: Any, path: Path, metric: str, total: int, part: str) -> None:
+    """Labels, legend and grid of a metric against heads kept."""
+    axis.set_xlabel(f"heads kept, of {total}")
+    axis.set_ylabel(f"{metric}, on the {part} examples")
+    if metric == "perplexity":
         axis.set_yscale("log")
     axis.grid(alpha=0.25)
     axis.legend(fontsize=8, frameon=False)
-    _save(figure, path)
+    _save(axis.figure, path)
 
 
 def latency(path: Path, times: Latency) -> None:

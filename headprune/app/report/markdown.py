@@ -84,7 +84,7 @@ def _environment() -> jinja2.Environment:
             findings.chosen_by, findings.mean_of, findings.speed, findings.trade_off,
             findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.limits_metric, findings.fewest_rounds,
             findings.closest_first, findings.where_time_goes, busy.disturbed, chance, verdict, sentences.headline, sentences.table, sentences.rule, sentences.over_random,
-            sentences.cautions, sentences.stay_though_low, sentences.precision, usage, sentences.proved, sentences.reloaded, sentences.orders, sentences.about, sentences.parts,
+            sentences.cautions, sentences.curves, sentences.stay_though_low, sentences.precision, usage, sentences.proved, sentences.reloaded, sentences.orders, sentences.about, sentences.parts,
             sentences.also_table, sentences.engine_rows, findings.tried_steps, findings.compared, seen.roles, seen.told_removed,
         )
     } | {

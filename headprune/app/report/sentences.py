@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from fractions import Fraction
@@ -48,7 +48,6 @@ class Column(IntEnum):
     SPEED = 5
     FASTER = 6
     SIZE = 7
-    SAVED = 8
 
 
 def headline(run: Run, metrics: Metrics) -> str:
@@ -56,7 +55,8 @@ def headline(run: Run, metrics: Metrics) -> str:
     found = verdict(metrics)
     b, metric = found.budget, metrics.metric
     dense, pruned = (numbers.value(m.metrics[metric], metric) for m in (metrics.dense, b.pruned))
-    against = f"{metric} {pruned} against {dense} ({_cost(b.change, metric)}), {_speed(run, metrics, b)}"
+    cost = _cost(b.change, metric)
+    against = f"{metric} {pruned} against {dense} ({cost}), {_speed(run, metrics, b)}"
     heads, beside = _heads(b), _beside(b)
     if found.kind is Kind.GUESSING:
         level = numbers.value(metrics.dense.guessing or 0.0, metric)
@@ -71,17 +71,12 @@ def headline(run: Run, metrics: Metrics) -> str:
             f"{left} is possible."
         )
     if found.kind is Kind.COSTS:
-        begin = (
-            "Every plan loses something; the least is lost without"
-            if len(metrics.budgets) > 1
-            else "There is a cost to removing"
-        )
-        return f"{begin} {heads}{beside}: {against}."
-    if b.change.verdict == "no measurable change" and loss_within(metrics, b.change) > 0:
-        against = against.replace(
-            b.change.verdict, f"{b.change.verdict}; a loss of up to {numbers.loss(b.change, metric)} is possible"
-        )
-    return f"{heads[0].upper()}{heads[1:]} can go{beside}: {against}."
+        if len(metrics.budgets) > 1:
+            return f"Every plan worsens the {metric}; the mildest removes {heads}{beside}: {against}."
+        return f"Removing {heads} worsens the {metric}{beside}: {against}."
+    if b.change.verdict != "better" and loss_within(metrics, b.change) > 0:
+        against = against.replace(cost, f"{cost}; a loss of up to {numbers.loss(b.change, metric)} is possible")
+    return f"{_with(heads, str.upper)} can go{beside}: {against}."
 
 
 def rule(metrics: Metrics) -> str:
@@ -89,17 +84,12 @@ def rule(metrics: Metrics) -> str:
     found = verdict(metrics)
     if found.kind is Kind.GUESSING:
         return "None is recommended: the dense model is no better than guessing."
-    limit = numbers.amount(found.tolerated, metrics.metric)
-    if any(b.budget and b.budget.parsed and b.budget.parsed.by_metric for b in metrics.budgets):
-        if found.recommended:
-            return f"Recommended: {head_count(found.budget.kept)}, the fewest with which a loss beyond {limit}, as asked for, is ruled out at 95 %."
-        return f"None is recommended: none rules out, on the reported examples, a loss beyond the {limit} that were asked for."
-    if found.recommended:
-        few = "the smallest model" if len(metrics.budgets) > 1 else "a model"
-        return f"Recommended: {head_count(found.budget.kept)}, {few} with no measurable loss, and with one of more than {limit} ruled out (at 95 %)."
-    return (
-        f"None is recommended: no model both shows no measurable loss and rules out one of more than {limit} (at 95 %)."
-    )
+    set_by_user = " (your limit)" if findings.limits_metric(metrics.budgets) else ""
+    limit = f"a loss above {numbers.amount(found.tolerated, metrics.metric)}{set_by_user} is ruled out at 95 %"
+    if not found.recommended:
+        return f"None is recommended: for no model {limit}."
+    which = "the smallest model for which" if len(metrics.budgets) > 1 else "since"
+    return f"Recommended: {head_count(found.budget.kept)}, {which} {limit}."
 
 
 def over_random(metrics: Metrics) -> str:
@@ -114,16 +104,16 @@ def over_random(metrics: Metrics) -> str:
         if some := [f"{head_count(r.budget.kept)}{_gain(r, metrics.metric)}" for r in found if r.verdict == word]:
             told.append(f"{answer} with {_listed(some)}")
     text = "; ".join(told)
-    text = f"{text[0].upper()}{text[1:]}."
+    text = f"{_with(text, str.upper)}."
     if _trained(metrics):
-        text += " Random heads are not trained, so the chosen ones are taken as they were before training."
+        text += " Random heads are not trained, so the chosen ones are compared as they were before training."
     if any(by_cheaper_repair(r.budget) and r.value != untrained(r.budget).metrics[metrics.metric] for r in found):
         text += (
-            " For this, both were refitted layer by layer alone, a cheaper repair than that of the models above. What else those got was "
-            "chosen by how near it brings the answers to the dense model's, not by these examples: it may come out lower here, by chance too."
+            " For this comparison both were repaired layer by layer only. The models above also had the last step of repair, which follows the "
+            "dense model's answers, not the labels, so by chance it may score lower on these examples."
         )
     if any(r.change is not None for r in found):
-        text += " The intervals are over examples, not over other draws of random heads."
+        text += " The intervals cover the choice of examples, not the draw of random heads."
     return text
 
 
@@ -150,14 +140,14 @@ def cautions(run: Run, metrics: Metrics) -> list[str]:
         told.append(
             f"The dense model's {metric} is {numbers.value(trained, metric)} where plans were chosen ({split}) and "
             f"{numbers.value(metrics.dense.metrics[metric], metric)} on the examples that are reported, so it was probably trained on "
-            f"{split}. The reported figures stand, but the choice between plans was made on examples that flatter the model; "
-            "`--choose-split` names others."
+            f"{split}. The reported figures stand, but plans were compared on examples that the model has memorised; choose others with "
+            "`--choose-split`."
         )
     for e in elsewhere(metrics):
         if e.repair_hurt and e.gain is not None:
             told.append(
                 f"With {head_count(e.budget.kept)}, repair hurts on {e.name} ({numbers.change(e.gain, metric)}), while it "
-                f"{_did(e.budget)} on the first data. `--no-repair` leaves it out."
+                f"{_did(e.budget)} on the first data. `--no-repair` turns it off."
             )
         if e.worse:
             told.append(
@@ -186,7 +176,7 @@ def stay_though_low(scores: Sequence[HeadScores], budget: BudgetResult) -> list[
             continue
         more = f" and {len(heads) - _NAMED} more" if len(heads) > _NAMED else ""
         told.append(
-            f"By {s.method}, these stay although they are among the {budget.total - budget.kept} lowest: {', '.join(heads[:_NAMED])}{more}."
+            f"The plan keeps these heads, though {s.method} ranks them among the {budget.total - budget.kept} lowest: {', '.join(heads[:_NAMED])}{more}."
         )
         why.append(_why_low(s, budget))
     return [*told, *dict.fromkeys(why)]
@@ -194,16 +184,16 @@ def stay_though_low(scores: Sequence[HeadScores], budget: BudgetResult) -> list[
 
 def _why_low(scores: HeadScores, budget: BudgetResult) -> str:
     if not budget.strategy:
-        return "The plan is the user's own."
+        return "The plan is your own."
     known = STRATEGIES.get(budget.strategy)
     if known is not None and known.runs_model:
         return (
-            "A head is scored while all others are there, but the plan was made by trying what goes together: a head whose work others "
-            "can do scores low, and matters once those others have gone. Scores that are close may also be in another order by chance (±)."
+            "A score measures the removal of one head while all others stay; the search measured heads removed together. A head whose work "
+            "others can do scores low, and matters once those others are gone. Heads with close scores (±) may also swap places by chance."
         )
     if budget.method != scores.method:
-        return f"The heads that went were chosen by {budget.method}, which orders them otherwise than {scores.method}."
-    return "Layers, groups or protected heads held them back: by scores alone they would have gone."
+        return f"{_with(budget.method, str.upper)} chose which heads to remove, and ranks them differently."
+    return "A constraint (groups, protected heads or heads per layer) kept them."
 
 
 @dataclass(frozen=True)
@@ -226,7 +216,7 @@ def table(metrics: Metrics) -> tuple[tuple[str, ...], list[Row]]:
 
     head = (
         "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", control(metrics),
-        f"speed at {numbers.shape(first)} (95 %)", "speed verdict", numbers.with_more("parameters", of_all), "saved in",
+        f"speed at {numbers.shape(first)} (95 %)", "speed verdict", numbers.with_more("parameters", of_all),
     )  # fmt: skip
     of_dense = _cells(f"{metrics.budgets[0].total} (dense)", numbers.measured_value(dense, metric))
     of_dense[Column.SIZE] = numbers.with_more(f"{dense.parameters:,}", stored())
@@ -237,10 +227,9 @@ def table(metrics: Metrics) -> tuple[tuple[str, ...], list[Row]]:
         cells = _cells(str(b.kept), numbers.measured_value(b.pruned, metric))
         cells[Column.CHANGE], cells[Column.VERDICT] = numbers.change(b.change, metric), b.change.verdict
         draws = f"{numbers.value(r.mean, metric)} ({numbers.value(r.low, metric)} to {numbers.value(r.high, metric)})"
-        cells[Column.RANDOM] = f"{numbers.value(r.value, metric)} against {draws}" if _apart(metrics) else draws
+        cells[Column.RANDOM] = f"{numbers.value(r.value, metric)} against {draws}" if _treated(metrics) else draws
         cells[Column.SPEED], cells[Column.FASTER] = numbers.ratio(faster), faster.verdict
         cells[Column.SIZE] = numbers.with_more(f"{b.parameters:,}", share, stored(b))
-        cells[Column.SAVED] = f"{b.checkpoint}/"
         rows.append(Row(tuple(cells), found.recommended and b is found.budget))
     return head, rows
 
@@ -249,15 +238,41 @@ def control(metrics: Metrics) -> str:
     """The head of the first table's column of random heads."""
     mean = "geometric mean" if metrics.metric == "perplexity" else "mean"
     draws = f"random heads: {mean} of {len(metrics.budgets[0].random)} draws (range)"
-    told = ["with a cheaper repair"] * any(map(by_cheaper_repair, metrics.budgets)) + ["before training"] * _trained(
-        metrics
+    told = _treated(metrics)
+    return f"chosen against {draws}, both {told}" if told else draws
+
+
+CHOSEN = "chosen heads (95 % interval)"
+
+
+def random_draws(number: int) -> str:
+    """What a chart calls the line of random heads."""
+    return f"random heads: mean and range of {number} draws"
+
+
+def alike(metrics: Metrics) -> str:
+    """What a chart calls the chosen heads treated like the random ones; "" where the saved models are just these."""
+    told = _treated(metrics)
+    return f"chosen heads, {told} like the random ones" if told else ""
+
+
+def _treated(metrics: Metrics) -> str:
+    """How chosen heads were compared with random ones, where the saved models had more done to them."""
+    cheaper = any(map(by_cheaper_repair, metrics.budgets))
+    return " and ".join(["repaired layer by layer"] * cheaper + ["before training"] * _trained(metrics))
+
+
+def curves(run: Run, metrics: Metrics) -> str:
+    """What the curves of all orders show."""
+    repairs = [b.repair for b in metrics.budgets if b.repair]
+    stepped = ", but without the last step of repair" if any(r.answers for r in repairs) else ""
+    repaired = f" and the kept heads repaired{stepped}" if repairs else ""
+    choose = run.parts.choose
+    return (
+        f"Each curve is one order. Heads are masked{repaired}, on the {choose.examples:,} examples of the choosing part "
+        f"({code(choose.split)}), so do not compare these values with the first table. Shaded: the 95 % interval of each value (not of its "
+        "difference from the dense model's); of random heads, the range of their draws."
     )
-    return f"chosen against {draws}, both {' and '.join(told)}" if told else draws
-
-
-def _apart(metrics: Metrics) -> bool:
-    """Whether other models with the chosen heads were compared with random ones than those in the first table."""
-    return _trained(metrics) or any(map(by_cheaper_repair, metrics.budgets))
 
 
 def _trained(metrics: Metrics) -> bool:
@@ -283,10 +298,10 @@ def precision(run: Run, metrics: Metrics) -> str:
 
 
 def proved(metrics: Metrics) -> str:
-    """How near the pruned models' outputs are to those of the same models with these heads switched off."""
+    """How near the pruned models' outputs are to those of the same models with these heads masked."""
     proofs = [b.proof for b in metrics.budgets]
     inputs, most = min(p.inputs for p in proofs), max(p.difference for p in proofs)
-    same = "those of the same model with these heads switched off"
+    same = "those of the same model with these heads masked"
     if not most:
         return f"on {inputs} inputs each pruned model's outputs are exactly {same}"
     return (
@@ -307,15 +322,15 @@ def parts(run: Run, metrics: Metrics | None, scored: bool) -> str:
     """How many examples were used for what."""
     score = f"{run.parts.score.examples:,} examples of {code(run.parts.score.split)}"
     choose, report = (f"{p.examples:,} of {code(p.split)}" for p in (run.parts.choose, run.parts.report))
-    begin = f"{'Scores come from' if scored else 'Nothing was scored; set aside for it were'} {score}"
+    begin = f"{'Scores come from' if scored else 'The scoring part, which was not used, has'} {score}"
     rest = f"plans were chosen on {choose}; {metrics.metric} is reported on {report}" if metrics else ""
-    rest = rest or f"set aside are {choose} to choose between plans and {report} to report on"
+    rest = rest or f"{choose} are set aside to choose between plans, and {report} to report on"
     return f"{begin}; {rest}. No example is in two parts."
 
 
 def about(method: str) -> str:
     """What a scoring method says of itself."""
-    return METHODS[method].about if method in METHODS else "A method of the user's."
+    return METHODS[method].about if method in METHODS else "Your own method."
 
 
 def orders(metrics: Metrics) -> list[tuple[str, str]]:
@@ -324,14 +339,16 @@ def orders(metrics: Metrics) -> list[tuple[str, str]]:
     names = [p.method for p in metrics.curve if p.method != "dense"] + [o.order for o in planning.compared]
     used = [b.strategy for b in metrics.budgets if b.strategy]
     found, by_scores = [], "one-shot" if planning.strategy == AUTO else planning.strategy
-    known = {"random": "Heads drawn at random, the control.", "plan": "The user's own plan."}
+    known = {"random": "Heads drawn at random, the control.", "plan": "Your own plan."}
     for name in dict.fromkeys([*names, *used, *filter(None, [planning.strategy])]):
         if name in known:
             found.append((name, known[name]))
         elif name in STRATEGIES:
             found.append((name, STRATEGIES[name].about))
         elif by_scores in STRATEGIES:
-            found.append((name, f"By the scores of that name ({by_scores}): {_lowered(STRATEGIES[by_scores].about)}"))
+            found.append(
+                (name, f"By the scores of that name ({by_scores}): {_with(STRATEGIES[by_scores].about, str.lower)}")
+            )
     return found
 
 
@@ -370,10 +387,10 @@ def also_table(metrics: Metrics) -> tuple[tuple[str, ...], list[tuple[str, ...]]
                     there.change.verdict, *((told,) if fitted else ()),
                 )
             )  # fmt: skip
-    return (*head, *([f"of it by {'repair' if repairs else 'training'}"] if fitted else [])), rows
+    return (*head, *([f"effect of {'repair' if repairs else 'training'}"] if fitted else [])), rows
 
 
-ENGINE_HEAD = ("input", "model", "median, ms", "dense time / its time (95 %)", "verdict")
+ENGINE_HEAD = ("input", "model", "median, ms", "speed-up (95 %)", "verdict")
 
 
 def engine_rows(engine: EngineLatency) -> list[tuple[str, ...]]:
@@ -392,7 +409,7 @@ def _cost(change: Change, metric: str) -> str:
         return change.verdict
     forms = {"accuracy": f"{100 * change.value:+.1f} points", "perplexity": f"{change.value:+.1%}"}
     by = forms.get(metric, f"{change.value:+.3g}")
-    return f"{by}, {change.verdict} by more than chance"
+    return f"{by}, measurably {change.verdict}"
 
 
 def _beside(budget: BudgetResult) -> str:
@@ -418,10 +435,10 @@ def _speed(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
         return told
     limit = row.speedups[latency.bound]
     if limit.verdict != "faster":
-        return f"{told}; even without any head it would not be"
+        return f"{told}; nor would it be with every head removed"
     if limit.ratio <= gained.ratio:
         return told
-    return f"{told}; without any head it would be {limit.ratio:.2f}x"
+    return f"{told}; removing every head would give {limit.ratio:.2f}x"
 
 
 def _heads(budget: BudgetResult) -> str:
@@ -445,5 +462,5 @@ def _listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _lowered(sentence: str) -> str:
-    return f"{sentence[:1].lower()}{sentence[1:]}"
+def _with(sentence: str, first: Callable[[str], str]) -> str:
+    return f"{first(sentence[:1])}{sentence[1:]}"

@@ -18,10 +18,9 @@ TOLERATED_SHARE = 0.05
 class Kind(Enum):
     """What can be said of a run's heads."""
 
-    CAN_GO = "no loss could be shown, and one that matters is ruled out"
-    AS_ASKED = "the loss stays within what the user allowed"
-    UNSURE = "no loss could be shown, but there are too few examples to rule one out"
-    COSTS = "every plan costs something"
+    CAN_GO = "a loss above the margin is ruled out"
+    UNSURE = "no loss was measured, but there are too few examples to rule out one above the margin"
+    COSTS = "every plan loses something measurable, and a loss above the margin is not ruled out"
     GUESSING = "the dense model is no better than guessing"
 
 
@@ -42,18 +41,19 @@ class Verdict:
 
 
 def verdict(metrics: Metrics) -> Verdict:
-    """The fewest heads without a measured loss and with a tolerated loss ruled out; else what loses least.
+    """The fewest heads with which a loss above the margin is ruled out; else the plan that loses least.
 
-    Where a budget was itself a limit of what is lost, that limit counts instead, on the reporting part.
+    Only the margin decides: more examples make an interval narrower, and a small loss measurable, but never a model worse. Where a
+    budget was itself a limit of what is lost, that limit is the margin, on the reporting part.
     """
     known = {b.name: _kind(metrics, b) for b in metrics.budgets}
     if is_guessing(metrics):
         return Verdict(Kind.GUESSING, _mildest(metrics, metrics.budgets), False, tolerated(metrics))
-    for kinds in ((Kind.CAN_GO, Kind.AS_ASKED), (Kind.UNSURE,), (Kind.COSTS,)):
-        if found := [b for b in metrics.budgets if known[b.name] in kinds]:
-            taken = Kind.UNSURE not in kinds and Kind.COSTS not in kinds
-            budget = min(found, key=lambda b: b.kept) if taken else _mildest(metrics, found)
-            return Verdict(known[budget.name], budget, taken, _limit(metrics, budget))
+    for kind in (Kind.CAN_GO, Kind.UNSURE, Kind.COSTS):
+        if found := [b for b in metrics.budgets if known[b.name] is kind]:
+            recommended = kind is Kind.CAN_GO
+            budget = min(found, key=lambda b: b.kept) if recommended else _mildest(metrics, found)
+            return Verdict(kind, budget, recommended, _limit(metrics, budget))
     raise ValueError("no budgets")
 
 
@@ -159,11 +159,7 @@ def elsewhere(metrics: Metrics) -> list[Elsewhere]:
 
 
 def _kind(metrics: Metrics, budget: BudgetResult) -> Kind:
-    within = loss_within(metrics, budget.change) <= _limit(metrics, budget)
-    if _is_limit(budget):
-        if within:
-            return Kind.CAN_GO if budget.change.verdict != "worse" else Kind.AS_ASKED
-    elif budget.change.verdict != "worse" and within:
+    if loss_within(metrics, budget.change) <= _limit(metrics, budget):
         return Kind.CAN_GO
     return Kind.COSTS if budget.change.verdict == "worse" else Kind.UNSURE
 

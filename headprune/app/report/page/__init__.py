@@ -16,6 +16,7 @@ from markupsafe import Markup, escape
 
 from headprune.app.documents import Heads, Metrics, Run
 from headprune.app.report import findings, numbers, sentences
+from headprune.app.report.busy import disturbed
 from headprune.app.report.heads import roles
 from headprune.app.report.page import drawn
 from headprune.app.report.usage import usage
@@ -58,7 +59,8 @@ def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None, head
                 sentences.rule(metrics), f"Better than random heads? {sentences.over_random(metrics)}",
                 usage(run, metrics), *filter(None, [sentences.precision(run, metrics)]),
             ],
-            "changes": findings.trained_on_choosing(metrics) is not None, "cautions": sentences.cautions(run, metrics),
+            "cautions": sentences.cautions(run, metrics), "curves_told": sentences.curves(run, metrics),
+            "busy": [told for row in metrics.time if (told := disturbed(row, metrics.latency.rows))],
         }  # fmt: skip
     return _environment().get_template("page.html.j2").render(values)
 

@@ -13,7 +13,7 @@ import numpy as np
 from headprune.app.documents import Heads, Latency, Metrics, Point, Run
 from headprune.app.report import findings, numbers, sentences
 from headprune.app.report.usage import loading
-from headprune.app.report.verdict import verdict
+from headprune.app.report.verdict import against_random, verdict
 from headprune.scoring.scores import HeadScores
 
 _WEIGHTS = 1_000_000  # bytes of attention weights in a page: samples beyond are left out, but for the first
@@ -119,7 +119,7 @@ def everything(
             }
             for size in found
         ],
-        "curve": _curve(metrics, found) if metrics else None,
+        "curve": _curve(metrics) if metrics else None,
         "latency": _latency(metrics.latency) if metrics else [],
         "profiles": _profiles(run, heads) if heads else None,
         "samples": _samples(heads) if heads else [],
@@ -142,19 +142,16 @@ def _method(scores: HeadScores, addresses: Sequence[tuple[str, int]]) -> dict[st
     }  # fmt: skip
 
 
-def _curve(metrics: Metrics, found: Sequence[Size]) -> dict[str, Any]:
-    """The reported models and random heads, as in tradeoff.png; and every order's line on the choosing part, as in orders.png.
+def _curve(metrics: Metrics) -> dict[str, Any]:
+    """Random heads beside chosen ones treated alike, as in tradeoff.png; and every order's line on the choosing part, as in orders.png.
 
-    Lines begin at the dense model's point; of random draws they have mean and range. Where the dense model does far better on the
-    choosing part, orders are drawn as changes from the dense model.
+    Lines begin at the dense model's point; of random draws they have mean and range.
     """
-    metric, change = metrics.metric, findings.trained_on_choosing(metrics) is not None
+    metric = metrics.metric
     dense = next(p for p in metrics.curve if p.method == "dense")
 
-    def drawn(value: float, base: float) -> float:
-        if not change:
-            return value
-        return value / base - 1 if metric == "perplexity" else value - base
+    def point(kept: int, value: float, low: float, high: float, **more: Any) -> dict[str, Any]:
+        return {"kept": kept, "value": value, "low": low, "high": high, "said": numbers.value(value, metric), **more}
 
     lines: dict[str, dict[int, list[Point]]] = {}
     for p in metrics.curve:
@@ -162,30 +159,19 @@ def _curve(metrics: Metrics, found: Sequence[Size]) -> dict[str, Any]:
             lines.setdefault(p.method, {}).setdefault(p.kept, []).append(p)
     points = []
     for method, line in lines.items():
+        alone = method == "random"  # a draw's own interval is not the range of the draws
         for kept, of in sorted({**line, dense.kept: [dense]}.items()):
-            alone = method == "random"  # a draw's own interval is not the range of the draws
-            value = findings.mean_of([p.value for p in of], metric)
             low, high = min(p.value if alone else p.low for p in of), max(p.value if alone else p.high for p in of)
-            said = numbers.value(value, metric)
-            value, low, high = (drawn(v, dense.value) for v in (value, low, high))
-            points.append({"method": method, "kept": kept, "value": value, "low": low, "high": high, "said": said})
-    measured = []
-    for i, size in enumerate(found):
-        of_change = next((b.change for b in metrics.budgets if change and b.name == size.name), None)
-        ends = (of_change.value, of_change.low, of_change.high) if of_change else size.figure
-        ends = (0.0,) * 3 if change and not of_change else ends
-        measured.append({"size": i, "kept": size.kept, "value": ends[0], "low": ends[1], "high": ends[2]})
-    dense_level = metrics.dense.metrics[metric]
-    draws = {b.kept: b.random for b in findings.largest_first(metrics)[::-1]} | {dense.kept: (dense_level,)}
-    random = [
-        {"kept": kept, "value": mean, "low": min(of), "high": max(of), "said": numbers.value(mean, metric)}
-        for kept, of in draws.items() if of for mean in (findings.mean_of(of, metric),)
-    ]  # fmt: skip
+            points.append(point(kept, findings.mean_of([p.value for p in of], metric), low, high, method=method))
+    budgets, level = findings.largest_first(metrics)[::-1], metrics.dense.metrics[metric]
+    draws = {b.kept: b.random for b in budgets if b.random} | {dense.kept: (level,)}
+    same = {b.kept: against_random(metrics, b).value for b in budgets} | {dense.kept: level}
+    told = sentences.alike(metrics)
     return {
-        "metric": metric, "random": random, "draws": len(metrics.budgets[0].random),
-        "label": f"change of {metric} from dense" if change else metric, "change": change,
-        "share": metric in ("accuracy", "f1"), "log": metric == "perplexity" and not change, "points": points,
-        "measured": measured, "total": dense.kept,
+        "metric": metric, "share": metric in ("accuracy", "f1"), "points": points, "total": dense.kept,
+        "random": [point(kept, findings.mean_of(of, metric), min(of), max(of)) for kept, of in draws.items()],
+        "alike": [point(kept, value, value, value) for kept, value in same.items()] if told else [],
+        "names": {"chosen": sentences.CHOSEN, "alike": told, "random": sentences.random_draws(len(metrics.budgets[0].random))},
     }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ function release() {
 
 function tell() {
   panel.classList.toggle("open", held);
-  by("head-pinned").textContent = held ? "Held: other heads that you point at do not replace it. Esc lets go." : "";
+  by("head-pinned").textContent = held ? "Pinned: Esc releases it." : "";
 }
 
 {

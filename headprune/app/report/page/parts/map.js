@@ -85,7 +85,7 @@
     const bar = made("span", "", { class: `ramp${m?.signed ? " signed" : ""}`, "aria-hidden": "true" });
     const ends = m?.signed ? [`−${m.said}`, m.said] : ["0", m?.said];
     const scale = m ? [made("span", ends[0]), bar, made("span", ends[1])] : [];
-    const words = m ? [made("span", `${m.unit}${m.signed ? "; red: harmful" : ""}; large scores closer together, so that they hide no small ones`, { class: "line" })] : [];
+    const words = m ? [made("span", `${m.unit}${m.signed ? "; red: harmful" : ""}; linear near 0, logarithmic beyond`, { class: "line" })] : [];
     if (data.sizes.length) words.push(made("span", "×: pruned in the chosen size", { class: "line" }));
     by("map-legend").replaceChildren(...scale, ...words);
   }
