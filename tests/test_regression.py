@@ -1,5 +1,6 @@
 """Heads that give several real numbers: squared errors everywhere, no classes made up."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,23 @@ def test_evaluation_and_scores_are_of_squared_errors(targets: int, labels: str) 
     with torch.no_grad(), hp.mask(model, {layers[0].name: [1]}, layers=layers):
         without = float(model(**batch).loss)
     assert float(scores.values[layers[0].name][1]) == pytest.approx(without - own, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("problem", "targets"), [("regression", 3), (None, 1)])
+def test_a_loss_is_no_answer(problem: str | None, targets: int) -> None:
+    """Labelled batches let the model compute its loss, a tensor without dimensions: search and repair must not take it for an answer."""
+    model, batches = regression(problem, targets), [batch_of(8, targets)]
+    bare = [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
+    layers = hp.find_attention(model, bare[0])
+    states = []
+    for given in (batches, bare):
+        pruned = copy.deepcopy(model)
+        hp.repair(pruned, {layers[0].name: [1]}, given)
+        states.append(pruned.state_dict())
+    for name, value in states[0].items():
+        torch.testing.assert_close(value, states[1][name], msg=name)
+    kept = hp.search(model, batches, keep=3, effort="low", choose=[batch_of(6, targets)])
+    assert sum(map(len, kept[0].drop.values())) == sum(layer.num_heads for layer in layers) - 3
 
 
 def test_several_labels_at_once_are_still_classes() -> None:

@@ -49,7 +49,8 @@ def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, 
     if chances is not None:
         root = chances.detach().exp().sqrt()
         return (across(root, draws) * root * chances.masked_fill(root == 0, 0.0)).sum()
-    found = [widened(t) for t in tensors(output) if t.is_floating_point() and t.requires_grad]
+    # A tensor without dimensions is a loss: it goes by the labels, and says nothing of single examples.
+    found = [widened(t) for t in tensors(output) if t.ndim and t.is_floating_point() and t.requires_grad]
     if not found:
         raise HeadPruneError("The model's answers do not depend on any head by what can be differentiated.")
     return torch.stack([(drawn(t) * t).sum() for t in found]).sum()
