@@ -19,6 +19,7 @@ from headprune.inputs import LABELS, Example, call, model_device, move, tensors,
 from headprune.modules import exact_attention
 from headprune.rows import by_names
 from headprune.scoring.base import Progress
+from headprune.scoring.gradient import frozen
 from headprune.trace import evaluating
 from headprune.uncertainty import CONFIDENCE
 
@@ -255,7 +256,8 @@ def flops(model: nn.Module, example: Example) -> int:
     # make the same products, take their place.
     plain = sdpa_kernel(SDPBackend.MATH)
     counter = FlopCounterMode(display=False)
-    with evaluating(model), exact_attention(model), torch.no_grad(), plain, counter:
+    # Without gradients its parameters need none: the counter would ask a view of one for its place in a graph.
+    with evaluating(model), exact_attention(model), frozen(model), torch.no_grad(), plain, counter:
         call(model, move(example, model_device(model)))
     return int(counter.get_total_flops())
 

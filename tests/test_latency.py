@@ -75,6 +75,24 @@ def test_flops_include_attention() -> None:
     assert linear == quadratic - fixed
 
 
+class GivesViews(nn.Module):
+    """Submodules get views of a parameter: DeBERTa's relative embeddings, Perceiver's latents, Deformable DETR's queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner = nn.Parameter(torch.randn(6, 4)), nn.Linear(4, 4)
+        self.given = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.inner(self.given(self.table[None]).expand(len(x), -1, -1))
+
+
+def test_flops_where_a_module_gets_a_view_of_a_parameter() -> None:
+    model = GivesViews()
+    assert flops(model, torch.randn(2, 6, 4)) == 2 * (2 * 2 * 6 * 4 * 4)
+    assert all(p.requires_grad for p in model.parameters())
+
+
 def test_shared_parameters_count_once() -> None:
     model, _ = gpt2()
     assert parameters(model) == sum({id(p): p.numel() for p in model.parameters()}.values())

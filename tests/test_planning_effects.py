@@ -201,10 +201,24 @@ class Bare(Attention):
         return self.attend(x)
 
 
-@pytest.mark.parametrize("blocks", ["shared", "bare"])
+class Normed(Attention):
+    """As BitNet: a norm over all heads before W_O."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.norm(self.attend(x)))
+
+
+BLOCKS = {"shared": (Pair, Attention), "bare": (Bare, Attention), "normed": (Normed, Normed)}  # in the last, no W_O can be
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
 def test_heads_that_cannot_be_made_up_for_are_not_free(blocks: str) -> None:
     """Layers whose W_O cannot be refitted: the gate gradient, not nothing."""
-    model = randomise(Classifier(*((Pair(), Attention()) if blocks == "shared" else (Bare(), Attention())))).double()
+    model = randomise(Classifier(*(kind() for kind in BLOCKS[blocks]))).double()
     x = noise(6, 5, WIDTH).double()
     layers = hp.find_attention(model, x)
     refit = refit_of(model, layers, [x], ridge=0.1)
@@ -284,3 +298,34 @@ def test_answers_that_cannot_be_differentiated_are_refused() -> None:
     assert not refit.reference.projections
     with pytest.raises(hp.HeadPruneError, match="do not depend on any head by what can be differentiated"):
         effects(refit, layers, {}, units_for(layers, {}))
+
+
+class Answers(nn.Module):
+    """Logits by name, for which no labels are needed; ``told``: they can be differentiated."""
+
+    def __init__(self, *blocks: nn.Module, told: bool = True) -> None:
+        super().__init__()
+        self.inner, self.told = Classifier(*blocks), told
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.inner(x)
+        return {"logits": logits if self.told else logits.detach()}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "re-scored", "compensated", "greedy"])
+def test_a_search_where_no_output_projection_can_be_refitted(strategy: str) -> None:
+    model, batches = randomise(Answers(Normed(), Normed())), [{"x": noise(4, 5, WIDTH)}, {"x": noise(6, 5, WIDTH)}]
+    layers = hp.find_attention(model, batches[0])
+    assert [a.head_dim for a in layers] == [WIDTH // 4] * 2
+    (plan,) = hp.search(model, batches, 4, layers=layers, strategy=strategy)
+    assert plan.kept == 4
+    assert not hp.repair(model, plan, batches, layers=layers).layers
+    assert "about 0 forward passes" not in "".join(plan.notes)
+    hp.prune(model, plan, batches[0], layers=layers)
+
+
+@pytest.mark.parametrize("kind", [Attention, Normed])
+def test_logits_that_cannot_be_differentiated_are_refused(kind: type[Attention]) -> None:
+    model, batches = randomise(Answers(kind(), kind(), told=False)), [{"x": noise(4, 5, WIDTH)}, {"x": noise(6, 5, WIDTH)}]
+    with pytest.raises(hp.HeadPruneError, match="do not depend on any head by what can be differentiated"):
+        hp.search(model, batches, 4, layers=hp.find_attention(model, batches[0]), strategy="compensated")

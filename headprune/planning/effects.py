@@ -157,6 +157,7 @@ def _gated(refit: Refit, layers: Sequence[AttentionLayer], index: int, units: Se
                 slopes = torch.autograd.grad(probe, list(gates.values()), allow_unused=True)
         of = {name: gate * 0 if s is None else s for (name, gate), s in zip(gates.items(), slopes, strict=True)}
         found.append(torch.stack([of[layers[u.layer].name][list(u.heads)].sum() for u in units]))
+    runner.count(3 * len(found))
     return -torch.stack(found).detach()
 
 

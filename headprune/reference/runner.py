@@ -322,6 +322,8 @@ class Runner:
 
         Slopes are of a random projection of the model's answers as it is now (`probe`).
         """
+        if not self.projections:
+            return {}
         batch = self.everything[index]
         self.count(3 * self.rows.size(batch))
         return self._slopes(batch, self.first(index))

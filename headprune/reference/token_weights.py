@@ -32,6 +32,13 @@ def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, 
             found[torch.arange(len(found), device=found.device) != alone] = 0
         return found
 
+    # A tensor without dimensions is a loss: it goes by the labels, and says nothing of single examples.
+    every = [t for t in tensors(output) if t.ndim and t.is_floating_point() and t.requires_grad]
+    if not every:
+        raise HeadPruneError(
+            "The model's answers do not depend on any head by what can be differentiated.",
+            'Score by ablation, and search with strategy="one-shot".',
+        )
     logits = part_of(output, "logits")
     if (
         part_of(output, "start_logits") is not None
@@ -49,11 +56,7 @@ def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, 
     if chances is not None:
         root = chances.detach().exp().sqrt()
         return (across(root, draws) * root * chances.masked_fill(root == 0, 0.0)).sum()
-    # A tensor without dimensions is a loss: it goes by the labels, and says nothing of single examples.
-    found = [widened(t) for t in tensors(output) if t.ndim and t.is_floating_point() and t.requires_grad]
-    if not found:
-        raise HeadPruneError("The model's answers do not depend on any head by what can be differentiated.")
-    return torch.stack([(drawn(t) * t).sum() for t in found]).sum()
+    return torch.stack([(drawn(widened(t)) * widened(t)).sum() for t in every]).sum()
 
 
 def across(root: Tensor, draw: Tensor) -> Tensor:

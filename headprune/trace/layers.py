@@ -96,7 +96,7 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
         reason += " (its weights are quantised: prune first, then quantise)"
     return AttentionLayer(
         name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=_kv_heads(trace, attention, groups), groups=groups,
-        head_dim=len(attention.columns[0]) if output else 0, prunable=not reason, reason=reason,
+        head_dim=len(output.features[0]) if output else 0, prunable=not reason, reason=reason,
         output_projection=output, gate=gate, mixer=mixer, projections=projections, values=_values(trace, attention), tables=tables,
         selections=tuple(HeadFeatures(n, _sorted(rows)) for n, rows in attention.selections.items()),
         arguments=_head_arguments(trace, attention), inner_modules=tuple(inner), side_modules=tuple(n for n in counting if n not in inner),
