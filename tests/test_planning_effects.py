@@ -212,7 +212,11 @@ class Normed(Attention):
         return self.o(self.norm(self.attend(x)))
 
 
-BLOCKS = {"shared": (Pair, Attention), "bare": (Bare, Attention), "normed": (Normed, Normed)}  # in the last, no W_O can be
+BLOCKS = {
+    "shared": (Pair, Attention),
+    "bare": (Bare, Attention),
+    "normed": (Normed, Normed),
+}  # in the last, no W_O can be
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
@@ -326,6 +330,9 @@ def test_a_search_where_no_output_projection_can_be_refitted(strategy: str) -> N
 
 @pytest.mark.parametrize("kind", [Attention, Normed])
 def test_logits_that_cannot_be_differentiated_are_refused(kind: type[Attention]) -> None:
-    model, batches = randomise(Answers(kind(), kind(), told=False)), [{"x": noise(4, 5, WIDTH)}, {"x": noise(6, 5, WIDTH)}]
+    model, batches = (
+        randomise(Answers(kind(), kind(), told=False)),
+        [{"x": noise(4, 5, WIDTH)}, {"x": noise(6, 5, WIDTH)}],
+    )
     with pytest.raises(hp.HeadPruneError, match="do not depend on any head by what can be differentiated"):
         hp.search(model, batches, 4, layers=hp.find_attention(model, batches[0]), strategy="compensated")

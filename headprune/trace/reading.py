@@ -42,7 +42,7 @@ class Reader:
             if len(heads) == 1 or self._alike(tensor, heads):
                 for dim in range(2, tensor.ndim - 1):
                     others = Heads.along(dim, tensor.shape[dim])
-                    if 1 < len(others) <= 256 and not self._alike(tensor, others):
+                    if 1 < len(others) <= 256 and self._differ(tensor, others):
                         return others
             return heads
         if tensor.ndim != 3 or not tensor.requires_grad or tensor.shape[0] > _MOST_SLICES:
@@ -73,6 +73,12 @@ class Reader:
         """Whether all heads read the same features of every projection, and of some."""
         rows = self.rows(tensor, heads)
         return bool(rows) and all(r == features[0] for features in rows.values() for r in features)
+
+    def _differ(self, tensor: Tensor, heads: Heads) -> bool:
+        """Whether heads read features of their own in some projection (a group's are the same), as tokens do not where a router or
+        a ReLU leaves each of them other features."""
+        each = [{frozenset(r) for r in features} for features in self.rows(tensor, heads).values()]
+        return any(len(sets) > 1 and apart([set(s) for s in sets]) for sets in each)
 
     def rows(self, tensor: Tensor, heads: Heads) -> Rows:
         """Which features of which projection each head of ``tensor`` depends on.

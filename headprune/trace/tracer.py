@@ -133,7 +133,10 @@ class Tracer(TorchFunctionMode):
             return self._on_softmax(func, args, kwargs)
         if func in _LINEAR:
             weights = [a for a in args if isinstance(a, Tensor) and a.ndim == 2]
-            if (owner := self._owner(weights)) is not None:
+            owner = self._owner(weights)
+            if owner is None and func is F.linear:
+                owner = self._owner_of_experts(args)
+            if owner is not None:
                 return self._on_linear(owner, func, args, kwargs)
         if func in _CONV:
             weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
@@ -152,6 +155,13 @@ class Tracer(TorchFunctionMode):
         if self.running and self.running[-1] in owners:  # several, where modules share a weight
             return self.running[-1]
         return owners[0] if owners else None
+
+    def _owner_of_experts(self, args: Any) -> str | None:
+        """The running module, if a linear function takes a matrix out of its parameter of several, ``[experts, out, in]``."""
+        base = args[1]._base if len(args) > 1 and isinstance(args[1], Tensor) else None
+        inner = self.running[-1] if self.running else ""
+        own = self.modules[inner]._parameters.values() if inner else ()
+        return inner if base is not None and base.ndim > 2 and any(base is p for p in own) else None
 
     # -- the three events -------------------------------------------------------------------
 
