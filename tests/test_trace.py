@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
 from tests.support.checks import hooks
+from tests.support.families import built
+from tests.support.plain import HEADS, WIDTH, Attention, model_of, noise
 from tests.support.zoo import CASES, ZOO, TorchEncoder, bert, gpt2, llama, randomise, t5, text
 
 
@@ -346,3 +349,30 @@ def test_a_layer_is_shown_in_a_line(bert_folder: Path) -> None:
     long = hp.AttentionLayer("a.very.long.name." * 20, 104, "decoder", 128, 16, 256, prunable=False)
     assert len(repr(long)) <= 150
     assert "16 key/value, not prunable" in repr(long)
+
+
+def test_a_mixture_of_attention_heads_has_as_many_in_every_layer() -> None:
+    """JetMoE's queries come from experts' matrices in one parameter; from the second layer on tokens were taken for heads."""
+    model, example = built("jetmoe")
+    layers = hp.find_attention(model, example)
+    assert [(a.num_heads, a.num_kv_heads) for a in layers] == [(model.config.num_attention_heads, 2)] * 2
+    assert all(a.reason.endswith(f"{a.name}.experts.output_linear") for a in layers)
+    assert {len(heads) for heads in hp.profile_heads(model, [example], layers).values()} == {layers[0].num_heads}
+
+
+class Unseen(Attention):
+    """Queries, keys and values of all heads by one parameter, behind a ReLU that leaves every token other features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.qkv
+        self.before, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(3, HEADS, WIDTH, WIDTH // HEADS))
+
+    def attend(self, x: torch.Tensor, **mask: Any) -> torch.Tensor:
+        q, k, v = torch.einsum("btc,nhcd->nbhtd", self.before(x).relu(), self.weight)
+        return self.joined(F.scaled_dot_product_attention(q, k, v, **mask))
+
+
+def test_tokens_are_no_heads() -> None:
+    model, x = model_of(Unseen), noise(2, 6, WIDTH)
+    assert [a.num_heads for a in hp.find_attention(model, x)] == [HEADS] * 2
