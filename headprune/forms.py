@@ -61,16 +61,15 @@ def guesses(model: nn.Module) -> list[Form]:
     height, width = (
         (size, size) if isinstance(size, int) else tuple(size)[-2:] if isinstance(size, tuple | list) else (32, 32)
     )
-    channels, bands = getattr(seen, "num_channels", 3), getattr(config, "num_mel_bins", 80)
+    channels = getattr(seen, "num_channels", 3)
     ids = (_drawn(torch.full((ROWS, 8), vocabulary - 1), _special(model))) if vocabulary > 6 else None
     asked: dict[str, list[dict[str, Any]]] = {
         "input_ids": [{"input_ids": ids, "attention_mask": torch.ones(ROWS, 8, dtype=torch.long)}, {"input_ids": ids}],
         "pixel_values": [{"pixel_values": torch.empty(1, channels, height, width)}],
-        "input_values": [{"input_values": torch.empty(1, 4000)}],
-        "input_features": [
-            {"input_features": torch.empty(1, bands, 2 * (getattr(config, "max_source_positions", 0) or 32))},
-            {"input_features": torch.empty(1, 64, bands)},
-        ],
+        **{
+            name: [{name: torch.empty(1, *shape)} for shape in sound_shapes(config, name, 4000)]
+            for name in ("input_values", "input_features")
+        },
     }
     found = []
     for example in asked.get(str(model.main_input_name), []):
@@ -83,6 +82,18 @@ def guesses(model: nn.Module) -> list[Form]:
             own["decoder_input_ids"] = ids[: len(next(iter(own.values()))), :4]
         found.append(_form(own, "", _special(model), plain=True))
     return found
+
+
+def sound_shapes(config: Any, name: str, samples: int) -> list[tuple[int, ...]]:
+    """Shapes of one sound that a model may take under the name ``input_values`` or ``input_features``, by its config."""
+    bands, frames = (getattr(config, key, None) for key in ("num_mel_bins", "max_length"))
+    if name == "input_values":
+        if isinstance(bands, int) and isinstance(frames, int):  # AST; most others hear the samples themselves
+            return [(frames, bands), (samples,)]
+        return [(samples,)]
+    if width := getattr(config, "feature_projection_input_dim", None):  # Wav2Vec2Bert
+        return [(64, width)]
+    return [(bands or 80, 2 * (getattr(config, "max_source_positions", 0) or 32)), (64, bands or 80)]
 
 
 def as_stored(model: nn.Module, forms: Sequence[Form]) -> list[Form]:

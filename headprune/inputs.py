@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,15 @@ def writes(model: nn.Module) -> bool:
 def is_encoder_decoder(model: nn.Module) -> bool:
     """Whether a transformers model's config says so."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """How many tokens a model reads; 0 if it reads none, or if that is not known (CLIP has two tables, others have none)."""
+    try:
+        table = cast(Any, model).get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return 0
+    return table.num_embeddings if isinstance(table, nn.Embedding) else 0
 
 
 def without_labels(model: nn.Module, example: Example) -> Example:

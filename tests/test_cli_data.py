@@ -320,3 +320,33 @@ def test_questions_that_cannot_be_used_are_counted(here: Path) -> None:
         in said
     )
     assert "1 of 21 to report (1 with the answer behind the cut)" in (here / "run" / "report.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "WavLM", "Wav2Vec2Bert"])
+def test_sounds_are_classified_whatever_the_class_is_called(kind: str, here: Path) -> None:
+    """Wav2Vec2ForSequenceClassification and its like were taken for classifiers of texts: every command failed."""
+    convolutions = {} if kind == "Wav2Vec2Bert" else {
+        "conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2,
+        "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
+    }  # fmt: skip
+    config = getattr(tf, f"{kind}Config")(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48, classifier_proj_size=16,
+        id2label={0: "yes", 1: "no"}, **convolutions,
+    )  # fmt: skip
+    randomise(getattr(tf, f"{kind}ForSequenceClassification")(config)).save_pretrained("model")
+    listed = json.loads(run("inspect", "model", "--json").stdout)
+    assert [layer["num_heads"] for layer in listed["layers"]] == [4, 4]
+    if kind != "Hubert":
+        return
+    tf.Wav2Vec2FeatureExtractor(return_attention_mask=True).save_pretrained("model")
+    rows: list[dict[str, object]] = [
+        {
+            "audio": {"array": [(i * j % 101) / 101 for j in range(400)], "sampling_rate": 16000},
+            "label": ("no", "yes")[i % 2],
+        }
+        for i in range(2, 32)
+    ]
+    document = json.loads(
+        run("score", "model", "-d", write_jsonl(here / "x.jsonl", rows), "-m", "gradient", "-q", "--json").stdout
+    )
+    assert json.loads((Path(document["folder"]) / "run.json").read_text())["model"]["task"] == "audio-classification"

@@ -329,6 +329,18 @@ def test_planted_roles_are_found() -> None:
         assert 0 < len(rule.short) <= 5
 
 
+def test_a_model_of_two_vocabularies() -> None:
+    """Asked for its input embeddings, CLIP raises NotImplementedError, so there was no profile at all."""
+    part = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 48}
+    seen = {**part, "image_size": 16, "patch_size": 8}
+    config = tf.CLIPConfig(text_config={**part, "vocab_size": 300}, vision_config=seen, projection_dim=16)
+    ids = torch.randint(5, 290, (2, 7), generator=torch.Generator().manual_seed(0))
+    found = hp.profile_heads(
+        randomise(tf.CLIPModel(config)), [{"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16)}]
+    )
+    assert [len(heads) for heads in found.values()] == [4, 4]
+
+
 def test_one_token() -> None:
     """Nobody has a choice, so nothing is said."""
     model, batch = randomise(Looks(torch.zeros(4, 1, 1))), {"input_ids": torch.tensor([[12]])}

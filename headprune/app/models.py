@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from headprune.app.named import check_source
 from headprune.app.precision import half_of, holds, widen
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
+from headprune.forms import sound_shapes
 from headprune.inputs import model_device
 from headprune.offload import aligned
 
@@ -268,12 +270,11 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
         made = {
             "pixel_values": torch.randn(batch, getattr(config, "num_channels", 3), height, width, generator=generator)
         }
-    elif loaded.task.name == "speech-seq2seq":
-        frames = 2 * getattr(config, "max_source_positions", 1500)
-        made = {"input_features": torch.randn(batch, getattr(config, "num_mel_bins", 80), frames, generator=generator)}
-        made["decoder_input_ids"] = torch.full((batch, length), config.decoder_start_token_id)
     else:
-        made = {"input_values": torch.randn(batch, 16000, generator=generator)}
+        name = str(getattr(loaded.model, "main_input_name", "input_values"))
+        made = {name: torch.randn(batch, *sound_shapes(config, name, 16000)[0], generator=generator)}
+        if loaded.task.name == "speech-seq2seq":
+            made["decoder_input_ids"] = torch.full((batch, length), config.decoder_start_token_id)
     return {k: v.to(device, first.dtype) if v.is_floating_point() else v.to(device) for k, v in made.items()}
 
 
@@ -344,6 +345,8 @@ def task_of(config: Any, task: str | None, source: str) -> Task:
         return TASKS[task]
     named = getattr(config, "architectures", None)
     architecture = str(named[0]) if isinstance(named, list | tuple) and named else ""
+    if architecture in _of_sounds():
+        return TASKS["audio-classification"]
     for kind in TASKS.values():
         if kind.fits(architecture):
             if kind.name == "seq2seq" and config.model_type in _SPEECH_TYPES:
@@ -355,6 +358,14 @@ def task_of(config: Any, task: str | None, source: str) -> Task:
         f"The task of {source} cannot be read from its architecture ({architecture or 'none given'}).",
         f"Say it with --task: {', '.join(TASKS)}.",
     )
+
+
+def _of_sounds() -> Iterable[str]:
+    """Classifiers of sounds; many, such as Wav2Vec2ForSequenceClassification, are called like classifiers of texts."""
+    from transformers.models.auto import modeling_auto
+
+    names: dict[str, str] = modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES
+    return names.values()
 
 
 def set_padding(config: Any, token: int) -> None:

@@ -12,7 +12,7 @@ from headprune.arguments import layers_for, listed
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError
-from headprune.inputs import Example, is_encoder_decoder, without_labels
+from headprune.inputs import Example, is_encoder_decoder, vocabulary_size, without_labels
 from headprune.loss import inputs_of
 from headprune.rows import Rows, is_empty
 from headprune.seeing.figures import HeadProfile
@@ -185,8 +185,7 @@ class Profiler:
 
         None for a model that reads no tokens, or whose decoder reads others than it is given.
         """
-        embeddings = getattr(self.model, "get_input_embeddings", lambda: None)()
-        vocabulary = getattr(embeddings, "num_embeddings", 0)
+        vocabulary = vocabulary_size(self.model)
         if not ids or is_encoder_decoder(self.model) or vocabulary < 2 * _TOKENS:
             return None
         # The token that every text begins with, such as <s>, begins this one too.

@@ -14,7 +14,18 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError, first_line
 from headprune.gates import mask
-from headprune.inputs import Example, call, scrambled, seeded, shortened, tensors, variants, widened, writes
+from headprune.inputs import (
+    Example,
+    call,
+    scrambled,
+    seeded,
+    shortened,
+    tensors,
+    variants,
+    vocabulary_size,
+    widened,
+    writes,
+)  # fmt: skip
 from headprune.longer import LONG, longer, position_limit, within_bounds
 from headprune.modules import exact_attention
 from headprune.surgery.journal import Journal
@@ -132,17 +143,8 @@ def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
     """
     short = shortened(example, LONG)
     prompt = _prompt(model, short)
-    alone = [example, *variants(short)[:2], *scrambled(short, _vocabulary(model)), *([prompt] if prompt else [])]
+    alone = [example, *variants(short)[:2], *scrambled(short, vocabulary_size(model)), *([prompt] if prompt else [])]
     return [[each] for each in alone] + longer(example, position_limit(model))
-
-
-def _vocabulary(model: nn.Module) -> int:
-    """The size of the model's vocabulary; 0 if it has none, or if that is not known."""
-    try:
-        table = cast(Any, model).get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return 0
-    return table.num_embeddings if isinstance(table, nn.Embedding) else 0
 
 
 @dataclass(frozen=True)
