@@ -42,7 +42,8 @@ class Divergence:
         self.model, self.seed, self.temperature = model, seed, temperature
         self.rows = Rows()
         self._several, self._regresses = gives_several(model), regresses(model)
-        self.about = "divergence (KL) from the dense model's answers"
+        self.compares_numbers = False
+        self.about = "divergence (KL in nats) from the dense model's answers"
 
     def taught(self, batch: Mapping[str, Any], start: int) -> dict[str, Any]:
         """A batch with the dense model's answers, ``start`` being the number of its first example."""
@@ -50,6 +51,7 @@ class Divergence:
             known = self._logits(batch)
         made = {**batch, KNOWN: known}
         if self._are_numbers(known):
+            self.compares_numbers = True
             self.about = "squared difference from the dense model's answers"
             return made
         if self._several:

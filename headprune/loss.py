@@ -7,6 +7,7 @@ example's own loss, so it is computed from the logits here, and compared once wi
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -66,6 +67,19 @@ class ExampleLoss:
             return "the given function"
         return self.divergence.about if self.distils else "the model's own"
 
+    def unit(self, unit: str) -> str:
+        """The unit of a method's scores, for the loss that was measured, once `prepare` was called."""
+        if self.distils:
+            differs = " added" in unit or self.divergence.compares_numbers
+            loss = self.divergence.about if differs else "loss (nats) of labels drawn from the dense model's answers"
+        elif self.loss_fn is not None:
+            loss = "loss"  # the user's own: nobody knows that it is in nats
+        elif (convention := self._known.convention) is not None and convention.what == SQUARED:
+            loss = "squared error"
+        else:
+            return unit
+        return unit.replace("loss (nats)", loss).replace("nats²", "nats²" if self.distils else f"{loss}²")
+
     def prepare(self, batches: Sequence[Any]) -> list[Any]:
         """Find out how the model compares logits with labels. Call this first, outside of any gate.
 
@@ -89,6 +103,14 @@ class ExampleLoss:
             raise HeadPruneError(
                 f"Batch {labelled.index(False)} has no labels, but others have.", "Label all, or none."
             )
+        unread = _unread(self.model, batches)
+        if unread and not any(labelled) and not self.distils:
+            raise HeadPruneError(
+                f'The batches have no "labels", and {type(self.model).__name__} takes no {unread}.',
+                'Rename the key to "labels" if it holds them, else leave it out; distil=True needs no labels.',
+            )
+        if unread:
+            warnings.warn(f"headprune: {type(self.model).__name__} takes no {unread}, so it is not read.", stacklevel=2)
         self.distils |= not any(labelled)
         self.rows = self.divergence.rows = find_rows(
             self.model, batches, lambda batch: tensors(call(self.model, inputs_of(self.model, batch)))
@@ -258,6 +280,14 @@ def _predicted(batch: dict[str, Any], ahead: int) -> dict[str, Any]:
         return batch
     blind = F.pad(mask[:, :-ahead] == 0, (ahead, 0))
     return {**batch, "labels": labels.masked_fill(blind.to(labels.device), IGNORED)}
+
+
+def _unread(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> str:
+    """Keys of batches that no module takes by name, as a ``**kwargs`` would swallow them: ``"label, idx"``, or ""."""
+    given = dict.fromkeys(key for batch in batches for key in batch if key not in (*LABELS, *ADDED))
+    calls = [model.forward, *{type(m).forward for m in model.modules()}]
+    known = {name for call in calls for name in inspect.signature(call).parameters}
+    return ", ".join(repr(key) for key in given if key not in known)
 
 
 def _probe_examples(batches: Sequence[Mapping[str, Any]], rows: Rows) -> list[Any]:

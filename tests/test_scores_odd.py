@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.scoring import Settings
 from headprune.scoring.resume import Work, _Digest
-from tests.support.problems import split
+from tests.support.problems import small, split
 from tests.support.zoo import bert, labelled, llama, randomise, sizes, text
 
 
@@ -344,3 +344,27 @@ def test_settings_that_make_no_sense(told: dict[str, Any]) -> None:
         hp.score(model, [labelled(model, example)], "ablation", settings=Settings(**told))
     with pytest.raises(hp.HeadPruneError, match="seed"):
         hp.score(model, [labelled(model, example)], "random", seed=-1)
+
+
+def test_the_unit_says_what_was_measured() -> None:
+    """And a key that no module reads is said: labels under another name were left out, and the dense answers taken in their place."""
+    model, (batch, *_) = small()
+    bare = {k: v for k, v in batch.items() if k != "labels"}
+    with pytest.raises(hp.HeadPruneError, match=r"takes no 'label'.*Rename the key to \"labels\""):
+        hp.score(model, [{**bare, "label": batch["labels"]}], "ablation")
+    with pytest.raises(hp.HeadPruneError, match="takes no 'label'"):
+        hp.evaluate(model, [{**bare, "label": batch["labels"]}])
+    with pytest.warns(UserWarning, match="takes no 'number', so it is not read"):
+        found = hp.score(model, [{**batch, "number": torch.arange(len(batch["labels"]))}], "ablation")
+    assert found.unit == "loss (nats) added when the head is removed"
+    apart = hp.score(model, [bare], "ablation")
+    assert apart.unit == "divergence (KL in nats) from the dense model's answers added when the head is removed"
+    assert apart.signed
+    drawn = hp.score(model, [bare], "gradient")
+    assert drawn.unit.startswith("loss (nats) of labels drawn from the dense model's answers per unit of gate")
+    numbers = tf.BertForSequenceClassification(tf.BertConfig(**sizes("sdpa", num_labels=1)))
+    labels = torch.randn(3)
+    assert hp.score(numbers, [{**text(), "labels": labels}], "ablation").unit.startswith("squared error added")
+    assert hp.score(numbers, [text()], "ablation").unit.startswith(
+        "squared difference from the dense model's answers added"
+    )

@@ -123,12 +123,7 @@ def _scored(
     # What rank 0 says of memory, time and finished parts counts.
     estimate = current().first("estimate", lambda: replace(estimate, details=details))
     found = _scores(chosen, problem, estimate, own)
-    return found if loss_fn is None else replace(found, unit=_of_any_loss(found.unit))
-
-
-def _of_any_loss(unit: str) -> str:
-    """A unit where the loss is the user's own: nobody knows that it is in nats."""
-    return unit.replace("loss (nats)", "loss").replace("nats²", "loss²")
+    return replace(found, unit=losses.unit(found.unit))
 
 
 def _not_empty(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
