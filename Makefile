@@ -9,9 +9,9 @@ JOBS ?= 2
 
 .PHONY: demo test test-slow mutations lines coverage wheel vendor licences audit lint types install clean
 
-demo: install  ## train, score, prune and report on scikit-learn's digits
+demo: install  ## train, score, prune and report on scikit-learn's digits, into reports/demo (git ignores it)
 	@$(BIN)/headprune demo
-	@echo "The report is reports/digits/report.md; for a browser, reports/digits/report.html"
+	@echo "The report is reports/demo/report.md; for a browser, reports/demo/report.html"
 
 test: install  ## the tests that take minutes, not hours
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow"

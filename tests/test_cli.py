@@ -341,6 +341,26 @@ def test_help_is_quick_and_needs_no_torch(command: tuple[str, ...]) -> None:
     assert float(seconds) < 3
 
 
+@pytest.mark.parametrize(
+    ("own", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "active"), ({"GOMP_SPINCOUNT": "9"}, "None")]
+)
+def test_threads_sleep_while_they_wait_unless_the_user_says_how(own: dict[str, str], policy: str) -> None:
+    """It has no effect once torch is imported."""
+    code = (
+        "import atexit, os, sys\n"
+        "atexit.register(lambda: print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules))\n"
+        "sys.argv = ['headprune', '--version']\n"
+        "import headprune.__main__ as launched\n"
+        "launched.main()"
+    )
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+    env = {k: v for k, v in os.environ.items() if k not in names} | own
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=env
+    ).stdout
+    assert out.splitlines()[-1] == f"{policy} False"
+
+
 def test_the_launcher(bert_folder: Path) -> None:
     out = subprocess.run(
         [sys.executable, "cli.py", "inspect", str(bert_folder)], capture_output=True, text=True, check=True, cwd=ROOT,

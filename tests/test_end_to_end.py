@@ -39,7 +39,7 @@ def test_demo(tmp_path: Path) -> None:
     trained = tmp_path / ".headprune" / "digits"
     assert (trained / "trained.json").stat().st_mtime > began
     assert len(list((trained / "data").glob("*.parquet"))) == 3
-    run = tmp_path / "reports" / "digits"
+    run = tmp_path / "reports" / "demo"
     metrics = json.loads((run / "metrics.json").read_text())
     assert metrics["dense"]["metrics"]["accuracy"] >= 0.97
     half = next(b for b in metrics["budgets"] if b["kept"] == 12)

@@ -364,7 +364,7 @@ def test_the_demo_leaves_the_old_report_until_there_is_another(here: Path, monke
 
     monkeypatch.setattr(demo, "prepare", lambda *_: (here / "m", here / "d", 0.99))
     monkeypatch.setattr(demo, "KEEP", ("2",))
-    old = here / "reports" / "digits"
+    old = here / "reports" / "demo"
     old.mkdir(parents=True)
     for name in ("report.md", "plan-18.json", "importance.png", "scores.json"):
         (old / name).write_text("committed")

@@ -13,7 +13,7 @@ from headprune.errors import HeadPruneError
 from headprune.jsonio import read_json, write_json
 
 HOME = Path(".headprune") / "digits"
-REPORT = Path("reports") / "digits"
+REPORT = Path("reports") / "demo"
 KEEP = ("12", "18", "6", "4")  # of 24 heads; the report explains the first
 
 _TRAIN, _VALIDATION = 1000, 297  # of 1,797; the last 500 are the test split

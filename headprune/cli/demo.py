@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -19,13 +20,15 @@ from headprune.cli.session import session
 @by_groups
 def demo(
     manner: Manner,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder [reports/digits].")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder [reports/demo].")] = None,
     device: Device = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/digits/."""
+    """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/demo/."""
     with session(manner) as console:
         key = key_of("demo", output=output, device=device, overwrite=overwrite)
+        import torch
+
         from headprune.app import demo as room
         from headprune.app import runs, workflow
         from headprune.app.data import DataOptions
@@ -33,12 +36,14 @@ def demo(
         from headprune.budgets import budget_of
         from headprune.scoring import DEFAULT_METHODS
 
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # the matrices are so small that threads wait for one another most of the time
         folder = runs.RunFolder(output or room.REPORT)
         if room.was_run(folder) and not overwrite:
             console.result(f"The demo has been run: {folder.report_path}\nAgain: headprune demo --overwrite")
             tables.print_document(console, folder)
             return
-        # reports/digits belongs to the demo, so it may be replaced: the one in a checkout was made on another machine.
+        # reports/demo belongs to the demo, so it may be replaced.
         choose = partial(runs.choose_folder, folder.path, "digits", overwrite or output is None, key)
         with claimed(choose, key, runs.command_line(), say=console.say) as folder:
             with (
