@@ -1,12 +1,35 @@
-"""Amounts as people read them: times, operations, bytes. None is ever written as a power of ten."""
+"""Amounts and texts as people read them. No amount is ever written as a power of ten, and no text gives a terminal orders."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 _TIMES = ((86400.0, "day"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 _OPERATIONS = ((1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"))
 _BYTES = ((1e9, "GB"), (1e6, "MB"))
+
+
+# Codes that terminals obey, halves of characters, line separators, and marks that turn the order of a line around.
+_UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Somebody's text, with � for every code that a terminal or a browser would obey; line ends stay.
+
+    >>> visible("a\\nb \\x1b[31m")
+    'a\\nb \ufffd[31m'
+    """
+    return _UNPRINTABLE.sub("\ufffd", text)
+
+
+def in_line(text: str) -> str:
+    """The same, in one line.
+
+    >>> in_line("a\\nb \\x1b[31m")
+    'a b \ufffd[31m'
+    """
+    return visible("".join(" " if c.isspace() else c for c in text))
 
 
 def digits(number: float, count: int) -> str:

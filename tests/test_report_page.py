@@ -233,6 +233,28 @@ def test_texts_never_become_markup() -> None:
     assert found.tables["heads"][0][1] == HOSTILE
 
 
+def test_codes_that_a_terminal_would_obey_are_in_no_output() -> None:
+    """A name with an escape code was written into report.html as it is: shown by `cat`, it gave the terminal orders."""
+    codes = "\x1b]0;x\x07 \x9b31m \u202e"
+    run = copy.deepcopy(RUN)
+    run["options"] = {"model": f"m{codes}", "seed": 0, "data": {"dataset": f"d{codes}"}}
+    run["commands"], run["notes"] = [f"headprune score 'm{codes}'"], [f"n`{codes}`"]
+    run["parts"]["score"]["split"] = run["columns"]["items"] = f"s{codes}"
+    heads = heads_document(title=f"t{codes}", token=f"w{codes}", role=f"r{codes}")
+    metrics = Metrics.model_validate(METRICS)
+    found = Run.model_validate(run), [scores_of([0.3, 0.2, -0.1, 0.005], f"a{codes}")], metrics, heads
+    made = [page.render(*found), markdown.render(*found), markdown.card(found[0], metrics, metrics.budgets[0])]
+    for text in made:
+        assert not re.search(
+            "[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text.split('<script type="application/json"')[0]
+        )
+        assert "�]0;x� �31m �" in text
+    held = Parsed(made[0]).data
+    assert held["samples"][0]["title"] == "t�]0;x� �31m �"
+    assert held["samples"][0]["positions"]["input"]["labels"][0] == "w�]0;x� �31m �"
+    assert held["methods"][0]["name"] == "a�]0;x� �31m �"
+
+
 def test_a_browser_may_run_these_scripts_and_fetch_nothing() -> None:
     found = parsed(METRICS, scores_of([0.3, 0.2, -0.1, 0.005]), heads=heads_document())
     policy = next(a["content"] for tag, a in found.elements if tag == "meta" and a.get("http-equiv"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from headprune.amounts import visible
 from headprune.errors import HeadPruneError
 from headprune.jsonio import dumps
 
@@ -33,11 +33,7 @@ class Terminal(RichConsole):
         """What is printed, piece by piece; rich adds its own colours later."""
         for piece in super().render(renderable, options):
             text, style, control = piece
-            yield piece if control else Segment(_UNPRINTABLE.sub("\ufffd", text), style)
-
-
-# Codes that terminals obey, halves of characters that no terminal takes, and marks that turn the order of a line around.
-_UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+            yield piece if control else Segment(visible(text), style)
 
 
 class Console:

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from headprune.amounts import in_line
 from headprune.checkpoint import remote_code
 from headprune.checkpoint.loading import SIDECAR, Loading, loading_of
 from headprune.errors import HeadPruneError
@@ -108,7 +109,7 @@ def add_tags(folder: Path, tags: Sequence[str]) -> None:
 
 def code(text: object) -> str:
     """A text as Markdown's code, which is never markup, also in a table; on one line."""
-    plain = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    plain = " ".join(in_line(str(text)).split())
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", plain)), default=0))
     pad = " " if plain[:1] in ("`", "") or plain.endswith("`") else ""
     return f"{fence}{pad}{plain}{pad}{fence}".replace("|", "\\|")

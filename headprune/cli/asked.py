@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 import typer.core
 
+from headprune.amounts import in_line
 from headprune.errors import HeadPruneError
 
 if TYPE_CHECKING:
@@ -60,15 +61,6 @@ def _say(line: str, aside: bool = True) -> None:
     if aside and getattr(sys.stderr, "lost", False):  # `headprune.cli.ending.Patient`
         with suppress(OSError):
             typer.echo(line)
-
-
-def in_line(text: str) -> str:
-    """A text in one line: a file's or a model's name may hold line ends, and codes that a terminal would obey.
-
-    >>> in_line("a\\nb \\x1b[31m")
-    'a b \\ufffd[31m'
-    """
-    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
 
 
 def known_methods(names: list[str] | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headprune.amounts import visible
 from headprune.app.documents import FinetuneRecord
 from headprune.app.report import numbers
 from headprune.app.report.heads import prose
@@ -13,7 +14,7 @@ _NAMES = {"dense": "dense", "pruned": "pruned", "finetuned": "pruned, fine-tuned
 def render(name: str, record: FinetuneRecord) -> str:
     """The whole report."""
     sections = [f"# {prose(name)}: a pruned model, fine-tuned", _opening(record), _results(record), _training(record)]
-    return "\n\n".join([*sections, f"Made by {code(record.command)}."]) + "\n"
+    return visible("\n\n".join([*sections, f"Made by {code(record.command)}."]) + "\n")
 
 
 def _opening(d: FinetuneRecord) -> str:

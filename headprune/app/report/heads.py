@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headprune.amounts import in_line
 from headprune.app.documents import BudgetResult, Heads
 from headprune.seeing import HeadProfile
 
@@ -83,20 +84,6 @@ def prose(text: str) -> str:
         for i, part in enumerate(parts)
     ]
     return "".join(escaped)
-
-
-def in_line(text: str) -> str:
-    """A text in one line, without codes that a terminal would obey.
-
-    >>> in_line("a\\n# b")
-    'a # b'
-    """
-    return "".join(c if c.isprintable() else " " for c in text)
-
-
-def visible(text: str) -> str:
-    """A text of several lines, without codes that a terminal would obey."""
-    return "\n".join(map(in_line, text.split("\n")))
 
 
 def fence(texts: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from headprune.amounts import head_count
+from headprune.amounts import head_count, visible
 from headprune.app.documents import BudgetResult, Heads, Metrics, Run
 from headprune.app.report import busy, findings, numbers, sentences
 from headprune.app.report import heads as seen
@@ -42,7 +42,7 @@ def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None, head
     values["rankings"] = [findings.ranking(s) for s in scores if s.method != "random"]
     if metrics is not None:
         values |= _of_metrics(metrics)
-    return _environment().get_template("report.md.j2").render(values)
+    return visible(_environment().get_template("report.md.j2").render(values))
 
 
 def card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
@@ -51,7 +51,7 @@ def card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
         "run": run, "metrics": metrics, "metric": metrics.metric, "dense": metrics.dense, "b": budget,
         "latency": metrics.latency, "dataset": numbers.without_place(run.options.data.dataset),
     }  # fmt: skip
-    return _environment().get_template("card.md.j2").render(values)
+    return visible(_environment().get_template("card.md.j2").render(values))
 
 
 def _of_metrics(metrics: Metrics) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _environment() -> jinja2.Environment:
             numbers.rank, numbers.known, numbers.measured_value, shlex.quote, numbers.with_error, numbers.device,
             numbers.without_places, numbers.cache, numbers.joules, numbers.name_of, numbers.to_repeat, numbers.size, numbers.operations,
         )
-    } | {"code": code, "fmt": format, "head_count": head_count, "thousands": lambda number: f"{number:,}", "plain": seen.plain, "prose": seen.prose, "fence": seen.fence, "visible": seen.visible}  # fmt: skip
+    } | {"code": code, "fmt": format, "head_count": head_count, "thousands": lambda number: f"{number:,}", "plain": seen.plain, "prose": seen.prose, "fence": seen.fence}  # fmt: skip
     made.globals |= {
         f.__name__: f for f in (
             findings.chosen_by, findings.mean_of, findings.speed, findings.trade_off,

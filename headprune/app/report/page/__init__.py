@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from headprune.amounts import visible
 from headprune.app.documents import Heads, Metrics, Run
 from headprune.app.report import findings, numbers, sentences
 from headprune.app.report.busy import disturbed
@@ -71,6 +72,7 @@ def _environment() -> jinja2.Environment:
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("headprune.app.report.page", "."), undefined=jinja2.StrictUndefined, autoescape=True,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+        finalize=lambda value: visible(value) if type(value) is str else value,  # what is marked up has been through it
     )  # fmt: skip
     made.filters |= {
         f.__name__: f
@@ -91,7 +93,7 @@ def _environment() -> jinja2.Environment:
 
 def _coded(text: str) -> Markup:
     """A text, escaped; what stands in backticks becomes code."""
-    parts = re.split("`+", text)
+    parts = re.split("`+", visible(text))
     if not len(parts) % 2:
         return escape(text)
     return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in enumerate(parts))

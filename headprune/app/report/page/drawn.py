@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from headprune.amounts import visible
 from headprune.app.documents import Heads, Latency, Metrics, Point, Run
 from headprune.app.report import findings, numbers, sentences
 from headprune.app.report.usage import loading
@@ -229,14 +230,16 @@ def _samples(heads: Heads) -> list[dict[str, Any]]:
 
 
 def to_json(value: Any) -> str:
-    """JSON that may stand in a page: nothing in it can end its element, or begin another. What is not finite is null."""
-    text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+    """JSON that may stand in a page: nothing in it can end its element, begin another, or give orders. What is not finite is null."""
+    text = json.dumps(_clean(value), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _finite(value: Any) -> Any:
+def _clean(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
+        return {key: _clean(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
+        return [_clean(part) for part in value]
+    if isinstance(value, str):
+        return visible(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
