@@ -365,3 +365,18 @@ def test_whole_labels_for_a_regression_head() -> None:
         hp.score(model, [{**text(), "labels": torch.tensor([0, 1, 1])}])
     scores = hp.score(model, [{**text(), "labels": torch.tensor([0.0, 1.0, 1.0])}])
     assert torch.isfinite(scores.flat()).all()
+
+
+def test_scores_print_short() -> None:
+    """The repr of 72 heads' scores had 3,600 characters."""
+    model, batch = ZOO["bert"]()
+    scores = hp.score(model, [batch], method="gradient")
+    assert len(repr(scores)) < 200
+    assert "12 heads in 3 layers" in repr(scores)
+    top = scores.top(2)
+    assert [value for _, value, _ in top] == scores.flat().sort(descending=True).values[:2].tolist()
+    assert top[0][0] in repr(scores)
+    assert len(scores.top()) == 10
+    assert scores._repr_html_().count("<td") == 12
+    (axis, _) = scores.plot().axes
+    assert axis.get_title() == "gradient"

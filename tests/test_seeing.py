@@ -524,3 +524,18 @@ def test_a_head_whose_largest_weight_is_on_the_position_itself() -> None:
 
     assert told(0) == "its largest weight is on the position itself for 95 % of queries"
     assert told(-3).startswith("its largest weight is 3 tokens back")
+
+
+def test_profiles_print_short() -> None:
+    """The repr of 72 heads' profiles had 43,000 characters."""
+    model, example = ZOO["bert"]()
+    profiles = hp.profile_heads(model, [example])
+    assert len(repr(profiles)) < 300
+    assert "12 heads in 3 layers" in repr(profiles)
+    assert profiles == dict(profiles)
+    label, best = profiles.top(1)[0]
+    assert best.clarity == max(p.clarity for heads in profiles.values() for p in heads)
+    assert label.startswith("L")
+    assert f"HeadProfile({best.role}: " in repr(best)
+    assert profiles._repr_html_().count("<tr>") == 10
+    assert profiles.plot().axes[0].get_xlabel() == "heads"

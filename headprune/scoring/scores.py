@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from headprune.errors import HeadPruneError
 from headprune.jsonio import read_json, write_json
 from headprune.scoring.checked import check_scores, check_together, numbers_of
 from headprune.uncertainty import FEW
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _NAMED = 4  # heads that a caution names
 _RELIABLE, _LEAST = (
@@ -102,6 +106,44 @@ class HeadScores:
         cancel = self.signed and bool((self.flat() < 0).any())
         instead = "; signs cancel here: gradient, or ablation with --distil, needs fewer" if cancel else ""
         return f"{told} (for {_RELIABLE:g}, score on {about} {float(f'{needed:.1g}'):,.0f}{instead})"
+
+    def top(self, count: int = 10) -> list[tuple[str, float, float]]:
+        """The most important heads, from the top down: (label such as ``"L3.H7"``, score, standard error)."""
+        flat, error, labels = self.flat(), self.flat_stderr(), self.labels()
+        return [(labels[i], float(flat[i]), float(error[i])) for i in flat.argsort(descending=True).tolist()[:count]]
+
+    def __repr__(self) -> str:
+        best = ", ".join(f"{label} {value:.3g}" for label, value, _ in self.top(3))
+        return f"HeadScores({self.method}: {len(self.labels())} heads in {len(self.layers)} layers, {self.basis}; highest: {best})"
+
+    def _repr_html_(self) -> str:
+        """Layers by heads, as a notebook shows it: the deeper the colour, the more important."""
+        most = float(self.flat().nan_to_num().abs().max()) or 1.0
+        rows = []
+        for layer in self.layers:
+            cells = "".join(
+                f'<td style="background:rgba({"10,92,173" if value >= 0 else "179,38,30"},{0.7 * abs(value) / most:.2f})">{value:.3g}</td>'
+                for value in self.values[layer.name].tolist()
+            )
+            rows.append(f"<tr><th>L{layer.index}</th>{cells}</tr>")
+        title = html.escape(f"{self.method}: {self.unit}; {self.basis}")
+        return f"<table><caption>{title}</caption>{''.join(rows)}</table>"
+
+    def plot(self) -> Figure:
+        """A heat map, layers by heads; the figure's ``savefig`` writes it."""
+        from matplotlib.figure import Figure
+
+        grid = torch.full((len(self.layers), max(layer.num_heads for layer in self.layers)), torch.nan)
+        for row, layer in zip(grid, self.layers, strict=True):
+            row[: layer.num_heads] = self.values[layer.name]
+        figure = Figure(layout="constrained")
+        axis, most = figure.subplots(), float(grid.nan_to_num().abs().max())
+        signed = self.signed and bool((self.flat() < 0).any())
+        image = axis.imshow(grid, cmap="RdBu" if signed else "Blues", vmin=-most if signed else None, vmax=most)
+        axis.set(title=self.method, xlabel="head", ylabel="layer")
+        axis.set_yticks(range(len(self.layers)), [f"L{layer.index}" for layer in self.layers])
+        figure.colorbar(image, label=self.unit)
+        return figure
 
     def labels(self) -> list[str]:
         """Every head's short address, in the same order."""

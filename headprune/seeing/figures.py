@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import html
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -58,3 +65,50 @@ class HeadProfile:
     role: str = ""
     because: str = ""
     clarity: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"HeadProfile({self.role or 'no role'}: {self.because or f'entropy {self.entropy:.2f} nats'})"
+
+
+class HeadProfiles(dict[str, list[HeadProfile]]):
+    """``{layer_name: [profile of head 0, …]}``, which prints short.
+
+    Attributes:
+        layers: Index of each layer, by its name.
+    """
+
+    def __init__(self, profiles: Mapping[str, list[HeadProfile]], layers: Mapping[str, int]) -> None:
+        super().__init__(profiles)
+        self.layers = dict(layers)
+
+    def top(self, count: int = 10) -> list[tuple[str, HeadProfile]]:
+        """The heads that show their role best: (label such as ``"L3.H7"``, profile)."""
+        every = [(f"L{self.layers[name]}.H{h}", p) for name, heads in self.items() for h, p in enumerate(heads)]
+        return sorted(every, key=lambda one: -one[1].clarity)[:count]
+
+    def _roles(self) -> Counter[str]:
+        return Counter(profile.role for heads in self.values() for profile in heads)
+
+    def __repr__(self) -> str:
+        roles = self._roles()
+        told = ", ".join(f"{count} {role}" for role, count in roles.most_common())
+        return f"HeadProfiles({roles.total()} heads in {len(self)} layers: {told})"
+
+    def _repr_html_(self) -> str:
+        """A notebook's table: the heads that show their role best."""
+        rows = (
+            f"<tr><th>{label}</th><td>{html.escape(p.role)}</td><td>{html.escape(p.because)}</td></tr>"
+            for label, p in self.top()
+        )
+        return f"<table><caption>{html.escape(repr(self))}</caption>{''.join(rows)}</table>"
+
+    def plot(self) -> Figure:
+        """How many heads have each role; the figure's ``savefig`` writes it."""
+        from matplotlib.figure import Figure
+
+        roles, counts = zip(*reversed(self._roles().most_common()), strict=True)
+        figure = Figure(layout="constrained")
+        axis = figure.subplots()
+        axis.bar_label(axis.barh(roles, counts))
+        axis.set(xlabel="heads")
+        return figure

@@ -15,7 +15,7 @@ from headprune.gates import RowsError
 from headprune.inputs import Example, is_encoder_decoder, vocabulary_size, without_labels
 from headprune.loss import inputs_of
 from headprune.rows import Rows, is_empty
-from headprune.seeing.figures import HeadProfile
+from headprune.seeing.figures import HeadProfiles
 from headprune.seeing.maps import Weights
 from headprune.seeing.roles import with_role
 from headprune.seeing.sequences import Grid, Sequences, finding_grid, grid_among, sequences_of
@@ -34,7 +34,7 @@ def profile_heads(
     *,
     separators: Iterable[int] | None = None,
     seed: int = 0,
-) -> dict[str, list[HeadProfile]]:
+) -> HeadProfiles:
     """How every head attends over data, in figures, and what that makes it: a head that looks at the previous token, an induction head …
 
     One forward pass a batch. Only sums are kept, and a long input's weights are seen in parts, so memory does not grow with the
@@ -48,7 +48,8 @@ def profile_heads(
         seed: Of the random tokens that induction is measured on.
 
     Returns:
-        ``{layer_name: [profile of head 0, …]}``; [] for a layer whose weights cannot be seen. See `headprune.HeadProfile`.
+        ``{layer_name: [profile of head 0, …]}``; [] for a layer whose weights cannot be seen. See `headprune.HeadProfile`. ``.top(10)``
+        gives the heads that show their role best, ``.plot()`` a picture of the roles.
 
     Raises:
         HeadPruneError: No batch; the model does not run on one; no layer's weights can be seen.
@@ -85,7 +86,7 @@ class Profiler:
         self.examples = self.tokens = self.repeated = 0
         self.grid: Grid | None = None
 
-    def profiles(self) -> dict[str, list[HeadProfile]]:
+    def profiles(self) -> HeadProfiles:
         """The profiles by layer; see `profile_heads`."""
         with as_it_is(self.model):
             rows = rows_of(self.model, self.batches)
@@ -106,7 +107,9 @@ class Profiler:
                 self._add_repeated(sums, decoders, [s.source.ids for s in every])
         self.tokens = max((s.queries for s in sums.values()), default=0)
         figures = {name: [with_role(profile) for profile in found.figures()] for name, found in sums.items()}
-        return {layer.name: figures.get(layer.name, []) for layer in self.layers}
+        return HeadProfiles(
+            {a.name: figures.get(a.name, []) for a in self.layers}, {a.name: a.index for a in self.layers}
+        )
 
     def _look(self, rows: Rows) -> list[AttentionLayer]:
         """The layers whose weights can be seen, tried on one example; and the grid of its patches, if it is an image.

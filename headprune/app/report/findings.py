@@ -216,8 +216,8 @@ class Ranking:
 
 def ranking(scores: HeadScores) -> Ranking:
     """The order of a method's heads, and which of them are surely harmful."""
-    flat, error, labels = scores.flat(), scores.flat_stderr(), scores.labels()
-    heads = [(labels[i], float(flat[i]), float(error[i])) for i in flat.argsort(descending=True).tolist()]
+    flat, error = scores.flat(), scores.flat_stderr()
+    heads = scores.top(len(flat))
     harmful = None
     if scores.signed and float(flat.min()) < 0 and bool(error.isfinite().all()):
         harmful = int(((flat + 1.96 * error) < 0).sum())
