@@ -122,7 +122,7 @@ def evaluate(
     device = model_device(model)
     kept = [move(batch, device) for batch in listed(batches)]
     if not kept:
-        raise HeadPruneError("There are no examples to evaluate on.", "Check the dataset, its split and --limit.")
+        raise HeadPruneError("There are no examples to evaluate on.", "Give batches of at least one example.")
     losses = ExampleLoss(model, loss_fn)
 
     def measured_on(batch: Any) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:

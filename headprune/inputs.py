@@ -84,7 +84,11 @@ def model_device(model: nn.Module) -> torch.device:
     """The device that a model's inputs go to: that of its first parameter (CPU for a model without any).
 
     Of a model whose weights Accelerate keeps elsewhere, the one that they are loaded onto.
+
+    Raises:
+        HeadPruneError: It is no model.
     """
+    check_model(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     return (execution_device(model) or device) if device.type == "meta" else device
 
@@ -140,12 +144,30 @@ def seeded(model: nn.Module, seed: int) -> Iterator[None]:
         yield
 
 
+def check_model(model: nn.Module) -> None:
+    """Refuse what is no PyTorch model, such as a path, a tokenizer or a pipeline.
+
+    Raises:
+        HeadPruneError: It is none.
+    """
+    if isinstance(model, nn.Module):
+        return
+    inner = isinstance(getattr(model, "model", None), nn.Module)
+    raise HeadPruneError(
+        f"The model is a {type(model).__name__}, not a torch.nn.Module.",
+        f"Pass the model in it: {type(model).__name__.lower()}.model."
+        if inner
+        else "Load the model first, by transformers' from_pretrained or headprune.load, and pass that.",
+    )
+
+
 def check_weights(model: nn.Module) -> None:
     """Refuse weights that autograd refuses.
 
     Raises:
-        HeadPruneError: Some were made in inference mode.
+        HeadPruneError: Some were made in inference mode, or it is no model.
     """
+    check_model(model)
     renewed(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_inference():

@@ -186,7 +186,7 @@ def keep_of(keep: Keep) -> int | float:
         HeadPruneError: Not a number, or 0 or less.
     """
     wrong = HeadPruneError(
-        f"--keep {keep} is not a number of heads.", "Give a count (36), a percentage (50%) or a share (0.5)."
+        f"keep {keep} is not a number of heads.", "Give a count (36), a percentage (50%) or a share (0.5)."
     )
     found: int | float
     try:
@@ -201,7 +201,7 @@ def keep_of(keep: Keep) -> int | float:
     if found != found:
         raise wrong
     if found <= 0:
-        raise HeadPruneError(f"--keep {keep} leaves no head.", "Keep at least 1.")
+        raise HeadPruneError(f"keep {keep} leaves no head.", "Keep at least 1.")
     return found
 
 
@@ -227,9 +227,9 @@ def heads_to_keep(keep: Keep, total: int) -> int:
     # A share is rounded down, so that the budget holds.
     count = found if isinstance(found, int) else total + 1 if found > 1 else int(found * total + 1e-9)
     if count < 1:
-        raise HeadPruneError(f"--keep {keep} leaves no head.", f"Keep at least 1 of the {total}.")
+        raise HeadPruneError(f"keep {keep} leaves no head.", f"Keep at least 1 of the {total}.")
     if count > total:
         raise HeadPruneError(
-            f"--keep {keep} is more than all {total} heads.", f"Keep fewer, for instance --keep {max(total // 2, 1)}."
+            f"keep {keep} is more than all {total} heads.", f"Keep fewer, for instance {max(total // 2, 1)}."
         )
     return count

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from headprune.arguments import layers_for, listed, together
+from headprune.arguments import content_of, layers_for, listed, together
 from headprune.attention import AttentionLayer
 from headprune.budgets import Budget, Fit, budget_of
 from headprune.budgets.subject import Subject
@@ -419,6 +419,12 @@ def parted(batches: list[Any], choose: Iterable[Any] | None, compares: bool) -> 
             raise HeadPruneError(
                 "choose= holds no examples.",
                 "Pass other batches than batches=; a generator gives its batches only once, so not the same one twice.",
+            )
+        known = {content_of([batch]) for batch in batches}
+        if twice := [i for i, batch in enumerate(chosen) if content_of([batch]) in known]:
+            raise HeadPruneError(
+                f"Batch {twice[0]} of choose= is one of batches=, too: plans would be compared on what they were fitted to.",
+                "Pass batches of other examples, or leave out choose=: every fourth batch is then set aside.",
             )
         return batches, chosen
     if not compares or len(batches) < 2:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -339,6 +341,11 @@ def mistakes() -> dict[str, tuple[Callable[[Subject], Any], str]]:
         hp.repair(s.model, plans[0], s.batches)
         return hp.prune(s.model, plans[1], s.example)
 
+    def stock(s: Subject) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            s.model.save_pretrained(folder)
+            return hp.load(folder)
+
     def loose(s: Subject) -> Any:
         return hp.prune(TorchEncoder(), {"L0": [0]})
 
@@ -349,6 +356,11 @@ def mistakes() -> dict[str, tuple[Callable[[Subject], Any], str]]:
         "a batch to repair on": (lambda s: hp.repair(s.model, {"L0": [0]}, s.batches[0]), "batches is a dict"),
         "a tensor": (lambda s: hp.evaluate(s.model, s.batches[0]["input_ids"]), "batches is a Tensor"),
         "no examples": (lambda s: hp.search(s.model, [], keep=3), "no examples to search with"),
+        "the same to choose by": (lambda s: hp.search(s.model, s.batches, keep=3, choose=s.batches[1:2]), "Batch 0 of choose= is one of"),
+        "all may be lost": (lambda s: hp.search(s.model, s.batches, budgets="drop 5", choose=s.others), "did you mean 5%"),
+        "too many, in Python": (lambda s: hp.search(s.model, s.batches, keep=99), "keep 99 is more than all 8 heads. Keep fewer, for instance 4"),
+        "no examples, in Python": (lambda s: hp.evaluate(s.model, []), "Give batches of at least one example"),
+        "a stock folder": (stock, r"Load it by transformers.BertForSequenceClassification.from_pretrained"),
         "a generator twice": (twice, "gives its batches only once"),
         "nothing to choose by": (lambda s: hp.search(s.model, s.batches[:1], keep=3), "no examples to choose between"),
         "no number": (lambda s: hp.search(s.model, s.batches, keep=[]), "names no number of heads"),
@@ -462,3 +474,38 @@ def test_the_changelog_knows_this_version() -> None:
 def test_importing_does_not_wait_for_torch() -> None:
     code = "import sys, headprune, headprune.cli; assert 'torch' not in sys.modules; assert callable(headprune.repair)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+class Pipeline:
+    """As transformers' pipelines are: the model is in it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+
+@pytest.mark.parametrize("name", hp.__all__)
+def test_what_is_no_model_is_said(name: str, tmp_path: Path) -> None:
+    """A path, a tokenizer or a pipeline, given to any public function: one line, not an AttributeError."""
+    function = getattr(hp, name)
+    arguments = inspect.signature(function).parameters if inspect.isfunction(function) else {}
+    if "model" not in arguments or name == "load":
+        return
+    batch = {"input_ids": torch.ones(2, 4, dtype=torch.long)}
+    known = {"batches": [batch], "example": batch, "plan": {"L0": [0]}, "heads": {"L0": [0]}, "path": tmp_path / "new"}
+    open_ = (inspect.Parameter.empty, inspect.Parameter.VAR_KEYWORD)
+    given = {
+        n: known.get(n)
+        for n, p in arguments.items()
+        if n != "model" and p.default is open_[0] and p.kind is not open_[1]
+    }
+
+    def called(wrong: Any) -> None:
+        with function(wrong, **given) if name == "mask" else contextlib.nullcontext(function(wrong, **given)):
+            pass
+
+    for wrong, says in (
+        ("gpt2", "The model is a str.*from_pretrained"),
+        (Pipeline(torch.nn.Linear(1, 1)), "pipeline.model"),
+    ):
+        with pytest.raises(hp.HeadPruneError, match=says):
+            called(wrong)

@@ -350,7 +350,14 @@ def crossings(there: Pretended, heads: int, tokens: int, batches: int, work: str
     if work == "repair":
         hp.repair(model, {layers[0].name: [0]}, made, layers=layers)
     elif work == "search":
-        hp.search(model, made, keep="50%", choose=made[:1], strategy="compensated", layers=layers)
+        hp.search(
+            model,
+            made,
+            keep="50%",
+            choose=[zoo.labelled(model, zoo.text(4, tokens, seed=99))],
+            strategy="compensated",
+            layers=layers,
+        )
     else:
         hp.score(model, made, work, layers=layers)
     return there.crossings.total()

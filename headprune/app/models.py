@@ -122,7 +122,7 @@ def load_model(
     if task not in (None, *TASKS):
         raise HeadPruneError(f"There is no task {task!r}.", f"Use one of {', '.join(TASKS)}.")
     check_source(source, revision)
-    source = resolved(source)
+    named, source = source, resolved(source)
     where = pick_device(device)
     wanted = _dtype(dtype, where)
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -147,6 +147,11 @@ def load_model(
     if kind.modality == "text" and processor is not None:
         set_padding(model.config, processor.pad_token_id)
     notes = []
+    if source != named:
+        notes.append(
+            f"{named} is a run folder: the model in it that was pruned already, {Path(source).name}, is taken. (To keep another number of the "
+            f"dense model's heads, continue that run: `headprune prune -o {named} --keep …`.)"
+        )
     if not ours and not trust_remote_code and kind.auto_class in (getattr(config, "auto_map", None) or {}):
         notes.append(
             f"{source} comes with code of its own, which was not run (--trust-remote-code runs it): "

@@ -36,12 +36,18 @@ class Drop(Budget):
     def parse(cls, text: str) -> Budget:
         return cls(text.strip(), cls._number(text)[0])
 
-    def check_dense(self, subject: Subject) -> None:
-        if subject.metric == "accuracy" and self.amount >= 1:
+    def check(self) -> None:
+        if self.amount >= 1:
             raise HeadPruneError(
-                f"--max-drop {self.text} allows to lose all accuracy, so it asks for nothing.",
-                "Write a share of 1: 0.01 is one point.",
+                f"{self.flag} {self.text} allows to lose all accuracy, or to double the perplexity, so it asks for nothing.",
+                f"Write a share of 1, or a percentage: 0.01 or 1% is one point{self._percent()}.",
             )
+
+    def check_dense(self, subject: Subject) -> None:
+        """Every dense model loses nothing."""
+
+    def _percent(self) -> str:
+        return f"; did you mean {self.text}%?" if self.amount < 100 and not self.text.endswith("%") else ""
 
     def fit(self, order: Order, subject: Subject) -> Fit:
         return self.fewest_heads(order, subject.change)
@@ -88,7 +94,12 @@ class Drop(Budget):
         return HeadPruneError(
             f"{self.flag} {self.text} is out of reach: with {plan.kept} of {plan.total} heads the loss is "
             f"{losses[smallest].value:.4f}, and with 95 % confidence no more than {losses[smallest].high:.4f}.",
-            f"The nearest that can be met is {self.at_least(losses[smallest].high)}; more examples narrow the interval.",
+            (
+                f"The nearest that can be met is {self.at_least(high)}; more"
+                if (high := losses[smallest].high) < 1
+                else "More"
+            )
+            + " examples narrow the interval.",
         )
 
     def show(self, amount: float) -> str:

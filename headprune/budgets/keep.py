@@ -41,19 +41,19 @@ class Keep(Budget):
 
         share = keep_of(self.text)
         if isinstance(share, float) and share > 1:
-            raise HeadPruneError(f"--keep {self.text} is more than all heads.", "Keep fewer, for instance --keep 50%.")
+            raise HeadPruneError(f"keep {self.text} is more than all heads.", "Keep fewer, for instance 50%.")
         if isinstance(share, float) and share == 1:
             raise HeadPruneError(
-                f"--keep {self.text} keeps all heads, so there is nothing to prune.",
-                "Ask for less, for instance --keep 50%.",
+                f"keep {self.text} keeps all heads, so there is nothing to prune.",
+                "Ask for less, for instance 50%.",
             )
 
     def check_dense(self, subject: Subject) -> None:
         total = sum(layer.num_heads for layer in subject.layers if layer.maskable)
         if self.heads(total) == total:
             raise HeadPruneError(
-                f"--keep {self.text} keeps all {total} heads, so there is nothing to prune.",
-                f"Keep fewer, for instance --keep {max(total // 2, 1)}.",
+                f"keep {self.text} keeps all {total} heads, so there is nothing to prune.",
+                f"Keep fewer, for instance {max(total // 2, 1)}.",
             )
 
     def fit(self, order: Order, subject: Subject) -> Fit:

@@ -97,6 +97,12 @@ def _loaded(
             f"{path} was saved by transformers' save_pretrained, so it holds nothing to prove a load by.",
             "Load it by from_pretrained(folder, trust_remote_code=True), and save that by headprune.save.",
         )
+    if not is_checkpoint(path) and (config := probe.config_of(path)):
+        name = next(iter(config.get("architectures") or ()), "AutoModel")
+        raise HeadPruneError(
+            f"{path} was not saved by headprune, but holds a config of transformers.",
+            f"Load it by transformers.{name}.from_pretrained(folder): all functions take such models.",
+        )
     sidecar = _sidecar(path)
     _check_files(path, sidecar, as_saved)
     files = weight_files(path, sidecar)

@@ -24,7 +24,7 @@ from headprune.checkpoint.ties import check_tied
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint, is_wrapper
 from headprune.forms import remember
-from headprune.inputs import Example, writes
+from headprune.inputs import Example, check_model, writes
 from headprune.jsonio import read_json, write_json, write_text
 from headprune.offload import Offloaded, is_offloaded, reads_from
 from headprune.pruned import Structure, heads_before, removed, structure_of, was_repaired
@@ -73,6 +73,7 @@ def save(
         HeadPruneError: The folder exists and is not empty; adapters (LoRA) that are not merged; quantised weights; or two tensors where
             the config says that there is one.
     """
+    check_model(model)
     path = Path(path)
     check_merged(model)
     check_plain(model, model.state_dict())

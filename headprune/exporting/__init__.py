@@ -19,6 +19,7 @@ from headprune.exporting import gguf, onnx, openvino, stock
 from headprune.exporting.base import DTYPES, FORMATS, Exported, Format, Request, exporter, format_named
 from headprune.exporting.engines import is_exported
 from headprune.exporting.timing import bench_files, time_onnx
+from headprune.inputs import check_model
 from headprune.locks import Lock
 
 __all__ = [
@@ -72,6 +73,7 @@ def export(
         HeadPruneError: The format cannot express the model, a package is not installed, it exists or cannot be written,
             or it does not give the model's answers. Nothing is written then.
     """
+    check_model(model)
     path = Path(path)
     chosen = check_asked(path, to, dtype, overwrite, options)
     for where, parameter in model.named_parameters():

@@ -97,7 +97,7 @@ class Runner:
         with torch.inference_mode(False):
             self.batches = [usable(move(batch, device)) for batch in batches if not is_empty(batch)]
         if not self.batches:
-            raise HeadPruneError("There are no examples to repair on.", "Check the dataset, its split and --limit.")
+            raise HeadPruneError("There are no examples to repair on.", "Give batches of at least one example.")
         with torch.inference_mode(False), self.deterministic_eval():
             self.rows = find_rows(model, self.batches, lambda batch: tensors(call(model, inputs_of(model, batch))))
         self.examples = sum(map(self.rows.size, self.batches))

@@ -132,7 +132,7 @@ def _not_empty(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
         every = [usable(move(batch, model_device(model))) for batch in listed(batches)]
     kept = [batch for batch in every if not is_empty(batch)]
     if not kept:
-        raise HeadPruneError("There are no examples to score on.", "Check the dataset, its split and --limit.")
+        raise HeadPruneError("There are no examples to score on.", "Give batches of at least one example.")
     return kept
 
 

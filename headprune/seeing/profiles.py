@@ -12,7 +12,7 @@ from headprune.arguments import layers_for, listed
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError
-from headprune.inputs import Example, is_encoder_decoder, vocabulary_size, without_labels
+from headprune.inputs import Example, check_model, is_encoder_decoder, vocabulary_size, without_labels
 from headprune.loss import inputs_of
 from headprune.rows import Rows, is_empty
 from headprune.seeing.figures import HeadProfiles
@@ -72,6 +72,7 @@ class Profiler:
         self, model: nn.Module, batches: Iterable[Any], layers: Sequence[AttentionLayer] | None = None,
         separators: Iterable[int] | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
+        check_model(model)
         self.model, self.seed = model, seed
         kept = [batch for batch in listed(batches) if not is_empty(batch)]
         if not kept:

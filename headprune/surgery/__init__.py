@@ -15,7 +15,7 @@ from headprune.arguments import Plan, heads_of, layers_for
 from headprune.attention import AttentionLayer, check_heads, check_possible
 from headprune.errors import PruneError
 from headprune.forms import remember
-from headprune.inputs import Example, model_device, move, usable
+from headprune.inputs import Example, check_model, model_device, move, usable
 from headprune.modules import forget_compiled, full_precision, uncompiled
 from headprune.offload import renewed
 from headprune.plans import PruningPlan
@@ -52,6 +52,7 @@ def prune(
             it is not known what the model takes.
         PruneError: The pruned model would not give the masked model's answers; the model is unchanged.
     """
+    check_model(model)
     if example is None:
         example = example_for(model)
     layers = layers_for(model, layers, example)
