@@ -29,6 +29,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import exercise_examples as examples
 import exercise_pictures as pictures
 import exercise_translator as translator
 import jinja2
@@ -45,7 +46,7 @@ HOME = ROOT / "docs" / "exercise"
 FIGURES = HOME / "figures.json"
 DOCUMENTS = {"en": ROOT / "docs" / "exercise.md", "zh": ROOT / "docs" / "exercise.zh.md"}
 MINILM = ROOT.parent / "shared" / "real" / "minilm-rt"
-STAGES = ("see", "d2l", "bert", "speed")
+STAGES = ("see", "d2l", "bert", "examples", "speed")
 NUMBER = 7394  # the translator's example: seven thousand three hundred ninety four
 SENTENCE = "the movie is not as bad as you might expect , but it never makes you laugh ."
 Batch = dict[str, torch.Tensor]
@@ -414,28 +415,33 @@ def translator_subject() -> Subject:
     )  # fmt: skip
 
 
+def sentences(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Batch]:
+    """Batches of sentences in their order."""
+    made = []
+    for start in range(0, len(rows), 32):
+        some = rows[start : start + 32]
+        coded = tokenizer([r["text"] for r in some], padding=True, truncation=True, max_length=64, return_tensors="pt")
+        made.append({**coded, "labels": torch.tensor([r["label"] for r in some])})
+    return made
+
+
+def by_length(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return sorted(rows, key=lambda row: len(row["text"]))
+
+
+def rows_of(path: Path, split: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "data" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 def bert_parts(path: Path, tokenizer: Any, sizes: Mapping[str, int]) -> dict[str, list[Batch]]:
     """Sentences that the model was not trained on, in batches of about equal length."""
-
-    def batches(rows: list[dict[str, Any]]) -> list[Batch]:
-        rows = sorted(rows, key=lambda row: len(row["text"]))
-        made = []
-        for start in range(0, len(rows), 32):
-            some = rows[start : start + 32]
-            coded = tokenizer(
-                [r["text"] for r in some], padding=True, truncation=True, max_length=64, return_tensors="pt"
-            )
-            made.append({**coded, "labels": torch.tensor([r["label"] for r in some])})
-        return made
-
-    lines = (path / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()
-    rows, test = {}, [json.loads(line) for line in lines]
+    rows, test = {}, rows_of(path, "test")
     for name, size in sizes.items():
         rows[name], test = test[:size], test[size:]
     texts = {name: {row["text"].strip().lower() for row in part} for name, part in rows.items()}
     if any(texts[a] & texts[b] for a, b in combinations(texts, 2)):
         raise SystemExit("two parts of the data share a sentence")
-    return {**{name: batches(part) for name, part in rows.items()}, "fresh": batches(rows["report"][: sizes["score"]])}
+    return {name: sentences(by_length(part), tokenizer) for name, part in rows.items()}
 
 
 def bert(path: Path) -> tuple[nn.Module, Any, list[hp.AttentionLayer]]:
@@ -448,7 +454,7 @@ def bert_subject(path: Path, quick: bool) -> tuple[Subject, Any]:
     model, tokenizer, layers = bert(path)
     sizes = {"score": 48, "choose": 64, "report": 256} if quick else {"score": 128, "choose": 256, "report": 768}
     return Subject(
-        "BERT", model, layers, **bert_parts(path, tokenizer, sizes),
+        "BERT", model, layers, **(parts := bert_parts(path, tokenizer, sizes)), fresh=parts["report"],
         methods=(
             "ablation", "mean-ablation", "logits", *(() if quick else ("integrated-gradients", "signed-gradient")), "gradient",
             "fisher", "output-norm", "weight-norm", "entropy",
@@ -520,6 +526,32 @@ def _pictured(
     ]
 
 
+# -- examples ----------------------------------------------------------------------------------------
+
+
+def of_examples(path: Path) -> Figures:
+    """How many examples scores need, and whether they may be those of training."""
+    model, tokenizer, layers = bert(path)
+    held, trained = by_length(rows_of(path, "test")), rows_of(path, "train")
+    trained = by_length([trained[i] for i in np.random.default_rng(0).permutation(len(trained))[:1024]])
+    known = {
+        name: examples.effects_of(f"bert-{name}", model, layers, sentences(rows, tokenizer))
+        for name, rows in (("held", held), ("trained", trained))
+    }
+    found = {
+        "reliability": {"bert": examples.reliability(known["held"])}, "signs": examples.signs(known["held"]),
+        "signs_trained": examples.signs(known["trained"]), "sources": examples.sources(known["trained"], known["held"]),
+    }  # fmt: skip
+    say("BERT: reliability")
+    subject = translator_subject()
+    numbers = translator.parts()
+    many = translator.batches(numbers["score"] + numbers["choose"] + numbers["report"])
+    every = examples.effects_of("d2l", subject.model, subject.layers, many)
+    found["reliability"]["d2l"] = examples.reliability(every)
+    say("the translator: reliability")
+    return found
+
+
 # -- speed -------------------------------------------------------------------------------------------
 
 
@@ -570,7 +602,8 @@ def speeds(path: Path, figures: Mapping[str, Any]) -> list[Figures]:
 
 def claims(figures: Mapping[str, Any]) -> dict[str, bool]:
     """What the templates' prose says without a figure, and whether it is so."""
-    d = figures["d2l"]
+    d, b, x = figures["d2l"], figures["bert"], figures["examples"]
+    again = x["reliability"]["bert"]
     by = {row["method"]: row for row in d["methods"]}
     scores = dict(zip(d["scores"]["labels"], d["scores"]["values"], strict=True))
     sharpest = sorted(d["profiles"], key=lambda row: row["entropy"])[: d["heads"] // 3]
@@ -596,6 +629,24 @@ def claims(figures: Mapping[str, Any]) -> dict[str, bool]:
         "the translator's encoder loses all its heads": all(
             row["head"] in gone for row in d["profiles"] if row["layer"].startswith("encoder.")
         ),
+        "all heads of BERT that can be told from zero lower the loss": b["scores"]["sure"]
+        == b["scores"]["harmful"]
+        > 0,
+        "BERT is overconfident on new sentences": x["signs"]["loss"] > 3 * x["signs_trained"]["loss"],
+        "its removed heads cost on right answers, and gain on wrong ones": x["signs"]["right"]
+        > 0
+        > x["signs"]["wrong"],
+        "of BERT's ablation, thousands of examples are needed": again["ablation"]["needed"] >= 1000,
+        "of the gradient and the answers, less than 128": max(again[m]["needed"] for m in ("gradient", "logits")) < 128,
+        "training examples do for the gradient and the answers, and less well for ablation": min(
+            x["sources"][m]["trained"] for m in ("gradient", "logits")
+        )
+        > 0.85
+        and x["sources"]["ablation"]["trained"] < x["sources"]["ablation"]["few"],
+        "controlled ablation orders the heads as reliably as ablation": abs(
+            again["controlled"]["mean"][-1] - again["ablation"]["mean"][-1]
+        )
+        < 0.1,
         "for one number, launch overhead takes most of the time": max(shares[0], key=shares[0].get)
         == "launch overhead",
         "in BERT, feed-forward layers take most of the time": max(shares[3], key=shares[3].get) == "feed-forward",
@@ -651,6 +702,10 @@ def draw(figures: Mapping[str, Any]) -> None:
     pictures.importance(
         HOME / "importance.png", {t: (s["labels"], s["values"], s["errors"]) for t, s in scores.items()}
     )
+    pictures.reliability(
+        HOME / "reliability.png", {titles[k]: figures["examples"]["reliability"][k] for k in titles},
+        {"ablation": "ablation", "gradient": "gradient", "logits": "ablation, by the answers"},
+    )  # fmt: skip
     curves = {titles[k]: figures[k]["together"] for k in titles}
     pictures.together(HOME / "together.png", {t: (c["removed"], c["alone"], c["real"]) for t, c in curves.items()})
     pictures.times(
@@ -717,6 +772,8 @@ def stage_of(stage: str, figures: Figures, minilm: Path, quick: bool) -> None:
     elif stage == "bert":
         subject, _ = bert_subject(minilm, quick)
         figures["bert"].update(study(subject, figures["bert"]["profiles"]))
+    elif stage == "examples":
+        figures["examples"] = of_examples(minilm)
     else:
         figures["speed"] = speeds(minilm, figures)
 

@@ -78,13 +78,13 @@ def one_head(
 
 
 def importance(path: Path, panels: Mapping[str, tuple[Sequence[str], Sequence[float], Sequence[float]]]) -> None:
-    """Scores of all heads in order, with 95 % intervals; coloured where the interval leaves out 0."""
+    """Scores of all heads in order, with 95 % intervals; coloured where the interval excludes 0."""
     figure, axes = _figure(9, 3.2, 1, len(panels))
     for axis, (title, (labels, values, errors)) in zip(axes, panels.items(), strict=True):
         order = np.argsort(values)[::-1]
         value, error = np.asarray(values)[order], 1.96 * np.asarray(errors)[order]
-        sure = np.abs(value) > error
-        axis.bar(np.arange(len(order)), value, color=np.where(sure, BLUE, "#cccccc"), width=0.85)
+        colours = np.where(np.abs(value) <= error, "#cccccc", np.where(value > 0, BLUE, RED))
+        axis.bar(np.arange(len(order)), value, color=colours, width=0.85)
         axis.errorbar(np.arange(len(order)), value, error, fmt="none", ecolor="#444444", elinewidth=0.7)
         every = max(1, len(order) // 24)
         axis.set_xticks(np.arange(len(order))[::every], [labels[i] for i in order][::every], rotation=90, fontsize=6)
@@ -93,19 +93,41 @@ def importance(path: Path, panels: Mapping[str, tuple[Sequence[str], Sequence[fl
         axis.axhline(0, color="black", linewidth=0.6)
         axis.set_ylabel("loss added (nats)", fontsize=8)
     handles = [
-        Patch(color=BLUE, label="95 % interval leaves out 0"),
-        Patch(color="#cccccc", label="cannot be told from 0"),
+        Patch(color=BLUE, label="removal raises the loss (95 %)"),
+        Patch(color=RED, label="removal lowers the loss (95 %)"),
+        Patch(color="#cccccc", label="not distinguishable from 0"),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=7, frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
+    _save(figure, path)
+
+
+def reliability(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, Any]]], names: Mapping[str, str]) -> None:
+    """Rank correlation between the scores of two samples, by the examples in each; bands of one standard deviation over draws."""
+    figure, axes = _figure(9, 3.1, 1, len(panels))
+    for axis, (title, methods) in zip(axes, panels.items(), strict=True):
+        for (method, name), colour, marker in zip(names.items(), (ORANGE, BLUE, GREEN), "sov", strict=False):
+            row = methods[method]
+            n, middle, sd = (np.asarray(row[k]) for k in ("examples", "mean", "sd"))
+            axis.plot(n, middle, f"{marker}-", color=colour, markersize=4, label=name)
+            axis.fill_between(n, middle - sd, np.minimum(middle + sd, 1), color=colour, alpha=0.15, linewidth=0)
+        axis.axhline(0.8, color="black", linewidth=0.6, linestyle=":")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(n, [f"{x:,}" for x in n])
+        axis.set_ylim(-0.25, 1.02)
+        axis.set_title(title, fontsize=8, loc="left")
+        axis.set_xlabel("examples in each of two samples", fontsize=8)
+        axis.set_ylabel("rank correlation of their scores", fontsize=8)
+        axis.tick_params(labelsize=7)
+    axes[-1].legend(fontsize=7, frameon=False, loc="lower right")
     _save(figure, path)
 
 
 def together(path: Path, panels: Mapping[str, tuple[Sequence[int], Sequence[float], Sequence[float]]]) -> None:
-    """What the removal of many heads adds to the loss, beside the sum of what each adds alone."""
+    """What the removal of many heads adds to the loss, beside the sum of single removals."""
     figure, axes = _figure(9, 2.9, 1, len(panels))
     for axis, (title, (removed, alone, real)) in zip(axes, panels.items(), strict=True):
-        axis.plot(removed, real, "o-", color=BLUE, markersize=3, label="really, all of them together")
-        axis.plot(removed, alone, "s--", color=ORANGE, markersize=3, label="sum of what each adds alone")
+        axis.plot(removed, real, "o-", color=BLUE, markersize=3, label="measured: all of them removed")
+        axis.plot(removed, alone, "s--", color=ORANGE, markersize=3, label="sum of single removals")
         axis.set_title(title, fontsize=8, loc="left")
         axis.set_xlabel("heads removed, lowest ablation score first", fontsize=8)
         axis.set_ylabel("loss added (nats)", fontsize=8)
