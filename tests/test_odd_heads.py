@@ -1,6 +1,7 @@
 """Heads that modules make in ways of their own, against brute force: a head's result zeroed before W_O."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -190,3 +191,41 @@ def test_a_second_stream_makes_no_key_value_groups() -> None:
         ("self_attn", 4, 4),
         ("cross_attn", 4, 4),
     ]
+
+
+class Valued(Attention):
+    """Values of a number of key/value heads, perhaps through a convolution; what is attended perhaps times a gate."""
+
+    def __init__(self, kv: int, groups: int, gate: int, fused: bool) -> None:
+        super().__init__()
+        self.kv, self.fused, self.width = kv, fused, WIDTH // HEADS
+        self.v = nn.Linear(WIDTH, kv * self.width)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=groups) if groups else None
+        self.gate = nn.Linear(WIDTH, gate) if gate else None
+
+    def attend(self, x: Tensor, **mask: Any) -> Tensor:
+        q, k = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)[:2])
+        v = self.v(x) if self.conv is None else self.conv(self.v(x).mT).mT
+        v = v.unflatten(-1, (-1, self.width)).transpose(1, 2).expand(-1, self.num_heads, -1, -1)
+        out = F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT).softmax(-1) @ v
+        if self.gate is not None:
+            gate = self.gate(x).sigmoid()
+            out = out * gate.unflatten(-1, (-1, 1) if gate.shape[-1] == HEADS else (1, -1)).transpose(1, 2)
+        return self.joined(out)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("kv", "groups", "gate"),
+    [(4, 0, 1), (4, 0, 8), (4, 0, 4), (1, 0, 0), (1, 0, 1), (1, 0, 8), (1, 0, 4), (4, 1, 0), (4, 2, 0), (4, 4, 8)],
+)
+def test_key_value_heads_are_counted_by_their_values(kv: int, groups: int, gate: int, fused: bool) -> None:
+    """A gate over all heads was taken for values, and a convolution for one key/value head: multi-query, where four were."""
+    model, x = randomise(Valued(kv, groups, gate, fused)), noise(2, 5, WIDTH)
+    (layer,) = hp.find_attention(model, x)
+    assert layer.num_kv_heads == kv
+    with hp.mask(model, {"": list(layer.units[0])}, layers=[layer]):
+        expected = model(x)
+    killed = copy.deepcopy(model)
+    killed.o.weight.data[:, [f for h in layer.units[0] for f in range(8 * h, 8 * h + 8)]] = 0
+    torch.testing.assert_close(killed(x), expected)

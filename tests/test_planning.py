@@ -14,7 +14,7 @@ import headprune as hp
 from headprune.planning import STRATEGIES, Order, Search, arrange, heads_to_keep
 from headprune.planning.units import GROUPS, SLICES
 from tests.support.plans import any_scores, any_search, check_plans, scores_of
-from tests.support.zoo import bert, labelled
+from tests.support.zoo import bert, labelled, llama
 
 PURE = [s.name for s in STRATEGIES.values() if not s.runs_model]
 
@@ -34,8 +34,17 @@ def test_every_prefix_is_a_plan(name: str, search: Search, levels: list[int]) ->
 @given(any_scores(), st.data())
 def test_every_budget_has_a_plan(scores: hp.HeadScores, data: st.DataObject) -> None:
     keep = data.draw(st.integers(1, len(scores.flat())))
-    plan = hp.plan(scores, keep)
-    assert plan.kept <= keep
+    least = min(len(unit) for layer in scores.layers for unit in layer.units)
+    if keep < least:
+        with pytest.raises(hp.HeadPruneError, match="none would stay"):
+            hp.plan(scores, keep)
+        return
+    try:
+        plan = hp.plan(scores, keep)
+    except hp.HeadPruneError as refused:  # the group that would go last is larger
+        assert "Keep at least" in refused.hint
+        return
+    assert 0 < plan.kept <= keep
     assert hp.plan(scores, keep) == plan
 
 
@@ -52,11 +61,11 @@ def test_groups_or_slices_whichever_keeps_more(search: Search, data: st.DataObje
         sum(float(search.scores.values[a.name][h]) for a in search.layers for h in range(a.num_heads) if h not in p.drop.get(a.name, []))
         for p in map(order.plan, levels)
     )  # fmt: skip
-    reaching = [order for order in both if order.least <= min(levels)]
+    reaching = [order for order in both if all(map(order.reaches, levels))]
     if reaching:
         assert kept(chosen) == pytest.approx(max(map(kept, reaching)))
     else:
-        reached = [sum(order.least <= k for k in levels) for order in (chosen, *both)]
+        reached = [sum(map(order.reaches, levels)) for order in (chosen, *both)]
         assert reached[0] == max(reached)
 
 
@@ -124,3 +133,15 @@ def test_any_plan_survives_its_file(search: Search, data: st.DataObject) -> None
         path.write_text(json.dumps({"headprune": "plan", "schema": 1, "drop": plan.drop}))
         bare = hp.PruningPlan.load(path).on(search.layers)
     assert (bare.drop, bare.kept, bare.total) == (plan.drop, plan.kept, plan.total)
+
+
+def test_a_plan_never_keeps_nothing_where_a_head_was_asked_for() -> None:
+    model, example = llama()
+    layers = hp.find_attention(model, example)
+    scores = hp.score(model, [labelled(model, example)], "gradient", layers=layers)
+    with pytest.raises(hp.HeadPruneError, match=r"last 2 heads go together by one-shot") as refused:
+        hp.plan(scores, 1)
+    assert refused.value.hint == "Keep at least 2."
+    assert hp.plan(scores, 2).kept == 2
+    with pytest.raises(hp.HeadPruneError, match="none would stay"):
+        hp.search(model, [labelled(model, example, seed) for seed in range(3)], 1, layers=layers, repair=False)

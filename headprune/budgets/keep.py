@@ -57,4 +57,4 @@ class Keep(Budget):
             )
 
     def fit(self, order: Order, subject: Subject) -> Fit:
-        return Fit(replace(order.plan(self.heads(order.total)), budget=str(self)), self)
+        return Fit(replace(order.some(self.heads(order.total)), budget=str(self)), self)

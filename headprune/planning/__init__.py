@@ -70,7 +70,7 @@ def plan(
     constraints = Constraints.parse(protect, scores.layers, min_heads_per_layer)
     asked = heads_to_keep(keep, sum(layer.num_heads for layer in scores.layers))
     search = Search(scores.layers, scores, constraints, seed=seed)
-    return replace(arrange(search, strategy, [asked]).plan(asked), budget=f"keep {keep}")
+    return replace(arrange(search, strategy, [asked]).some(asked), budget=f"keep {keep}")
 
 
 def arrange(
@@ -111,12 +111,12 @@ def arrange(
         return orders[0]
     judge = quality or (score_kept(search.scores) if search.scores else lambda p: p.kept)
     judged = judged or levels
-    common = [k for k in judged if all(o.least <= k for o in orders)]
+    common = [k for k in judged if all(o.reaches(k) for o in orders)]
 
     def merit(order: Order) -> tuple[bool, int, float, int]:
         return (
             order.stock,
-            sum(order.least <= k for k in judged),
+            sum(order.reaches(k) for k in judged),
             sum(judge(order.plan(k)) for k in common),
             -order.least,
         )

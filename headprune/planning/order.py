@@ -87,6 +87,25 @@ class Order:
         note = f"{plan.kept} of {plan.total} heads are kept, not {keep}: they go {size} at a time."
         return replace(plan, asked=keep, notes=(note, *plan.notes))
 
+    def reaches(self, keep: int) -> bool:
+        """Whether a plan keeps no more than ``keep`` heads, and some."""
+        return self.least <= keep and any(0 < kept <= keep for kept in self.kept())
+
+    def some(self, keep: int) -> PruningPlan:
+        """As `plan`, for a number of heads that somebody asked for.
+
+        Raises:
+            HeadPruneError: So many heads go together that none would stay, or fewer than ``keep`` would have to stay.
+        """
+        plan = self.plan(keep)
+        if not plan.kept:
+            least = min(kept for kept in self.kept() if kept)
+            raise HeadPruneError(
+                f"The last {least} heads go together by {self.strategy or 'this order'}, so with no more than {keep} none would stay.",
+                f"Keep at least {least}.",
+            )
+        return plan
+
     def plans(self) -> Iterator[PruningPlan]:
         """Every plan, from all heads to the fewest."""
         return (self.after(n) for n in range(len(self.steps) + 1))

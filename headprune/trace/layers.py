@@ -95,7 +95,7 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
     if not attention.output and _is_quantised(trace, attention):
         reason += " (its weights are quantised: prune first, then quantise)"
     return AttentionLayer(
-        name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=_kv_heads(trace, attention, groups), groups=groups,
+        name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=_kv_heads(attention, groups), groups=groups,
         head_dim=len(output.features[0]) if output else 0, prunable=not reason, reason=reason,
         output_projection=output, gate=gate, mixer=mixer, projections=projections, values=_values(trace, attention), tables=tables,
         selections=tuple(HeadFeatures(n, _sorted(rows)) for n, rows in attention.selections.items()),
@@ -129,24 +129,16 @@ def _values(trace: Tracer, attention: Attention) -> HeadFeatures | None:
     return HeadFeatures(module, _sorted(rows)) if all(rows) else None
 
 
-def _kv_heads(trace: Tracer, attention: Attention, groups: tuple[tuple[int, ...], ...]) -> int:
-    """Key/value heads: one a group; one in all, where all heads read the same values (MQA)."""
-    heads = len(attention.heads)
-    alike = any(
-        all(r == rows[0] != set() for r in rows) and not _projected_by_tables(trace, attention, module)
-        for module, rows in attention.value_rows.items()
-    )
-    return len(groups) or (1 if heads > 1 and alike else heads)
+def _kv_heads(attention: Attention, groups: tuple[tuple[int, ...], ...]) -> int:
+    """Key/value heads: one a group; one in all, where all heads read the same values (MQA).
 
-
-def _projected_by_tables(trace: Tracer, attention: Attention, module: str) -> bool:
-    """Whether the heads read what a module outside gave through a parameter with weights of each head, ``[heads, width, features]``."""
-    if is_inside(module, attention.module):
-        return False
-    width = trace.seen[module].size_out
-    return any(
-        width in (*trace.shape[name][:dim], *trace.shape[name][dim + 1 :]) for name, dim in attention.tables if name
-    )
+    Features alone do not say it: of a gate over all heads, or of values through a convolution, all heads read the same too.
+    """
+    heads, same = len(attention.heads), attention.same_values or [0] * len(attention.heads)
+    if groups:
+        return len(groups) if all(len({same[h] for h in group}) == 1 for group in groups) else heads
+    alike = any(all(r == rows[0] != set() for r in rows) for rows in attention.value_rows.values())
+    return 1 if alike and not any(same) else heads
 
 
 def _tables(trace: Tracer, attention: Attention) -> tuple[HeadTable, ...]:

@@ -170,6 +170,29 @@ class Reader:
             columns.append(used(forward(tangent).movedim(dim, -1)))
         return columns
 
+    def same_values(self, attention: Attention, columns: list[set[int]], source: Tensor) -> list[int]:
+        """For each head of eager attention, the first that reads the same values, up to a gate; ``columns`` of ``source`` are its.
+
+        Of the same weights over the keys the same values make the same. So of two draws of them; whatever is multiplied later cancels.
+        """
+        forward, heads = _derivative(source, attention.result), attention.heads
+        made = []
+        for _ in range(2):
+            drawn, tangent = self._noise(heads.take(attention.result, 0)), torch.zeros_like(attention.result)
+            for indices in heads.indices:
+                tangent.index_copy_(heads.dim, torch.tensor(indices, device=tangent.device), drawn)
+            made.append(forward(tangent).double().nan_to_num())
+        parts = [tuple(out[..., sorted(own)] for out in made) for own in columns]
+        close = 64 * torch.finfo(source.dtype).eps
+
+        def equal(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
+            if one[0].shape != other[0].shape:
+                return False
+            left, right = one[0] * other[1], one[1] * other[0]
+            return bool((left - right).abs().max() <= close * left.abs().max())
+
+        return [next(i for i, first in enumerate(parts) if first is part or equal(first, part)) for part in parts]
+
     def adds_more(self, attention: Attention) -> bool:
         """Whether something, such as a residual, is added to the heads before what was taken for their W_O reads them.
 
@@ -189,6 +212,8 @@ class Reader:
         leaves = [leaf for leaf in leaves if leaf is not attention.result and leaf.ndim]
         if not leaves or not apart(columns):
             return
+        if not attention.fused:
+            attention.same_values = self.same_values(attention, columns, source)
         uses = Uses(len(columns))
         for h, own in enumerate(columns):
             seed = torch.zeros_like(source)

@@ -62,6 +62,7 @@ class Attention:
     rows: Rows = field(default_factory=dict)  # of all projections
     query_rows: Rows = field(default_factory=dict)
     value_rows: Rows = field(default_factory=dict)
+    same_values: list[int] = field(default_factory=list)  # for each head, the first that reads the same values
     selections: Rows = field(default_factory=dict)  # of modules over all heads
     tables: dict[tuple[str, int], list[set[int]]] = field(default_factory=dict)  # (tensor, dim) -> head -> indices
     arguments: dict[str | int, list[set[int]]] = field(default_factory=dict)  # of the module -> head -> features

@@ -219,7 +219,10 @@ class Tracer(TorchFunctionMode):
         attention.pairwise = self.reader.compares_tokens(key[first] @ query[first][-1])
         attention.query_rows = self._read(attention, query, heads)
         self._read(attention, key, heads.repeated(key.shape[1]))
-        attention.value_rows = self._read(attention, value, heads.repeated(value.shape[1]), are_values=True)
+        own = heads.repeated(value.shape[1])
+        attention.value_rows = self._read(attention, value, own, are_values=True)
+        each = [own.take(value.detach(), h) for h in range(len(own))]
+        attention.same_values = [next(i for i, one in enumerate(each) if torch.equal(one, part)) for part in each]
         if mask is not None and mask.requires_grad and mask.ndim == query.ndim and mask.shape[1] == query.shape[1]:
             merge(attention.rows, self.reader.rows(mask, heads))
             self.reader.note_tables(attention, mask, heads)
