@@ -257,6 +257,17 @@ def test_a_command_finds_what_a_killed_save_left(tmp_path: Path) -> None:
     assert pruned_in(folder) == folder
 
 
+def test_what_stands_for_a_run_folder_is_said(tmp_path: Path) -> None:
+    """`headprune prune RUN --keep 4` pruned the pruned model once more, without a word."""
+    from headprune.app.models import load_model
+
+    folder = hp.save(pruned("bert")[0], tmp_path / "run" / "pruned-4")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    loaded = load_model(str(tmp_path / "run"), with_processor=False)
+    assert [("run folder" in note, "pruned-4" in note) for note in loaded.notes] == [(True, True)]
+    assert not load_model(str(folder), with_processor=False).notes
+
+
 def test_a_part_does_not_stand_for_the_whole_tensor() -> None:
     """Where a part that begins at the same byte came first, the rest of the tensor counted for nothing."""
     from headprune.fingerprint import fingerprint
