@@ -23,8 +23,9 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ from headprune.checkpoint import loading_of
 from headprune.convention import find
 from headprune.errors import first_line
 from headprune.evaluation import evaluate
-from headprune.inputs import call
+from headprune.inputs import call, tensors
+from headprune.latency import flops
 from headprune.modules import exact_attention
 from headprune.stock import Counts
 from headprune.surgery import answers
@@ -80,9 +82,9 @@ def limited(seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-def other_input(example: dict[str, Any]) -> dict[str, Any]:
+def other_input(example: dict[str, Any], seed: int = 7) -> dict[str, Any]:
     """Same form, other content: what the proof has not seen."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(seed)
     made = dict(example)
     for name, value in example.items():
         if value.is_floating_point():
@@ -202,11 +204,18 @@ def examine(model_type: str) -> dict[str, Any]:
             row["status"] = "CRASH"
             randomise(model, example)
             row.update(trial(model, example))
-            del model, example
     except TookTooLongError as error:
         row.update(status="too slow", why=str(error))
     except Exception as error:
         row.update(status="CRASH", why=why(error))
+    if row["layers"]:
+        middle = time.process_time()
+        try:
+            with limited(LIMIT), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                row["job"] = job(model, example)
+        except TookTooLongError as error:
+            row["job"] = f"too slow: {error}"
+        row["job_seconds"] = round(time.process_time() - middle, 1)
     return {**row, "loss": loss_of(model_type), "seconds": round(time.monotonic() - started, 1)}
 
 
@@ -281,6 +290,59 @@ def trial(model: nn.Module, example: dict[str, Any]) -> dict[str, Any]:
         **row, "status": status, "mask": len(maskable), "prune": pruned,
         "why": "; ".join(dict.fromkeys(r for r in reasons if r))[:300],
     }  # fmt: skip
+
+
+def job(model: nn.Module, example: dict[str, Any]) -> str:
+    """All that a user does with a model, on two batches of two examples: what headprune refuses, by step, or "".
+
+    What ends in another error than `HeadPruneError` is a "CRASH", a loaded model that gives other answers "WRONG".
+    """
+    told: list[str] = []
+
+    def step(name: str, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        except hp.HeadPruneError as error:
+            told.append(f"{name}: {why(error)}")
+        except Exception as error:
+            last = next(f for f in reversed(traceback.extract_tb(error.__traceback__)) if "headprune" in f.filename)
+            told.append(f"CRASH {name}: {why(error)} ({Path(last.filename).name}:{last.lineno})")
+        return None
+
+    inputs = [example, other_input(example), other_input(example, 8)]
+    pairs = [(each, torch.arange(2)) for each in inputs]
+    layers = step("find", lambda: hp.find_attention(model, example))
+    if not layers:
+        return "; ".join(told)
+    given: dict[str, Any] = {"layers": layers, "loss_fn": some_loss}
+    step("profile", lambda: hp.profile_heads(model, inputs[:1], layers))
+    step("breakdown", lambda: hp.breakdown(model, example, layers=layers, min_seconds=0.0))
+    for method in ("ablation", "gradient"):
+        scores = step(f"score by {method}", lambda: hp.score(model, pairs[:2], method, **given))  # noqa: B023
+    step("score without labels", lambda: hp.score(model, inputs[:1], "ablation", layers=layers))
+    given["scores"] = scores or ()
+    found = step("search", lambda: hp.search(model, pairs[:2], 0.75, choose=pairs[2:], effort="low", **given))
+    step("FLOPs", lambda: hp.search(model, pairs[:2], budgets="flops 99%", strategy="one-shot", **given))
+    drop = dict(found[0].drop) if found else {a.name: first_unit(a) for a in layers if a.prunable}
+    step("repair", lambda: hp.repair(model, drop, inputs[:2], layers=layers))
+    if not drop or step("prune", lambda: hp.prune(model, drop, example, layers=layers)) is None:
+        return "; ".join(told)
+    step("FLOPs of the pruned", lambda: flops(model, example))
+    with tempfile.TemporaryDirectory() as here:
+        folder = step("save", lambda: hp.save(model, Path(here) / "m"))
+        loaded = folder and step("load", lambda: hp.load(folder))
+    if loaded:
+        if not close(answer(loaded, example), answer(model, example)):
+            told.append("WRONG: the loaded model gives other answers")
+        step("evaluate", lambda: hp.evaluate(loaded, pairs, loss_fn=some_loss))
+    return "; ".join(told)
+
+
+def some_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    """A loss of each example, of any output: how far the first tensor that can be shared out among them is from noise."""
+    those = [t for t in tensors(output) if t.is_floating_point() and t.ndim and len(t) % len(labels) == 0]
+    each = those[0].reshape(len(labels), -1)
+    return (each - torch.randn(each.shape, generator=torch.Generator().manual_seed(0))).square().mean(1)
 
 
 def first_unit(layer: Any) -> list[int]:
