@@ -340,8 +340,9 @@ def job(model: nn.Module, example: dict[str, Any]) -> str:
 
 def some_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
     """A loss of each example, of any output: how far the first tensor that can be shared out among them is from noise."""
-    those = [t for t in tensors(output) if t.is_floating_point() and t.ndim and len(t) % len(labels) == 0]
-    each = those[0].reshape(len(labels), -1)
+    those = [t for t in tensors(output) if t.is_floating_point() and t.ndim]
+    some = next((t for t in those if len(t) % len(labels) == 0), those[0].expand(len(labels), *those[0].shape))
+    each = some.reshape(len(labels), -1)
     return (each - torch.randn(each.shape, generator=torch.Generator().manual_seed(0))).square().mean(1)
 
 

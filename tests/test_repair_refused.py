@@ -11,6 +11,7 @@ import headprune as hp
 from headprune.repairing import repair
 from tests.support import zoo
 from tests.support.checks import hooks, same, state
+from tests.support.families import built
 from tests.support.plain import WIDTH, Attention, Pair, model_of, noise
 from tests.support.problems import small
 from tests.support.repairs import batch_of, close, fitted, refit_of, some
@@ -192,3 +193,26 @@ def test_tokens_before_the_batch() -> None:
     assert len(refit.reference.runner.batches) == 1
     other = refit_of(model, layers, [((x[i : i + 1], padding[i : i + 1]), x[i : i + 1]) for i in range(5)])
     close(other.fitted(some(layers)), refit.fitted(some(layers)))
+
+
+def test_examples_packed_into_one_tensor_are_refused_in_a_line_or_compared() -> None:
+    model, example = built("glm4v_vision")  # [patches of all images, features], and the images' sizes
+    layers = hp.find_attention(model, example)
+    with pytest.raises(hp.HeadPruneError, match="does not run on some of a batch's examples"):
+        hp.repair(model, {layers[0].name: [0]}, [example], layers=layers)
+    one = {name: value[: len(value) // 2] for name, value in example.items()}
+    generator = torch.Generator().manual_seed(0)
+    several = [
+        ({**one, "hidden_states": torch.randn(16, one["hidden_states"].shape[1], generator=generator)}, torch.zeros(1))
+        for _ in range(4)
+    ]
+    done = hp.repair(model, {layers[0].name: [0]}, several, layers=layers)
+    assert all(trial.before > 0 for trial in done.trials)
+
+
+def test_answers_whose_length_the_model_decides_are_compared_where_they_can_be() -> None:
+    model, example = built("fastspeech2_conformer")
+    layers = hp.find_attention(model, example)
+    batches = [{**example, "input_ids": example["input_ids"].roll(i, 1)} for i in range(3)]
+    done = hp.repair(model, {a.name: [0] for a in layers}, batches, layers=layers)
+    assert all(math.isfinite(trial.after) and trial.before > 0 for trial in done.trials)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
 from headprune.divergence import part_of, real_tokens
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import inputs_of
 from headprune.memory import is_out_of_memory
@@ -404,8 +404,16 @@ class Runner:
         """Whether two and three examples have as many rows more, at every W_O, as there are examples more."""
 
         def shapes(index: Sequence[int]) -> list[torch.Size]:
-            with torch.no_grad(), self.deterministic_eval():
-                xs, _ = self.recorded(self.rows.take(batch, index))
+            try:
+                with torch.no_grad(), self.deterministic_eval():
+                    xs, _ = self.recorded(self.rows.take(batch, index))
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                raise HeadPruneError(
+                    f"The model does not run on some of a batch's examples: {type(error).__name__}: {first_line(error)}.",
+                    "Give tensors with one row for each example: none that packs them (patches of several images, say).",
+                ) from error
             return [x.shape for calls in xs.values() for x in calls]
 
         two, three = shapes([0, 1]), shapes([0, 1, 0])
