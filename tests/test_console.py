@@ -107,3 +107,9 @@ def test_the_bar_is_drawn_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1/3, 0:00:00 left" in drawn
     assert "a note" in drawn
     assert "-:--" not in drawn
+    console.err = RichConsole(file=io.StringIO(), force_terminal=True, width=80)
+    with console.track("scoring by ablation") as progress:
+        progress(7, 12, "block.encoder.layer.11.attention.self of 24 layers, and more that is told")
+    (line,) = [line for line in console.err.file.getvalue().split("\n") if "7/12" in line]  # type: ignore[attr-defined]
+    assert "scoring by ablation (block" in line  # it took three lines
+    assert "0:00:00 left" in line

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import ModelCard, constants
 
 import headprune as hp
-from headprune.checkpoint import upload
+from headprune.checkpoint import add_figures, upload
 from tests.support.commands import run
 from tests.support.zoo import ZOO
 
@@ -119,6 +119,20 @@ def test_a_folder_is_pushed_whole(hub: Hub, tmp_path: Path) -> None:
     assert (hub.created[0]["organization"], hub.created[0]["name"]) == ("me", "smaller")
     assert hub.files == in_folder(folder)
     assert {"modeling_headprune.py", "README.md", "headprune.json", "headprune.safetensors"} <= hub.files.keys()
+
+
+def test_a_dry_run_says_what_would_be_uploaded(hub: Hub, tmp_path: Path) -> None:
+    folder = hp.save(pruned(), tmp_path / "m")
+    (folder / ".lock").write_text("")
+    add_figures(folder, "fast", "nyu-mll/glue")
+    told = run("push", folder, "me/smaller", "--dry-run").stdout
+    assert not hub.created
+    assert not hub.files
+    assert "Nothing was uploaded." in told
+    assert "datasets: ['nyu-mll/glue']" in told
+    assert "license: not in the card" in told
+    done = json.loads(run("push", folder, "me/smaller", "--dry-run", "--json").stdout)
+    assert done["files"].keys() == in_folder(folder).keys() - {".lock"}
 
 
 def test_a_model_pushes_what_it_saves(hub: Hub, tmp_path: Path) -> None:

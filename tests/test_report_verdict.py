@@ -314,9 +314,9 @@ def test_no_layers_colours_hide_anothers() -> None:
     assert float(middle(0.0)) == pytest.approx(0.5)
 
 
-def shown(run: Run, metrics: Metrics, folder: Path) -> str:
+def shown(run: Run, metrics: Metrics, folder: Path, width: int = 400) -> str:
     console = Console()
-    console.out = RichConsole(file=io.StringIO(), width=400, highlight=False)
+    console.out = RichConsole(file=io.StringIO(), width=width, highlight=False)
     metrics.write(folder / "metrics.json")
     tables._print_results(console, run, metrics)
     found = console.out.file.getvalue()  # type: ignore[attr-defined]
@@ -353,6 +353,15 @@ def test_report_terminal_and_json_say_the_same(path: Path | None, tmp_path: Path
         assert row[5:7] == (f"{speed.ratio:.2f}x ({speed.low:.2f} to {speed.high:.2f})", speed.verdict)
         if b.get("weights"):
             assert f"; {numbers.size(b['weights'])}" in row[7]
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda p: p.parent.name)
+def test_a_narrow_terminal_cuts_no_number(path: Path, tmp_path: Path) -> None:
+    """At 80 columns "22,713,986" was "22,713,9…"."""
+    run, metrics = Run.read(path.parent / "run.json"), Metrics.read(path)
+    told = shown(run, metrics, tmp_path, 80)
+    for number in (metrics.dense.parameters, *(b.parameters for b in metrics.budgets)):
+        assert f"{number:,}" in told
 
 
 @pytest.mark.parametrize("path", REPORTS, ids=lambda p: p.parent.name)

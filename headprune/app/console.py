@@ -15,7 +15,7 @@ from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from headprune.amounts import visible
@@ -96,8 +96,12 @@ class Console:
             self.say(f"{label} …")
             yield lambda done, total, note="": None
             return
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeLeft())
-        with Progress(*columns, console=self.err, transient=True) as bars:
+        one_line = Column(
+            no_wrap=True, overflow="ellipsis", ratio=1
+        )  # in a narrow terminal the label is cut, not the time left
+        label_column = TextColumn("{task.description}", markup=False, table_column=one_line)
+        columns = (label_column, BarColumn(bar_width=20), TimeElapsedColumn(), TimeLeft(Column(no_wrap=True)))
+        with Progress(*columns, console=self.err, transient=True, expand=True) as bars:
             task = bars.add_task(label, total=None)
 
             def update(done: int, total: int, note: str = "") -> None:

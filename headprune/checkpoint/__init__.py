@@ -12,9 +12,9 @@ A folder holds the weights (``model.safetensors``, sharded where they are large)
 folder as a whole, `hub` uploads one, `ties` handles tensors that are one by the config.
 """
 
-from headprune.checkpoint.card import add_figures, code
+from headprune.checkpoint.card import add_figures, code, metadata
 from headprune.checkpoint.folders import recovered, replaced
-from headprune.checkpoint.hub import upload
+from headprune.checkpoint.hub import upload, uploaded
 from headprune.checkpoint.loading import SIDECAR, Loading, loading_of
 from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load, load_mapped, weight_files
 from headprune.checkpoint.shards import Placing
@@ -48,6 +48,7 @@ __all__ = [
     "load",
     "load_mapped",
     "loading_of",
+    "metadata",
     "push_to_hub",
     "recovered",
     "replaced",
@@ -55,6 +56,7 @@ __all__ = [
     "save_pretrained",
     "unite_tied",
     "upload",
+    "uploaded",
     "weight_files",
     "write",
 ]

@@ -90,10 +90,17 @@ def write_card(folder: Path, origin: Origin) -> None:
         write_bytes(folder / SOURCE_CARD, source_card)
 
 
-def add_figures(folder: Path, figures: str) -> None:
-    """Write the card of a folder that was just saved again, with what was measured (Markdown)."""
-    sidecar = read_json(folder / SIDECAR, "checkpoint")
-    _write(folder, sidecar, _metadata(_bytes(folder / CARD)), figures, (folder / SOURCE_CARD).is_file())
+def metadata(folder: Path) -> dict[str, Any]:
+    """What a folder's card says of its model to the Hub."""
+    return _metadata(_bytes(folder / CARD))
+
+
+def add_figures(folder: Path, figures: str, dataset: str | None = None) -> None:
+    """Write the card of a folder that was just saved again, with what was measured (Markdown), and on which dataset of the Hub."""
+    sidecar, kept = read_json(folder / SIDECAR, "checkpoint"), metadata(folder)
+    if dataset:
+        kept["datasets"] = list(dict.fromkeys([*_listed(kept.get("datasets")), dataset]))
+    _write(folder, sidecar, kept, figures, (folder / SOURCE_CARD).is_file())
 
 
 def add_tags(folder: Path, tags: Sequence[str]) -> None:
@@ -185,8 +192,11 @@ def _metadata(card: bytes | None) -> dict[str, Any]:
 
 def _other_tags(tags: Any) -> list[str]:
     """Another card's tags, without those that say how it loads."""
-    listed = tags if isinstance(tags, list) else [tags] if tags else []
-    return [str(tag) for tag in listed if tag not in ("headprune", "pruning", "custom_code")]
+    return [str(tag) for tag in _listed(tags) if tag not in ("headprune", "pruning", "custom_code")]
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] if value else []
 
 
 def replaceable(card: bytes | None) -> bool:

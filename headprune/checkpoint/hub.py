@@ -40,6 +40,12 @@ def upload(
     return str(done.pr_url or done.commit_url)
 
 
+def uploaded(folder: Path) -> list[Path]:
+    """The files that `upload` sends."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+
+
 def _card_there(api: Any, repo: str, revision: str | None) -> bytes | None:
     """The card that a repository holds."""
     from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from headprune.amounts import head_count
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rich.table import Table
+
     from headprune.app.console import Console
     from headprune.app.documents import FinetuneRecord, Metrics, Run, TimeParts
     from headprune.app.runs import RunFolder
@@ -17,6 +20,20 @@ if TYPE_CHECKING:
     from headprune.latency import LatencyRow
     from headprune.scoring import HeadScores
     from headprune.timing import EnergyRow, GenerationRow
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], bold: Sequence[int] = ()) -> Table:
+    """A table whose cells wrap between words in a narrow terminal, and never within a number."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None)
+    for column in zip(head, *rows, strict=True):
+        table.add_column(
+            column[0], overflow="fold", min_width=max(len(w) for cell in column for w in cell.split() or [""])
+        )
+    for i, row in enumerate(rows):
+        table.add_row(*row, style="bold" if i in bold else None)
+    return table
 
 
 def print_scores(console: Console, scores: list[HeadScores]) -> None:
@@ -88,6 +105,8 @@ def print_layers(console: Console, name: str, layers: list[Any]) -> None:
 
 
 def print_pruned(console: Console, folder: RunFolder) -> None:
+    from headprune.app.report.verdict import verdict
+
     metrics = folder.read_metrics()
     assert metrics is not None
     _print_results(console, folder.read_run(), metrics)
@@ -102,6 +121,12 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
             else f"not written for {made.name}: {made.summary}"
         )
         console.result(f"{made.format}: {told}")
+    found = verdict(metrics)
+    checkpoint = shlex.quote(str(folder.path / found.budget.checkpoint))
+    ready = found.recommended or found.budget.finetune
+    console.result(
+        f"Next:   headprune {f'push {checkpoint} USER/NAME --dry-run' if ready else f'finetune {checkpoint}'}"
+    )
     print_document(console, folder)
 
 
@@ -125,19 +150,15 @@ def print_document(console: Console, folder: RunFolder) -> None:
 
 def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
     """What the report's first screen says, in the same words and figures."""
-    from rich.table import Table
-
     from headprune.app.report import sentences
     from headprune.app.report.findings import where_time_goes
     from headprune.app.report.numbers import shape
 
     head, rows = sentences.table(metrics)
-    table = Table(box=None, title="Dense and pruned", title_justify="left")
     shown = [i for i in sentences.Column if i.name != "RANDOM"]  # told below
-    for i in shown:
-        table.add_column(head[i])
-    for row in rows:
-        table.add_row(*(row.cells[i] for i in shown), style="bold" if row.recommended else None)
+    cells = [[row.cells[i] for i in shown] for row in rows]
+    recommended = [i for i, row in enumerate(rows) if row.recommended]
+    table = _table("Dense and pruned", [head[i] for i in shown], cells, recommended)
     console.result(f"\n{sentences.headline(run, metrics)}\n")
     for caution in sentences.cautions(run, metrics):
         console.result(f"Caution: {caution}\n")
@@ -165,55 +186,42 @@ def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
 
 
 def print_finetuned(console: Console, record: FinetuneRecord) -> None:
-    from rich.table import Table
-
     from headprune.app.report.finetuned import rows
 
-    table = Table(box=None, title="Dense, pruned and fine-tuned, on the reporting part", title_justify="left")
     head, *body = rows(record)
-    for column in head:
-        table.add_column(column)
-    for row in body:
-        table.add_row(*row)
     console.result("")
-    console.table(table)
+    console.table(_table("Dense, pruned and fine-tuned, on the reporting part", head, body))
     console.result(f"Training: {record.changes.gain.verdict}.")
 
 
 def print_latency(console: Console, rows: Sequence[LatencyRow]) -> None:
-    from rich.table import Table
-
     from headprune.app.report.numbers import ratio, shape
 
-    table = Table(box=None, title="Latency of a forward pass, dense against pruned in turn", title_justify="left")
-    for column in ("input", "model", "median, ms", "95th", "speed-up (95 %)"):
-        table.add_column(column)
+    found = []
     for row in rows:
         where = shape(row)
         for name, timing in row.timings.items():
             faster = ratio(row.speedups[name]) if name in row.speedups else ""
-            table.add_row(where, name, f"{timing.median:.2f}", f"{timing.p95:.2f}", faster)
+            found.append((where, name, f"{timing.median:.2f}", f"{timing.p95:.2f}", faster))
             where = ""
     console.result("")
-    console.table(table)
+    head = ("input", "model", "median, ms", "95th", "speed-up (95 %)")
+    console.table(_table("Latency of a forward pass, dense against pruned in turn", head, found))
 
 
 def print_time(console: Console, rows: Sequence[TimeParts], timed: Sequence[LatencyRow]) -> None:
     if not rows:
         return
-    from rich.table import Table
-
     from headprune.app.report.busy import disturbed
     from headprune.app.report.numbers import shape
 
-    table = Table(box=None, title="Where the dense model's time goes", title_justify="left")
-    for column in ("input", "ms", *rows[0].parts, "at most, without heads"):
-        table.add_column(column)
+    found = []
     for row in rows:
         shares = (f"{share:.0%}" for share in row.shares.values())
-        table.add_row(shape(row), f"{row.total:.2f}", *shares, f"{max(row.bounds.values()):.2f}x")
+        found.append((shape(row), f"{row.total:.2f}", *shares, f"{max(row.bounds.values()):.2f}x"))
     console.result("")
-    console.table(table)
+    head = ("input", "ms", *rows[0].parts, "at most, without heads")
+    console.table(_table("Where the dense model's time goes", head, found))
     for row in rows:
         if told := disturbed(row, timed):
             console.result(told)
@@ -222,24 +230,21 @@ def print_time(console: Console, rows: Sequence[TimeParts], timed: Sequence[Late
 def print_generation(console: Console, rows: Sequence[GenerationRow]) -> None:
     if not rows:
         return
-    from rich.table import Table
-
     from headprune.app.report.numbers import cache, ratio, shape
 
-    table = Table(box=None, title="Writing tokens, dense against pruned in turn", title_justify="left")
-    for column in ("prompt", "model", "prefill, ms", "ms per token", "speed-up (95 %)", "tokens/s", "cache per token"):
-        table.add_column(column)
+    found = []
     for row in rows:
         where = shape(row)
         for name, token in row.token.items():
             faster = ratio(row.token_speedups[name]) if name in row.token_speedups else ""
-            table.add_row(
+            found.append((
                 where, name, f"{row.prefill[name].median:.2f}", f"{token.median:.2f}", faster,
                 f"{row.tokens_per_second[name]:,.1f}", cache(row.cache[name]),
-            )  # fmt: skip
+            ))  # fmt: skip
             where = ""
     console.result("")
-    console.table(table)
+    head = ("prompt", "model", "prefill, ms", "ms per token", "speed-up (95 %)", "tokens/s", "cache per token")
+    console.table(_table("Generation, dense against pruned in turn", head, found))
 
 
 def print_energy(console: Console, row: EnergyRow | None) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import jinja2
 
 from headprune import checkpoint
@@ -19,8 +22,10 @@ def write_cards(folder: RunFolder) -> None:
     """Write into the models' cards what the run measured of each."""
     run, metrics = folder.read_run(), folder.read_metrics()
     if metrics is not None:
+        data = run.options.data.dataset
+        of_hub = data if re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not Path(data).exists() else None
         for budget in metrics.budgets:
-            checkpoint.add_figures(folder.path / budget.checkpoint, markdown.card(run, metrics, budget))
+            checkpoint.add_figures(folder.path / budget.checkpoint, markdown.card(run, metrics, budget), of_hub)
 
 
 def write(folder: RunFolder) -> None:
