@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import headprune as hp
 from tests.support.checks import check
-from tests.support.textbook import CLASSES, Classifier, HeadsFirst, hidden, made, tokens
+from tests.support.textbook import CLASSES, BertSelfAttention, Classifier, HeadsFirst, hidden, made, tokens
 from tests.support.zoo import randomise
 
 
@@ -58,3 +59,39 @@ def test_heads_first_in_the_batch_dimension() -> None:
     model = randomise(Classifier(HeadsFirst(), HeadsFirst(), 32, 3))
     layers = hp.find_attention(model, hidden(32))
     check(model, hidden(32), {layers[0].name: [1, 2], layers[1].name: [3]})
+
+
+class Head(nn.Module):
+    """A head is a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.query(x) @ self.key(x).mT / 8**0.5).softmax(-1) @ self.value(x)
+
+
+class Heads(nn.Module):
+    """Their results side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.proj = nn.ModuleList(Head() for _ in range(4)), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
+
+
+def test_heads_that_are_modules_are_told() -> None:
+    """They were not seen, and beside another layer left out without a word."""
+    model = randomise(nn.Sequential(Heads(), nn.LayerNorm(32), BertSelfAttention(1, 4, 8)))
+    layers = hp.find_attention(model, hidden(32))
+    assert [(a.name, a.num_heads, a.prunable) for a in layers] == [
+        *((f"0.heads.{i}", 1, False) for i in range(4)), ("2", 4, True),
+    ]  # fmt: skip
+    assert all("a head by itself in a list of modules" in a.reason for a in layers[:4])
+    check(model, hidden(32), {"2": [1]})
+    with pytest.raises(hp.HeadPruneError, match=r"0\.heads\.0 cannot be pruned: it is a head by itself"):
+        hp.prune(model, {"0.heads.0": [0]}, hidden(32))
+    assert [a.prunable for a in hp.find_attention(Heads(), hidden(32))] == [False] * 4

@@ -260,6 +260,7 @@ class Tracer(TorchFunctionMode):
         self.reader.forget()
         heads = self.reader.heads_in(scores)
         if heads is None:
+            self._note_lone_head(scores)
             return out
         out = out.movedim(dim, -1)
         result: Tensor = out.detach().requires_grad_()
@@ -274,6 +275,22 @@ class Tracer(TorchFunctionMode):
         attention.query_rows = self._read(attention, scores, heads)
         self._note_sources(attention, scores, scores)
         return result.clone().movedim(-1, dim)
+
+    def _note_lone_head(self, scores: Tensor) -> None:
+        """Attention of one head ``[batch, queries, keys]`` by an entry of a list of modules, as textbooks write a head: note that it is there."""
+        name = self._attention_module()
+        listed = isinstance(self.modules.get(name.rpartition(".")[0]), nn.ModuleList)
+        if not listed or scores.ndim != 3 or not self.reader.compares_tokens(scores[0, -1]):
+            return
+        heads = Heads(0, (tuple(range(scores.shape[0])),))
+        attention = Attention(
+            name, tuple(self.running), scores, heads, causal=False, fused=False, tokens=scores.shape[-2]
+        )
+        self._read(attention, scores, heads)
+        attention.reason = (
+            "it is a head by itself in a list of modules, and headprune removes heads from within a module"
+        )
+        self.found.append(attention)
 
     def _match_output(self, owner: str, as_module: bool, source: Tensor, dim: int) -> bool:
         """Note a linear layer as W_O of every attention that its input ``source`` depends on; returns whether there is one."""
