@@ -71,6 +71,8 @@ def guesses(model: nn.Module) -> list[Form]:
             for name in ("input_values", "input_features")
         },
     }
+    if ids is not None and hasattr(config, "vision_config"):  # CLIP and its like ask for both
+        asked["input_ids"].append({"input_ids": ids, "pixel_values": torch.empty(ROWS, channels, height, width)})
     found = []
     for example in asked.get(str(model.main_input_name), []):
         if any(v is None for v in example.values()):

@@ -350,3 +350,59 @@ def test_sounds_are_classified_whatever_the_class_is_called(kind: str, here: Pat
         run("score", "model", "-d", write_jsonl(here / "x.jsonl", rows), "-m", "gradient", "-q", "--json").stdout
     )
     assert json.loads((Path(document["folder"]) / "run.json").read_text())["model"]["task"] == "audio-classification"
+
+
+def test_what_needs_no_label_works_without_labels(bert_folder: Path, here: Path) -> None:
+    """Every command wanted a column of labels, also to score by the dense model's answers, or by what reads no loss."""
+    rows: list[dict[str, object]] = [{"text": row["text"]} for row in sentences(30, seed=0)]
+    plain = write_jsonl(here / "plain.jsonl", rows)
+    odd = write_jsonl(here / "odd.jsonl", [{**row, "label": "of another task"} for row in rows])
+    hidden = write_jsonl(here / "hidden.jsonl", [{**row, "label": -1} for row in rows])
+    refused = run("score", bert_folder, "-d", plain, "-m", "ablation", code=1)
+    assert "No column looks like the label" in refused.stderr
+    assert "score --distil" in refused.stderr
+    values = []
+    for i, data in enumerate((plain, odd, hidden)):
+        run("score", bert_folder, "-d", data, "-m", "ablation", "--distil", "-o", f"run{i}", "-q")
+        (made,) = json.loads((here / f"run{i}" / "scores.json").read_text())["scores"]
+        assert made["details"]["loss"] == "divergence (KL) from the dense model's answers"
+        values.append(made["values"])
+    assert values[0] == values[1] == values[2]
+    run("score", bert_folder, "-d", plain, "-m", "entropy", "-m", "weight-norm", "-o", "other", "-q")
+
+
+def test_base_models_are_looked_at(here: Path) -> None:
+    """They were refused, since their class names no task: no head on top is needed to look at heads."""
+    randomise(tf.BertModel(tf.BertConfig(**common()))).save_pretrained("bert")
+    tokenizer().save_pretrained("bert")
+    config = tf.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4
+    )
+    randomise(tf.ViTModel(config)).save_pretrained("vit")
+    for name in ("bert", "vit"):
+        layers = json.loads(run("inspect", name, "--json").stdout)["layers"]
+        assert [layer["num_heads"] for layer in layers] == [4, 4]
+    plain = write_jsonl(here / "plain.jsonl", [{"text": row["text"]} for row in sentences(30, seed=0)])
+    for what in (["--text", "good film"], ["-d", plain]):
+        shown = json.loads(run("show", "bert", *what, "--json").stdout)
+        assert [len(layer["heads"]) for layer in shown["layers"]] == [4, 4]
+    assert "Say it with --task" in run("score", "bert", "-d", plain, code=1).stderr
+
+
+@pytest.mark.parametrize("to", ["onnx", "gguf"])
+def test_a_name_without_the_formats_suffix_is_refused_before_any_work(to: str, here: Path) -> None:
+    """The engine's library refused it once everything was done."""
+    pytest.importorskip(to)
+    refused = run("export", here / "no-such-model", "--to", to, "-o", "model-1.5", code=1)
+    assert f"Name it model-1.5.{to}." in refused.stderr
+
+
+def test_a_folder_without_a_tokenizer_is_exported(bert_folder: Path, here: Path) -> None:
+    pytest.importorskip("onnx")
+    model = tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
+    example = dict(tokenizer()("good film is the plot", return_tensors="pt"))
+    hp.prune(model, {"L0": [0]}, example)
+    hp.save(model, here / "model")
+    result = run("export", "model", "--to", "onnx")
+    assert (here / "model.onnx").is_file()
+    assert "tokenizer" in result.stderr

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from headprune.app.named import check_source
 from headprune.app.precision import half_of, holds, widen
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
-from headprune.forms import sound_shapes
-from headprune.inputs import model_device
+from headprune.forms import as_stored, guesses, made, sound_shapes
+from headprune.inputs import map_tensors, model_device, move
 from headprune.offload import aligned
 
 
@@ -41,7 +42,7 @@ class Task:
     @property
     def auto_class(self) -> str:
         """The name of transformers' Auto class."""
-        return f"AutoModelFor{self.head}"
+        return f"AutoModelFor{self.head}" if self.head else "AutoModel"
 
     def fits(self, architecture: str) -> bool:
         """Whether a model's class does this, by its name."""
@@ -62,6 +63,8 @@ TASKS = {
         Task("seq2seq", "Seq2SeqLM", "text", "perplexity", ("ForConditionalGeneration",)),
     )
 }
+_BASE = Task("base", "", "text", "")
+_MODALITIES = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}  # by the first input's name
 _SPEECH_TYPES = {"whisper", "speech_to_text", "moonshine", "speecht5"}
 
 
@@ -100,7 +103,8 @@ def load_model(
     dtype: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
-    with_processor: bool = True,
+    with_processor: bool | None = True,
+    any_task: bool = False,
     placing: checkpoint.Placing | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face model, a local folder, or a folder that `headprune.save` wrote.
@@ -112,7 +116,8 @@ def load_model(
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``; ``"auto"`` is the stored one, but float32 on a CPU.
         trust_remote_code: Whether code that comes with the model may run. Pass on only what the user said for this run,
             never what a file says.
-        with_processor: Whether to load a tokenizer or image processor too.
+        with_processor: Whether to load a tokenizer or image processor too; None: where there is one, with a note where there is none.
+        any_task: Take a model of no task (a base model, without a head) or of another one too: its task is then ``"base"``.
         placing: Where the weights go, if not all onto ``device``.
 
     Raises:
@@ -127,7 +132,7 @@ def load_model(
     wanted = _dtype(dtype, where)
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = config_of(source, common)
-    kind = task_of(config, task, source)
+    kind = task_of(config, task, source, any_task)
     half = half_of(config) if dtype == "auto" and wanted == torch.float32 else None
     ours = checkpoint.is_checkpoint(source)  # whose code is for those without headprune
     if ours:
@@ -143,10 +148,17 @@ def load_model(
         aligned(model) if placing else model.to(where)
     model.eval()
     _check_numbers(model, source)
-    processor = processor_of(source, kind, common) if with_processor else None
+    if kind is _BASE:
+        kind = replace(kind, modality=_MODALITIES.get(str(getattr(model, "main_input_name", "")), "text"))
+    processor, notes = None, []
+    try:
+        processor = processor_of(source, kind, common) if with_processor is not False else None
+    except HeadPruneError as error:
+        if with_processor:
+            raise
+        notes.append(str(error.args[0]))
     if kind.modality == "text" and processor is not None:
         set_padding(model.config, processor.pad_token_id)
-    notes = []
     if source != named:
         notes.append(
             f"{named} is a run folder: the model in it that was pruned already, {Path(source).name}, is taken. (To keep another number of the "
@@ -260,27 +272,47 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
         length: Tokens per example, for texts.
     """
     config = loaded.config
+    if loaded.task.name == _BASE.name:
+        return _guessed(loaded)
     generator = torch.Generator().manual_seed(0)
     first, device = next(p for p in loaded.model.parameters() if p.is_floating_point()), model_device(loaded.model)
     if loaded.task.modality == "text":
         vocabulary = config.get_text_config().vocab_size
         low = min(10, vocabulary - 1)
         ids = torch.randint(low, vocabulary, (batch, length), generator=generator)
-        made = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if config.is_encoder_decoder:
-            made["decoder_input_ids"] = ids
+            given["decoder_input_ids"] = ids
     elif loaded.task.modality == "image":
         size = getattr(config, "image_size", None) or _USUAL_IMAGE  # a model of convolutions need not name one
         height, width = (size, size) if isinstance(size, int) else size
-        made = {
+        given = {
             "pixel_values": torch.randn(batch, getattr(config, "num_channels", 3), height, width, generator=generator)
         }
     else:
         name = str(getattr(loaded.model, "main_input_name", "input_values"))
-        made = {name: torch.randn(batch, *sound_shapes(config, name, 16000)[0], generator=generator)}
+        given = {name: torch.randn(batch, *sound_shapes(config, name, 16000)[0], generator=generator)}
         if loaded.task.name == "speech-seq2seq":
-            made["decoder_input_ids"] = torch.full((batch, length), config.decoder_start_token_id)
-    return {k: v.to(device, first.dtype) if v.is_floating_point() else v.to(device) for k, v in made.items()}
+            given["decoder_input_ids"] = torch.full((batch, length), config.decoder_start_token_id)
+    return {k: v.to(device, first.dtype) if v.is_floating_point() else v.to(device) for k, v in given.items()}
+
+
+def _guessed(loaded: LoadedModel) -> dict[str, Any]:
+    """An input of two rows by a model's config alone.
+
+    Raises:
+        HeadPruneError: The config does not tell what it takes.
+    """
+    for form in as_stored(loaded.model, guesses(loaded.model)):
+        example = map_tensors(made(form), lambda t: torch.cat([t, t.roll(1, -1)]) if len(t) == 1 else t)
+        example = move(example, model_device(loaded.model))
+        with suppress(Exception), torch.no_grad():  # a model may refuse an input with any error
+            loaded.model(**example)
+            return dict(example)
+    raise HeadPruneError(
+        f"It is not known what {type(loaded.model).__name__} takes.",
+        f"Say what it is for with --task: {', '.join(TASKS)}.",
+    )
 
 
 def check_length(loaded: LoadedModel, length: int) -> None:
@@ -345,7 +377,7 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     return known[dtype]
 
 
-def task_of(config: Any, task: str | None, source: str) -> Task:
+def task_of(config: Any, task: str | None, source: str, any_task: bool = False) -> Task:
     if task is not None:
         return TASKS[task]
     named = getattr(config, "architectures", None)
@@ -359,6 +391,8 @@ def task_of(config: Any, task: str | None, source: str) -> Task:
             if kind.name == "seq2seq" and not config.is_encoder_decoder:
                 return TASKS["causal-lm"]  # Gemma 3 and others that look at images too
             return kind
+    if any_task:
+        return _BASE
     raise HeadPruneError(
         f"The task of {source} cannot be read from its architecture ({architecture or 'none given'}).",
         f"Say it with --task: {', '.join(TASKS)}.",

@@ -76,8 +76,9 @@ def estimate(
         )
         if model is not None and not prunes:
             options = options_of(None, model, data, scoring, loading, seed, None, also, placing)
-            scene = workflow.open_scene(options, console)
-            _tell(console, workflow.estimate_score(scene, asked or list(DEFAULT_METHODS), limits))
+            methods = asked or list(DEFAULT_METHODS)
+            scene = workflow.open_scene(options, console, methods)
+            _tell(console, workflow.estimate_score(scene, methods, limits))
             return
         goal = goal_of(budgets, planning, no_repair=no_repair, finetune=finetune, method=method)
         source = None if budgets.plan and model and scores is None else source_of(model, scores, None, console)

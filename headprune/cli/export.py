@@ -51,7 +51,10 @@ def export(
         file = output or (source.parent if source.is_dir() else Path()) / f"{source.name}{chosen.suffix}"
         options = {name: value for name, value in {"pad": pad}.items() if value}
         exporting.check_asked(file, to, dtype or "float32", overwrite, options)
-        loaded = load_model(model, task=task, device="cpu", trust_remote_code=trust_remote_code)
+        loaded = load_model(
+            model, task=task, device="cpu", trust_remote_code=trust_remote_code, any_task=True,
+            with_processor=chosen.tokenizer or None,
+        )  # fmt: skip
         for note in loaded.notes:
             console.say(note)
         stored = str(loaded.stored or "float32").removeprefix("torch.")

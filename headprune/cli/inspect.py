@@ -20,7 +20,7 @@ def inspect(
         from headprune.app.models import dummy_input, load_model
         from headprune.trace import find_attention
 
-        loaded = load_model(model, **typed(loading), with_processor=False)
+        loaded = load_model(model, **typed(loading), with_processor=False, any_task=True)
         for note in loaded.notes:
             console.say(note)
         layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))

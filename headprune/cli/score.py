@@ -59,7 +59,7 @@ def score(
         choose = partial(runs.choose_folder, writing.output, Path(model.rstrip("/")).name, writing.overwrite, key)
         if writing.dry_run:
             folder = choose()
-            scene = workflow.open_scene(options, console)
+            scene = workflow.open_scene(options, console, methods)
             tables.print_layers(console, type(scene.model).__name__, scene.layers)
             console.result(f"Would score by {', '.join(methods)} and write {folder.path}. Nothing was written.")
             console.document(planned(folder, methods, scene))

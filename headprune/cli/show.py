@@ -45,7 +45,7 @@ def show(
         from headprune.app.seeing import look_at, of_image, of_text
         from headprune.trace import find_attention
 
-        loaded = load_model(model, **typed(loading))
+        loaded = load_model(model, **typed(loading), any_task=True)
         for note in loaded.notes:
             console.say(note)
         heads = None
@@ -81,7 +81,9 @@ def _over_data(loaded: LoadedModel, data: Data, seed: int, console: Console) -> 
     from headprune.trace import find_attention
 
     given = {k: v for k, v in vars(data).items() if v is not None}
-    parts = load_parts(DataOptions(**{"limit": _LIMIT, "report_limit": _LIMIT, "seed": seed, **given}), loaded)
+    parts = load_parts(
+        DataOptions(**{"limit": _LIMIT, "report_limit": _LIMIT, "seed": seed, **given}), loaded, labelled=False
+    )
     layers = find_attention(loaded.model, next(parts.score.batches(2)))
     with console.track("looking"):
         return look(loaded, parts.score, layers, seed)

@@ -154,6 +154,11 @@ def check_asked(path: Path, to: str, dtype: str, overwrite: bool, options: Itera
             f"There is no type {dtype!r} to store weights in ({chosen.name}).",
             f"Choose from {', '.join(chosen.dtypes)}.",
         )
+    if not chosen.folder and path.suffix != chosen.suffix and not path.is_dir():
+        raise HeadPruneError(
+            f"A file for {chosen.name} ends in {chosen.suffix}, and {path.name} does not.",
+            f"Name it {path.stem if path.suffix in {f.suffix for f in FORMATS.values()} else path.name}{chosen.suffix}.",
+        )
     if chosen.folder and path.is_file():
         raise HeadPruneError(f"{path} is a file.", "Name a folder with -o.")
     if path.is_dir() and not chosen.folder:

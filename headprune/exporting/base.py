@@ -78,6 +78,7 @@ class Format:
         as_stored: Whether weights are best stored as the model's folder has them; else in float32, since engines compute in what the
             file has, and few processors are fast in half precision.
         about: The first line of the writer's docstring.
+        tokenizer: Whether the file holds the model's tokenizer, so that there must be one.
         options: What can be asked of this format: the names of the writer's arguments by keyword alone.
     """
 
@@ -89,6 +90,7 @@ class Format:
     as_stored: bool
     write: Writer
     about: str
+    tokenizer: bool = False
     options: tuple[str, ...] = ()
 
     def check_options(self, options: Iterable[str]) -> None:
@@ -124,6 +126,7 @@ def exporter(
     folder: bool = False,
     dtypes: tuple[str, ...] = DTYPES,
     as_stored: bool = True,
+    tokenizer: bool = False,
 ) -> Callable[[Writer], Writer]:
     """Register a function that writes a format; the first line of its docstring describes it, and its arguments by keyword alone
     (with defaults) are what can be asked of it.
@@ -136,7 +139,7 @@ def exporter(
         given = inspect.signature(write).parameters.values()
         options = tuple(p.name for p in given if p.kind is p.KEYWORD_ONLY)
         about = (write.__doc__ or "").strip().partition("\n")[0]
-        FORMATS[name] = Format(name, suffix, folder, needs, dtypes, as_stored, write, about, options)
+        FORMATS[name] = Format(name, suffix, folder, needs, dtypes, as_stored, write, about, tokenizer, options)
         return write
 
     return register

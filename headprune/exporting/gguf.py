@@ -41,7 +41,7 @@ class Probe:
     answer: Tensor
 
 
-@exporter("gguf", ".gguf", needs=("gguf",))
+@exporter("gguf", ".gguf", needs=("gguf",), tokenizer=True)
 def gguf(request: Request) -> Exported:
     """A file for llama.cpp and what is built on it (Llama-like decoders, heads of any number in every layer)."""
     decoder = deci.decoder_of(request.model)

@@ -282,12 +282,17 @@ def rounded(values: Tensor) -> list[float]:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to score heads."""
+    """A way to score heads.
+
+    Attributes:
+        loss: Whether it reads the loss, and so labels, where there are any.
+    """
 
     name: str
     unit: str
     run: Callable[[Problem], Estimate]
     about: str
+    loss: bool = True
 
 
 METHODS: dict[str, Method] = {}
@@ -305,11 +310,13 @@ def method_named(name: str) -> Method:
     return METHODS[name]
 
 
-def method(name: str, unit: str) -> Callable[[Callable[[Problem], Estimate]], Callable[[Problem], Estimate]]:
+def method(
+    name: str, unit: str, *, loss: bool = True
+) -> Callable[[Callable[[Problem], Estimate]], Callable[[Problem], Estimate]]:
     """Register a scoring method under a name; the first line of its docstring describes it."""
 
     def register(run: Callable[[Problem], Estimate]) -> Callable[[Problem], Estimate]:
-        METHODS[name] = Method(name, unit, run, (run.__doc__ or "").strip().partition("\n")[0])
+        METHODS[name] = Method(name, unit, run, (run.__doc__ or "").strip().partition("\n")[0], loss)
         return run
 
     return register

@@ -7,7 +7,7 @@ import torch
 from headprune.scoring.base import Estimate, Problem, method
 
 
-@method("random", unit="none (a uniform draw)")
+@method("random", unit="none (a uniform draw)", loss=False)
 def random(problem: Problem) -> Estimate:
     """Uniform draws from the seed. A method is worth its time only where it beats this.
 

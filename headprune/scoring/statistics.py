@@ -28,7 +28,7 @@ Measure = Callable[[Any, int], Tensor]
 """(batch, its examples) to ``[examples, heads + 1]``, float64: the heads' values, and the loss."""
 
 
-@method("entropy", unit="negative entropy of a query's attention (nats), mean")
+@method("entropy", unit="negative entropy of a query's attention (nats), mean", loss=False)
 def entropy(problem: Problem) -> Estimate:
     """Minus the entropy of the attention of a head, as Clark et al. (2019) plot it: focused heads come first.
 
@@ -39,7 +39,7 @@ def entropy(problem: Problem) -> Estimate:
     return Estimate.mean_of(_of_maps(problem, "entropy", lambda weights: -torch.special.entr(weights).sum(dim=-1)))
 
 
-@method("confidence", unit="largest attention weight of a query, mean")
+@method("confidence", unit="largest attention weight of a query, mean", loss=False)
 def confidence(problem: Problem) -> Estimate:
     """Voita et al. (2019): the mean over queries of a head's largest attention weight.
 
@@ -50,7 +50,7 @@ def confidence(problem: Problem) -> Estimate:
     return Estimate.mean_of(_of_maps(problem, "confidence", lambda weights: weights.amax(dim=-1)))
 
 
-@method("output-norm", unit="L2 norm of what the head adds to a token's residual stream, mean")
+@method("output-norm", unit="L2 norm of what the head adds to a token's residual stream, mean", loss=False)
 def output_norm(problem: Problem) -> Estimate:
     """The mean over tokens of ``||W_O[:, h] x_h||``, x_h being a head's output, after Kobayashi et al. (2020).
 
@@ -78,7 +78,7 @@ def output_norm(problem: Problem) -> Estimate:
     return Estimate.mean_of(_samples(problem, "output-norm", _separable(problem), measure), **details)
 
 
-@method("weight-norm", unit="Frobenius norm of the head's columns of W_O")
+@method("weight-norm", unit="Frobenius norm of the head's columns of W_O", loss=False)
 def weight_norm(problem: Problem) -> Estimate:
     """Magnitude: ``||W_O[:, h]||_F``, the smallest weights being pruned first as in Han et al. (2015), without any data.
 

@@ -15,7 +15,9 @@ _CHOOSE_SPLITS = ("validation", "valid", "val", "dev", "eval", "validation_match
 _REPORT_SPLITS = ("test", *_CHOOSE_SPLITS)
 
 
-def cut_rows(splits: Mapping[str, Any], options: DataOptions) -> tuple[dict[str, tuple[str, list[int]]], list[str]]:
+def cut_rows(
+    splits: Mapping[str, Any], options: DataOptions, labelled: bool = True
+) -> tuple[dict[str, tuple[str, list[int]]], list[str]]:
     """Rows for each part: from the dataset's own splits, or cut by seed where there are too few.
 
     Returns:
@@ -25,6 +27,9 @@ def cut_rows(splits: Mapping[str, Any], options: DataOptions) -> tuple[dict[str,
         HeadPruneError: No labelled rows, or no such split.
     """
     usable = {name: data for name, data in splits.items() if len(data) and not hidden_labels(data)}
+    named = {options.split, options.choose_split, options.report_split} - {None}
+    if not labelled and (not usable or not named <= usable.keys()):  # else the same rows as where labels are needed
+        usable = {name: data for name, data in splits.items() if len(data)}
     hidden = [name for name, data in splits.items() if len(data) and name not in usable]
     notes = [f"The labels of {place(options.dataset, name)} are hidden (-1), so it is not used." for name in hidden]
     if not usable:

@@ -10,7 +10,7 @@ from typing import Any
 
 from headprune.amounts import example_count
 from headprune.app.data.cutting import cut_rows, reported_of, shuffled
-from headprune.app.data.encoders import ENCODERS
+from headprune.app.data.encoders import encoder_of
 from headprune.app.data.encoders.language import CausalLM, MaskedLM
 from headprune.app.data.options import DataOptions
 from headprune.app.data.part import OnDemand, Part, Parts, content_hash
@@ -21,15 +21,18 @@ from headprune.errors import HeadPruneError, first_line
 PLAIN_TEXT = Path(__file__).parent / "plain-english.txt"  # a passage a line; its source is in plain-english.md
 
 
-def load_parts(options: DataOptions, loaded: LoadedModel) -> Parts:
+def load_parts(options: DataOptions, loaded: LoadedModel, labelled: bool = True) -> Parts:
     """Read, cut and encode the data.
+
+    Args:
+        labelled: Whether every example must have a label; else labels that are there are still taken.
 
     Raises:
         HeadPruneError: No such dataset or column, an empty part, labels that don't fit the model.
     """
-    reader = _Reader(options, loaded)
+    reader = _Reader(options, loaded, labelled=labelled)
     encoder = reader.encoder
-    rows_of, notes = cut_rows(reader.splits, options)
+    rows_of, notes = cut_rows(reader.splits, options, labelled)
     parts, chosen = {}, {}
     seen: set[str] = set()
     for name, (split, rows) in rows_of.items():
@@ -104,7 +107,7 @@ def load_also(options: DataOptions, loaded: LoadedModel, parts: Parts) -> Parts:
     Raises:
         HeadPruneError: As `load_parts`.
     """
-    own = not options.also and ENCODERS[loaded.task.name] in (CausalLM, MaskedLM)
+    own = not options.also and encoder_of(loaded.task) in (CausalLM, MaskedLM)
     found, notes = [], list(parts.notes)
     for dataset in (str(PLAIN_TEXT),) if own else options.also:
         try:
@@ -185,10 +188,12 @@ class _Encoded:
 class _Reader:
     """A dataset's splits, and the encoder of the model's task for their rows."""
 
-    def __init__(self, options: DataOptions, loaded: LoadedModel, splits: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, options: DataOptions, loaded: LoadedModel, splits: dict[str, Any] | None = None, labelled: bool = True
+    ) -> None:
         self.dataset = options.dataset
         self.splits = read_splits(options.dataset, options.subset) if splits is None else splits
-        self.encoder = ENCODERS[loaded.task.name](options, loaded, next(iter(self.splits.values())).features)
+        self.encoder = encoder_of(loaded.task)(options, loaded, next(iter(self.splits.values())).features, labelled)
 
     def place(self, split: str) -> str:
         """A split's name in messages."""
@@ -223,6 +228,9 @@ class _Reader:
                 found.features.append(feature)
             else:
                 found.feature_hashes.append(content_hash(feature))
+        if not all("labels" in feature for feature in found.features):  # some have none, and need none
+            for feature in found.features:
+                feature.pop("labels", None)
         return found
 
     def _row(self, split: str, row: int) -> tuple[dict[str, Any] | str, bool]:

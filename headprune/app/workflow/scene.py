@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import first_rows
 from headprune.ranks import current
+from headprune.scoring import method_named
 from headprune.searching import Listener
 from headprune.trace import find_attention
 
@@ -62,8 +64,12 @@ class Scene:
         return {k: v for k, v in found.items() if k not in ("labels", "start_positions", "end_positions")}
 
 
-def open_scene(options: Options, console: Console) -> Scene:
-    """Load the model and the data, and find the heads."""
+def open_scene(options: Options, console: Console, methods: Sequence[str] | None = None) -> Scene:
+    """Load the model and the data, and find the heads.
+
+    Args:
+        methods: To score by, where that is all: labels need not be there if none of them reads them, or by `Options.distil`.
+    """
     options.check()
     if options.device_map is not None and current().size > 1:
         raise HeadPruneError(
@@ -80,7 +86,8 @@ def open_scene(options: Options, console: Console) -> Scene:
             "Use the Python API: headprune.score(model, batches).",
         )
     console.say(f"{type(loaded.model).__name__} for {loaded.task.name} on {placed(loaded.model)}")
-    parts = load_parts(options.data, loaded)
+    labelled = methods is None or (not options.distil and any(method_named(name).loss for name in methods))
+    parts = load_parts(options.data, loaded, labelled)
     columns = ", ".join(f"{what}: {name}" for what, name in parts.columns.items())
     sizes = ", ".join(f"{len(p)} to {p.name} ({p.split})" for p in (parts.score, parts.choose, parts.report))
     unused = sum(sum(p.left_out.values()) for p in (parts.score, parts.choose, parts.report))

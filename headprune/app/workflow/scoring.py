@@ -42,7 +42,7 @@ def score_run(
     started = time.monotonic()
     for name in methods:
         method_named(name)
-    scene = open_scene(options, console)
+    scene = open_scene(options, console, methods)
     if did(of := made_from(scene)):
         return scene, folder.read_scores()
     run = run_document(scene, methods, folder)

@@ -8,8 +8,9 @@ from headprune.app.data.encoders.base import Encoder
 from headprune.app.data.encoders.image import ImageClassification
 from headprune.app.data.encoders.language import CausalLM, MaskedLM
 from headprune.app.data.encoders.text import QuestionAnswering, Seq2Seq, SequenceClassification, TokenClassification
+from headprune.app.models import Task
 
-__all__ = ["ENCODERS", "Encoder"]
+__all__ = ["ENCODERS", "Encoder", "encoder_of"]
 
 ENCODERS: dict[str, type[Encoder]] = {
     "sequence-classification": SequenceClassification,
@@ -22,3 +23,11 @@ ENCODERS: dict[str, type[Encoder]] = {
     "audio-classification": AudioClassification,
     "speech-seq2seq": SpeechSeq2Seq,
 }
+
+
+def encoder_of(task: Task) -> type[Encoder]:
+    """A task's encoder; of a base model, the one that classifies what it takes, for data without labels."""
+    return ENCODERS[task.name if task.name in ENCODERS else _BASE[task.modality]]
+
+
+_BASE = {"text": "sequence-classification", "image": "image-classification", "audio": "audio-classification"}

@@ -46,13 +46,13 @@ class AudioEncoder(Encoder):
 class AudioClassification(AudioEncoder):
     def setup(self) -> None:
         super().setup()
-        self.label = self.class_column()
+        self.label = self.label_column()
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
         rate = self.processor.sampling_rate
         coded = self.processor(self.samples(example), sampling_rate=rate)
         feature = {k: torch.as_tensor(v[0]) for k, v in coded.items()}
-        return {**feature, "labels": self.classes.number(example[self.label])}
+        return {**feature, **self.labels(example, self.classes.number)}
 
 
 class SpeechSeq2Seq(AudioEncoder):

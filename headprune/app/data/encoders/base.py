@@ -24,10 +24,17 @@ CLASS_COLUMNS = (
 
 
 class Encoder:
-    """Turns rows into features, and features into batches."""
+    """Turns rows into features, and features into batches.
 
-    def __init__(self, options: DataOptions, loaded: LoadedModel, features: Mapping[str, Any]) -> None:
-        self.options = options
+    Args:
+        features: The columns, each with its type in the dataset.
+        labelled: Whether every example must have a label; else those that are there are still taken.
+    """
+
+    def __init__(
+        self, options: DataOptions, loaded: LoadedModel, features: Mapping[str, Any], labelled: bool = True
+    ) -> None:
+        self.options, self.labelled = options, labelled
         self.model = loaded.model
         self.config = loaded.config
         self.processor = loaded.processor
@@ -35,6 +42,7 @@ class Encoder:
         self.columns: dict[str, str] = {}
         self.notes: list[str] = []
         self.cut = False  # whether something of the last example was cut off
+        self.label: str | None = None  # the column of classes, or of answers
         self.setup()
         self.read(features)
 
@@ -82,9 +90,28 @@ class Encoder:
         self.columns[what] = found
         return found
 
-    def class_column(self, usual: Sequence[str] = CLASS_COLUMNS) -> str:
-        """The column of the classes."""
-        return self.column("label", "--label-column", self.options.label_column, usual)
+    def label_column(self, usual: Sequence[str] = CLASS_COLUMNS, what: str = "label") -> str | None:
+        """The column of the labels; None if there is none, and need not be."""
+        given = self.options.label_column
+        if given is None and not set(usual) & set(self.available):
+            if not self.labelled:
+                return None
+            raise HeadPruneError(
+                f"No column looks like the {what}: the columns are {', '.join(self.available)}.",
+                "Name it with --label-column; `score --distil` needs none.",
+            )
+        return self.column(what, "--label-column", given, usual)
+
+    def labels(self, example: Mapping[str, Any], make: Callable[[Any], Any]) -> dict[str, Any]:
+        """A label under the name that models take it by; nothing where there is none that fits, and need not be."""
+        if self.label is None:
+            return {}
+        try:
+            return {"labels": make(example[self.label])}
+        except HeadPruneError:
+            if self.labelled:
+                raise
+            return {}
 
     @cached_property
     def max_length(self) -> int:

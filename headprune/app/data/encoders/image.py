@@ -16,7 +16,7 @@ _IMAGE_COLUMNS = ("image", "img", "pixel_values", "picture")
 class ImageClassification(Encoder):
     def setup(self) -> None:
         self.image = self.column("image", "--text-column", self.options.text_column, _IMAGE_COLUMNS)
-        self.label = self.class_column()
+        self.label = self.label_column()
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
         image = example[self.image]
@@ -27,7 +27,7 @@ class ImageClassification(Encoder):
         if self.config.num_channels == 3 and getattr(image, "mode", "RGB") != "RGB":
             image = image.convert("RGB")
         pixels = self.processor(images=image, return_tensors="pt")["pixel_values"][0]
-        return {"pixel_values": pixels, "labels": self.classes.number(example[self.label])}
+        return {"pixel_values": pixels, **self.labels(example, self.classes.number)}
 
     def collate(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
         from transformers import default_data_collator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,39 +63,40 @@ class PerTokenEncoder(TextEncoder):
 class SequenceClassification(TextEncoder):
     def setup(self) -> None:
         super().setup()
-        self.label = self.class_column()
+        self.label = self.label_column()
         if gives_several(self.model):
             self.notes.append("Accuracy is that of single labels: a text counts once for each label that it may have.")
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any]:
-        label = example[self.label]
-        several = isinstance(label, list)
-        if several or gives_several(self.model):
-            value: Any = self.classes.several(label, any_number=regresses(self.model))
-        else:
-            value = self.classes.number(label)
-        return {**self.tokens(example), "labels": value}
+        return {**self.tokens(example), **self.labels(example, self._target)}
+
+    def _target(self, label: Any) -> Any:
+        if isinstance(label, list) or gives_several(self.model):
+            return self.classes.several(label, any_number=regresses(self.model))
+        return self.classes.number(label)
 
 
 class TokenClassification(PerTokenEncoder):
     def setup(self) -> None:
         super().setup()
-        self.label = self.class_column(CLASS_COLUMNS[::-1])
+        self.label = self.label_column(CLASS_COLUMNS[::-1])
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | str:
-        words, tags = example[self.text[0]], example[self.label]
-        if len(words) != len(tags):
-            raise HeadPruneError(f"{len(words)} words, but {len(tags)} labels.", "Check the two columns.")
+        words = example[self.text[0]]
         if not words:
             return "empty"
         coded = self.shortened(partial(self.processor, words, is_split_into_words=True))
-        labels, previous = [], None
-        for word in coded.word_ids():
-            # A word counts once, at its first token.
-            fresh = word is not None and word != previous
-            labels.append(self.classes.number(tags[word]) if fresh else IGNORED)
-            previous = word
-        return {**coded, "labels": labels}
+        return {**coded, **self.labels(example, lambda tags: self._targets(tags, len(words), coded.word_ids()))}
+
+    def _targets(self, tags: Any, words: int, owners: Sequence[int | None]) -> list[int | float]:
+        """A label for each token: that of its word for the word's first token, by which the word counts once."""
+        if not isinstance(tags, list) or len(tags) != words:
+            many = len(tags) if isinstance(tags, list) else "no"
+            raise HeadPruneError(f"{words} words, but {many} labels.", "Check the two columns.")
+        pairs = zip(owners, [None, *owners], strict=False)
+        return [
+            IGNORED if word is None or word == previous else self.classes.number(tags[word]) for word, previous in pairs
+        ]
 
 
 class QuestionAnswering(Encoder):
@@ -104,20 +105,22 @@ class QuestionAnswering(Encoder):
     def setup(self) -> None:
         self.question = self.column("question", "--text-column", None, ("question",))
         self.context = self.column("context", "--text-column", None, ("context", "passage"))
-        self.answers = self.column("answers", "--label-column", self.options.label_column, ("answers", "answer"))
+        self.label = self.label_column(("answers", "answer"), "answers")
         self.notes.append("Accuracy is the share of the answers' starts and ends that are found, each by itself.")
 
     def encode(self, example: Mapping[str, Any], row: int) -> dict[str, Any] | str:
-        answers = example[self.answers]
-        if not answers["text"]:
+        answers = None if self.label is None else example[self.label]
+        if self.label is not None and not (answers and answers["text"]):
             return "without an answer"
-        start = answers["answer_start"][0]
-        end = start + len(answers["text"][0])
         coded = self.shortened(
             partial(self.processor, example[self.question], example[self.context], return_offsets_mapping=True),
             how="only_second",
         )
         offsets, sequence = coded.pop("offset_mapping"), coded.sequence_ids()
+        if answers is None:
+            return dict(coded)
+        start = answers["answer_start"][0]
+        end = start + len(answers["text"][0])
         inside = [
             i for i, (s, (a, b)) in enumerate(zip(sequence, offsets, strict=True)) if s == 1 and a < end and b > start
         ]
