@@ -365,7 +365,7 @@ def test_what_needs_no_label_works_without_labels(bert_folder: Path, here: Path)
     for i, data in enumerate((plain, odd, hidden)):
         run("score", bert_folder, "-d", data, "-m", "ablation", "--distil", "-o", f"run{i}", "-q")
         (made,) = json.loads((here / f"run{i}" / "scores.json").read_text())["scores"]
-        assert made["details"]["loss"] == "divergence (KL) from the dense model's answers"
+        assert made["details"]["loss"].startswith("divergence")
         values.append(made["values"])
     assert values[0] == values[1] == values[2]
     run("score", bert_folder, "-d", plain, "-m", "entropy", "-m", "weight-norm", "-o", "other", "-q")
