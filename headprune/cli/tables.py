@@ -215,13 +215,11 @@ def print_time(console: Console, rows: Sequence[TimeParts], timed: Sequence[Late
     from headprune.app.report.busy import disturbed
     from headprune.app.report.numbers import shape
 
-    found = []
-    for row in rows:
-        shares = (f"{share:.0%}" for share in row.shares.values())
-        found.append((shape(row), f"{row.total:.2f}", *shares, f"{max(row.bounds.values()):.2f}x"))
+    found = [("ms", *(f"{row.total:.2f}" for row in rows))]
+    found += [(part, *(f"{row.shares[part]:.0%}" for row in rows)) for part in rows[0].shares]
+    found.append(("at most, without heads", *(f"{max(row.bounds.values()):.2f}x" for row in rows)))
     console.result("")
-    head = ("input", "ms", *rows[0].parts, "at most, without heads")
-    console.table(_table("Where the dense model's time goes", head, found))
+    console.table(_table("Where the dense model's time goes", ("", *map(shape, rows)), found))
     for row in rows:
         if told := disturbed(row, timed):
             console.result(told)
