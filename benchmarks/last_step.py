@@ -4,7 +4,7 @@
     python benchmarks/last_step.py --only bert digits --repeat 5
 
 CPU time of the step (`headprune.repairing.steps.logits`, from the old weights in the place of the layers' fits, which are not timed) is divided by that of
-one forward pass of the dense model over the same examples, both taken in one process and in turn: so other work on the machine changes
+one forward pass of the dense model over the same examples (with the one that tries the step on the examples that choose, it is one more), both taken in one process and in turn: so other work on the machine changes
 both. Models are a BERT of 12 x 4 heads with 10 classes (random, as are its texts), minilm-rt with 2 (left out if it is not there),
 and the demo's ViT with 10.
 """
@@ -50,7 +50,6 @@ PARTS: dict[str, tuple[object, str]] = {
     "slopes": (Runner, "slopes_of"),
     "coordinates": (logits, "longest"),
     "solution": (logits, "solved"),
-    "check": (DenseAnswers, "distance"),
 }
 """What a step spends its time in, and what does it."""
 
@@ -166,7 +165,7 @@ def examine(subject: Subject, repeat: int) -> dict[str, Any]:
         for name, found in spent.items():
             passes[name].append(found / units[-1])
     return {
-        "examples": runner.examples, "directions": answers.count, "mixtures": answers.mixtures,
+        "examples": runner.examples, "directions": answers.count, "mixtures": bool(runner.mixtures),
         "forward_seconds": round(statistics.median(units), 3), "taken": all(done),
         "passes": {name: round(statistics.median(found), 2) for name, found in passes.items()},
     }  # fmt: skip

@@ -90,15 +90,15 @@ class Statistics:
     """What repair is fitted from, made once for a draw; its seconds count for everyone who uses it."""
 
     def __init__(self) -> None:
-        self.known: tuple[tuple[int, int, bool], Refit, float] | None = None
+        self.known: tuple[tuple[int, int], Refit, float] | None = None
 
-    def get(self, model: nn.Module, score: Any, layers: Any, seed: int, mixtures: bool = True) -> Refit:
-        key = id(model), seed, mixtures
+    def get(self, model: nn.Module, score: Any, layers: Any, seed: int) -> Refit:
+        key = id(model), seed
         if self.known and self.known[0] == key:
             baselines.gradients.saved += self.known[2]
         else:
             started = time.perf_counter()
-            calibration = reference.calibrate(model, layers, score, mixtures=mixtures)
+            calibration = reference.calibrate(model, layers, score)
             refit = Refit(reference.measure(calibration, answers=False))
             self.known = key, refit, time.perf_counter() - started
         return self.known[1]
@@ -115,7 +115,6 @@ class Searched:
         repair: Whether the kept heads are refitted, in the search and after it (without the last step).
         kinds: How heads that share key/value heads go; of several, what does best on the choosing part at a count, as
             `headprune prune` does it.
-        mixtures: Whether repair is fitted to mixtures of texts as well.
         effort: How much work the search may be (`headprune.planning.effort`).
     """
 
@@ -124,16 +123,15 @@ class Searched:
         strategy: str,
         repair: bool = True,
         kinds: Sequence[str] = (GROUPS, SLICES),
-        mixtures: bool = True,
         effort: str = "normal",
     ) -> None:
-        self.strategy, self.repair, self.kinds, self.mixtures = strategy, repair, kinds, mixtures
+        self.strategy, self.repair, self.kinds = strategy, repair, kinds
         self.effort = effort_named(effort)
         self.known: dict[tuple[int, int], tuple[list[Order], float]] = {}
 
     def __call__(self, model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
         drops = self.drops(model, score, layers, keep, seed)
-        refit = STATISTICS.get(model, score, layers, seed, self.mixtures) if self.repair else None
+        refit = STATISTICS.get(model, score, layers, seed) if self.repair else None
         return repaired(model, layers, nearest(model, layers, drops, refit, choose), refit)
 
     def drops(self, model: nn.Module, score: Any, layers: Any, keep: int, seed: int) -> list[Heads]:
@@ -142,7 +140,7 @@ class Searched:
         if key in self.known:
             baselines.gradients.saved += self.known[key][1]
         else:
-            refit = STATISTICS.get(model, score, layers, seed, self.mixtures) if self.repair else None
+            refit = STATISTICS.get(model, score, layers, seed) if self.repair else None
             started = time.perf_counter()
             search = Search(layers, seed=seed, model=model, batches=score, refit=refit, effort=self.effort)
             levels = LEVELS[sum(layer.num_heads for layer in layers)]
@@ -157,7 +155,7 @@ class Auto:
 
     Args:
         whole: Whether repair is what is reported: with the step towards the dense model's answers, and without those steps
-            that do no better on examples that they were not fitted to (`headprune.repairing.held_out`).
+            that do no better on the choosing part (`headprune.repairing.held_out`).
     """
 
     def __init__(self, *searches: Searched, whole: bool = True) -> None:
@@ -167,8 +165,9 @@ class Auto:
         drops = [drop for search in self.searches for drop in search.drops(model, score, layers, keep, seed)]
         gradient = hp.score(model, score, "gradient", layers=layers, seed=seed)
         drops.append(hp.plan(gradient, keep).drop)
-        refit = STATISTICS.get(model, score, layers, seed, self.searches[0].mixtures)
-        return repaired(model, layers, nearest(model, layers, drops, refit, choose), refit, self.whole)
+        refit = STATISTICS.get(model, score, layers, seed)
+        others = Fidelity(model, choose) if self.whole else None
+        return repaired(model, layers, nearest(model, layers, drops, refit, choose), refit, others)
 
 
 def nearest(model: nn.Module, layers: Any, drops: Sequence[Heads], refit: Refit | None, choose: Any) -> Heads:
@@ -184,10 +183,10 @@ def nearest(model: nn.Module, layers: Any, drops: Sequence[Heads], refit: Refit 
 
 @contextmanager
 def repaired(
-    model: nn.Module, layers: Any, drop: Heads, refit: Refit | None, whole: bool = False
+    model: nn.Module, layers: Any, drop: Heads, refit: Refit | None, choose: Fidelity | None = None
 ) -> Iterator[nn.Module]:
-    """The model without these heads, the others refitted: layer by layer, or by all of repair."""
-    weights = (checked(refit.with_answers(), drop) if whole else refit.fitted(drop)) if refit else None
+    """The model without these heads, the others refitted: layer by layer, or by all of repair, which ``choose`` checks."""
+    weights = (checked(refit.with_answers(), drop, choose) if choose else refit.fitted(drop)) if refit else None
     with refit.applied(weights) if refit and weights else nullcontext(), mask(model, drop, layers=layers):
         yield model
 
@@ -198,11 +197,9 @@ METHODS: dict[str, Run] = {
     **{name: public(method) for name, method in baselines.METHODS.items()},
     **{f"headprune {name}": ranked(name) for name in ("gradient", "fisher", "l0")},
     "headprune re-scored, no repair": Searched("re-scored", repair=False),
-    "headprune re-scored, no mixtures": Searched("re-scored", mixtures=False),
     "headprune compensated": COMPENSATED,
     "headprune re-scored": RESCORED,
     "headprune auto, no last step": Auto(RESCORED, COMPENSATED, whole=False),
-    "headprune auto, no mixtures": Auto(*(Searched(s, mixtures=False) for s in ("re-scored", "compensated"))),
     "headprune auto, high effort": Auto(*(Searched(s, effort="high") for s in ("re-scored", "compensated"))),
     "headprune auto": Auto(RESCORED, COMPENSATED),
 }

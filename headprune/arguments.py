@@ -44,6 +44,28 @@ def listed(batches: Iterable[Any], name: str = "batches") -> list[Any]:
     return list(batches)
 
 
+def given_to_choose(choose: Iterable[Any], batches: Sequence[Any]) -> list[Any]:
+    """The batches of ``choose=`` that hold examples.
+
+    Raises:
+        HeadPruneError: There are none, or one is in ``batches`` too.
+    """
+    found = [batch for batch in listed(choose, "choose") if not is_empty(batch)]
+    if not found:
+        raise HeadPruneError(
+            "choose= holds no examples.",
+            "Pass other batches than batches=; a generator gives its batches only once, so not the same one twice.",
+        )
+    known = {content_of([batch]) for batch in batches}
+    twice = [i for i, batch in enumerate(found) if content_of([batch]) in known]
+    if twice:
+        raise HeadPruneError(
+            f"Batch {twice[0]} of choose= is one of batches=, too: it would choose by what was fitted to it.",
+            "Pass batches of other examples, or leave out choose=.",
+        )
+    return found
+
+
 @contextmanager
 def together(accelerator: Accelerator | None, model: nn.Module, batches: Sequence[Any]) -> Iterator[Ranks]:
     """The work on a model is shared out among an Accelerator's processes, while the context lasts; nothing changes with None.

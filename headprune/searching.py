@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from headprune.arguments import content_of, layers_for, listed, together
+from headprune.arguments import given_to_choose, layers_for, listed, together
 from headprune.attention import AttentionLayer
 from headprune.budgets import Budget, Fit, budget_of
 from headprune.budgets.subject import Subject
@@ -414,19 +414,7 @@ def _metric(model: nn.Module, chooses: Sequence[Any], loss_fn: LossFn | None) ->
 def parted(batches: list[Any], choose: Iterable[Any] | None, compares: bool) -> tuple[list[Any], list[Any]]:
     """The batches to fit to, and those to choose by: those that were given, or else every fourth, if any are needed."""
     if choose is not None:
-        chosen = [batch for batch in listed(choose, "choose") if not is_empty(batch)]
-        if not chosen:
-            raise HeadPruneError(
-                "choose= holds no examples.",
-                "Pass other batches than batches=; a generator gives its batches only once, so not the same one twice.",
-            )
-        known = {content_of([batch]) for batch in batches}
-        if twice := [i for i, batch in enumerate(chosen) if content_of([batch]) in known]:
-            raise HeadPruneError(
-                f"Batch {twice[0]} of choose= is one of batches=, too: plans would be compared on what they were fitted to.",
-                "Pass batches of other examples, or leave out choose=: every fourth batch is then set aside.",
-            )
-        return batches, chosen
+        return batches, given_to_choose(choose, batches)
     if not compares or len(batches) < 2:
         return batches, []
     aside = set(range(_SET_ASIDE - 1, len(batches), _SET_ASIDE)) or {len(batches) - 1}

@@ -108,7 +108,7 @@ class Trials:
     @cached_property
     def _fidelity(self) -> Fidelity:
         with self.calibration.weights.dense() if self.repair else nullcontext():
-            return Fidelity(self.model, self.choose)
+            return Fidelity(self.model, self.choose, self.calibration.weights.dense if self.repair else nullcontext)
 
     @property
     def written(self) -> Sequence[str]:
@@ -156,15 +156,15 @@ class Trials:
         """The model repaired, while the context lasts; what that did.
 
         Args:
-            whole: Whether as what is reported is: with the last step, and without those that do no better on examples that they
-                were not fitted to (`headprune.repairing.held_out`).
+            whole: Whether as what is reported is: with the last step, and without those that do no better on the examples that
+                choose (`headprune.repairing.held_out`).
         """
         if not self.repair or not any(drop.values()):
             yield None
             return
         refit = self._whole if whole else self.refit
         before = self.passes
-        weights = checked(refit, drop) if whole else refit.fitted(drop)
+        weights = checked(refit, drop, self._fidelity if self.choose else None) if whole else refit.fitted(drop)
         if not weights:
             yield None
             return

@@ -66,7 +66,7 @@ def test_the_example_of_a_step_repairs() -> None:
     exec(next(code for code in CODE if "Step(" in code), room)
     model, example = bert()
     refit = refit_of(model, hp.find_attention(model, example), [text(8, 9)])
-    found = checked(refit, {"bert.encoder.layer.0.attention.self": [1]}, [STEPS[0], room["STEP"]])
+    found = checked(refit, {"bert.encoder.layer.0.attention.self": [1]}, steps=[STEPS[0], room["STEP"]])
     assert [trial.step for trial in found.trials] == ["output projections", "stronger pull"]
 
 

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 import headprune as hp
-from headprune.reference.mixtures import blocks, crossed
+from headprune.reference.mixtures import block_of, mixed_texts
 from headprune.repairing import repair
 from headprune.rows import Rows
-from tests.support import zoo
-from tests.support.checks import state
 from tests.support.problems import small
 from tests.support.repairs import classifier, made, refit_of
 
@@ -28,44 +26,48 @@ def texts(lengths: list[int], left: bool = False) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(len(lengths))}
 
 
+@pytest.mark.parametrize("size", [13, 8, 5, 1])
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("shift", [1, 2, 3])
-def test_the_first_half_of_one_and_the_second_of_another(shift: int, left: bool) -> None:
+def test_the_first_half_of_one_and_the_second_of_another(shift: int, left: bool, size: int) -> None:
+    """In whatever batches they come."""
     lengths = [12, 7, 9, 12, 4, 3, 12, 2, 10, 12, 11, 5, 6]
-    found = crossed(texts(lengths, left), shift, Rows())
-    assert found is not None
-    mixed, rows = found
-    assert mixed.keys() == {"input_ids", "attention_mask"}
-    for text, mask, row in zip(mixed["input_ids"], mixed["attention_mask"], rows.tolist(), strict=True):
+    whole = texts(lengths, left)
+    batches = [{k: v[i : i + size] for k, v in whole.items()} for i in range(0, len(lengths), size)]
+    found = [m for m in mixed_texts(batches, Rows(), 3, 0) if m.shift == shift]
+    firsts = torch.cat([m.firsts for m in found]).tolist()
+    each = [
+        (text[mask.bool()].tolist(), mask)
+        for m in found
+        for text, mask in zip(m.inputs["input_ids"], m.inputs["attention_mask"], strict=True)
+    ]
+    assert all(m.inputs.keys() == {"input_ids", "attention_mask"} for m in found)
+
+    def tokens(row: int) -> list[int]:
+        return [int(t) for t in whole["input_ids"][row] if t]
+
+    for (text, mask), row in zip(each, firsts, strict=True):
         own = [r for r in range(len(lengths)) if r % 2 == row % 2 and r // 8 == row // 8]
         other = own[(own.index(row) + shift) % len(own)]
         assert other != row
-        both = min(lengths[row], lengths[other])
-        first = PLACES - both if left else 0
-        cut = first + both // 2
-        for place in range(PLACES):
-            source = row if place < cut else other
-            start = PLACES - lengths[source] if left else 0
-            real = start <= place < start + lengths[source]
-            assert int(mask[place]) == real
-            assert int(text[place]) == (100 * (source + 1) + place + 1 if real else 0)
+        half = min(lengths[row], lengths[other]) // 2
+        assert text == tokens(row)[:half] + tokens(other)[half:]
+        assert mask.tolist() == sorted(mask.tolist(), reverse=not left)
     # Everyone who has enough others in the block begins one.
     enough = [
         r
         for r in range(len(lengths))
         if len([o for o in range(len(lengths)) if o % 2 == r % 2 and o // 8 == r // 8]) > shift
     ]
-    assert rows.tolist() == enough
+    assert firsts == enough
 
 
 def test_blocks_are_of_one_parity() -> None:
-    for size in range(1, 30):
-        number = blocks(size)
-        for b in number.unique():
-            rows = torch.nonzero(number == b).flatten()
-            assert len(rows) <= 4
-            assert len(set((rows % 2).tolist())) == 1
-        assert int(number.max()) < size  # so that numbers of batches one after another differ
+    number = block_of(torch.arange(30))
+    for b in number.unique():
+        rows = torch.nonzero(number == b).flatten()
+        assert len(rows) <= 4
+        assert len(set((rows % 2).tolist())) == 1
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_blocks_are_of_one_parity() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_not(batch: Any) -> None:
-    assert crossed(batch, 1, Rows()) is None
+    assert mixed_texts([batch], Rows(), 1, 0) == []
 
 
 def test_a_causal_mask_is_no_padding() -> None:
@@ -89,8 +91,8 @@ def test_a_causal_mask_is_no_padding() -> None:
         "input_ids": torch.ones(8, 8, dtype=torch.long),
         "attention_mask": torch.ones(8, 8, dtype=torch.long).tril(),
     }
-    assert crossed(batch, 1, Rows()) is not None
-    assert crossed(batch, 1, Rows({("input_ids",): 0, ("attention_mask",): None})) is None
+    assert mixed_texts([batch], Rows(), 1, 0)
+    assert not mixed_texts([batch], Rows({("input_ids",): 0, ("attention_mask",): None}), 1, 0)
 
 
 def test_statistics_are_of_examples_and_mixtures() -> None:
@@ -110,26 +112,29 @@ def test_statistics_are_of_examples_and_mixtures() -> None:
 
 
 def test_no_mixture_is_of_two_folds() -> None:
-    """What is fitted to one half of the examples has seen nothing of the other."""
+    """What is fitted to one half of the examples has seen nothing of the other: every token tells its row."""
+    whole = texts([12, 7, 9, 12, 4, 3, 12, 2, 10, 12, 11, 5, 6])
+    for mixed in mixed_texts([{k: v[i : i + 5] for k, v in whole.items()} for i in (0, 5, 10)], Rows(), 3, 0):
+        for text, first in zip(mixed.inputs["input_ids"], mixed.firsts.tolist(), strict=True):
+            assert {(int(token) // 100 - 1) % 2 for token in text if token} == {first % 2}
     model, batches = classifier(3)
-    refit = refit_of(model, hp.find_attention(model, batches[0]), batches)
-    runner = refit.reference.runner
-    folds = {}
-    for index, batch in enumerate(batches):
-        folds |= {
-            (index, tuple(text.tolist())): int(f)
-            for text, f in zip(batch["input_ids"], runner.fold(index), strict=True)
-        }
-    assert set(folds.values()) == {0, 1}
-    for number, mixed in enumerate(runner.mixtures):
-        for text, fold in zip(mixed.inputs["input_ids"].tolist(), runner.fold(len(batches) + number), strict=True):
-            parents = [
-                f
-                for (index, own), f in folds.items()
-                if index == mixed.batch and (own[:2] == tuple(text[:2]) or own[-2:] == tuple(text[-2:]))
-            ]
-            assert len(parents) == 2
-            assert set(parents) == {int(fold)}
+    runner = refit_of(model, hp.find_attention(model, batches[0]), batches).reference.runner
+    for i, mixed in enumerate(runner.mixtures, start=len(batches)):
+        assert torch.equal(runner.fold(i), mixed.firsts % 2)
+
+
+@pytest.mark.parametrize("size", [32, 10, 7])
+def test_the_batch_size_changes_nothing(size: int) -> None:
+    """Neither the weights of a repair nor the plans of a search."""
+    model, batches = small()
+    whole = {k: torch.cat([b[k] for b in batches] * 4)[:32] for k in batches[0]}
+    whole["input_ids"] = torch.randint(5, 100, whole["input_ids"].shape, generator=torch.Generator().manual_seed(1))
+    parts = [{k: v[i : i + size] for k, v in whole.items()} for i in range(0, 32, size)]
+    layers = hp.find_attention(model, batches[0])
+    drop = {layers[0].name: [0], layers[1].name: [1]}
+    found = refit_of(model, layers, parts).fitted(drop)
+    for name, (weight, _) in refit_of(model, layers, [whole]).fitted(drop).by_module.items():
+        torch.testing.assert_close(found.by_module[name][0], weight, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "vit"])
@@ -166,28 +171,12 @@ def test_many_examples_have_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {m.shift for m in refit.reference.runner.mixtures} == shifts
 
 
-def test_it_can_be_left_out_and_is_told() -> None:
+def test_it_is_told() -> None:
     model, batches = small()
     layers = hp.find_attention(model, batches[0])
-    before = state(model)
-    drop = {layers[0].name: [0]}
-    found = repair(model, drop, batches, layers=layers, mixtures=False)
-    assert found.mixtures == 0
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(before[name])
-    found = repair(model, drop, batches, layers=layers)
+    found = repair(model, {layers[0].name: [0]}, batches, layers=layers)
     assert found.mixtures > 0
     assert found.to_json()["mixtures"] == found.mixtures
-
-
-def test_two_batches_of_other_sizes_give_the_same_mixtures() -> None:
-    """As long as these are multiples of eight, as the command line's are."""
-    whole = zoo.text(32, 9, seed=3)
-    found = crossed(whole, 1, Rows())
-    assert found is not None
-    parts = [crossed({k: v[i : i + 8] for k, v in whole.items()}, 1, Rows()) for i in range(0, 32, 8)]
-    assert torch.equal(found[0]["input_ids"], torch.cat([p[0]["input_ids"] for p in parts if p is not None]))
 
 
 def test_memory_that_ran_out_is_not_taken_for_a_model_that_does_not_take_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.divergence import Divergence
-from headprune.reference.answers import DenseAnswers
+from headprune.fidelity import Fidelity
 from headprune.reference.runner import Calls, Runner
 from headprune.repairing import Refit, Repair, Weights, checked, repair
 from headprune.repairing import held_out as room
@@ -84,15 +85,17 @@ def far(model: nn.Module, refit: Refit, weights: Weights, drop: dict[str, list[i
     return float((now.argmax(1) == y).float().mean()), float(Divergence(model, 0).between(dense, now, {}).mean())
 
 
+@pytest.mark.parametrize("others", [False, True])
 @pytest.mark.parametrize("examples", [4, 8, 40])
-def test_accuracy_of_what_was_not_fitted_does_not_fall(trained: Classifier, examples: int) -> None:
+def test_accuracy_of_what_was_not_fitted_does_not_fall(trained: Classifier, examples: int, others: bool) -> None:
     x, y = texts(examples, 5)
     batches = list(zip(x.split(16), y.split(16), strict=True))
     layers = hp.find_attention(trained, x)
     refit = refit_of(trained, layers, batches, answers=True)
+    choose = Fidelity(trained, [texts(examples, 6)[0]]) if others else None
     for pairs in DROPS:
         drop = drop_of(pairs)
-        found = checked(refit, drop)
+        found = checked(refit, drop, choose)
         before, after = far(trained, refit, Weights(), drop), far(trained, refit, found, drop)
         assert after[0] >= before[0] - 0.02
         assert after[1] <= before[1] * 1.1 + 0.02
@@ -102,20 +105,49 @@ def test_accuracy_of_what_was_not_fitted_does_not_fall(trained: Classifier, exam
             assert found.answers is None
 
 
-def test_what_does_better_is_kept(trained: Classifier) -> None:
+@pytest.mark.parametrize("others", [False, True])
+def test_what_does_better_is_kept(trained: Classifier, others: bool) -> None:
     x, y = texts(160, 5)
     layers = hp.find_attention(trained, x)
     refit = refit_of(trained, layers, [(x, y)], answers=True)
+    choose = Fidelity(trained, [texts(160, 6)[0]]) if others else None
     gains = 0
     for pairs in DROPS:
-        found = checked(refit, drop_of(pairs))
+        found = checked(refit, drop_of(pairs), choose)
         before, after = (far(trained, refit, w, drop_of(pairs))[1] for w in (Weights(), found))
         gains += after < 0.5 * before
     assert gains >= 2
 
 
-def test_the_comparison_by_hand(trained: Classifier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """W_O fitted to every other example, tried on those between, and the other way round."""
+def kl(dense: Tensor, now: Tensor) -> Tensor:
+    return F.kl_div(now.log_softmax(1), dense.log_softmax(1), log_target=True, reduction="none").sum(1)
+
+
+@torch.no_grad()
+def test_other_examples_decide(trained: Classifier) -> None:
+    """By the public names: what a trial says is the divergence there, without the step and with it."""
+    (x, y), (others, _) = texts(200, 5), texts(150, 6)
+    before, drop, layers = state(trained), drop_of(DROPS[2]), hp.find_attention(trained, x)
+    dense = trained(others)
+    with hp.mask(trained, drop, layers=layers):
+        masked = kl(dense, trained(others)).mean()
+    done = repair(trained, drop, [(x, y)], choose=[others[:100], others[100:]], layers=layers)
+    try:
+        with hp.mask(trained, drop, layers=layers):
+            repaired = kl(dense, trained(others)).mean()
+    finally:
+        trained.load_state_dict(before)
+    assert [t.step for t in done.trials] == ["output projections", "values", "answers"]
+    assert {t.examples for t in done.trials} == {150}
+    assert done.trials[0].before == pytest.approx(float(masked), rel=1e-4)
+    assert [t for t in done.trials if t.kept][-1].after == pytest.approx(float(repaired), rel=1e-4)
+    for one, next_ in pairwise(done.trials):
+        assert next_.before == (one.after if one.kept else one.before)
+        assert one.kept == (one.after < one.before)
+
+
+def test_without_others_it_is_estimated_by_cross_fitting(trained: Classifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third of the error on what was fitted to, and two thirds of the other half's: W_O fitted by hand to every other example."""
     noisy = Runner.recorded_with_weights  # goes by an example's number
 
     def alike(self: Runner, index: int) -> tuple[Calls, Calls, Calls]:
@@ -126,65 +158,51 @@ def test_the_comparison_by_hand(trained: Classifier, monkeypatch: pytest.MonkeyP
     x, _ = texts(10, 5)
     layers = hp.find_attention(trained, x)
     drop = {"attention.0": [0, 1]}
-    refit = refit_of(trained, layers, [x], values=False, ridge=0.1)
-    found = checked(refit, drop)
-    with torch.no_grad():
-        dense = trained(x)
-    each: dict[str, list[Tensor]] = {}
-    for fold in (0, 1):
-        rows = torch.arange(10) % 2 == fold
-        # The pull towards the old weights is the one that was given, so a fit to these rows alone is the same.
-        alone = refit_of(trained, layers, [x[rows].repeat_interleave(2, 0)], values=False, ridge=0.1)
-        weights = alone.fitted(drop)
-        for name, some in (("before", Weights()), ("after", weights)):
-            with alone.applied(some), hp.mask(trained, drop, layers=layers), torch.no_grad():
-                now = trained(x[~rows])
-            kl = F.kl_div(now.log_softmax(1), dense[~rows].log_softmax(1), log_target=True, reduction="none").sum(1)
-            each.setdefault(name, []).append(kl)
+    found = checked(refit_of(trained, layers, [x], values=False, ridge=0.1), drop)
+
+    def divergences(rows: Tensor, fitted: Tensor | None) -> Tensor:
+        """On some rows, of W_O as the pull that was given fits it to others."""
+        with torch.no_grad():
+            dense = trained(x[rows])
+        if fitted is None:
+            weights, alone = Weights(), refit_of(trained, layers, [x], values=False, ridge=0.1)
+        else:
+            alone = refit_of(trained, layers, [x[fitted].repeat_interleave(2, 0)], values=False, ridge=0.1)
+            weights = alone.fitted(drop)
+        with alone.applied(weights), hp.mask(trained, drop, layers=layers), torch.no_grad():
+            return kl(dense, trained(x[rows]))
+
+    every = torch.arange(10)
+    halves = torch.cat([divergences(every[fold::2], every[1 - fold :: 2]) for fold in (0, 1)])
     (trial,) = found.trials
     assert (trial.step, trial.examples) == ("output projections", 10)
-    assert trial.before == pytest.approx(float(torch.cat(each["before"]).mean()), rel=1e-4)
-    assert trial.after == pytest.approx(float(torch.cat(each["after"]).mean()), rel=1e-3)
+    assert trial.before == pytest.approx(float(divergences(every, None).mean()), rel=1e-4)
+    assert trial.after == pytest.approx(float(divergences(every, every).mean() + 2 * halves.mean()) / 3, rel=1e-3)
 
 
-def test_the_last_step_is_made_without_what_it_is_tried_on() -> None:
-    model, batches = small()
-    layers = hp.find_attention(model, batches[0])
-    x = {k: torch.cat([b[k] for b in batches] * 8) for k in batches[0]}  # 72 texts
-    refit = refit_of(model, layers, [{k: v[i : i + 24] for k, v in x.items()} for i in (0, 24, 48)], answers=True)
-    assert refit.reference.runner.mixtures
-    known = refit.reference.answers
-    assert isinstance(known, DenseAnswers)
-    held = {24 * index + row for index, own in known.apart.items() for row in own}
-    assert len(held) == 16  # a quarter, in whole chunks
-    rest = known.runner
-    assert rest.examples == 72 - 16
-    kept = torch.cat([b["input_ids"] for b in rest.batches])
-    assert torch.equal(kept, x["input_ids"][[i for i in range(72) if i not in held]])
-    for mixed in rest.mixtures:
-        begins = rest.batches[mixed.batch]["input_ids"][mixed.rows]
-        assert torch.equal(mixed.inputs["input_ids"][:, 0], begins[:, 0])
-    whole = sum(len(m.rows) for m in refit.reference.runner.mixtures)
-    assert sum(len(m.rows) for m in rest.mixtures) == whole * 56 // 72
-
-
-@pytest.mark.parametrize(("examples", "folds"), [(20, 2), (300, 1)])
-def test_it_costs_few_passes(trained: Classifier, examples: int, folds: int) -> None:
-    x, _ = texts(examples, 5)
-    refit = refit_of(trained, hp.find_attention(trained, x), list(x.split(50)))
-    refit.fitted(drop_of(DROPS[1]))
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_decision_costs_one_pass_or_two(trained: Classifier, passes: int) -> None:
+    """Over the examples that choose, the dense model's answers being known; and only the last step runs the model on the others."""
+    (x, _), (others, _) = texts(120, 5), texts(60, 6)
+    refit = refit_of(trained, hp.find_attention(trained, x), list(x.split(50)), answers=bool(passes))
+    choose, calls = Fidelity(trained, [others]), list[int]()
+    handle = trained.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
     before = refit.reference.runner.passes
-    checked(refit, drop_of(DROPS[2]))
-    assert (
-        refit.reference.runner.passes - before <= 4 * folds / 2 + 1e-9
-    )  # dense, without, W_O, values: on one half or both
+    found = checked(refit, drop_of(DROPS[2]), choose)
+    handle.remove()
+    over = calls.count(len(others)) - 1  # without any step
+    assert len(found.trials) == 2 + passes
+    assert 2 + passes <= over <= 2 + 2 * passes
+    assert refit.reference.runner.passes - before == (
+        2 if passes else 0
+    )  # forward, and backward for the one difference of two classes
 
 
 def test_chance_is_not_believed() -> None:
     g = torch.Generator().manual_seed(0)
-    for n in (2, 3, 8, 40, 100):
+    for n in (2, 3, 8, 40, 99):
         kept = sum(better(*torch.rand(2, n, generator=g, dtype=torch.float64)) for _ in range(400))
-        assert kept <= 400 * n / 200 + 20  # and what chance adds
+        assert kept <= 400 * (n / 100) ** 1.5 / 2 + 20  # and what chance adds
     one = torch.rand(8, generator=g, dtype=torch.float64) + 1
     assert better(one, one / 2)
     assert not better(one, one)
@@ -231,7 +249,7 @@ def test_given_ridges_are_compared_too() -> None:
     model, batches = small()
     duplicated(model)
     layers = hp.find_attention(model, batches[0])
-    done = repair(model, {layers[0].name: [1]}, batches, layers=layers, ridge=0.1)
+    done = repair(model, {layers[0].name: [1]}, batches * 4, layers=layers, ridge=0.1)
     assert done.trials[0].kept
     assert done.layers
     assert done.answers is None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.attention import Heads
+from headprune.inputs import call
 from headprune.reference import answers
 from headprune.reference.answers import _basis
 from headprune.repairing import Refit, Weights, repair
@@ -100,7 +101,6 @@ def test_the_step_is_the_ridge_regression(classes: int, problem: str | None) -> 
     assert found.answers.strength == best
     assert found.answers.held_out == pytest.approx(held_out[best], rel=1e-6)
     assert found.answers.before == pytest.approx(float(lacking.square().mean().sqrt()), rel=1e-9)
-    assert found.answers.after < found.answers.before
     step = found.answers.part * ridge(list(lacking), gradients, best * unit)
     for name, (kept, at) in where.items():
         (old, old_bias), (new, new_bias) = plain.by_module[name], found.by_module[name]
@@ -113,63 +113,29 @@ def test_the_step_is_the_ridge_regression(classes: int, problem: str | None) -> 
         )
 
 
-def test_mixtures_are_fitted_to_instead_and_those_that_have_a_half_in_common_are_left_out_together() -> None:
-    model, batches = classifier(3)
-    refit = found_refit(model, batches, mixtures=True)
-    plain, found = refit.fitted(DROP), fit_logits(refit, DROP)
-    # Made once more, by hand: who was mixed with whom.
-    seen: list[dict[str, Tensor]] = []
-    halves: list[set[int]] = []
-    starts, at = [], 0
-    for batch in batches:
-        starts.append(at)
-        at += len(batch["input_ids"])
-    for mixed in (m for m in refit.reference.runner.mixtures if m.shift == 1):
-        seen.append(mixed.inputs)
-        ids = batches[mixed.batch]["input_ids"]
-        for text in mixed.inputs["input_ids"]:
-            parents = {
-                starts[mixed.batch] + i
-                for i, own in enumerate(ids)
-                if torch.equal(text[:2], own[:2]) or torch.equal(text[-2:], own[-2:])
-            }
-            assert len(parents) == 2
-            halves.append(parents)
-    together = [set(own) for own in halves]
-    for _ in halves:
-        together = [set.union(*(other for other in together if own & other)) for own in together]
-    lacking, gradients, _ = by_hand(model, seen, refit, plain, None)
-    assert found.answers is not None
-    assert (found.answers.examples, found.answers.mixtures) == (len(halves), len(halves))
-    assert found.answers.before == pytest.approx(float(lacking.square().mean().sqrt()), rel=1e-9)
-    unit = float(torch.cat(gradients).square().sum(1).mean())
-    left = []
-    for i, own in enumerate(together):
-        rest = [j for j in range(len(halves)) if together[j] != own]
-        step = ridge([lacking[j] for j in rest], [gradients[j] for j in rest], found.answers.strength * unit)
-        left.append(lacking[i] - gradients[i] @ step)
-    assert found.answers.held_out == pytest.approx(float(torch.stack(left).square().mean().sqrt()), rel=1e-6)
-
-
-def test_where_few_can_be_mixed_the_examples_themselves_are_fitted_to() -> None:
-    model, batches = classifier(3)
-    pairs = [{k: v[i : i + 2] for k, v in b.items()} for b in batches[1:3] for i in range(0, len(b["input_ids"]), 2)]
-    found = fit_logits(found_refit(model, [batches[3], *pairs], mixtures=True), DROP)
-    assert found.answers is not None
-    assert (found.answers.examples, found.answers.mixtures) == (20, 0)
-
-
-def test_the_distance_is_what_is_said() -> None:
+def test_what_one_fold_alone_would_make() -> None:
+    """By hand: the same strength, and the rows of every other example."""
     model, batches = classifier(3)
     refit = found_refit(model, batches)
-    with torch.no_grad():
-        dense = torch.cat([model(**b).logits for b in batches])
-    found = fit_logits(refit, DROP)
+    plain, found = refit.fitted(DROP), fit_logits(refit, DROP)
+    lacking, gradients, where = by_hand(model, batches, refit, plain, None)
+    unit = float(torch.cat(gradients).square().sum(1).mean())
     assert found.answers is not None
-    with refit.applied(found), hp.mask(model, DROP, layers=refit.reference.layers), torch.no_grad():
-        gap = torch.cat([model(**b).logits for b in batches]) - dense
-    gap = gap - gap.mean(1, keepdim=True)
-    assert found.answers.after == pytest.approx(float((gap.square().sum(1) / 2).mean().sqrt()), rel=1e-9)
+    assert found.on_fold is not None
+    for fold in (0, 1):
+        step = ridge(list(lacking[fold::2]), gradients[fold::2], found.answers.strength * unit)
+        for name, (kept, at) in where.items():
+            (old, _), (new, _) = plain.by_module[name], found.on_fold(fold).by_module[name]
+            size = len(kept) * old.shape[1]
+            torch.testing.assert_close((new - old)[kept].flatten(), step[at : at + size], rtol=1e-5, atol=1e-8)
+
+
+def distance(model: nn.Module, example: Any, refit: Refit, weights: Weights, drop: Heads) -> float:
+    """Mean squared difference of the logits from the dense model's."""
+    with torch.no_grad():
+        dense = call(model, example).logits
+        with refit.applied(weights), hp.mask(model, drop, layers=refit.reference.layers):
+            return float((call(model, example).logits - dense).square().mean())
 
 
 @pytest.mark.parametrize("name", ["bert", "vit", "albert", "xlnet", "xlnet, square"])
@@ -185,8 +151,9 @@ def test_nearer_on_the_calibration_examples_and_removed_heads_stay_out(name: str
             gone[place.kept(drop)] = False
             assert not found.by_module[place.name][0][gone].any()
     if found.answers is not None:
-        assert found.answers.after < found.answers.before
         assert found.answers.held_out < found.answers.before
+        near = min(distance(model, example, refit, found.taken(part), drop) for part in (1.0, 0.25))  # type: ignore[misc]
+        assert near < distance(model, example, refit, plain, drop)
     assert same(model, before)
 
 
@@ -374,7 +341,7 @@ def test_with_some_directions_the_step_is_still_towards_the_answers(some: int, m
             gap = torch.cat([model(**b).logits for b in batches]) - dense
         gaps.append(float((gap - gap.mean(1, keepdim=True)).square().sum(1).mean() / 5) ** 0.5)
     # What is said of it is of all classes, all the same.
-    assert gaps == pytest.approx([found.answers.before, found.answers.after], rel=1e-6)
+    assert gaps[0] == pytest.approx(found.answers.before, rel=1e-6)
     assert gaps[1] < gaps[0]
 
 

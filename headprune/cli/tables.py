@@ -171,7 +171,7 @@ def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
     for b in metrics.budgets:
         if b.repair and (left_out := [t.step for t in b.repair.trials if not t.kept]):
             console.result(
-                f"{head_count(b.kept)}: repair of {', '.join(left_out)} did no better on held-out examples; left out."
+                f"{head_count(b.kept)}: repair of {', '.join(left_out)} did no better on the choosing examples; left out."
             )
     print_latency(console, metrics.latency.rows)
     print_time(console, metrics.time, metrics.latency.rows)

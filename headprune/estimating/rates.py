@@ -215,7 +215,7 @@ class Sampler:
         """What repair and search rest on. The load is the examples, each counted again for every mixture."""
         refit, meter = self._measured
         reference, runner = refit.reference, refit.reference.runner
-        mixed = sum(len(m.rows) for m in runner.mixtures)
+        mixed = sum(len(m.firsts) for m in runner.mixtures)
         load = self.load.times(1 + mixed / max(1, runner.examples))
         rate = self._rate(meter, *_LOOPS, load=load)
         # Block by block no call of the model comes to its end, which is what a meter counts.
@@ -321,9 +321,8 @@ def traits(model: nn.Module, layers: Sequence[AttentionLayer], batch: Any) -> tu
     except Exception:  # of a form that cannot be parted
         some = batch
     calibration = calibrate(model, layers, [some], values=False)
-    runner = calibration.runner.with_mixtures(1) if calibration.projections else calibration.runner
-    answers = dense_answers(runner)
-    return len(answers.basis) if isinstance(answers, DenseAnswers) else 0, bool(runner.mixtures)
+    answers = dense_answers(calibration.runner)
+    return len(answers.basis) if isinstance(answers, DenseAnswers) else 0, False
 
 
 # -- scoring methods that do not simply go through the examples once -------------------------------

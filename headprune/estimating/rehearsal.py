@@ -6,7 +6,6 @@ as they are. What is found on the way is made up: which heads go, and how good a
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,10 +25,9 @@ from headprune.fidelity import Fidelity
 from headprune.planning import Order, strategy_named
 from headprune.planning.effort import spread
 from headprune.planning.units import Unit
-from headprune.reference.answers import chosen, directions, set_apart
+from headprune.reference.answers import directions
 from headprune.reference.runner import Runner
 from headprune.repairing.refit import REMEMBERED
-from headprune.repairing.step import halves
 from headprune.trials import Results, Trials
 
 _LOSS = 0.01  # nats, that a made-up plan loses for every percent of the heads
@@ -69,7 +67,7 @@ class Rehearsal(Trials):
     def refit(self) -> Any:
         """Something that has the runner and no sums."""
         if self.repair:
-            self.ledger.add("statistics for repair", "statistics", Load.of(self.runner.everything))
+            self.ledger.add("statistics for repair", "statistics", Load.of(self.runner.batches))
         return SimpleNamespace(
             reference=SimpleNamespace(**vars(self.calibration), passes=0.0),
             model=self.model,
@@ -78,12 +76,7 @@ class Rehearsal(Trials):
 
     @cached_property
     def runner(self) -> Runner:
-        """The examples, with the mixtures of them that will be made."""
-        runner = copy.copy(self.calibration.runner)
-        runner.mixtures = (
-            tuple(runner.mixed(self.calibration.times)) if self.mixes and self.calibration.projections else ()
-        )
-        return runner
+        return self.calibration.runner
 
     @property
     def look(self) -> Callable[..., Tensor]:
@@ -160,23 +153,18 @@ class Rehearsal(Trials):
         runner, phase = self.calibration.runner, "repair"
         examples = Load.of(runner.batches)
         steps = 2 + bool(self.calibration.values)  # with none: the old weights; and the dense model's answers
-        for split in halves(self.refit):
-            self._fit(drop, again=True)
-            tried = examples.first(sum(map(len, split.examples.values())))
-            self.ledger.add(phase, "a pass", tried, 1 + steps, low=3)
-        apart = set_apart(self.runner) if self.answers else None
-        if apart is None:
+        self._fit(drop)
+        self.ledger.add(phase, "a pass", examples, 1 + steps, low=3)
+        if not self.answers:
             return
-        batches, _, _ = chosen(self.runner.without(apart))
-        some = Load.of(batches)
+        some = examples
         if not self._answered:
             self._answered = True
             self.ledger.add(phase, "a pass", some)
         count = directions(self.answers, int(some.examples))
         self.ledger.add(phase, gradients(count), some)
         self.solved.append((phase, int(some.examples) * count))
-        self.ledger.add(phase, "a pass", some, 1, low=0, high=3)  # shorter and shorter steps are tried
-        self.ledger.add(phase, "a pass", examples.first(sum(map(len, apart.values()))), 3, low=0)
+        self.ledger.add(phase, "a pass", some, 1, low=1, high=2)
 
     # -- made up -----------------------------------------------------------------------------------
 

@@ -15,12 +15,12 @@ from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.inputs import gathered, model_device
 from headprune.offload import is_offloaded
-from headprune.reference.answers import DenseAnswers, answers_apart
+from headprune.reference.answers import DenseAnswers, dense_answers
 from headprune.reference.blocks import Steps
 from headprune.reference.dense_weights import DenseWeights
 from headprune.reference.directions import Directions, find_directions, inputs_of_heads, room
 from headprune.reference.linearity import linear
-from headprune.reference.mixtures import crossed
+from headprune.reference.mixtures import mixed_texts
 from headprune.reference.moments import FOLDS, Moments, centred
 from headprune.reference.projections import OutputProjection, Values, output_projections
 from headprune.reference.runner import Calls, Runner, weighed
@@ -67,9 +67,8 @@ class Calibration:
         if not self.sums:
             return 0.0
         share = room(self.projections, self.values) if self.values else 0
-        rows = self.runner.rows
-        mixed = [crossed(batch, shift, rows) for batch in self.runner.batches for shift in range(1, self.times + 1)]
-        times = sum(len(each[1]) for each in mixed if each) / self.runner.examples
+        made = mixed_texts(self.runner.batches, self.runner.rows, self.times, 0)
+        times = sum(len(each.firsts) for each in made) / self.runner.examples
         return bool(share) + times + (3 + share) * (1 + times)
 
 
@@ -96,7 +95,7 @@ class DenseReference(Calibration):
         """This, and the dense model's answers."""
         before = self.runner.passes
         with self.weights.dense():
-            answers = answers_apart(self.runner)
+            answers = dense_answers(self.runner)
         return replace(self, answers=answers, passes=self.passes + self.runner.passes - before)
 
     def losing(self, drop: Heads) -> list[OutputProjection]:

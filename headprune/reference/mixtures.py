@@ -8,11 +8,13 @@ in our benchmark, and on a language model, which had not seen its examples, noth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from headprune.inputs import LABELS
 from headprune.rows import Rows
@@ -21,26 +23,72 @@ BLOCK = 4  # examples that are mixed with one another only, so that they can be 
 _TEXT = {"input_ids", "attention_mask", "token_type_ids"}
 
 
-def blocks(size: int) -> Tensor:
-    """The number of every row's block in a batch, ``[size]``: rows of one parity, as folds are (`headprune.reference.moments`)."""
-    rows = torch.arange(size)
-    return rows // 2 // BLOCK * 2 + rows % 2
+@dataclass(frozen=True)
+class Mixed:
+    """A batch of mixtures.
+
+    Attributes:
+        inputs: Without labels.
+        firsts: The numbers of the examples that they begin with, ``[mixtures]``.
+        shift: How far apart the two were in their block.
+    """
+
+    inputs: dict[str, Tensor]
+    firsts: Tensor
+    shift: int
 
 
-def crossed(batch: Any, shift: int, rows: Rows) -> tuple[dict[str, Tensor], Tensor] | None:
-    """Every text's beginning with the end of the one ``shift`` further in its block.
+def block_of(number: Tensor) -> Tensor:
+    """The number of an example's block: of one parity, as folds are (`headprune.reference.moments`)."""
+    return number // 2 // BLOCK * 2 + number % 2
 
-    Both are cut in the middle of where both have no padding.
+
+def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) -> list[Mixed]:
+    """Every text's first half with the second half of each of the ``times`` next ones in its block.
+
+    Both are cut in the middle of the shorter one. Which texts are mixed depends on their numbers alone, not on the batches that they come in.
 
     Args:
-        batch: Calibration examples, with labels or without.
-        shift: From 1.
-        rows: How examples lie in the batch.
+        batches: Calibration examples, with labels or without.
+        rows: How examples lie in the batches.
+        padding: The token to fill up with.
 
     Returns:
-        The new examples, without labels, and the rows that they begin with; None where there are none, or it is not known
-        how to cut.
+        Those of one shift behind one another, as many in a batch as in the one that they begin in; none where it is not known how to cut.
     """
+    texts: list[dict[str, Tensor]] = []
+    for batch in batches:
+        cut = _texts(batch, rows)
+        if cut is None:
+            return []
+        texts += cut
+    block = block_of(torch.arange(len(texts))).tolist()
+    members: dict[int, list[int]] = {}
+    for number in range(len(texts)):
+        members.setdefault(block[number], []).append(number)
+    left = any(_is_left_padded(batch) for batch in batches)
+    found = []
+    for shift in range(1, times + 1):
+        first = 0
+        for batch in batches:
+            numbers = range(first, first := first + rows.size(batch))
+            pairs = [
+                (number, own[(own.index(number) + shift) % len(own)])
+                for number in numbers
+                if len(own := members[block[number]]) > shift
+            ]
+            if pairs:
+                mixed = [_mixed(texts[one], texts[other]) for one, other in pairs]
+                inputs = {
+                    name: _padded([text[name] for text in mixed], padding if name == "input_ids" else 0, left)
+                    for name in mixed[0]
+                }
+                found.append(Mixed(inputs, torch.tensor([one for one, _ in pairs]), shift))
+    return found
+
+
+def _texts(batch: Any, rows: Rows) -> list[dict[str, Tensor]] | None:
+    """Of every example the tokens that are no padding, by the input's name."""
     if not isinstance(batch, Mapping):
         return None
     inputs = {k: v for k, v in batch.items() if k not in LABELS}
@@ -50,17 +98,19 @@ def crossed(batch: Any, shift: int, rows: Rows) -> tuple[dict[str, Tensor], Tens
         return None
     if any(rows.table(inputs, name) is None for name in inputs):
         return None
-    real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
-    block = blocks(len(real))
-    pairs = [
-        (int(row), int(own[(i + shift) % len(own)]))
-        for own in (torch.nonzero(block == b).flatten() for b in range(int(block.max()) + 1))
-        if len(own) > shift
-        for i, row in enumerate(own)
-    ]
-    if not pairs:
-        return None
-    firsts, others = torch.tensor(sorted(pairs)).T
-    both = (real[firsts] != 0) & (real[others] != 0)
-    before = both.cumsum(1) * 2 <= both.sum(1, keepdim=True)
-    return {name: torch.where(before, value[firsts], value[others]) for name, value in inputs.items()}, firsts
+    real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
+    return [{name: value[i, real[i]] for name, value in inputs.items()} for i in range(len(real))]
+
+
+def _mixed(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    cut = min(len(one["input_ids"]), len(other["input_ids"])) // 2
+    return {name: torch.cat([one[name][:cut], other[name][cut:]]) for name in one}
+
+
+def _is_left_padded(batch: Mapping[str, Tensor]) -> bool:
+    mask = batch.get("attention_mask")
+    return mask is not None and bool((mask[:, 0] == 0).any())
+
+
+def _padded(texts: Sequence[Tensor], value: int, left: bool) -> Tensor:
+    return pad_sequence(list(texts), batch_first=True, padding_value=value, padding_side="left" if left else "right")

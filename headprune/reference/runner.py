@@ -20,7 +20,7 @@ from headprune.loss import inputs_of
 from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention, full_precision, uncached, uncompiled
 from headprune.ranks import current
-from headprune.reference.mixtures import crossed
+from headprune.reference.mixtures import Mixed, mixed_texts
 from headprune.reference.moments import FOLDS
 from headprune.reference.projections import OutputProjection, Values, at
 from headprune.reference.token_weights import probe_of, widened
@@ -36,25 +36,6 @@ Calls = dict[str, list[Tensor]]
 """A tensor for every call of an output projection, by its name."""
 Seen = dict[str, list[tuple[Tensor, Tensor, list[Tensor]]]]
 """By output projection, of every call: the input, the output, and the slopes of some sums of the answers there."""
-Examples = dict[int, list[int]]
-"""Examples: their rows, by the number of their batch."""
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """Mixtures of a batch's examples.
-
-    Attributes:
-        batch: The number of that batch.
-        shift: How far apart they were in it (`crossed`).
-        inputs: Of the mixtures.
-        rows: The examples that they begin with.
-    """
-
-    batch: int
-    shift: int
-    inputs: dict[str, Tensor]
-    rows: Tensor
 
 
 class Stop(Exception):  # noqa: N818
@@ -141,7 +122,7 @@ class Runner:
             yield
 
     def first(self, index: int) -> int:
-        """The number of a batch's first example."""
+        """The number of the first example of a batch of `everything`."""
         return sum(map(self.rows.size, self.everything[:index]))
 
     @property
@@ -149,22 +130,27 @@ class Runner:
         """Batches of examples, and of mixtures behind them."""
         return [*self.batches, *(mixed.inputs for mixed in self.mixtures)]
 
+    def numbers(self, index: int) -> Tensor:
+        """The numbers of the examples of a batch of `everything`, of mixtures those that they begin with, ``[examples]``."""
+        if index >= len(self.batches):
+            return self.mixtures[index - len(self.batches)].firsts
+        return self.first(index) + torch.arange(self.rows.size(self.batches[index]))
+
     def fold(self, index: int) -> Tensor:
-        """On which side of a cross-validation every example of `everything` is, ``[examples]``."""
-        if index < len(self.batches):
-            return (self.first(index) + torch.arange(self.rows.size(self.batches[index]))) % FOLDS
-        mixed = self.mixtures[index - len(self.batches)]
-        return self.fold(mixed.batch)[mixed.rows]
+        """On which side of a cross-validation every example of a batch of `everything` is, ``[examples]``."""
+        return self.numbers(index) % FOLDS
 
     def with_mixtures(self, times: int) -> Runner:
         """With up to ``times`` mixtures of every example; none if the model does not take them, or gives not one answer a text."""
-        found, made = copy.copy(self), self.mixed(times)
+        found = copy.copy(self)
+        padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
+        made = mixed_texts(self.batches, self.rows, times, padding)
         with torch.no_grad(), self.deterministic_eval():
             # The first one says what most models do with mixtures; if they take it, all are tried.
             taken = not made or self._answers_once(made[0])
             tasks = [partial(self._answers_once, mixed) for mixed in made[1:]]
             if taken and all(self.share("mixtures", tasks, [mixed.inputs for mixed in made[1:]])):
-                self.count(sum(len(mixed.rows) for mixed in made))
+                self.count(sum(len(mixed.firsts) for mixed in made))
                 found.mixtures = tuple(made)
         return found
 
@@ -176,36 +162,6 @@ class Runner:
         few.batches = [self.rows.take(batch, range(min(2, self.rows.size(batch))))]
         few.examples = self.rows.size(few.batches[0])
         return few
-
-    def mixed(self, times: int) -> list[Mixed]:
-        """Up to ``times`` mixtures of every example, whether the model takes them or not."""
-        return [
-            Mixed(index, shift, *mixed)
-            for index, batch in enumerate(self.batches)
-            for shift in range(1, times + 1)
-            if (mixed := crossed(batch, shift, self.rows)) is not None
-        ]
-
-    def without(self, rows: Examples) -> Runner:
-        """The same model on the other examples, and on those mixtures that begin with them."""
-        rest = copy.copy(self)
-        rest.batches, mixtures, numbers = [], [], {}
-        for index, batch in enumerate(self.batches):
-            stay = [row for row in range(self.rows.size(batch)) if row not in rows.get(index, ())]
-            if stay:
-                numbers[index] = len(rest.batches), {row: i for i, row in enumerate(stay)}
-                rest.batches.append(self.rows.take(batch, stay))
-        rest.examples = sum(map(self.rows.size, rest.batches))
-        for mixed in self.mixtures:
-            if mixed.batch not in numbers:
-                continue
-            number, places = numbers[mixed.batch]
-            own = [i for i, row in enumerate(mixed.rows.tolist()) if row in places]
-            if own:
-                starts = torch.tensor([places[int(mixed.rows[i])] for i in own])
-                mixtures.append(Mixed(number, mixed.shift, self.rows.take(mixed.inputs, own), starts))
-        rest.mixtures = tuple(mixtures)
-        return rest
 
     def _answers_once(self, mixed: Mixed) -> bool:
         """Whether the model gives one vector of logits for every mixture."""
@@ -219,7 +175,7 @@ class Runner:
         return (
             isinstance(logits, Tensor)
             and logits.ndim == 2
-            and len(logits) == len(mixed.rows)
+            and len(logits) == len(mixed.firsts)
             and bool(logits.isfinite().all())
         )
 

@@ -7,7 +7,7 @@ before change (and biases that did not are added), so a repaired model prunes li
 
 A repair is a list of steps (`headprune.repairing.steps`): output projections, values, and last all output projections together,
 towards the dense model's answers. All take what they need from one `headprune.reference.DenseReference`, which serves any choice
-of heads (`Refit`). A step that does no better on examples that it was not fitted to is left out (`checked`).
+of heads (`Refit`). A step that does no better on the examples that choose is left out (`checked`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from headprune.arguments import Plan, heads_of, layers_for, listed, together
+from headprune.arguments import Plan, given_to_choose, heads_of, layers_for, listed, together
 from headprune.attention import AttentionLayer, Heads, check_heads
+from headprune.fidelity import Fidelity
 from headprune.fingerprint import known_as
 from headprune.forms import remember
 from headprune.inputs import check_weights
@@ -53,6 +54,7 @@ def repair(
     plan: Plan,
     batches: Iterable[Any],
     *,
+    choose: Iterable[Any] | None = None,
     layers: Sequence[AttentionLayer] | None = None,
     ridge: float | None = None,
     values: bool = True,
@@ -74,14 +76,16 @@ def repair(
     and, towards the old weights, the refit of SparseGPT's kind (Frantar and Alistarh 2023, arXiv:2301.00774) for whole heads.
     Statistics are sums over tokens, so memory does not grow with the data.
 
-    Every step is tried on examples that it was not fitted to, and left out unless the model's answers come nearer to the dense
-    model's there (`headprune.repairing.held_out`); with few examples, by more than chance. So with few examples it may be that
+    Every step is fitted to all of ``batches`` and left out unless the model's answers come nearer to the dense model's on
+    ``choose`` (`headprune.repairing.held_out`); with few examples, by more than chance. So with few examples it may be that
     only the columns of removed heads become zero.
 
     Args:
         model: The dense model; or one pruned before, which is then what is fitted to.
         plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` that will go.
         batches: What the model is called with, or pairs ``(inputs, labels)``. Never those that results are reported on.
+        choose: Other batches, that decide which steps are kept. Without them, what a step does to other examples is
+            estimated by cross-fitting on ``batches``, which is less sure.
         layers: From `headprune.find_attention`, to save the trace.
         ridge: Strength of the pull towards the old weights; by default what is best by cross-validation, for each layer.
         values: Whether the value projections are refitted too: it takes about four passes more.
@@ -104,13 +108,14 @@ def repair(
     if isinstance(plan, PruningPlan):
         plan.check_model(model)
     layers = layers_for(model, layers, batches=(batches := listed(batches)))
+    others = None if choose is None else given_to_choose(choose, batches)
     drop, before = check_heads(heads_of(plan), layers), known_as(model)
     fits = ridge != math.inf
     with torch.inference_mode(False), together(accelerator, model, batches):
         calibration = calibrate(
             model, layers, batches, values=values and fits, mixtures=mixtures and fits, biases=biases
         )
-        done = _repaired(calibration, drop, ridge, answers and ridge is None, progress)
+        done = _repaired(calibration, drop, others, ridge, answers and ridge is None, progress)
     note_repaired(model, before, drop)
     remember(model, inputs_of(model, calibration.runner.batches[0]))
     save_by_headprune(model)
@@ -118,13 +123,19 @@ def repair(
 
 
 def _repaired(
-    calibration: Calibration, drop: Heads, ridge: float | None, answers: bool, progress: Progress | None
+    calibration: Calibration,
+    drop: Heads,
+    choose: Sequence[Any] | None,
+    ridge: float | None,
+    answers: bool,
+    progress: Progress | None,
 ) -> Repair:
     """Measure the dense model, if a projection that can be refitted loses heads, and write the new weights into it."""
     runner = calibration.runner
     if not any(projection.loses(drop) for projection in calibration.projections):
         return Repair({}, runner.examples, 0, 0, notes=calibration.notes)
     refit = Refit(measure(calibration, answers=answers, progress=progress), ridge)
-    weights = checked(refit, drop)
+    others = None if choose is None else Fidelity(calibration.model, choose)
+    weights = checked(refit, drop, others)
     calibration.weights.write(weights.by_module)
     return refit.report(weights, runner.passes - refit.reference.passes)

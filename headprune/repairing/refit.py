@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headprune.attention import Heads
 from headprune.gates import mask
 from headprune.reference import DenseReference, OutputProjection
-from headprune.repairing.step import Step
+from headprune.repairing.step import LeftOut, Step
 from headprune.repairing.steps import STEPS
 from headprune.repairing.weights import Fit, Repair, Weights
 
@@ -54,7 +54,7 @@ class Refit:
         weights = Weights()
         with torch.inference_mode(False), torch.no_grad():
             for step in STEPS:
-                if step.in_search and isinstance(found := step.fit(self, drop, weights), Weights):
+                if step.by_layer and not isinstance(found := step.fit(self, drop, weights), LeftOut):
                     weights = found
         return weights
 
@@ -104,7 +104,7 @@ class Refit:
         return Repair(
             weights.facts,
             reference.runner.examples,
-            sum(len(mixed.rows) for mixed in reference.runner.mixtures),
+            sum(len(mixed.firsts) for mixed in reference.runner.mixtures),
             round(reference.passes + passes),
             tuple(name for name in new if weights.by_module.get(name, (None, None))[1] is not None),
             (*reference.notes, *([weights.note] if weights.note else [])),

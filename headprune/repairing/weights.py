@@ -42,8 +42,6 @@ class AnswersRepair:
         held_out: What it should be on an example that is left out, to first order.
         strength: Of the ridge, that makes it so.
         examples: That were fitted to.
-        mixtures: How many of them are mixtures of two (`headprune.reference.mixtures`).
-        after: What it is on the calibration examples.
         part: Of the step, that was taken.
     """
 
@@ -51,9 +49,15 @@ class AnswersRepair:
     held_out: float
     strength: float
     examples: int
-    mixtures: int = 0
-    after: float = float("nan")
-    part: float = 0.0
+    part: float = 1.0
+
+    def better_part(self, before: float, after: float) -> float:
+        """The part of the step at which an error is least that was ``before`` and with the whole step is ``after``.
+
+        It is taken to be a parabola, which falls at first as the step promises: to ``held_out`` squared of ``before`` squared.
+        """
+        promised = before * (1 - (self.held_out / self.before) ** 2)
+        return promised / max(after - before + 2 * promised, 1e-30)
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,8 @@ class Weights:
         answers: The step towards the dense model's answers, if they have it in them.
         note: What a reader should know of what was left out.
         trials: How every step did on examples that it was not fitted to (`headprune.repairing.held_out`).
+        on_fold: ``on_fold(i)``: what the last step gives if it is fitted to the examples of fold i alone, with the same strength.
+        taken: ``taken(part)``: with a part of the last step, where that can be taken in part.
     """
 
     by_module: NewWeights = field(default_factory=dict)
@@ -159,14 +165,20 @@ class Weights:
     answers: AnswersRepair | None = None
     note: str = ""
     trials: tuple[Trial, ...] = ()
+    on_fold: Callable[[int], Weights] | None = None
+    taken: Callable[[float], Weights] | None = None
 
     @classmethod
-    def of(cls, fits: Mapping[str, Fit]) -> Weights:
-        """The weights that fits of several output projections give."""
+    def of(cls, fits: Mapping[str, Fit], moments: Mapping[str, Moments]) -> Weights:
+        """The weights that fits of several output projections give, made from these sums."""
         found: dict[str, tuple[Tensor, Tensor | None]] = {}
         for name, fit in fits.items():
             found |= {name: (fit.weight, fit.bias), **fit.values()}
-        return cls(found, fits)
+
+        def on_fold(fold: int) -> Weights:
+            return cls.of({name: fit.again(moments[name].only(fold)) for name, fit in fits.items()}, moments)
+
+        return cls(found, fits, on_fold=on_fold)
 
     @property
     def ridges(self) -> dict[str, float]:

@@ -17,8 +17,8 @@ from headprune.attention import Heads
 from headprune.inputs import call
 from headprune.modules import exact_attention
 from headprune.reference import OutputProjection, calibrate, measure
-from headprune.reference.answers import dense_answers
 from headprune.repairing import Refit, Weights
+from headprune.repairing.step import LeftOut
 from headprune.repairing.steps import logits
 from tests.support import zoo
 from tests.support.problems import small
@@ -44,9 +44,8 @@ def refit_of(
 def fit_logits(refit: Refit, drop: Heads) -> Weights:
     """Every layer fitted for itself, and then the last step, to all examples."""
     start = refit.fitted(drop)
-    whole = Refit(replace(refit.reference, answers=dense_answers(refit.reference.runner)), refit.ridge)
-    found = logits.fit(whole, drop, start)
-    return found if isinstance(found, Weights) else replace(start, note=found.note)
+    found = logits.fit(refit.with_answers(), drop, start)
+    return replace(start, note=found.note) if isinstance(found, LeftOut) else found
 
 
 def albert() -> Made:

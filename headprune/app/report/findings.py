@@ -265,28 +265,9 @@ def refit(repair: Repaired | None) -> Refit | None:
     return Refit(before, after, ridges[0], ridges[-1], sum(f.values for f in fits), len(fits))
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A step of a repair on examples that it was not fitted to.
-
-    Attributes:
-        anew: Whether it was tried on other examples than the step before, so that figures do not go on from there.
-    """
-
-    budget: BudgetResult
-    trial: StepTrial
-    anew: bool
-
-
-def tried_steps(budgets: Sequence[BudgetResult]) -> list[Tried]:
-    """How the steps of all repairs did, in their order."""
-    found = []
-    for budget in budgets:
-        last: float | None = None
-        for i, trial in enumerate(budget.repair.trials if budget.repair else ()):
-            found.append(Tried(budget, trial, i > 0 and trial.before != last))
-            last = trial.after if trial.kept else trial.before
-    return found
+def tried_steps(budgets: Sequence[BudgetResult]) -> list[tuple[BudgetResult, StepTrial]]:
+    """How the steps of all repairs did on the examples that choose, in their order."""
+    return [(budget, trial) for budget in budgets if budget.repair for trial in budget.repair.trials]
 
 
 def compared(planning: Planning) -> tuple[list[str], list[tuple[ComparedOrder, list[str]]]]:

@@ -6,7 +6,7 @@ without.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from headprune.reference.answers import DenseAnswers, logits_by_example
 from headprune.reference.projections import OutputProjection
 from headprune.reference.runner import Seen
 from headprune.repairing.coordinates import Coordinates, Parts, longest
-from headprune.repairing.step import LeftOut, Step, apart
+from headprune.repairing.step import LeftOut, Step
 from headprune.repairing.steps.outputs import downhill
 from headprune.repairing.weights import AnswersRepair, Weights
 
@@ -33,11 +33,12 @@ _GAIN = 0.999  # of the error there was, at most: less gain may be rounding
 _ROUNDED = 1e-2  # strengths below it need float64
 _MOST_TRIED = 1024  # rows that strengths are compared on
 _MOST_KEPT = 1 << 28  # bytes of inputs and slopes that coordinates are chosen by: some hundred examples serve
-_PARTS = (1.0, 0.5, 0.25)  # of the step, which is right to first order only
 _NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 
 Places = Mapping[str, tuple[OutputProjection, Tensor]]
 """Output projections to change, with their inputs that stay."""
+Changes = Mapping[str, tuple[Tensor, Tensor]]
+"""Of weights ``W [in, out]`` and biases ``b [out]``, by module."""
 
 
 def fit(refit: Refit, drop: Heads, start: Weights) -> Weights | LeftOut:
@@ -56,22 +57,25 @@ def fit(refit: Refit, drop: Heads, start: Weights) -> Weights | LeftOut:
                 return LeftOut(f"The answers are not fitted as a whole: {error.args[0]}")
         if step is None:
             return LeftOut(_NO_GAIN)
-        changes, facts = step
-        for part in _PARTS:
-            moved = start.moved(changes, part)
-            with refit.applied(moved, drop):
-                after = answers.distance()
-            if after < facts.before:
-                return replace(moved, answers=replace(facts, after=after, part=part))
-    return LeftOut(_NO_GAIN)
+    changes, facts, on_fold = step
+
+    def taken(part: float) -> Weights:
+        return replace(
+            start.moved(changes, part),
+            answers=replace(facts, part=part),
+            on_fold=lambda fold: start.moved(on_fold(fold), part),
+            taken=taken,
+        )
+
+    return taken(1.0)
 
 
-STEP = Step("answers", fit, apart, about="the last step: all W_O together, towards the dense model's answers")
+STEP = Step("answers", fit, about="the last step: all W_O together, towards the dense model's answers")
 
 
 def gauss_newton(
     answers: DenseAnswers, places: Places
-) -> tuple[Mapping[str, tuple[Tensor, Tensor]], AnswersRepair] | None:
+) -> tuple[Changes, AnswersRepair, Callable[[int], Changes]] | None:
     """Towards the dense model's answers, of the model as it is now: one Gauss-Newton step, with a ridge.
 
     Minimised is ``sum_i |r_i - J_i d|^2 + strength * v * |d|^2``: r_i is what example i's answer lacks of the dense
@@ -82,8 +86,8 @@ def gauss_newton(
     in turn, in closed form.
 
     Returns:
-        Changes of weights by module, ``W [in, out]`` and ``b [out]``, float64 on the CPU, and what is known of them; None
-        where no strength does better than no change on examples left out.
+        Changes of weights by module, ``W [in, out]`` and ``b [out]``, float64 on the CPU; what is known of them; and the changes that
+        the examples of one fold alone would make. None where no strength does better than no change on examples left out.
     """
     before, lacking, gradients, coordinates = _system(answers, places)
     if not bool(lacking.isfinite().all() & gradients.isfinite().all()) or not bool(gradients.any()):
@@ -92,8 +96,20 @@ def gauss_newton(
     if found is None:
         return None
     change, strength, held_out = found
-    facts = AnswersRepair(before, held_out, strength, lacking.shape[0], answers.mixtures)
-    return _weights(coordinates.matrices(change), places), facts
+
+    def on_fold(fold: int) -> Changes:
+        own = answers.folds == fold
+        rows, count = (
+            gradients.view(len(lacking), -1, gradients.shape[1])[own].flatten(0, 1),
+            gradients.square().sum(1).mean(),
+        )
+        return _weights(coordinates.matrices(with_strength(rows, lacking[own], strength, float(count))), places)
+
+    return (
+        _weights(coordinates.matrices(change), places),
+        AnswersRepair(before, held_out, strength, len(lacking)),
+        on_fold,
+    )
 
 
 def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tensor, Coordinates]:
@@ -182,6 +198,12 @@ def solved(gradients: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor
     return gradients.T.double() @ alpha / unit, strength, least
 
 
+def with_strength(gradients: Tensor, lacking: Tensor, strength: float, unit: float) -> Tensor:
+    """The change ``[coordinates]`` as in `solved`, for a strength and a mean squared length of rows that are known."""
+    _, alpha = _left_out(_products(gradients / unit**0.5), lacking.flatten(), [], strength)
+    return gradients.T.double() @ alpha / unit
+
+
 def _left_out(kernel: Tensor, wanted: Tensor, groups: Sequence[Tensor], strength: float) -> tuple[float, Tensor]:
     """Root mean squared error on each group when it is left out, and the coefficients with all of them, float64."""
     wide = kernel if strength >= _ROUNDED else kernel.double()
@@ -197,7 +219,7 @@ def _left_out(kernel: Tensor, wanted: Tensor, groups: Sequence[Tensor], strength
         torch.linalg.solve(inverse[rows[:, :, None], rows[:, None]].double(), found[rows][..., None]).flatten()
         for rows in groups
     ]
-    return _root(torch.cat(errors)), found
+    return _root(torch.cat(errors)) if errors else float("nan"), found
 
 
 def _products(rows: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from headprune.attention import Heads
 from headprune.reference.moments import FOLDS, Moments, centred
 from headprune.reference.projections import OutputProjection
-from headprune.repairing.step import Step, halves
+from headprune.repairing.step import Step
 from headprune.repairing.weights import Fit, LayerRepair, Weights
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ RIDGES = (1e-4, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0)  # of the mean variance of an i
 
 def fit(refit: Refit, drop: Heads, start: Weights) -> Weights:
     """Weights of every output projection that loses heads."""
-    return Weights.of({p.name: fit_of(refit, p, drop) for p in refit.reference.losing(drop)})
+    fits = {p.name: fit_of(refit, p, drop) for p in refit.reference.losing(drop)}
+    return Weights.of(fits, refit.reference.moments)
 
 
 def fit_of(refit: Refit, projection: OutputProjection, drop: Heads) -> Fit:
@@ -35,7 +36,7 @@ def fit_of(refit: Refit, projection: OutputProjection, drop: Heads) -> Fit:
     return refit.remembered(STEP, projection, kept, lambda: fit_output(moments, projection, kept, refit.ridge))
 
 
-STEP = Step("output projections", fit, halves, in_search=True, about="every layer's W_O, each by itself")
+STEP = Step("output projections", fit, by_layer=True, about="every layer's W_O, each by itself")
 
 
 def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, ridge: float | None) -> Fit:

@@ -23,7 +23,7 @@ from headprune.attention import Heads
 from headprune.reference.directions import inputs_of_heads
 from headprune.reference.moments import FOLDS, Moments, centred
 from headprune.reference.projections import OutputProjection, Values
-from headprune.repairing.step import LeftOut, Step, halves
+from headprune.repairing.step import LeftOut, Step
 from headprune.repairing.steps.outputs import downhill, error, fit_output
 from headprune.repairing.weights import Fit, LayerRepair, Weights
 
@@ -44,7 +44,8 @@ def fit(refit: Refit, drop: Heads, start: Weights) -> Weights | LeftOut:
             both = _fit_of(refit, alone.projection, values, heads, drop)
             if both.held_out is None or alone.held_out is None or both.held_out < alone.held_out:
                 fits[name] = both
-    return Weights.of(fits) if any(each.mixes for each in fits.values()) else LeftOut()
+    changed = any(each.mixes for each in fits.values())
+    return Weights.of(fits, refit.reference.moments) if changed else LeftOut()
 
 
 def _fit_of(refit: Refit, projection: OutputProjection, values: Values, heads: Sequence[int], drop: Heads) -> Fit:
@@ -66,9 +67,7 @@ def _written(fit: Fit, values: Values, further: Tensor) -> Fit:
     )  # fmt: skip
 
 
-STEP = Step(
-    "values", fit, halves, in_search=True, about="every layer's W_O and the kept heads' values, each layer by itself"
-)
+STEP = Step("values", fit, by_layer=True, about="every layer's W_O and the kept heads' values, each layer by itself")
 
 
 def fit_values(
