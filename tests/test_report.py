@@ -57,7 +57,7 @@ def test_figures_and_bad_news() -> None:
 
 def test_a_control_that_was_repaired_by_less_stands_beside_heads_repaired_alike() -> None:
     metrics = copy.deepcopy(METRICS)
-    step = {"before": 1.0, "after": 0.5, "held_out": 0.7, "strength": 1.0, "examples": 9}
+    step = {"before": 1.0, "held_out": 0.7, "strength": 1.0, "examples": 9}
     alone = {**MEASURED, "metrics": {"accuracy": 0.65}}
     metrics["budgets"][0]["repair"] = repaired(answers=step, layers_alone=alone)
     text = render(metrics)
@@ -200,25 +200,8 @@ def test_what_repair_was_fitted_to_is_told() -> None:
     metrics = copy.deepcopy(METRICS)
     metrics["budgets"][0]["repair"] = repaired()
     assert "on the 100 scoring examples, to what" in render(metrics)
-    step = {
-        "before": 0.4,
-        "after": 0.1,
-        "held_out": 0.3,
-        "strength": 1.0,
-        "examples": 200,
-        "mixtures": 100,
-        "part": 1.0,
-    }
-    metrics["budgets"][0]["repair"] = repaired(mixtures=200, answers=step)
-    report = render(metrics)
-    assert "on the 100 scoring examples and 200 mixtures of them" in report
-    assert "| 2 | 0.40 | 0.10 | 0.30 | 200 examples, 100 of them mixtures |" in report
-    assert report.index("A mixture is a further example") < report.index("100 of them mixtures")
-    metrics["budgets"][0]["repair"] = repaired(mixtures=200, answers=step | {"mixtures": 200})
-    assert "| 2 | 0.40 | 0.10 | 0.30 | 200 mixtures |" in render(metrics)
-    metrics["budgets"][0]["repair"] = repaired(answers=step | {"mixtures": 0})
-    assert "| 2 | 0.40 | 0.10 | 0.30 | 200 examples |" in render(metrics)
-    assert "ixture" not in render(metrics)
+    metrics["budgets"][0]["repair"] = repaired(mixtures=200)
+    assert "on the 100 scoring examples and 200 mixtures of them" in render(metrics)
 
 
 def test_a_note_says_which_budget_it_is_of() -> None:
@@ -368,25 +351,23 @@ def test_commands_to_paste_overwrite_nothing() -> None:
         assert "--overwrite" not in text
 
 
-def test_trials_of_steps_that_do_not_go_on_from_one_another_are_told_so() -> None:
+def test_what_every_step_did_on_the_choosing_examples_is_told() -> None:
     metrics = copy.deepcopy(METRICS)
     trials = [
         {"step": "output projections", "before": 0.5, "after": 0.25, "examples": 256, "kept": True},
         {"step": "values", "before": 0.25, "after": 0.375, "examples": 256, "kept": False},
-        {"step": "answers", "before": 0.125, "after": 0.0625, "examples": 128, "kept": True},
+        {"step": "answers", "before": 0.25, "after": 0.0625, "examples": 256, "kept": True},
     ]
-    metrics["budgets"][0]["repair"] = repaired(trials=trials)
+    step = {"before": 0.4, "held_out": 0.3, "strength": 1.0, "examples": 200, "part": 0.5}
+    metrics["budgets"][0]["repair"] = repaired(trials=trials, answers=step)
     text = render(metrics)
     assert "| 2 | output projections | 256 examples | 0.5 | 0.25 | kept |" in text
     assert "| 2 | values | 256 examples | 0.25 | 0.375 | **left out** |" in text
-    assert "| 2 | answers | 128 others | 0.125 | 0.0625 | kept |" in text
-    assert "its figures do not continue those of the row above" in text
-    for step in STEPS:
-        assert f"- **{step.name}**: {step.about}." in text
+    assert "| 2 | answers (50 % of it) | 256 examples | 0.25 | 0.0625 | kept |" in text
+    for each in STEPS:
+        assert f"- **{each.name}**: {each.about}." in text
     metrics["budgets"][0]["repair"] = repaired(trials=trials[:2])
-    text = render(metrics)
-    assert "do not continue" not in text
-    assert "- **answers**" not in text
+    assert "- **answers**" not in render(metrics)
 
 
 @pytest.mark.parametrize(("model", "title"), [
