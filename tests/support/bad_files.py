@@ -20,7 +20,7 @@ def rows(count: int = 40, **other: Any) -> str:
 
 def of_data(file: str, content: str | bytes, says: str, *more: str) -> Row:
     """A data file that is scored."""
-    return Row(("score", "{bert}", "-d", f"{{made}}/{file}", "-m", "random", *more), says, 1, {file: content})
+    return Row(("score", "{bert}", "-d", f"{{made}}/{file}", "-m", "gradient", *more), says, 1, {file: content})
 
 
 DATA: list[Row] = [
@@ -72,6 +72,7 @@ DATA: list[Row] = [
 # -- folders of models ----------------------------------------------------------------------------------------------
 
 INSPECT = ("inspect", "{made}")
+BENCH = ("bench", "{made}", "{made}")  # which, unlike inspect, asks for a task
 TAKEN = ("score", "{made}", "-d", "{data}", "-m", "random", "-L", "10")
 
 
@@ -84,11 +85,11 @@ MODELS: list[Row] = [
     config("model_type", GONE, "config.json"),
     config("model_type", 3, "config.json"),
     config("model_type", "nothing", "nothing"),
-    config("architectures", GONE, "task of .* cannot be read"),
-    config("architectures", 5, "task of|config.json"),
-    config("architectures", [], "task of .* cannot be read"),
-    config("architectures", [None], "task of .* cannot be read"),
-    config("architectures", ["MadeUp"], "task of .* cannot be read from its architecture .MadeUp"),
+    config("architectures", GONE, "task of .* cannot be read", BENCH),
+    config("architectures", 5, "task of|config.json", BENCH),
+    config("architectures", [], "task of .* cannot be read", BENCH),
+    config("architectures", [None], "task of .* cannot be read", BENCH),
+    config("architectures", ["MadeUp"], "task of .* cannot be read from its architecture .MadeUp", BENCH),
     config("hidden_size", -32, "config.json|does not load"),
     config("hidden_size", 33, "config.json|does not load"),
     config("hidden_size", "big", "config.json|does not load"),
