@@ -484,7 +484,7 @@ def test_scoring_options(here: Path, bert_folder: Path, data_folder: Path) -> No
     report = (here / "a" / "report.md").read_text()
     assert "gradients on all 40 examples" in report
     assert "## Agreement of the methods" in report
-    assert "For comparison, chance" in report
+    assert "By chance: of pairs of random orders" in report
     result = run(*base, "-m", "ablation", "-m", "l0", "--steps", 5, "--distil", "-o", "b", "--json")
     document = json.loads(result.stdout)
     assert all("dense model" in s["details"]["loss"] for s in document["scores"])

@@ -190,8 +190,8 @@ def test_the_report_of_a_fine_tuning() -> None:
 
 # What no report and no command reads: for people and for other programs.
 FOR_PEOPLE = {
-    "strength", "train", "weight_decay",
-    "entropy", "induction", "duplicate", "itself", "next", "previous", "separator", "sink",
+    "held_out", "strength", "train", "weight_decay",
+    "induction", "duplicate", "itself", "next", "previous", "separator", "sink",
 }  # fmt: skip
 
 

@@ -107,6 +107,7 @@ def test_a_report_of_numbers_that_are_none(form: float, tmp_path: Path) -> None:
         s["values"] = {k: [form, *v[1:]] for k, v in s["values"].items()}
         s["stderr"] = spoilt(s["stderr"], abs(form))
     write_json(folder.scores_path, "scores", {k: v for k, v in scores.items() if k not in ("headprune", "schema")})
+    folder.write_run(folder.read_run())  # which names its documents
     strict(folder.metrics_path.read_text())
     read = folder.read_metrics()
     assert read is not None
@@ -121,7 +122,7 @@ def test_a_layer_whose_refit_does_no_better(
     import transformers as tf
 
     # Kept, though on so few examples it is no better than chance.
-    monkeypatch.setattr("headprune.trials.checked", lambda refit, drop: refit.fitted(drop))
+    monkeypatch.setattr("headprune.trials.checked", lambda refit, drop, choose: refit.fitted(drop))
     model = tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
     with torch.no_grad():
         model.bert.encoder.layer[0].attention.output.dense.weight[:, :8] = 0

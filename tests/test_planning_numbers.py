@@ -281,10 +281,10 @@ def test_the_kind_that_reaches_more_budgets_is_taken() -> None:
 
 def test_budgets_in_words() -> None:
     for keep, total, hint in (
-        (2, 1, "--keep 1."),
-        (80, 72, "--keep 36."),
-        (3, 2, "--keep 1."),
-        ("150%", 8, "--keep 4."),
+        (2, 1, "instance 1."),
+        (80, 72, "instance 36."),
+        (3, 2, "instance 1."),
+        ("150%", 8, "instance 4."),
     ):
         with pytest.raises(hp.HeadPruneError, match="is more than all") as refused:
             heads_to_keep(keep, total)

@@ -14,6 +14,7 @@ import torch
 from quality import METHODS, Cache, Subject, measure, table
 
 import headprune as hp
+from headprune.fidelity import Fidelity
 from tests.support.checks import hooks
 from tests.support.problems import small
 from tests.support.repairs import refit_of
@@ -135,7 +136,7 @@ def test_auto_takes_what_stays_nearest_to_the_dense_model(subject, monkeypatch):
         with torch.no_grad(), quality.Auto(*searches, whole=False)(model, score, choose, layers, keep, 0):
             assert distance() == pytest.approx(min(found))
         best = plans[found.index(min(found))]
-        with torch.no_grad(), quality.repaired(model, layers, best, refit, whole=True):
+        with torch.no_grad(), quality.repaired(model, layers, best, refit, Fidelity(model, choose)):
             stepped = distance()
         with torch.no_grad(), quality.Auto(*searches)(model, score, choose, layers, keep, 0):
             assert distance() == pytest.approx(stepped)

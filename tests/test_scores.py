@@ -181,7 +181,7 @@ def test_the_loss_is_the_models_own(name: str) -> None:
     model, example = ZOO[name]()
     batch = labelled(model, example)
     losses = ExampleLoss(model)
-    assert losses.prepare([batch]) == [batch]
+    assert len(losses.prepare([batch])) == 1
     with torch.no_grad():
         own = torch.stack([model(**r).loss for r in split(batch, 1)])
         torch.testing.assert_close(losses(batch), own, rtol=1e-5, atol=1e-6)

@@ -54,7 +54,7 @@ def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) ->
         padding: The token to fill up with.
 
     Returns:
-        Those of one shift behind one another, as many in a batch as in the one that they begin in; none where it is not known how to cut.
+        Those of one shift behind one another, on the CPU, as many in a batch as in the one that they begin in; none where it is not known how to cut.
     """
     texts: list[dict[str, Tensor]] = []
     for batch in batches:
@@ -98,6 +98,7 @@ def _texts(batch: Any, rows: Rows) -> list[dict[str, Tensor]] | None:
         return None
     if any(rows.table(inputs, name) is None for name in inputs):
         return None
+    inputs = {name: value.cpu() for name, value in inputs.items()}
     real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
     return [{name: value[i, real[i]] for name, value in inputs.items()} for i in range(len(real))]
 

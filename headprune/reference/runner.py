@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -144,7 +144,11 @@ class Runner:
         """With up to ``times`` mixtures of every example; none if the model does not take them, or gives not one answer a text."""
         found = copy.copy(self)
         padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
-        made = mixed_texts(self.batches, self.rows, times, padding)
+        device = model_device(self.model)
+        made = [
+            replace(mixed, inputs=move(mixed.inputs, device))
+            for mixed in mixed_texts(self.batches, self.rows, times, padding)
+        ]
         with torch.no_grad(), self.deterministic_eval():
             # The first one says what most models do with mixtures; if they take it, all are tried.
             taken = not made or self._answers_once(made[0])

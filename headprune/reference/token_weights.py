@@ -33,16 +33,14 @@ def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, 
         return found
 
     # A tensor without dimensions is a loss: it goes by the labels, and says nothing of single examples.
+    logits, start = (part_of(output, name) for name in ("logits", "start_logits"))
     every = [t for t in tensors(output) if t.ndim and t.is_floating_point() and t.requires_grad]
-    if not every:
+    if not every and not any(isinstance(t, Tensor) and t.requires_grad for t in (logits, start)):
         raise HeadPruneError(
             "The model's answers do not depend on any head by what can be differentiated.",
             'Score by ablation, and search with strategy="one-shot".',
         )
-    logits = part_of(output, "logits")
-    if (
-        part_of(output, "start_logits") is not None
-    ):  # where an answer starts and ends: tokens are the classes, and padding is none
+    if start is not None:  # where an answer starts and ends: tokens are the classes, and padding is none
         chances = logits_of(output, batch if isinstance(batch, Mapping) else {}).log_softmax(-1)
         draws = drawn(chances.movedim(1, -1)).movedim(-1, 1)
     elif isinstance(logits, Tensor) and gives_several(model):  # each label is a yes or no of its own
