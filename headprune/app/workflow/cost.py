@@ -1,6 +1,6 @@
 """What a run will cost, roughly: two passes timed, times the passes that are counted before the work.
 
-Within 50 % on five models (`benchmarks/estimate.py`).
+To be within half; `benchmarks/estimate.py` compares it with real runs on five models.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Cost:
     @property
     def line(self) -> str:
         """For people."""
-        return f"About {duration(self.seconds)}, give or take half: {self.passes:,.0f} forward passes over {self.examples:,} examples."
+        return f"Roughly {duration(self.seconds)}: {self.passes:,.0f} forward passes over {self.examples:,} examples."
 
 
 def announce(console: Console, make: Callable[[], Cost], quick: Callable[[], Cost] | None = None) -> None:
