@@ -3,8 +3,8 @@
     python benchmarks/scale_up.py             # writes the section; a few minutes, no such model is needed
 
 Nothing is run on these models. Of Llama 3.1's shapes, on PyTorch's meta device (no weights), FLOPs of a pass are counted by `torch.utils.flop_counter` and bytes
-of weights by the tensors' sizes. How many passes a run takes is counted by `headprune.estimate` on a stand-in with as many layers, heads and
-key/value heads, whose heads are two wide; it is measured that such counts hold (tests/test_estimate.py). Bytes of statistics are counted by the code that
+of weights by the tensors' sizes. How many passes a search takes is counted on a stand-in with as many layers, heads and
+key/value heads, whose heads are two wide. Bytes of statistics are counted by the code that
 makes them (`headprune.reference.directions.room`, `headprune.reference.moments`). Times are FLOPs divided by a speed that is assumed. The last line of stdout is one JSON document.
 """
 
@@ -26,11 +26,13 @@ import transformers as tf
 from document import replace_section
 
 import headprune as hp
+from headprune import searching
 from headprune.amounts import duration, flops, size
 from headprune.planning import search
 from headprune.reference import directions
 from headprune.reference.directions import room
 from headprune.reference.moments import FOLDS
+from headprune.trials import Trials
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
 SHAPES = {  # Llama 3.1: hidden size, layers, heads, key/value heads, width of the feed-forward part
@@ -66,8 +68,8 @@ def pass_flops(name: str) -> tuple[float, int, int]:
     return counter.get_total_flops() * EXAMPLES, sum(p.numel() for p in model.parameters()), LENGTH * VOCABULARY * 4
 
 
-def passes(name: str, one: float, share: int, **asked: Any) -> tuple[float, float]:
-    """Forward and backward passes of a search and repair, counted on a stand-in with heads two wide.
+def passes(name: str, one: float, share: int, keep: str = "75%", effort: str = "normal") -> float:
+    """Forward passes of a search (a backward pass counts as two), counted on a stand-in with heads two wide.
 
     Args:
         one: FLOPs of a pass of the real model, by which the search decides what it can afford.
@@ -86,12 +88,13 @@ def passes(name: str, one: float, share: int, **asked: Any) -> tuple[float, floa
         return {"input_ids": ids, "labels": ids.clone()}
 
     examples, choose = [batch() for _ in range(EXAMPLES // 8)], [batch() for _ in range(16)]
+    layers = hp.find_attention(model, examples[0])
+    request = searching.Request(searching.budgets_of(keep, (), layers), effort=effort)
     with (
         patch.object(search, "flops_of_pass", lambda *_: one),
         patch.object(directions, "_RANKS", (share,) if share else ()),
     ):
-        found = hp.estimate(model, examples, choose=choose, calibrate_on=1, **asked)
-    return found.forward, found.backward
+        return searching.passes_of(request, (), Trials(model, layers, examples, choose))
 
 
 def statistics(name: str) -> tuple[int, int]:
@@ -111,19 +114,15 @@ def worked_out(name: str) -> dict[str, Any]:
     one, parameters, logits = pass_flops(name)
     heads = SHAPES[name][1] * SHAPES[name][2]
     sums, share = statistics(name)
-    ways = {
-        "gradient": {"methods": "gradient"},
-        "search and repair": {"keep": "75%"},
-        "the same with --effort high": {"keep": "75%", "effort": "high"},
-        "one-shot, not repaired": {"keep": "75%", "strategy": "one-shot", "methods": "gradient", "repair": False},
-    }
-    found = {way: passes(name, one, share, **asked) for way, asked in ways.items()}
-    found["ablation"] = (1 + heads / 2, 0.0)  # from the head's layer on
+    found = {
+        "gradient": 3.0, "search": passes(name, one, share), "search with --effort high": passes(name, one, share, effort="high"),
+        "ablation": 1 + heads / 2,  # from the head's layer on
+    }  # fmt: skip
     hidden, layers = SHAPES[name][:2]
     return {
         "model": f"Llama 3.1 {name}", "parameters": parameters, "weights": 2 * parameters, "heads": heads, "pass_flops": one, "logits": logits,
         "statistics": sums, "share": share, "largest_matrix": 8 * hidden * hidden, "looks": 2 * 8 * layers * hidden * hidden,
-        "ways": {way: {"forward": f, "backward": b, "flops": (f + b) * one} for way, (f, b) in found.items()},
+        "ways": {way: {"passes": n, "flops": n * one} for way, n in found.items()},
     }  # fmt: skip
 
 
@@ -133,7 +132,7 @@ def section(rows: list[dict[str, Any]]) -> str:
         "## 8B, 70B, 405B",
         "",
         f"**Worked out, not measured**: none of these models has been run. For {EXAMPLES} examples of {LENGTH} tokens ({EXAMPLES * LENGTH:,} tokens); a run of the command "
-        f"measures controls and a curve besides. FLOPs of a pass are counted on the meta device; passes by `headprune.estimate` on stand-ins of the same layers and heads; bytes by "
+        f"measures controls and a curve besides. FLOPs of a pass are counted on the meta device; passes as the search counts them on stand-ins of the same layers and heads; bytes by "
         f"the code that allocates them. Times assume {SPEED / 1e12:.0f} TFLOPs a second (one H100 or H200 in bfloat16 at about 40 %), with weights that fit; they leave out "
         "least squares and copying.",
         "",
@@ -149,10 +148,8 @@ def section(rows: list[dict[str, Any]]) -> str:
         cells = []
         for row in rows:
             own = row["ways"][way]
-            cells.append(
-                f"{own['forward']:,.0f} + {own['backward']:,.0f} passes, {flops(own['flops'])}, {duration(own['flops'] / SPEED)}"
-            )
-        lines.append(f"| {way} (forward + backward) | " + " | ".join(cells) + " |")
+            cells.append(f"{own['passes']:,.0f} passes, {flops(own['flops'])}, {duration(own['flops'] / SPEED)}")
+        lines.append(f"| {way} | " + " | ".join(cells) + " |")
     lines += [
         "| statistics for repair, all layers | " + " | ".join(size(row["statistics"]) for row in rows) + " |",
         "| … of which heads may read other things (widths of a head) | "
@@ -161,7 +158,7 @@ def section(rows: list[dict[str, Any]]) -> str:
         "| what a look at all heads holds beside them | " + " | ".join(size(row["looks"]) for row in rows) + " |",
         "| one layer's Hessian in float64 | " + " | ".join(size(row["largest_matrix"]) for row in rows) + " |",
         "",
-        "A backward pass to the heads alone, with weights that stay, is about as many FLOPs as a forward pass, and is counted so.",
+        "A backward pass counts as two forward passes. What repair, controls and a curve take comes on top.",
         "",
         "**What breaks first, and what to use instead:**",
         "",

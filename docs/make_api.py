@@ -16,7 +16,6 @@ GROUPS = {
     "Find and mask": ["find_attention", "AttentionLayer", "mask"],
     "See": ["attention_weights", "profile_heads", "HeadProfile"],
     "Score": ["score", "HeadScores", "agreement"],
-    "Estimate": ["estimate", "CostEstimate"],
     "Plan": ["search", "plan", "PruningPlan"],
     "Repair and prune": ["repair", "Repair", "Trial", "prune", "Proof", "stand_in"],
     "Measure": [

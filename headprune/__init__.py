@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from headprune.checkpoint import save as save
     from headprune.errors import HeadPruneError as HeadPruneError
     from headprune.errors import PruneError as PruneError
-    from headprune.estimating import CostEstimate as CostEstimate
-    from headprune.estimating import estimate as estimate
     from headprune.evaluation import Change as Change
     from headprune.evaluation import Measurement as Measurement
     from headprune.evaluation import compare as compare
@@ -57,8 +55,6 @@ _HOME = {
     "save": "checkpoint",
     "HeadPruneError": "errors",
     "PruneError": "errors",
-    "CostEstimate": "estimating",
-    "estimate": "estimating",
     "Change": "evaluation",
     "Measurement": "evaluation",
     "compare": "evaluation",

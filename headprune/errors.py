@@ -29,6 +29,10 @@ class PruneError(HeadPruneError):
     """A prune whose proof failed; the model is unchanged."""
 
 
+class ScoresError(HeadPruneError):
+    """Scores that there are, and that do not fit what is asked for."""
+
+
 class Stopped(KeyboardInterrupt):
     """Ctrl-C, or a signal that asks the process to stop, as batch systems and containers send it.
 

@@ -115,14 +115,7 @@ Searches = list[tuple[str, str, HeadScores | None]]
 
 def orders_of(request: Request, scores: Sequence[HeadScores], trials: Trials, listener: Listener) -> dict[str, Order]:
     """The request's strategy on every method's scores (or on none, if it needs none), by name."""
-    total = sum(layer.num_heads for layer in trials.maskable)
-    counts = [count for budget in request.budgets if (count := budget.heads(total)) is not None]
-    by_groups = any(budget.by_groups for budget in request.budgets) or not _shares(trials.maskable)
-    kinds = (GROUPS,) if by_groups else (GROUPS, SLICES)
-    base = Search(
-        trials.maskable, constraints=request.constraints, seed=request.seed, model=trials.model, batches=trials.batches,
-        store=trials.results.store, effort=effort_named(request.effort), loss_fn=trials.loss_fn, look=trials.look,
-    )  # fmt: skip
+    base, counts, levels, kinds = _set_up(request, trials)
 
     @cache
     def looking() -> Search:
@@ -136,10 +129,6 @@ def orders_of(request: Request, scores: Sequence[HeadScores], trials: Trials, li
         return arrange(search, strategy, levels, trials.merit, kinds, counts)
 
     found: dict[str, Order] = {}
-    # What the curve shows below all budgets comes from the last look at the model: no one has asked for more.
-    levels = [k for k in levels_of(total, counts) if not counts or k >= min(counts)]
-    if len(counts) < len(request.budgets):  # some may need fewer heads than are asked for by number
-        levels = sorted({*levels, *levels_of(total, [])})
     for name, strategy, given in _affordable(request.searches(scores), base, levels, len(kinds), trials, listener):
         with listener.track(f"planning by {strategy}, {name}" if given else f"planning by {name}") as progress:
             found[name] = trials.results.order(f"order {name}", partial(made, strategy, given, progress))
@@ -147,6 +136,33 @@ def orders_of(request: Request, scores: Sequence[HeadScores], trials: Trials, li
         examples = trials.calibration.runner.examples
         listener.say(f"All orders together took about {trials.passes:.0f} forward passes over {examples:,} examples.")
     return found
+
+
+def _set_up(request: Request, trials: Trials) -> tuple[Search, list[int], list[int], tuple[str, ...]]:
+    """Where every order starts; the numbers of heads that are asked for, and those to look at; the kinds in which heads go."""
+    total = sum(layer.num_heads for layer in trials.maskable)
+    counts = [count for budget in request.budgets if (count := budget.heads(total)) is not None]
+    by_groups = any(budget.by_groups for budget in request.budgets) or not _shares(trials.maskable)
+    kinds = (GROUPS,) if by_groups else (GROUPS, SLICES)
+    base = Search(
+        trials.maskable, constraints=request.constraints, seed=request.seed, model=trials.model, batches=trials.batches,
+        store=trials.results.store, effort=effort_named(request.effort), loss_fn=trials.loss_fn,
+    )  # fmt: skip
+    # What the curve shows below all budgets comes from the last look at the model: no one has asked for more.
+    levels = [k for k in levels_of(total, counts) if not counts or k >= min(counts)]
+    if len(counts) < len(request.budgets):  # some may need fewer heads than are asked for by number
+        levels = sorted({*levels, *levels_of(total, [])})
+    return base, counts, levels, kinds
+
+
+def passes_of(request: Request, scores: Sequence[HeadScores], trials: Trials) -> float:
+    """Forward passes over the scoring examples that `orders_of` takes, about; a backward pass counts as two."""
+    base, _, levels, kinds = _set_up(request, trials)
+    searches = _affordable(request.searches(scores), base, levels, len(kinds), trials, _Calls(None))
+    works = [work_of(base, lambda: trials.calibration, strategy, levels, len(kinds)) for _, strategy, _ in searches]
+    looking = [work.passes for work in works if work.passes]
+    # The dense model is measured once for all.
+    return sum(looking) - max(0, len(looking) - 1) * trials.calibration.cost if looking else 0.0
 
 
 def _shares(layers: Sequence[AttentionLayer]) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
@@ -17,7 +17,6 @@ from headprune.fidelity import Fidelity
 from headprune.gates import mask
 from headprune.loss import LossFn
 from headprune.planning import Order
-from headprune.planning.effects import effects
 from headprune.plans import PruningPlan
 from headprune.reference import Calibration, calibrate, measure
 from headprune.repairing import Refit, Repair, checked
@@ -119,11 +118,6 @@ class Trials:
         # Of attention the whole module: a stand-in's projections are parts of tensors that have other names there.
         around = [layer.module for layer in self.layers]
         return [*around, *(p.name for p in known.projections), *(v.name for v in known.values.values())]
-
-    @property
-    def look(self) -> Callable[..., Tensor]:
-        """How a search looks at the model (`headprune.planning.strategies.Search.look`)."""
-        return effects
 
     @property
     def passes(self) -> float:

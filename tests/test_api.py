@@ -307,7 +307,7 @@ def test_scores_and_layers_that_are_given_are_used() -> None:
 # -- arguments -----------------------------------------------------------------------------------
 
 # An instance to fill; several numbers at once, and scores by several methods; a strategy that needs no model.
-OTHERWISE = {("load", "model"), ("estimate", "keep"), ("search", "keep"), ("search", "scores"), ("plan", "strategy")}
+OTHERWISE = {("load", "model"), ("search", "keep"), ("search", "scores"), ("plan", "strategy")}
 
 
 def test_the_same_argument_is_the_same_everywhere() -> None:

@@ -61,6 +61,20 @@ def test_a_copy_of_the_scored_model_is_the_same(made: Path, bert_folder: Path, h
     assert json.loads((here / "out" / "pruned-4" / "headprune.json").read_text())["about"]["from"] == str(copy)
 
 
+def test_scores_that_do_not_fit_are_left_aside_where_the_command_is_complete(
+    made: Path, bert_folder: Path, data_folder: Path, here: Path
+) -> None:
+    """A command that says all was refused for an earlier run in `reports/`."""
+    shutil.copytree(made, here / "reports" / "tiny-bert-1")
+    whole = ["prune", bert_folder, "-d", data_folder, "-k", 4, "-s", "one-shot", "-m", "gradient"]
+    for more in (["-L", 30], ["--examples", 8], ["-m", "weight-norm"]):
+        told = run(*whole, *more, "--dry-run")
+        assert told.stderr.count("are left aside") == 1, (more, told.stderr)
+        assert "Would score" in told.stdout
+    assert "left aside" not in run(*whole, "-L", 20, "--dry-run").stderr
+    assert "another one" in run(*whole, "-L", 30, "--scores", made, "--dry-run", code=1).stderr
+
+
 @pytest.mark.parametrize("flag", [
     ["--distil"], ["--examples", "8"], ["--time", "3"], ["--max-memory", "1GB"], ["--normalise"], ["--steps", "3"],
     ["--permutations", "3"], ["--sparsity", "0.1"],

@@ -35,7 +35,7 @@ from headprune.app.report.finetuned import card, render
 from headprune.app.runs import RunFolder, check_free
 from headprune.app.workflow import Console
 from headprune.app.workflow.checks import changed_options, seen_before
-from headprune.app.workflow.estimating import BEFORE_A_RUN, announce, begun, estimate_finetune
+from headprune.app.workflow.cost import announce, cost_of_training
 from headprune.app.workflow.saving import halved, in_full, in_half
 from headprune.app.workflow.stages import Stages
 from headprune.errors import HeadPruneError
@@ -143,14 +143,7 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console, did
         parts=Cut.of(parts, train),
         notes=(*parts.notes, *notes),
     )
-    if not begun(folder, "training"):
-        training = asked.training
-        announce(
-            console,
-            lambda: estimate_finetune(
-                pruned.model, train, parts.choose, parts.report, training.epochs, training.patience, BEFORE_A_RUN
-            ),
-        )
+    announce(console, lambda: cost_of_training(pruned.model, train, parts.choose, parts.report, asked.training.epochs))
     with console.track("fine-tuning") as progress:
         tuned = finetune(
             pruned.model, dense.model, train, parts.choose, asked.training, metric=metric,

@@ -1,14 +1,13 @@
 """The command line: parsing and printing only, one file a command. torch is imported when a command runs, not for --help."""
 
 from headprune.cli import score  # isort: skip  # commands are listed in this order
-from headprune.cli import prune, estimate, finetune, report, export, push, inspect, show, bench, methods, demo  # isort: skip
+from headprune.cli import prune, finetune, report, export, push, inspect, show, bench, methods, demo  # isort: skip
 from headprune.cli.app import app, main
 
 __all__ = [
     "app",
     "bench",
     "demo",
-    "estimate",
     "export",
     "finetune",
     "inspect",

@@ -12,7 +12,7 @@ import typer
 import typer.core
 
 from headprune.amounts import in_line
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, ScoresError
 
 if TYPE_CHECKING:
     from headprune.app.console import Console
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 class Commands(typer.core.TyperGroup):
     """All commands; a mistake in how one is called is a JSON document too, where one was asked for."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[:1] == ["estimate"]:
+            ctx.fail(
+                "`headprune estimate` is gone: score, prune and finetune say before they begin how long they will take."
+            )
+        return super().resolve_command(ctx, args)
 
     def main(
         self,
@@ -88,7 +95,7 @@ def refuse_unused(source: RunFolder | None, goal: Goal, given: Mapping[str, Any]
         why = "a plan says which heads go" if goal.plan else f"--strategy {goal.strategy} takes no scores"
         raise HeadPruneError(f"{typed[0]} has no use here: {why}.", f"Leave out {typed[0]}.")
     if source is not None and (late := [flag for flag in typed if flag != "--method"]):
-        raise HeadPruneError(
+        raise ScoresError(
             f"{late[0]} has no use here: the scores in {source.path} are made already.",
             f"Leave it out, or score anew: `headprune score` with {late[0]}, or here with another folder by -o.",
         )

@@ -27,6 +27,7 @@ from headprune.cli.options import (
 )  # fmt: skip
 from headprune.cli.session import session
 from headprune.cli.streaming import stream
+from headprune.errors import ScoresError
 
 if TYPE_CHECKING:
     from headprune.app.console import Console
@@ -120,24 +121,36 @@ def prune(
         goal = goal_of(budgets, planning, no_repair=no_repair, finetune=finetune, method=method)
         asked = known_methods(method)
         # A plan needs no scores, so none are looked for if it is said what to prune and measure on.
-        source = (
-            None if budgets.plan and model and scores is None else source_of(model, scores, writing.output, console)
-        )
-        refuse_unused(source, goal, {**vars(scoring), "method": method})
-        keep = None if source else next(iter(budgets.asked.get("keep", [])), None)
-        options = options_of(source, model, data, scoring, loading, seed, keep, also, placing)
-        choose = partial(prune_folder, source, writing.output, options.model, writing.overwrite, key)
-        methods = asked or (list(methods_for(goal.strategy)) if source is None and goal.uses_scores else [])
-        if methods and not asked:
-            console.say(scores_first(goal, methods))
-        wanted = workflow.PruneRun(options, goal, methods, source, export or ())
-        if writing.dry_run:
-            _dry_run(wanted, choose(), console)
-            return
-        with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-            did = partial(folder.did, key, writing.overwrite)  # it may have been killed just after the end
-            workflow.prune_run(wanted, folder, console, did)
-        tables.print_pruned(console, folder)
+        found = None if budgets.plan and model and scores is None else source_of(model, scores, writing.output, console)
+
+        def pruned(source: RunFolder | None) -> RunFolder | None:
+            """What was asked for, with the scores of a run or with new ones."""
+            refuse_unused(source, goal, {**vars(scoring), "method": method})
+            keep = None if source else next(iter(budgets.asked.get("keep", [])), None)
+            options = options_of(source, model, data, scoring, loading, seed, keep, also, placing)
+            choose = partial(prune_folder, source, writing.output, options.model, writing.overwrite, key)
+            methods = asked or (list(methods_for(goal.strategy)) if source is None and goal.uses_scores else [])
+            if methods and not asked:
+                console.say(scores_first(goal, methods))
+            wanted = workflow.PruneRun(options, goal, methods, source, export or ())
+            if writing.dry_run:
+                _dry_run(wanted, choose(), console)
+                return None
+            with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
+                did = partial(folder.did, key, writing.overwrite)  # it may have been killed just after the end
+                workflow.prune_run(wanted, folder, console, did)
+            return folder
+
+        try:
+            folder = pruned(found)
+        except ScoresError as error:
+            if found is None or scores is not None or model is None or data.dataset is None:
+                raise
+            # The command says all that is needed without them.
+            console.say(f"The scores in {found.path} are left aside. {error.args[0]}")
+            folder = pruned(None)
+        if folder is not None:
+            tables.print_pruned(console, folder)
 
 
 def _dry_run(wanted: PruneRun, folder: RunFolder, console: Console) -> None:
@@ -147,7 +160,8 @@ def _dry_run(wanted: PruneRun, folder: RunFolder, console: Console) -> None:
     if wanted.source is None and wanted.goal.needs_scores:
         scene = wanted.open([], console)
         tables.print_layers(console, type(scene.model).__name__, scene.layers)
-        console.result(f"Would score, then prune and write {folder.path}. Nothing was written.")
+        cost = workflow.cost_of_pruning(scene, wanted.goal, wanted.methods)
+        console.result(f"Would score, then prune and write {folder.path}. {cost.line} Nothing was written.")
         console.document(planned(folder, list(wanted.methods), scene))
         return
     found, fits = workflow.plan_run(wanted, console)

@@ -61,7 +61,10 @@ def score(
             folder = choose()
             scene = workflow.open_scene(options, console, methods)
             tables.print_layers(console, type(scene.model).__name__, scene.layers)
-            console.result(f"Would score by {', '.join(methods)} and write {folder.path}. Nothing was written.")
+            cost = workflow.cost_of_scores(scene, methods)
+            console.result(
+                f"Would score by {', '.join(methods)} and write {folder.path}. {cost.line} Nothing was written."
+            )
             console.document(planned(folder, methods, scene))
             return
         with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:

@@ -15,7 +15,7 @@ from headprune.attention import Heads
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
 from headprune.loss import ExampleLoss
-from headprune.planning.effects import Look
+from headprune.planning.effects import Look, effects
 from headprune.planning.effort import Work, flops_of_pass, spread
 from headprune.planning.order import Order
 from headprune.planning.state import State
@@ -194,7 +194,7 @@ def _ranked(refit: Refit, state: State) -> list[Unit]:
     if (look := search.dense_looks.get(search.kind)) and not state.drop:
         found = look.effects
     else:
-        found = search.look(refit, search.layers, state.drop, units, search.effort.examples, search.store)
+        found = effects(refit, search.layers, state.drop, units, search.effort.examples, search.store)
     if search.kind == SLICES:
         units, found = _sliced(search, units, found)
     sizes = found.abs().mean(0).tolist()
@@ -243,7 +243,7 @@ def dense_looks(search: Search, kinds: Sequence[str]) -> dict[str, Look]:
         before = refit.reference.runner.passes
         units = State(replace(search, kind=kind)).units()
         if units:
-            each = search.look(refit, search.layers, {}, units, search.effort.examples, search.store)
+            each = effects(refit, search.layers, {}, units, search.effort.examples, search.store)
             found[kind] = Look(each, refit.reference.runner.passes - before)
     return found
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import identity
 from headprune.loss import LossFn
-from headprune.planning.effects import Look, effects
+from headprune.planning.effects import Look
 from headprune.planning.effort import NORMAL, Effort
 from headprune.planning.order import Order
 from headprune.planning.units import GROUPS, Constraints, Unit, units_of, why_stay
@@ -43,7 +43,6 @@ class Search:
         store: Keeps what strategies measure, so that an interrupted search goes on where it was.
         effort: How much work it may be.
         loss_fn: As for `headprune.score`: for batches that are pairs ``(inputs, labels)``.
-        look: How the model is looked at: `headprune.planning.effects.effects`, or what stands in for it where a search is only counted.
     """
 
     layers: Sequence[AttentionLayer]
@@ -59,7 +58,6 @@ class Search:
     store: Store | None = None
     effort: Effort = NORMAL
     loss_fn: LossFn | None = None
-    look: Callable[..., Tensor] = effects
 
     def units(self, scores: HeadScores | None = None) -> list[list[Unit]]:
         """The units of every layer that may go, those with the least score first.

@@ -5,12 +5,12 @@ The result of each step is stored at once, so that an interrupted run can contin
 
 from headprune.app.options import Options
 from headprune.app.workflow.checks import check_goal
-from headprune.app.workflow.estimating import estimate_prune, estimate_score
+from headprune.app.workflow.cost import cost_of_pruning, cost_of_scores
 from headprune.app.workflow.pruning import PruneRun, plan_run, prune_run
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.scoring import score_run
 from headprune.app.workflow.targets import Goal
 
 __all__ = [
-    "Console", "Goal", "Options", "PruneRun", "Scene", "check_goal", "estimate_prune", "estimate_score", "open_scene", "plan_run", "prune_run", "score_run",
+    "Console", "Goal", "Options", "PruneRun", "Scene", "check_goal", "cost_of_pruning", "cost_of_scores", "open_scene", "plan_run", "prune_run", "score_run",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from headprune.app.data import DataOptions, Parts
 from headprune.app.documents import Cut, Examples, Run
 from headprune.app.workflow.scene import Scene
 from headprune.app.workflow.targets import Goal, subject_for
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, ScoresError
 from headprune.evaluation import measurable
 
 
@@ -75,12 +75,12 @@ def check_scored(scene: Scene, run: Run, where: object) -> list[str]:
         return []
     changed = [flag for flag in changed_options(before, scene.options.data) if flag != "--report-limit"]
     if not changed:
-        raise HeadPruneError(
+        raise ScoresError(
             f"{before.dataset} no longer holds the examples that were scored for {where}.",
             "Score again, or restore the data.",
         )
     flags = " and ".join(changed)
-    raise HeadPruneError(
+    raise ScoresError(
         f"The scores in {where} are of {then.examples:,} examples of {then.split!r}; with {flags} the scoring part "
         f"is another one ({now.examples:,} of {now.split!r}), and a run has one, for scores and repair.",
         f"Leave out {flags}, or score again with {'it' if len(changed) == 1 else 'them'}.",

@@ -31,7 +31,7 @@ from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import exports
 from headprune.app.workflow.checks import check_goal, check_scored
-from headprune.app.workflow.estimating import BEFORE_A_RUN, announce, begun, estimate_prune
+from headprune.app.workflow.cost import announce, cost_of_pruning
 from headprune.app.workflow.results import CarriedOut, Control, Job, carry_out, guessing, result_of
 from headprune.app.workflow.saving import dense_weights
 from headprune.app.workflow.scene import Console, Scene, open_scene
@@ -40,7 +40,7 @@ from headprune.app.workflow.stages import made_from, publish, stages_of
 from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, trade_off, trials_of
 from headprune.app.workflow.timing import inputs, time_generation, time_models, time_parts
 from headprune.budgets import Fit, Reading
-from headprune.errors import HeadPruneError, first_line
+from headprune.errors import HeadPruneError, ScoresError, first_line
 from headprune.evaluation import Measurement
 from headprune.fingerprint import config_hash, identity, is_same, processor_hash
 from headprune.inputs import model_device
@@ -78,7 +78,7 @@ class PruneRun:
         scores = self.source.read_scores() if self.source is not None else []
         known = [s.method for s in scores]
         if self.source is not None and (missing := [m for m in self.methods if m not in known]):
-            raise HeadPruneError(
+            raise ScoresError(
                 f"{self.source.scores_path} holds no scores by {missing[0]}.",
                 f"It has {', '.join(known)}; score again with --method {missing[0]}.",
             )
@@ -138,6 +138,8 @@ def plan_run(asked: PruneRun, console: Console) -> tuple[list[HeadScores], list[
         raise HeadPruneError("There are no scores to plan by.", "Run `headprune score` first.")
     scores = asked.scores()
     scene = asked.open(scores, console)
+    missing = () if asked.source is not None else asked.methods
+    announce(console, lambda: cost_of_pruning(scene, goal, missing, scores))
     trials = trials_of(scene, goal)
     orders = {} if goal.plan else orders_of(goal.request(scene), asked.candidates(scores), trials, console)
     return scores, fits_of(scene, goal, orders, trials, console)
@@ -168,8 +170,9 @@ def prune_run(
         )
     methods = asked.methods if source or asked.goal.uses_scores else []
     run = run_document(scene, methods, folder) if source is None else run_after(source.read_run(), scene, folder)
-    if not begun(folder, "score", "prune", *methods):  # what an interrupted run has left to do is not known
-        announce(console, lambda: estimate_prune(replace(asked, methods=methods), scene, scores, BEFORE_A_RUN))
+    goal, missing = asked.goal, () if source is not None else methods
+    low = None if goal.effort == "low" else lambda: cost_of_pruning(scene, replace(goal, effort="low"), missing, scores)
+    announce(console, lambda: cost_of_pruning(scene, goal, missing, scores), low)
     before = 0.0
     if source is None:
         scores, before = score_all(scene, methods, folder, console)
@@ -218,7 +221,7 @@ class Done:
 
 
 def carry_out_all(job: Job, scores: Sequence[HeadScores], environment: Environment) -> Done:
-    """All of a run's long work between the scores and the timing, in its order (`estimating` rehearses it)."""
+    """All of a run's long work between the scores and the timing."""
     scene, goal, trials, console = job.scene, job.goal, job.trials, job.console
     orders = {} if goal.plan else orders_of(goal.request(scene), scores, trials, console)
     fits = _kept_fits(job, environment, lambda: fits_of(scene, goal, orders, trials, console))
@@ -350,14 +353,14 @@ def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -
     """Scores must be this model's, and their examples must not be among those that are reported; notes on what else changed."""
     for s in scores:
         if not is_same(scene.model, s.model):
-            raise HeadPruneError(
+            raise ScoresError(
                 f"The scores in {source.scores_path} are of another model than {scene.options.model} (fingerprint {s.model}, "
                 f"this one is {identity(scene.model)}).",
                 "Score this model first, or leave it out to prune the one that was scored.",
             )
     run = source.read_run()
     for what in run.model.other_now(run.environment, config_hash(scene.model), processor_hash(scene.loaded.processor)):
-        raise HeadPruneError(
+        raise ScoresError(
             f"The {what} of {scene.options.model} has changed since {source.path} was scored.",
             "Restore it, or score again.",
         )

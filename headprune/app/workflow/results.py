@@ -138,7 +138,7 @@ class CarriedOut:
 
 
 def carry_out(fitted: Fit, control: Control, job: Job) -> CarriedOut:
-    """Make a plan's model and measure it: all of what a budget's work is, in its order (`headprune.app.workflow.estimating` rehearses it)."""
+    """Make a plan's model and measure it: all of what a budget's work is, in its order."""
     plan = fitted.plan
     path = job.content.checkpoint_path(plan.asked)
     made, model = job.made(plan, path)

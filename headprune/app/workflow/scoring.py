@@ -15,7 +15,7 @@ from headprune.app.documents import Cut, Heads, LayerFacts, ModelFacts, Run
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.seeing import look
-from headprune.app.workflow.estimating import BEFORE_A_RUN, announce, begun, estimate_score
+from headprune.app.workflow.cost import announce, cost_of_scores
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.stages import Stages, made_from, publish, stages_of
 from headprune.errors import HeadPruneError
@@ -46,8 +46,7 @@ def score_run(
     if did(of := made_from(scene)):
         return scene, folder.read_scores()
     run = run_document(scene, methods, folder)
-    if not begun(folder, "score", *methods):
-        announce(console, lambda: estimate_score(scene, methods, BEFORE_A_RUN))
+    announce(console, lambda: cost_of_scores(scene, methods))
     scores, before = score_all(scene, methods, folder, console)
 
     def written() -> None:

@@ -1,0 +1,174 @@
+"""What a run will cost, roughly: two passes timed, times the passes that are counted before the work.
+
+To be within half; `benchmarks/estimate.py` compares it with real runs on five models.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from headprune import latency, searching
+from headprune.amounts import duration
+from headprune.app.data import Part
+from headprune.app.workflow.scene import Console, Scene
+from headprune.app.workflow.targets import RANDOM_DRAWS, Goal, trials_of
+from headprune.app.workflow.timing import inputs
+from headprune.errors import first_line
+from headprune.inputs import call, model_device, move, tensors, usable
+from headprune.loss import inputs_of
+from headprune.modules import config_kept
+from headprune.ranks import current
+from headprune.scoring import HeadScores, Settings
+from headprune.scoring.base import cost_of
+from headprune.trace import evaluating
+
+CLOCK: Callable[[], float] = time.perf_counter
+"""`benchmarks/estimate.py` takes CPU time instead on a busy machine."""
+
+_REPAIR = 8.0  # passes of a repair over the scoring examples: most of them the last step's
+_DECIDED = 7.0  # passes over the choosing part to decide on the steps of a repair
+_MEASURED = (
+    3.0 + RANDOM_DRAWS
+)  # of a plan on the reporting part: repaired, masked, repaired as the random heads are, and these
+_LEVELS = 6  # points of the curve, about
+_SOLVE = 4e-9  # seconds of a layer's least squares, per number in a square matrix of its width, times a hundredth of the width
+_REPORT = 4.0  # seconds of the report and its pictures
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Forward passes over the examples (a backward pass counts as two), and seconds on this device."""
+
+    passes: float
+    seconds: float
+    examples: int
+    timing: float = 0.0
+
+    def __str__(self) -> str:
+        return f"about {duration(self.seconds)}"
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        return f"Roughly {duration(self.seconds)}: {self.passes:,.0f} forward passes over {self.examples:,} examples."
+
+
+def announce(console: Console, make: Callable[[], Cost], quick: Callable[[], Cost] | None = None) -> None:
+    """Say in a line what is to come, and what the same takes with ``--effort low`` where that is much less. It never stops a run."""
+    try:
+        found, low = current().first("cost", lambda: (make(), quick() if quick else None))
+    except Exception as error:
+        console.say(f"How long this takes could not be told ({type(error).__name__}: {first_line(error)}).")
+        return
+    more = f" With --effort low {low}." if low is not None and low.seconds < 0.7 * found.seconds else ""
+    size = current().size
+    console.say(found.line + more + ("" if size == 1 else f" This is for one process; {size} share the work."))
+
+
+def cost_of_scores(scene: Scene, methods: Sequence[str]) -> Cost:
+    """Of `score_run`."""
+    batches = list(scene.parts.score.batches())
+    forward, back = _pace(scene.model, batches)
+    passes = _scoring(scene, methods, len(batches))
+    limit = scene.options.scoring.seconds
+    spent = passes * (forward + back) / 3
+    seconds = min(spent, limit) if limit is not None and "ablation" in methods else spent
+    return Cost(passes, seconds + _REPORT, len(scene.parts.score))
+
+
+def cost_of_pruning(scene: Scene, goal: Goal, methods: Sequence[str], scores: Sequence[HeadScores] = ()) -> Cost:
+    """Of `prune_run`.
+
+    Args:
+        methods: Scores that are still to be made.
+        scores: Those that there are.
+    """
+    batches, parts = list(scene.parts.score.batches()), scene.parts
+    forward, back = _pace(scene.model, batches)
+    trials = trials_of(scene, goal)
+    choose, report = (len(part) / len(parts.score) for part in (parts.choose, parts.report))
+    orders, plans = 0 if goal.plan else 2 + len(methods or scores), max(1, len(goal.budgets))
+    planning = 0.0 if goal.plan else searching.passes_of(goal.request(scene), scores, trials)
+    points = orders * plans + _LEVELS + (orders + RANDOM_DRAWS) * (plans + 1)
+    passes = _scoring(scene, methods, len(batches)) + planning + points * choose + report * (1 + _MEASURED * plans)
+    fits = 0.0
+    if goal.repair:
+        passes += plans * (_REPAIR + _DECIDED * choose)
+        widths = [p.weight.shape[1] for p in trials.calibration.projections]
+        fits = (points + plans * _MEASURED) * sum(_SOLVE * width**3 / 100 for width in widths)
+    once = forward / sum(map(cost_of, batches))
+    timing = sum(
+        (plans + 2) * max(latency.MIN_SECONDS, latency.MIN_RUNS * once * cost_of(example)) + 1.5
+        for _, _, example in inputs(scene)
+    )
+    if goal.finetune:
+        passes += (
+            4 * goal.finetune * plans
+        )  # for as many examples as are scored: what there is to train on is not read yet
+    return Cost(passes, passes * (forward + back) / 3 + fits + timing + _REPORT, len(parts.score), timing)
+
+
+def cost_of_training(model: nn.Module, train: Part, choose: Part, report: Part, epochs: float) -> Cost:
+    """Of `finetune_run`: the pruned model's steps, the dense model's answers, and what is measured."""
+    batch = next(train.batches())
+    rows = next(len(t) for t in tensors(batch))
+    forward, back = (seconds * len(train) / rows for seconds in _pace(model, [batch]))
+    passes = epochs * (4 + len(choose) / len(train)) + 3 * len(report) / len(train)
+    return Cost(passes, passes * (forward + back) / 3 + _REPORT, len(train))
+
+
+def _pace(model: nn.Module, batches: Sequence[object]) -> tuple[float, float]:
+    """Seconds of a forward pass over all batches, and of a backward pass, from two passes over the one of median size."""
+    batch = usable(sorted(batches, key=cost_of)[len(batches) // 2])
+    device, times = model_device(model), []
+    moved = move(inputs_of(model, batch), device)
+    first = next(p for p in model.parameters() if p.is_floating_point())
+    before = first.requires_grad
+
+    def passed(back: bool) -> None:
+        some = [t for t in tensors(call(model, moved)) if t.requires_grad]
+        if back and some:
+            torch.autograd.grad(torch.stack([t.float().mean() for t in some]).sum(), [first], allow_unused=True)
+
+    with torch.inference_mode(False), torch.random.fork_rng(), config_kept(model), evaluating(model):
+        first.requires_grad_(True)
+        try:
+            for grad in (False, False, True):  # the first pass makes what later ones find
+                began = CLOCK()
+                with torch.set_grad_enabled(grad):
+                    passed(grad)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                times.append(CLOCK() - began)
+        finally:
+            first.requires_grad_(before)
+    scale = sum(map(cost_of, batches)) / cost_of(batch)
+    return times[1] * scale, max(times[1], times[2] - times[1]) * scale
+
+
+def _scoring(scene: Scene, methods: Sequence[str], batches: int) -> float:
+    """Passes over the scoring examples that scoring methods make."""
+    return sum(_passes(name, scene.options.scoring, scene, batches) for name in methods)
+
+
+def _passes(name: str, settings: Settings, scene: Scene, batches: int) -> float:
+    heads = sum(layer.num_heads for layer in scene.maskable)
+    if name in ("weight-norm", "random"):
+        return 0.0
+    if name == "shapley":
+        return heads * max(1.0, (settings.permutations or 128) / batches) / 2
+    if name in ("l0", "dsp"):
+        return 3.0 * (settings.steps or max(200, 2 * batches)) / batches
+    if name == "integrated-gradients":
+        return 3.0 * (settings.steps or 8)
+    if "ablation" not in name:
+        return 3.0
+    # A head's pass begins at its layer. Of few examples, gradients on all say what the others would have given.
+    few = min(1.0, (settings.examples or math.inf) / len(scene.parts.score)) if name == "ablation" else 1.0
+    return 1 + heads / 2 * few + (3.0 if few < 1 else 0.0)
