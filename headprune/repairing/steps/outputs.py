@@ -21,6 +21,7 @@ from headprune.repairing.weights import Fit, LayerRepair, Weights
 if TYPE_CHECKING:
     from headprune.repairing.refit import Refit
 
+ROUNDED = 1e-7  # of the outputs' squares, which are summed in float32: errors that differ by less are equal
 RIDGES = (1e-4, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0)  # of the mean variance of an input
 
 
@@ -54,7 +55,7 @@ def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, rid
         tried = [_held_out(xx, xy, yy, old, projection.has_bias, r) for r in RIDGES]
         stays = sum(error(xx[i], xy[i], yy[i], *old) for i in range(FOLDS))
         held_out = min(stays, *tried)
-        chosen = math.inf if stays <= min(tried) else RIDGES[tried.index(min(tried))]
+        chosen = math.inf if stays <= min(tried) + ROUNDED * float(yy.sum()) else RIDGES[tried.index(min(tried))]
     all_xx, all_xy, all_yy = xx.sum(0), xy.sum(0), yy.sum(0)
     weight, bias = old if chosen == math.inf else _solved(all_xx, all_xy, old, projection.has_bias, chosen)
     unit = moments.spread()

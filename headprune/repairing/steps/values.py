@@ -24,7 +24,7 @@ from headprune.reference.directions import inputs_of_heads
 from headprune.reference.moments import FOLDS, Moments, centred
 from headprune.reference.projections import OutputProjection, Values
 from headprune.repairing.step import LeftOut, Step
-from headprune.repairing.steps.outputs import downhill, error, fit_output
+from headprune.repairing.steps.outputs import ROUNDED, downhill, error, fit_output
 from headprune.repairing.weights import Fit, LayerRepair, Weights
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def fit(refit: Refit, drop: Heads, start: Weights) -> Weights | LeftOut:
         values, heads = refit.reference.values.get(name), alone.projection.heads(drop)
         if values and heads:
             both = _fit_of(refit, alone.projection, values, heads, drop)
-            if both.held_out is None or alone.held_out is None or both.held_out < alone.held_out:
+            rounding = ROUNDED * float(refit.reference.moments[name].yy.sum())
+            if both.held_out is None or alone.held_out is None or both.held_out < alone.held_out - rounding:
                 fits[name] = both
     changed = any(each.mixes for each in fits.values())
     return Weights.of(fits, refit.reference.moments) if changed else LeftOut()
