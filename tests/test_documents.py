@@ -190,7 +190,7 @@ def test_the_report_of_a_fine_tuning() -> None:
 
 # What no report and no command reads: for people and for other programs.
 FOR_PEOPLE = {
-    "held_out", "strength", "train", "weight_decay",
+    "biases", "held_out", "patience", "strength", "train", "weight_decay",
     "induction", "duplicate", "itself", "next", "previous", "separator", "sink",
 }  # fmt: skip
 
