@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.attention import AttentionLayer, HeadFeatures
 from headprune.errors import HeadPruneError
+from headprune.inputs import vocabulary_size
 from headprune.pruned import HeadArgument
-from headprune.surgery.proof import _is_distribution, _per_head, _sure, _vocabulary, answers, tolerance_of
+from headprune.surgery.proof import _is_distribution, _per_head, _sure, answers, tolerance_of
 from headprune.surgery.removal import WIDTHS, Removal, left_as_ghosts, ways
 from headprune.surgery.watch import ROWS, _by_head, _sampled, differing, gap, largest, watching
 from tests.support.zoo import ZOO
@@ -204,8 +205,10 @@ def test_the_vocabulary_is_that_of_an_embedding() -> None:
                 raise NotImplementedError
             return self.table
 
-    assert _vocabulary(Model(nn.Embedding(7, 2))) == 7
-    assert _vocabulary(Model(nn.Linear(7, 2))) == _vocabulary(Model(None)) == _vocabulary(nn.Linear(1, 1)) == 0
+    assert vocabulary_size(Model(nn.Embedding(7, 2))) == 7
+    assert (
+        vocabulary_size(Model(nn.Linear(7, 2))) == vocabulary_size(Model(None)) == vocabulary_size(nn.Linear(1, 1)) == 0
+    )
 
 
 def layer(**about: Any) -> AttentionLayer:
