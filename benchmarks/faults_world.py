@@ -62,8 +62,8 @@ class Ended:
 
     @property
     def clean(self) -> bool:
-        """Whether it ended as a command should that could not go on: one line and no traceback; nothing for Ctrl-C before it had begun."""
-        if self.status == 130 and not self.said.strip():
+        """Whether it ended as a command should that could not go on: one line and no traceback; nothing where a signal came before it had begun."""
+        if self.status in (130, 143) and not self.said.strip():
             return True
         return self.status > 0 and len(self.lines) == 1 and "Traceback" not in self.said
 

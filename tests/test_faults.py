@@ -59,3 +59,5 @@ def test_where_documents_differ() -> None:
     assert not ended.clean
     assert faults_world.Ended(1, "a note\nheadprune: no\n").clean
     assert not faults_world.Ended(1, "Traceback (most recent call last)\nheadprune: no\n").clean
+    assert faults_world.Ended(143).clean  # a signal before the command had begun
+    assert not faults_world.Ended(1).clean
