@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import get_linear_schedule_with_warmup, set_seed
 
 from headprune.app.data import Part
 from headprune.app.distillation import DistillationLoss
@@ -215,6 +214,8 @@ class _Training:
         metric: str,
         options: FinetuneOptions,
     ) -> None:
+        from transformers import get_linear_schedule_with_warmup  # imports PEFT, which takes seconds
+
         self.model, self.loss, self.order, self.held_out = model, loss, order, held_out
         self.metric, self.options = metric, options
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -268,6 +269,8 @@ class _Training:
 
     def _update(self) -> None:
         """One step of the optimizer."""
+        from transformers import set_seed
+
         set_seed(int(np.random.SeedSequence((self.options.seed, self.step)).generate_state(1)[0]))
         self.model.train()
         loss = self.loss.backward(move(self.order[self.step], model_device(self.model)))
