@@ -25,7 +25,7 @@ mutations: $(VENV)/.strength  ## what the tests say of small mistakes in plannin
 lines: $(VENV)/.strength  ## how much of headprune the fast tests run (docs/tests.md); ten to twenty minutes
 	$(BIN)/python tools/lines.py
 
-coverage: install  ## every model type of transformers, against docs/coverage.md; about fifteen minutes
+coverage: install  ## every model type of transformers, against docs/coverage.md; about ten minutes
 	$(BIN)/python benchmarks/coverage_types.py --check
 
 wheel: install  ## what `pip install headprune` will install, built and tried apart from the checkout
