@@ -1,4 +1,4 @@
-"""What a busy machine costs, and what OpenMP's threads cost that sleep while they wait (`headprune.cli.app.wait_asleep`).
+"""What a busy machine costs, and what OpenMP's threads cost that soon sleep while they wait (`headprune.cli.app.wait_asleep`).
 
     python benchmarks/busy.py                                # about fifteen minutes on 2 cores, on which nothing else should run
     python benchmarks/busy.py --rounds 1 --no-demo           # a short look

@@ -12,7 +12,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the command line; before torch is imported
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in the command line; before torch is imported
 os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp())  # where transformers copies the code in saved folders
 
 import pytest
