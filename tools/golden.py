@@ -158,7 +158,18 @@ def demo() -> Results:
 def minilm() -> Results:
     """A real BERT, by the command line."""
     with tempfile.TemporaryDirectory() as folder:
-        parts = ("--split", "train", "--choose-split", "validation", "--report-split", "test", "--limit", "128")
+        parts = (
+            "--split",
+            "train",
+            "--choose-split",
+            "validation",
+            "--report-split",
+            "test",
+            "--limit",
+            "128",
+            "--report-limit",
+            "128",
+        )
         command(folder, "prune", str(MINILM), "-d", f"{MINILM}/data", *parts, "--keep", "36", "--effort", "low")
         return of_report(Path(folder) / "run")
 
