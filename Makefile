@@ -7,7 +7,7 @@ MINUTES ?= 45
 # Workers for pytest: two, like the smallest machine this is developed on.
 JOBS ?= 2
 
-.PHONY: demo test test-slow mutations lines coverage wheel vendor licences audit lint types install clean
+.PHONY: demo test test-slow golden mutations lines coverage wheel vendor licences audit lint types install clean
 
 demo: install  ## train, score, prune and report on scikit-learn's digits, into reports/demo (git ignores it)
 	@$(BIN)/headprune demo
@@ -27,6 +27,9 @@ lines: $(VENV)/.strength  ## how much of headprune the fast tests run (docs/test
 
 coverage: install  ## every model type of transformers, against docs/coverage.md; about ten minutes
 	$(BIN)/python benchmarks/coverage_types.py --check
+
+golden: install  ## every result of tests/golden.json again, to the last bit on the machine that wrote it; four minutes
+	$(BIN)/python tools/golden.py compare
 
 wheel: install  ## what `pip install headprune` will install, built and tried apart from the checkout
 	rm -rf build dist
