@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as tf
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
@@ -123,6 +124,21 @@ def test_replay_runs_only_what_comes_after_the_gate() -> None:
             expected = recording._plain(problem.split(mixed[0]))
             torch.testing.assert_close(recording.losses(mixed)[0], expected, rtol=1e-5, atol=1e-6)
             assert torch.equal(recording.losses(torch.ones(2, problem.heads)), recording.dense.expand(2, -1))
+
+
+def test_tiny_divergences_of_a_model_that_is_sure_are_replayed() -> None:
+    """They are rounded like the logits that they are computed from: no relative error of theirs can be asked for."""
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
+    model = randomise(tf.BertForSequenceClassification(tf.BertConfig(vocab_size=100, num_labels=2, **sizes)))
+    with torch.no_grad():
+        model.classifier.bias += torch.tensor([8.0, 0.0])
+    batches = [
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in torch.randint(1, 100, (12, 24)).split(6)
+    ]
+    scores = hp.score(model, batches, "ablation", distil=True)
+    assert 0 < scores.flat().abs().max() < 0.01
+    assert scores.details["replayed"] == "every layer"
 
 
 class Mixing(nn.Module):
