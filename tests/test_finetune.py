@@ -15,11 +15,11 @@ import headprune as hp
 from headprune.app import finetune as room
 from headprune.app.data import DataOptions, load_parts, load_train
 from headprune.app.distillation import DistillationLoss, Mixture
-from headprune.app.finetune import FinetuneOptions, finetune
+from headprune.app.options import FinetuneOptions
 from headprune.app.models import load_model
 from headprune.evaluation import Measurement
 from headprune.fingerprint import fingerprint
-from tests.support.finetuning import pair, prepared, t5
+from tests.support.finetuning import pair, t5, tuned
 from tests.support.zoo import bert, gpt2, labelled, llama, randomise, vit
 
 ROOT = Path(__file__).parent.parent

@@ -271,10 +271,10 @@ def test_plans_repair_and_evaluation_are_those_of_one_process(ranked: Ranked, tm
 def test_a_training_is_that_of_one_process(ranked: Ranked, tmp_path: Path, options: dict[str, Any]) -> None:
     """Whatever the last batch has, and with the same dropout. Weights may differ where a gradient is zero but for rounding, as
     a key's bias has: Adam divides by its size."""
-    one = shared.finetuned(**options)
+    one = shared.finetuned(**options, work=str(tmp_path / "one"))
     for size in (2, 3):
-        for found in ranked.call(tmp_path, size, "tests.support.shared:finetuned", **options):
-            assert found["split"]
+        for found in ranked.call(tmp_path, size, "tests.support.shared:finetuned", **options, work=f"work-{size}"):
+            assert found["largest"] == 6 / size
             assert found["best"] == one["best"]
             assert [pytest.approx(each, abs=1e-6) for each in one["history"]] == found["history"]
             assert ((found["weights"] - one["weights"]).abs() > 1e-6).double().mean() < 0.01

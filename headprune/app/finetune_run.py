@@ -3,57 +3,47 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from headprune import checkpoint
 from headprune.app import runs
-from headprune.app.data import DataOptions, Parts, load_parts, load_train
+from headprune.app.data import DataOptions, load_parts, load_train
 from headprune.app.documents import (
     Cut,
     FinetunedChanges,
     FinetunedModels,
-    FinetuneFacts,
     FinetuneRecord,
     Measured,
     Run,
-    Training,
     TrainingOptions,
 )
-from headprune.app.finetune import finetune
 from headprune.app.folders import Folder, claimed, key_of
-from headprune.app.models import LoadedModel, load_model, numbers_given, pruned_in, set_padding
+from headprune.app.models import LoadedModel, load_model, pruned_in, set_padding
 from headprune.app.options import FinetuneOptions, Options
-from headprune.app.precision import half_of, holds, narrow, widen
+from headprune.app.precision import half_of, holds
 from headprune.app.report.finetuned import card, render
 from headprune.app.runs import RunFolder, check_free
-from headprune.app.workflow import Console
+from headprune.app.workflow import Console, Scene, open_scene, saving
 from headprune.app.workflow.checks import changed_options, seen_before
 from headprune.app.workflow.cost import announce, cost_of_training
-from headprune.app.workflow.saving import halved, in_full, in_half
-from headprune.app.workflow.stages import Stages
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
-from headprune.fingerprint import config_hash, fingerprint, processor_hash, versions
-from headprune.inputs import model_device, move
+from headprune.fingerprint import config_hash, fingerprint
 from headprune.jsonio import write_text
-from headprune.memory import is_out_of_memory
 from headprune.ranks import current
-from headprune.scoring.resume import digest
 
 DOCUMENT = "finetune.json"
 REPORT = "finetune.md"
+_EXACT = 1e-5  # relative: how much the saved model's answers may differ from the trained one's
 
 
 @dataclass(frozen=True)
 class FinetuneRun:
-    """What was asked for; what is None is taken from the run that pruned the model.
+    """What `finetune_run` is to do; what is None is taken from the run that pruned the model.
 
     Attributes:
         pruned: A folder that headprune saved, or a run folder with one such.
@@ -77,7 +67,7 @@ class FinetuneRun:
     trust_remote_code: bool = False
 
 
-def finetune_run(asked: FinetuneRun, console: Console) -> tuple[Path, FinetuneRecord]:
+def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, FinetuneRecord]:
     """Train, measure on the reporting part, and write the model with ``finetune.json`` and ``finetune.md``.
 
     Returns:
@@ -86,128 +76,89 @@ def finetune_run(asked: FinetuneRun, console: Console) -> tuple[Path, FinetuneRe
     Raises:
         HeadPruneError: No such folder, no dense model, data that is cut otherwise than when pruning.
     """
-    source = pruned_in(asked.pruned)
-    output = asked.output or source.with_name(f"{source.name}-finetuned")
-    key = key_of("finetune", replace(asked, resume=True))
+    source = pruned_in(config.pruned)
+    output = config.output or source.with_name(f"{source.name}-finetuned")
+    key = key_of("finetune", replace(config, resume=True))
 
     def choose() -> Folder:
         folder = Folder(output)
-        check_free(folder, asked.overwrite or folder.done_by(key))
+        check_free(folder, config.overwrite or folder.done_by(key))  # it may have been killed just after the end
         if not folder.empty and not (output / DOCUMENT).is_file():
             raise HeadPruneError(f"{output} holds something that finetune did not write.", "Choose another with -o.")
         return folder
 
-    with claimed(choose, key, runs.command_line(), resume=asked.resume, say=console.say) as folder:
-        # It may have been killed just after the end.
-        _run(asked, source, folder, console, partial(folder.did, key, asked.overwrite))
+    with claimed(choose, key, runs.command_line(), resume=config.resume, say=console.say) as folder:
+        _run(config, source, folder, console)
         return output, FinetuneRecord.read(output / DOCUMENT)
 
 
-def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console, did: Callable[[str], bool]) -> None:
-    started = time.monotonic()
-    run = _run_of(source)
-    data = _data_options(asked, run)
-    data.check()
-    pruned, dense = _load(asked, source, run)
-    metric = pruned.task.metric
-    if (numbers := numbers_given(pruned)) is not None:
-        raise HeadPruneError(
-            f"{source} has a regression head ({numbers}), which the command line does not measure yet.",
-            "Use the Python API: headprune.app.finetune.finetune.",
-        )
-    parts = load_parts(data, pruned)
-    parts.notes.extend((*pruned.notes, *dense.notes, *_check_cut(parts, data, run, pruned)))
-    train, notes = load_train(data, pruned, parts, asked.train_limit)
-    half = _stored(pruned.model)
+def _run(config: FinetuneRun, source: Path, folder: Folder, console: Console) -> None:
+    from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
+
+    began, run = time.monotonic(), _run_of(source)
+    scene = _open(config, source, run, console)
+    parts, metric, half = scene.parts, scene.metric, scene.loaded.stored
+    dense = _load_dense(config, source, run, scene.loaded)
+    notes = [*dense.notes, *_check_unseen(scene, source, run)]
+    train, train_notes = load_train(scene.options.data, scene.loaded, parts, config.train_limit)
+    notes.extend(train_notes)
     if half is not None:
+        name = str(half).removeprefix("torch.")
         notes.append(
-            f"{source} is stored in {str(half).removeprefix('torch.')}, and so is the fine-tuned model, which is trained and measured in float32."
+            f"{source} is stored in {name}, and so is the fine-tuned model, which is trained and measured in float32."
         )
-    console.say(f"{type(pruned.model).__name__} for {pruned.task.name} on {next(pruned.model.parameters()).device}")
-    for note in (*parts.notes, *notes):
+    for note in notes:
         console.say(note)
-    both = [(fingerprint(m.model), config_hash(m.model)) for m in (pruned, dense)]
-    examples = [part.content_hash() for part in (train, parts.choose, parts.report)]
-    if did(of := digest(versions(), both, processor_hash(pruned.processor), examples)):
-        return
-    facts = FinetuneFacts(  # before the long work, so that it is known to be writable
+    announce(console, lambda: cost_of_training(scene.model, train, parts.choose, parts.report, config.training.epochs))
+    with console.track("fine-tuning") as progress:
+        tuned, training = finetune(
+            scene.model, dense.model, train, parts.choose, config.training, folder.unfinished / "training", metric=metric,
+            progress=progress, say=console.say,
+        )  # fmt: skip
+    content = folder.unfinished / "content"
+    about = {"from": dense.source, "finetuned": {"from": str(source)}}
+    saved = current().first("saving", lambda: saving.save(scene, tuned, content, _EXACT, about))
+    models = {"dense": dense.model, "pruned": scene.model, "fine-tuned": saving.load(scene, content)}
+    measured = {name: _measure(model, name, scene, console) for name, model in models.items()}
+    dense_, pruned, finetuned = measured.values()
+    record = FinetuneRecord(
         command=runs.command_line(),
         when=runs.now(),
-        environment=runs.environment(str(next(pruned.model.parameters()).device)),
+        environment=runs.environment(str(next(scene.model.parameters()).device)),
         pruned=str(source),
         teacher=dense.source,
-        task=pruned.task.name,
+        task=scene.loaded.task.name,
         metric=metric,
-        options=TrainingOptions(**vars(asked.training), dtype=asked.dtype, train_limit=asked.train_limit),
-        data=data,
+        options=TrainingOptions(**vars(config.training), dtype=config.dtype, train_limit=config.train_limit),
+        data=scene.options.data,
         parts=Cut.of(parts, train),
-        notes=(*parts.notes, *notes),
-    )
-    announce(console, lambda: cost_of_training(pruned.model, train, parts.choose, parts.report, asked.training.epochs))
-    with console.track("fine-tuning") as progress:
-        tuned = finetune(
-            pruned.model, dense.model, train, parts.choose, asked.training, metric=metric,
-            work=folder.unfinished / "training", progress=progress, say=console.say,
-        )  # fmt: skip
-    ranks, content = current(), folder.unfinished / "content"
-    about = {"task": pruned.task.name, "from": dense.source, "finetuned": {"from": str(source)}}
-
-    save = partial(checkpoint.save, path=content, processor=pruned.processor, overwrite=True, about=about)
-    half, told = ranks.first("saving", lambda: _saved(tuned.model, half, next(parts.score.batches(2)), save))
-    models = {
-        "dense": dense.model,
-        "pruned": pruned.model,
-        "finetuned": _reloaded(content, tuned.model, half, asked.trust_remote_code),
-    }
-    inputs = ranks.first("inputs", lambda: digest(versions(), *parts.report.batches(), *models.values()))
-    measured = _measure(models, parts, Stages(folder.unfinished / f"measured-{inputs}"), console)
-    record = FinetuneRecord(
-        **{**facts.given(), "notes": (*facts.notes, *told)},
-        seconds=round(time.monotonic() - started, 1),
-        training=Training.model_validate(tuned),
-        models=FinetunedModels(**{name: Measured.of(m, metric) for name, m in measured.items()}),
+        notes=(*parts.notes, *notes, *filter(None, [saved.note])),
+        seconds=round(time.monotonic() - began, 1),
+        training=training,
+        models=FinetunedModels(
+            dense=Measured.of(dense_, metric),
+            pruned=Measured.of(pruned, metric),
+            finetuned=Measured.of(finetuned, metric),
+        ),
         changes=FinetunedChanges(
-            pruned=compare(measured["dense"], measured["pruned"], metric),
-            finetuned=compare(measured["dense"], measured["finetuned"], metric),
-            gain=compare(measured["pruned"], measured["finetuned"], metric),
+            pruned=compare(dense_, pruned, metric),
+            finetuned=compare(dense_, finetuned, metric),
+            gain=compare(pruned, finetuned, metric),
         ),
     )
 
-    def written() -> None:
+    def write() -> None:
         record.write(content / DOCUMENT)
         write_text(content / REPORT, render(folder.path.name, record))
         checkpoint.add_figures(content, card(record))
-        folder.publish(content, ["*"], of)
+        folder.publish(content, ["*"])
 
-    ranks.first("writing the run", written)
-
-
-def _stored(model: nn.Module) -> torch.dtype | None:
-    """The half precision that a model is stored in, if it is trained in float32."""
-    half = half_of(model.config)
-    return half if half and next(model.parameters()).dtype == torch.float32 and holds(model, half) else None
+    current().first("writing the run", write)
 
 
-def _saved(
-    model: nn.Module, half: torch.dtype | None, example: dict[str, torch.Tensor], save: Callable[..., Any]
-) -> tuple[torch.dtype | None, list[str]]:
-    """Save a trained model as the pruned one is stored; in which half precision that was done, and what a reader should know.
-
-    Args:
-        save: Given the model, and in half precision an example for it.
-    """
-    told = []
-    if half is not None:
-        given = in_half(move(example, model_device(model)), half)
-        try:
-            save(halved(model, half, given), example=given)
-            return half, []
-        except Exception as error:
-            if is_out_of_memory(error) or isinstance(error, OSError):
-                raise
-            told = [in_full(half, error)]
-    save(model)
-    return None, told
+def _measure(model: nn.Module, name: str, scene: Scene, console: Console) -> Measurement:
+    with console.track(f"measuring the {name} model") as progress:
+        return evaluate(model, scene.parts.report.batches(), progress=progress)
 
 
 def _run_of(source: Path) -> Run | None:
@@ -216,148 +167,114 @@ def _run_of(source: Path) -> Run | None:
     return folder.read_run() if folder.run_path.is_file() else None
 
 
-def _data_options(asked: FinetuneRun, run: Run | None) -> DataOptions:
-    given = {k: v for k, v in asked.data.items() if v is not None}
-    if run is not None:
-        return replace(run.options.data, **given)
-    if "dataset" not in given:
+def _open(config: FinetuneRun, source: Path, run: Run | None, console: Console) -> Scene:
+    """The pruned model and its data; in half precision if it is stored so, though it is trained in float32."""
+    given = {k: v for k, v in config.data.items() if v is not None}
+    if run is None and "dataset" not in given:
         raise HeadPruneError(
-            f"{asked.pruned} is in no run folder that names its data.", "Name the dataset with -d, as when pruning."
+            f"{source} is in no run folder that names its data.", "Name the dataset with -d, as when pruning."
         )
-    return DataOptions(**given)
+    data = DataOptions(**given) if run is None else replace(run.options.data, **given)
+    options = Options(
+        str(source), data, task=config.task or checkpoint.about(source).get("task"), dtype=config.dtype,
+        device=config.device or (run.options.device if run else "auto"),
+        trust_remote_code=config.trust_remote_code,  # never what a folder says
+    )  # fmt: skip
+    scene = open_scene(options, console)
+    model, half = scene.model, half_of(scene.loaded.config)
+    widened = half is not None and next(model.parameters()).dtype.itemsize == 4 and holds(model, half)
+    return replace(scene, loaded=replace(scene.loaded, stored=half if widened else None))
 
 
-def _load(asked: FinetuneRun, source: Path, run: Run | None) -> tuple[LoadedModel, LoadedModel]:
-    """The pruned model and the dense one."""
-    about = checkpoint.about(source)
-    options = run.options if run is not None else Options("", DataOptions(""))
-    teacher = asked.teacher or about.get("from")
+def _load_dense(config: FinetuneRun, source: Path, run: Run | None, pruned: LoadedModel) -> LoadedModel:
+    """The model before pruning, which teaches, and which the others are compared with.
+
+    Raises:
+        HeadPruneError: It is not known, does not load, or has changed since the model was pruned.
+    """
+    teacher = config.teacher or checkpoint.about(source).get("from")
     if not isinstance(teacher, str):
         raise HeadPruneError(f"{source} does not say which model it was made from.", "Name it with --teacher.")
-    common: dict[str, Any] = {
-        "task": asked.task or about.get("task"), "device": asked.device or options.device, "dtype": asked.dtype,
-        "trust_remote_code": asked.trust_remote_code,  # never what a folder says
-    }  # fmt: skip
-    pruned = load_model(str(source), **common)
+    named = config.teacher is not None
     try:
-        revision = options.revision if asked.teacher is None else None
-        dense = load_model(teacher, **common, revision=revision, with_processor=False)
+        dense = load_model(
+            teacher, task=pruned.task.name, device=config.device or (run.options.device if run else "auto"), dtype=config.dtype,
+            revision=run.options.revision if run and not named else None, trust_remote_code=config.trust_remote_code,
+            with_processor=False,
+        )  # fmt: skip
     except HeadPruneError as error:
-        if asked.teacher is not None:
+        if named:
             raise
         raise HeadPruneError(
             f"The dense model that {source} names could not be loaded: {error.args[0]}",
             f"{error.hint} Or name it with --teacher.".strip(),
         ) from error
-    if pruned.task.modality == "text" and pruned.processor is not None:
-        set_padding(dense.model.config, pruned.processor.pad_token_id)
-    if asked.teacher is None and run is not None:
-        _check_dense(dense, run)
-    return pruned, dense
-
-
-def _check_dense(dense: LoadedModel, run: Run) -> None:
-    """The dense model must be the one that was pruned: it teaches, and the others are compared with it.
-
-    Raises:
-        HeadPruneError: Its weights have changed, as far as this can be known.
-    """
+    if pruned.task.modality == "text":
+        set_padding(dense.config, pruned.processor.pad_token_id)
     dtype = str(next(dense.model.parameters()).dtype).removeprefix("torch.")
-    if (dense.source, dtype) != (run.options.model, run.model.dtype):
-        return
-    for what in run.model.other_now(run.environment, config_hash(dense.model)):
+    if named or run is None or (dense.source, dtype) != (run.options.model, run.model.dtype):
+        return dense
+    changed = run.model.other_now(run.environment, config_hash(dense.model))
+    if fingerprint(dense.model) != run.model.fingerprint:
+        changed.append("weights")
+    if changed:
         raise HeadPruneError(
-            f"The {what} of {dense.source} has changed since the model was pruned.",
+            f"Of {dense.source} the {' and '.join(changed)} changed since the model was pruned.",
             "Restore it, or name the dense model with --teacher.",
         )
-    if (now := fingerprint(dense.model)) != run.model.fingerprint:
-        raise HeadPruneError(
-            f"{dense.source} is not the model that was pruned (fingerprint {run.model.fingerprint}): its weights have changed "
-            f"({now}).",
-            "Restore it, or name the dense model with --teacher.",
-        )
+    return dense
 
 
-def _check_cut(parts: Parts, data: DataOptions, run: Run | None, pruned: LoadedModel) -> list[str]:
-    """What scored and chose the heads must not be reported here; a note where that cannot be known.
+def _check_unseen(scene: Scene, source: Path, run: Run | None) -> list[str]:
+    """Refuse to report examples that scored or chose the heads, or that the model was trained on; a note where that is not known.
 
     Raises:
-        HeadPruneError: Some of it would be, or the data has changed.
+        HeadPruneError: Some of them would be, or the data has changed.
     """
-    _check_trained(parts, data, run, Path(pruned.source))
-    if run is None or run.parts.same(Cut.of(parts)):
+    now, data = Cut.of(scene.parts), scene.options.data
+    trained_on = _trained_on(source, run)
+    if trained_on is not None and not trained_on[0].same(now) and _same_data(trained_on[1], data):
+        flags = " and ".join(changed_options(trained_on[1], data)) or "these options"
+        raise HeadPruneError(
+            f"{source} was fine-tuned before; with {flags} the data is cut differently than it was then, and examples that it was "
+            "trained on could be reported.",
+            f"Leave out {flags}, or use the same values as then.",
+        )
+    if run is None or run.parts.same(now):
         return []
     before = run.options.data
-    changed = changed_options(before, data)
-    same_data = (before.dataset, before.subset) == (data.dataset, data.subset)
     try:
-        then = load_parts(before, pruned)
+        then = load_parts(before, scene.loaded)
+        changed = "" if run.parts.same(Cut.of(then)) else f"{before.dataset} has changed"
     except HeadPruneError as error:
-        if same_data:
-            raise
-        then, why = None, error.args[0]
-    if then is None or not run.parts.same(Cut.of(then)):
-        if same_data:
-            raise HeadPruneError(
-                f"{data.dataset} has changed since the model was pruned, so examples that were used to choose its heads could be "
-                "reported.",
-                "Restore the data, or name other data with -d.",
-            )
-        why = f"{before.dataset} has changed" if then else why
-        return [f"Whether reported examples were used to score or choose the heads is not known: {why.rstrip('.')}."]
-    if again := seen_before(parts, then, same_data):
-        flags = " and ".join(changed) or "these options"
+        changed = str(error.args[0]).rstrip(".")
+    if changed and _same_data(before, data):
         raise HeadPruneError(
-            f"With {flags}, {again:,} of the {len(parts.report):,} examples to report were used to score or choose the heads when the "
-            "model was pruned.",
+            f"{changed} since the model was pruned, so examples that were used to choose its heads could be reported.",
+            "Restore the data, or name other data with -d.",
+        )
+    if changed:
+        return [f"Whether reported examples were used to score or choose the heads is not known: {changed}."]
+    if seen := seen_before(scene.parts, then, _same_data(before, data)):
+        flags = " and ".join(changed_options(before, data)) or "these options"
+        raise HeadPruneError(
+            f"With {flags}, {seen:,} of the {len(scene.parts.report):,} examples to report were used to score or choose the heads when "
+            "the model was pruned.",
             f"Leave out {flags}, or name other data with -d.",
         )
     return []
 
 
-def _check_trained(parts: Parts, data: DataOptions, run: Run | None, source: Path) -> None:
-    """Of a model that was fine-tuned before, only what was reported then is surely unseen: it must be cut alike.
+def _same_data(a: DataOptions, b: DataOptions) -> bool:
+    return (a.dataset, a.subset) == (b.dataset, b.subset)
 
-    Raises:
-        HeadPruneError: It is cut otherwise.
-    """
+
+def _trained_on(source: Path, run: Run | None) -> tuple[Cut, DataOptions] | None:
+    """How the data was cut when a model was fine-tuned, by `finetune` or by `prune --finetune`; None if it was not."""
     if (source / DOCUMENT).is_file():
         record = FinetuneRecord.read(source / DOCUMENT)
-        then, before = record.parts, record.data
-    elif run is not None and (metrics := RunFolder(source.resolve().parent).read_metrics()) is not None:
-        if not any(b.checkpoint == source.name and b.finetune for b in metrics.budgets):
-            return
-        then, before = run.parts, run.options.data
-    else:
-        return
-    if then.same(Cut.of(parts)) or (before.dataset, before.subset) != (data.dataset, data.subset):
-        return
-    flags = " and ".join(changed_options(before, data)) or "these options"
-    raise HeadPruneError(
-        f"{source} was fine-tuned before; with {flags} the data is cut differently than it was then, and examples that it was trained "
-        "on could be reported.",
-        f"Leave out {flags}, or use the same values as then.",
-    )
-
-
-def _reloaded(path: Path, tuned: nn.Module, half: torch.dtype | None, trusted: bool) -> nn.Module:
-    """What is reported is what a user will load; from half precision it is widened, as the other models are, and ``tuned`` is rounded to it."""
-    model = checkpoint.load(path, device=model_device(tuned), trust_remote_code=trusted)
-    if half is not None:
-        narrow(tuned, half)
-        widen(tuned)
-        widen(model)
-    if fingerprint(model) != fingerprint(tuned):
-        raise HeadPruneError("The saved model is not the trained one after loading.", "Please report this.")
-    return model
-
-
-_SHOWN = {"finetuned": "fine-tuned"}
-
-
-def _measure(models: dict[str, nn.Module], parts: Parts, stages: Stages, console: Console) -> dict[str, Measurement]:
-    found = {}
-    for name, model in models.items():
-        with console.track(f"measuring the {_SHOWN.get(name, name)} model") as progress:
-            found[name] = stages.measurement(name, partial(evaluate, model, parts.report.batches(), progress=progress))
-    return found
+        return record.parts, record.data
+    metrics = RunFolder(source.resolve().parent).read_metrics() if run is not None else None
+    if run is not None and metrics and any(b.checkpoint == source.name and b.finetune for b in metrics.budgets):
+        return run.parts, run.options.data
+    return None

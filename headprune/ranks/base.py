@@ -68,6 +68,13 @@ class Ranks:
     def add(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their sums over all ranks, the same to the bit on all."""
 
+    def cause(self, error: Exception) -> Exception:
+        """The reason for an error where others talk between the ranks (DistributedDataParallel): a lost rank, or the error itself.
+
+        After it no message reaches the other ranks: the launcher ends them.
+        """
+        return error
+
     def agree(self, what: str, value: Callable[[], Any]) -> None:
         """Refuse ranks that were given different things; asks nothing, if there is only one.
 

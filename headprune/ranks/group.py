@@ -125,6 +125,11 @@ class Group(Ranks):
             if rank != self.rank and host == name and began and _began(pid) != began
         ]
 
+    def cause(self, error: Exception) -> Exception:
+        self._over = True
+        gone = self._lost_soon()
+        return self._parted(gone) if gone else error
+
     def leave(self, error: BaseException | None = None) -> None:
         """Tell the others that this one has finished, or why it cannot continue; they hear it wherever they are, and raise that.
 
@@ -184,11 +189,15 @@ class Group(Ranks):
         try:
             work.wait()
         except RuntimeError:  # a connection was closed, or nothing was heard for too long
-            for _ in range(10):  # the process that closed it may be about to end
-                if gone := self.lost():
-                    break
-                time.sleep(0.1)
-            raise self._parted(gone) from None
+            raise self._parted(self._lost_soon()) from None
+
+    def _lost_soon(self) -> list[int]:
+        """The ranks that are lost, or about to be: a process closes its connections before it ends."""
+        for _ in range(10):
+            if gone := self.lost():
+                return gone
+            time.sleep(0.1)
+        return []
 
     def _parted(self, gone: Sequence[int]) -> LostRankError:
         self._over, self.gone = True, tuple(gone)

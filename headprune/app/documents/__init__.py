@@ -13,7 +13,6 @@ from headprune.app.documents.common import Cut, Environment, Epoch, Examples, Me
 from headprune.app.documents.finetune import (
     FinetunedChanges,
     FinetunedModels,
-    FinetuneFacts,
     FinetuneRecord,
     TrainingOptions,
 )
@@ -46,7 +45,7 @@ from headprune.app.documents.streamed import StreamedProof, StreamedRun
 
 __all__ = [
     "MOST_APART", "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "ComparedOrder", "ComparedPlan", "Cut", "Dense", "Document",
-    "EngineLatency", "Environment", "Epoch", "Examples", "ExportedModel", "File", "FinetuneFacts", "FinetuneRecord",
+    "EngineLatency", "Environment", "Epoch", "Examples", "ExportedModel", "File", "FinetuneRecord",
     "FinetunedChanges", "FinetunedModels", "Heads", "Latency", "LayerFacts", "LayerProfile", "Measured", "Metrics",
     "ModelFacts", "PlannedWork", "Planning", "Point", "Positions", "Proved", "Refitted", "Repaired", "Run", "Sample",
     "SampleLayer", "StepTrial", "StreamedProof", "StreamedRun", "TimeParts", "Trained", "Training", "TrainingOptions",

@@ -19,28 +19,6 @@ class TrainingOptions(FinetuneOptions):
     train_limit: Count | None = None
 
 
-class FinetuneFacts(File):
-    """What is known of a fine-tuning before it begins.
-
-    Attributes:
-        pruned, teacher: The models' folders or names.
-    """
-
-    kind = "finetune"
-
-    command: str
-    when: str
-    environment: Environment
-    pruned: str
-    teacher: str
-    task: str
-    metric: str
-    options: TrainingOptions
-    data: DataOptions
-    parts: Cut
-    notes: tuple[str, ...]
-
-
 class FinetunedModels(Document):
     """The three models on the reporting part."""
 
@@ -57,9 +35,27 @@ class FinetunedChanges(Document):
     gain: Change
 
 
-class FinetuneRecord(FinetuneFacts):
-    """How a pruned model was fine-tuned, and what that gave; ``seconds`` is the time it took in all."""
+class FinetuneRecord(File):
+    """How a pruned model was fine-tuned, and what that gave.
 
+    Attributes:
+        pruned, teacher: The models' folders or names.
+        seconds: The time it took in all.
+    """
+
+    kind = "finetune"
+
+    command: str
+    when: str
+    environment: Environment
+    pruned: str
+    teacher: str
+    task: str
+    metric: str
+    options: TrainingOptions
+    data: DataOptions
+    parts: Cut
+    notes: tuple[str, ...]
     seconds: float
     training: Training
     models: FinetunedModels

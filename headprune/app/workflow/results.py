@@ -26,9 +26,7 @@ from headprune.app.documents import (
     Refitted,
     Repaired,
     Trained,
-    Training,
 )
-from headprune.app.finetune import finetune
 from headprune.app.options import FinetuneOptions
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import saving
@@ -324,6 +322,8 @@ def _make(job: Job, plan: PruningPlan, path: Path) -> Made:
 
 def _trained(job: Job, pruned: nn.Module, asked: int) -> tuple[nn.Module, Trained]:
     """The fine-tuned model, and what a report says of it."""
+    from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
+
     scene, console = job.scene, job.console
     before = evaluate(pruned, scene.parts.report.batches())
     train, notes = load_train(scene.options.data, scene.loaded, scene.parts)
@@ -331,12 +331,11 @@ def _trained(job: Job, pruned: nn.Module, asked: int) -> tuple[nn.Module, Traine
         console.say(note)
     options = FinetuneOptions(epochs=job.goal.finetune, seed=scene.options.seed)
     with console.track("fine-tuning") as progress:
-        done = finetune(
-            pruned, scene.model, train, scene.parts.choose, options, metric=scene.metric,
-            work=job.stages.path / f"finetune-{asked}", progress=progress, say=console.say,
+        model, training = finetune(
+            pruned, scene.model, train, scene.parts.choose, options, job.stages.path / f"finetune-{asked}",
+            metric=scene.metric, progress=progress, say=console.say,
         )  # fmt: skip
-    training = Training.model_validate(done).given()
-    return done.model, Trained(**training, options=options, before=Measured.of(before, scene.metric))
+    return model, Trained(**training.given(), options=options, before=Measured.of(before, scene.metric))
 
 
 def _asked(scene: Scene, fitted: Fit) -> Asked:

@@ -7,8 +7,10 @@ the dense one. What is measured is the saved folder, its weights widened again, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,8 +42,12 @@ class Saved:
     note: str = ""
 
 
-def save(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Saved:
+def save(scene: Scene, model: nn.Module, path: Path, tolerance: float, about: Mapping[str, Any] | None = None) -> Saved:
     """Save a pruned model, and see that the folder answers as the model does.
+
+    Args:
+        tolerance: How much its answers may differ, as a share of their largest value.
+        about: What the folder says of where the model is from, beside its task; by default that it was made from the scene's model.
 
     Raises:
         PruneError: It does not.
@@ -49,12 +55,12 @@ def save(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Saved:
     half, note = scene.loaded.stored, ""
     if half is not None:
         try:
-            return _saved(scene, halved(model, half, _example(scene, half)), path, tolerance)
+            return _saved(scene, halved(model, half, _example(scene, half)), path, tolerance, about)
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, OSError):
                 raise
             note = in_full(half, error)
-    found = _saved(scene, model, path, tolerance)
+    found = _saved(scene, model, path, tolerance, about)
     return replace(found, note=note)
 
 
@@ -92,12 +98,14 @@ def halved(model: nn.Module, half: torch.dtype, example: dict[str, torch.Tensor]
     return made
 
 
-def _saved(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Saved:
+def _saved(
+    scene: Scene, model: nn.Module, path: Path, tolerance: float, about: Mapping[str, Any] | None = None
+) -> Saved:
     dtype, weights = next(model.parameters()).dtype, stored_size(model)
     half = scene.loaded.stored if any(p.dtype == scene.loaded.stored for p in model.parameters()) else None
     checkpoint.save(
         model, path, processor=scene.loaded.processor, overwrite=True, example=_example(scene, half) if half else None,
-        about={"task": scene.loaded.task.name, "from": scene.loaded.source},
+        about={"task": scene.loaded.task.name, **(about or {"from": scene.loaded.source})},
     )  # fmt: skip
     reloaded = load(scene, path)
     if half:
