@@ -160,7 +160,7 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> None:
     def begin(*_: object, **__: object) -> None:
         raise hp.HeadPruneError("training would begin")
 
-    monkeypatch.setattr("headprune.app.finetune_run.finetune", begin)
+    monkeypatch.setattr("headprune.app.finetune.finetune", begin)
 
 
 @pytest.mark.parametrize("flag", [["-L", 10], ["-L", 28], ["--report-limit", 30], []], ids=str)

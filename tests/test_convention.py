@@ -400,8 +400,7 @@ def test_a_label_that_is_no_class_is_named(wrap: Callable[[nn.Module], nn.Module
 
 def test_fine_tuning_learns_what_is_measured() -> None:
     model, batch = randomise(my_gpt()), texts()
-    loss = DistillationLoss(model, None, Mixture(alpha=0))
-    loss.prepare(batch)
+    loss = DistillationLoss(model, None, Mixture(alpha=0), batch)
     with torch.no_grad():
         for i, each in enumerate(loss(batch)):
             own = model(**{k: v[i : i + 1] for k, v in batch.items()}).loss

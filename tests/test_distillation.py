@@ -10,8 +10,8 @@ from torch import nn
 
 import headprune as hp
 from headprune.app.distillation import DistillationLoss, Mixture
-from headprune.app.finetune import FinetuneOptions
-from tests.support.finetuning import pair, prepared, t5
+from headprune.app.options import FinetuneOptions
+from tests.support.finetuning import pair, t5
 from tests.support.folders import common
 from tests.support.zoo import bert, gpt2, labelled, llama, randomise, text, vit
 
@@ -29,7 +29,7 @@ def test_the_loss_of_a_classifier_by_hand(alpha: float, temperature: float) -> N
     batch = labelled(dense, example)
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     with torch.no_grad():
-        found = prepared(DistillationLoss(pruned, dense, Mixture(alpha, temperature)), batch)(batch).numpy()
+        found = DistillationLoss(pruned, dense, Mixture(alpha, temperature), batch)(batch).numpy()
         z, t = pruned(**inputs).logits.numpy(), dense(**inputs).logits.numpy()
     p, q = softmax(t / temperature), softmax(z / temperature)
     divergence = temperature**2 * (p * (np.log(p) - np.log(q))).sum(-1)
@@ -46,8 +46,7 @@ def test_the_loss_of_tokens_by_hand() -> None:
     labels = torch.tensor([[0, -100, 3, 4, 1, -100, 2], [-100] * 7, [1, 1, 1, 0, 0, -100, -100]])
     batch = {**example, "labels": labels}
     mixture = Mixture(0.4, 2.0, hidden_states=True)
-    loss = DistillationLoss(pruned, dense, mixture)
-    loss.prepare(batch)
+    loss = DistillationLoss(pruned, dense, mixture, batch)
     with torch.no_grad():
         found = loss(batch).numpy()
         now, known = (m(**example, output_hidden_states=True) for m in (pruned, dense))
@@ -74,7 +73,7 @@ def test_several_labels_at_once_by_hand() -> None:
     dense, pruned, _ = pair((randomise(tf.BertForSequenceClassification(config)).double(), example), {0: [1, 2]})
     batch = {**example, "labels": torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0]]).double()}
     with torch.no_grad():
-        found = prepared(DistillationLoss(pruned, dense, Mixture(0.5, 2.0)), batch)(batch).numpy()
+        found = DistillationLoss(pruned, dense, Mixture(0.5, 2.0), batch)(batch).numpy()
         z, t = pruned(**example).logits.numpy(), dense(**example).logits.numpy()
 
     def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -93,8 +92,7 @@ def test_alpha_0_is_the_models_own_loss(make: Any) -> None:
     batch = labelled(model, {k: v[:2] for k, v in example.items()})
     if "labels" in batch and make is t5:
         batch["labels"] = batch["labels"].clamp(min=3)
-    loss = DistillationLoss(model, None, Mixture(alpha=0.0))
-    loss.prepare(batch)
+    loss = DistillationLoss(model, None, Mixture(alpha=0.0), batch)
     mine, own = loss(batch).mean(), model(**batch).loss
     assert mine.item() == pytest.approx(own.item(), rel=1e-5)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -110,19 +108,18 @@ def test_a_student_like_its_teacher_loses_nothing(make: Any) -> None:
     model, example = make()
     batch = labelled(model, example)
     with torch.no_grad():
-        loss = DistillationLoss(model, model, Mixture(1.0, 2.0, hidden_states=True))(batch)
+        loss = DistillationLoss(model, model, Mixture(1.0, 2.0, hidden_states=True), batch)(batch)
     assert loss.shape == (3,)
     assert loss.abs().max() < 1e-6
 
 
 def test_alpha_1_reads_no_labels() -> None:
     dense, pruned, example = pair(bert())
-    loss = DistillationLoss(pruned, dense, Mixture(alpha=1.0))
-    loss.prepare(example)
+    loss = DistillationLoss(pruned, dense, Mixture(alpha=1.0), example)
     batch = labelled(dense, example)
     assert torch.equal(loss(batch), loss({**batch, "labels": 1 - batch["labels"]}))
     with pytest.raises(hp.HeadPruneError, match="no labels"):
-        DistillationLoss(pruned, dense, Mixture(alpha=0.9)).prepare(example)
+        DistillationLoss(pruned, dense, Mixture(alpha=0.9), example)
 
 
 def test_question_answering_learns_where_the_answer_is() -> None:
@@ -130,8 +127,8 @@ def test_question_answering_learns_where_the_answer_is() -> None:
     example = {k: v.clamp(max=29) for k, v in text(3, 9).items()}
     dense, pruned, _ = pair((randomise(tf.BertForQuestionAnswering(config)), example))
     batch = {**example, "start_positions": torch.tensor([1, 2, 3]), "end_positions": torch.tensor([2, 2, 4])}
-    DistillationLoss(pruned, dense, Mixture()).prepare(batch)
-    loss = DistillationLoss(pruned, dense, Mixture(alpha=1.0))  # the labels' own loss counts padding
+    DistillationLoss(pruned, dense, Mixture(), batch)
+    loss = DistillationLoss(pruned, dense, Mixture(alpha=1.0), batch)  # the labels' own loss counts padding
     with torch.no_grad():
         found = loss(batch)
         longer = {k: nn.functional.pad(v, (0, 3)) if v.ndim == 2 else v for k, v in batch.items()}
@@ -144,9 +141,9 @@ def test_question_answering_learns_where_the_answer_is() -> None:
     (lambda: Mixture(temperature=0), "temperature 0"), (lambda: Mixture(temperature=float("nan")), "temperature nan"),
     (lambda: FinetuneOptions(epochs=0), "0 epochs"), (lambda: FinetuneOptions(learning_rate=-1), "learning rate -1"),
     (lambda: FinetuneOptions(patience=0), "patience"),
-    (lambda: DistillationLoss(bert()[0], None, Mixture()), "no dense model"),
-    (lambda: DistillationLoss(bert()[0], _more_classes(), Mixture()).prepare(labelled(*bert())), "logits are"),
-    (lambda: DistillationLoss(bert()[0], _narrow(), Mixture(hidden_states=True)).prepare(labelled(*bert())), "hidden state is"),
+    (lambda: DistillationLoss(bert()[0], None, Mixture(), labelled(*bert())), "no dense model"),
+    (lambda: DistillationLoss(bert()[0], _more_classes(), Mixture(), labelled(*bert())), "logits are"),
+    (lambda: DistillationLoss(bert()[0], _narrow(), Mixture(hidden_states=True), labelled(*bert())), "hidden states are"),
 ])  # fmt: skip
 def test_what_cannot_be(wrong: Any, message: str) -> None:
     with pytest.raises(hp.HeadPruneError, match=message):

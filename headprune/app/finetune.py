@@ -83,10 +83,10 @@ def finetune(
         raise HeadPruneError("Small steps get lost in float16 weights.", "Train with --dtype float32 or bfloat16.")
     began, device = time.monotonic(), model_device(pruned)
     with _accelerate_kept(), seeded(pruned, options.seed), evaluating(dense or pruned):
-        before = evaluate(pruned, choose.batches()).metrics
+        loss = DistillationLoss(copy.deepcopy(pruned), dense, options.mixture, move(next(train.batches()), device))
+        before = evaluate(loss.student, choose.batches()).metrics
         if metric not in before:
             raise HeadPruneError(f"The {metric} cannot be read off the model's logits.", "Decide by the loss.")
-        loss = DistillationLoss(copy.deepcopy(pruned), dense, options.mixture, move(next(train.batches()), device))
         facts = [versions(), device.type, asdict(options), metric, train.batch_size, choose.batch_size]
         folder = work / digest(facts, train.content_hash(), choose.content_hash(), pruned, dense)
         last = current().first("checkpoint", lambda: _last_checkpoint(folder, say))

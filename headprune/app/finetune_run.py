@@ -219,7 +219,7 @@ def _load_dense(config: FinetuneRun, source: Path, run: Run | None, pruned: Load
         changed.append("weights")
     if changed:
         raise HeadPruneError(
-            f"Of {dense.source} the {' and '.join(changed)} changed since the model was pruned.",
+            f"The {' and '.join(changed)} of {dense.source} changed since the model was pruned.",
             "Restore it, or name the dense model with --teacher.",
         )
     return dense
