@@ -7,7 +7,6 @@ the dense one. What is measured is the saved folder, its weights widened again, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,12 +41,12 @@ class Saved:
     note: str = ""
 
 
-def save(scene: Scene, model: nn.Module, path: Path, tolerance: float, about: Mapping[str, Any] | None = None) -> Saved:
+def save(scene: Scene, model: nn.Module, path: Path, tolerance: float, **about: Any) -> Saved:
     """Save a pruned model, and see that the folder answers as the model does.
 
     Args:
         tolerance: How much its answers may differ, as a share of their largest value.
-        about: What the folder says of where the model is from, beside its task; by default that it was made from the scene's model.
+        about: What the folder says of the model, beside its task and which model it was made from.
 
     Raises:
         PruneError: It does not.
@@ -98,14 +97,12 @@ def halved(model: nn.Module, half: torch.dtype, example: dict[str, torch.Tensor]
     return made
 
 
-def _saved(
-    scene: Scene, model: nn.Module, path: Path, tolerance: float, about: Mapping[str, Any] | None = None
-) -> Saved:
+def _saved(scene: Scene, model: nn.Module, path: Path, tolerance: float, about: dict[str, Any]) -> Saved:
     dtype, weights = next(model.parameters()).dtype, stored_size(model)
     half = scene.loaded.stored if any(p.dtype == scene.loaded.stored for p in model.parameters()) else None
     checkpoint.save(
         model, path, processor=scene.loaded.processor, overwrite=True, example=_example(scene, half) if half else None,
-        about={"task": scene.loaded.task.name, **(about or {"from": scene.loaded.source})},
+        about={"task": scene.loaded.task.name, "from": scene.loaded.source, **about},
     )  # fmt: skip
     reloaded = load(scene, path)
     if half:
