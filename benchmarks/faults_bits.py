@@ -60,8 +60,7 @@ KINDS = (
     Kind("interrupted `prune`: stages", "left prune", f"{w.RUN}/.unfinished/prune-*/*.json", "prune", again=True),
     Kind("interrupted `prune`: tensors", "left prune", f"{w.RUN}/.unfinished/prune-*/*.npy", "prune", again=True),
     Kind("interrupted `prune`: pruned model", "left prune", f"{w.RUN}/.unfinished/prune-*/content/pruned-3/*[a-z]", "prune", again=True),
-    Kind("interrupted `finetune`: state of the training", "left finetune", f"{TUNED}/.unfinished/training/*.pt", "finetune"),
-    Kind("interrupted `finetune`: measurements", "left finetune", f"{TUNED}/.unfinished/measured-*/*.json", "finetune", again=True),
+    Kind("interrupted `finetune`: checkpoints", "left finetune", f"{TUNED}/.unfinished/training/*/*/*[nrt]", "finetune", again=True),
     Kind("which command was interrupted (`command.json`)", "left prune", f"{w.RUN}/.unfinished/command.json", "prune", again=True),
     Kind("what a publication removes (`.gone.json`)", "moved prune", f"{w.RUN}/.ready/.gone.json", "prune"),
 )  # fmt: skip

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -33,10 +32,12 @@ from headprune.app.data import Part
 from headprune.app.distillation import DistillationLoss
 from headprune.app.documents import Training
 from headprune.app.options import FinetuneOptions
+from headprune.checkpoint.files import checksums
 from headprune.errors import HeadPruneError
 from headprune.evaluation import evaluate
 from headprune.fingerprint import versions
 from headprune.inputs import model_device, move, seeded
+from headprune.jsonio import read_json, write_json
 from headprune.ranks import current
 from headprune.rows import apparent_size
 from headprune.scoring.base import Progress
@@ -45,7 +46,9 @@ from headprune.trace import evaluating
 
 SAVE_SECONDS = 60.0  # between two checkpoints, at least
 _SAVE_SHARE = 0.05  # of the time that checkpoints may take
-_WEIGHTS, _STATE = "pytorch_model.bin", "trainer_state.json"  # files of a checkpoint, as Trainer calls them
+_WEIGHTS, _STATE = "pytorch_model.bin", "trainer_state.json"
+_FILES = (_WEIGHTS, _STATE, "optimizer.pt", "scheduler.pt")  # of a checkpoint, as Trainer calls them
+_SEAL = "checksums.json"
 
 
 def finetune(
@@ -110,8 +113,8 @@ def finetune(
         best = int(state.best_global_step or 0) if (state.best_metric or -np.inf) > _merit(before, metric) else 0
         tuned = loss.student = copy.deepcopy(pruned).eval()
         if best:
-            weights = torch.load(_checkpoint(folder, best) / _WEIGHTS, map_location=device, weights_only=True)
-            loss.load_state_dict(weights)
+            file = folder / f"checkpoint-{best}" / _WEIGHTS
+            loss.load_state_dict(torch.load(file, map_location=device, weights_only=True))
     history = [{"step": 0, "epoch": 0.0, **before}, *(h for h in state.log_history if "loss" in h)]
     return tuned, Training.model_validate(
         {"examples": len(train), "steps": state.global_step, "planned": state.max_steps, "history": history, "best": best,
@@ -158,31 +161,26 @@ def _accelerate_kept() -> Iterator[None]:
             state.update(values)
 
 
-def _checkpoint(folder: Path, step: int) -> Path:
-    return folder / f"checkpoint-{step}"
-
-
 def _last_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """The last whole checkpoint of a training; None if there is none."""
-    steps = [int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*")]
-    for step in sorted(steps, reverse=True):
-        if _is_whole(_checkpoint(folder, step)):
+    """The last checkpoint of a training that is whole, as the best one is; None if there is none."""
+    found = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
+    whole = {step: path for step, path in found.items() if _is_whole(path)}
+    for step in sorted(whole, reverse=True):
+        best = TrainerState.load_from_json(str(whole[step] / _STATE)).best_global_step
+        if not best or best in whole:
             say(f"Continuing from step {step} of an interrupted training (--no-resume starts again).")
-            return _checkpoint(folder, step)
+            return whole[step]
     if folder.parent.is_dir() and any(folder.parent.iterdir()):
-        why = "it is damaged" if steps else "the model, data, seed, options or versions have changed"
+        why = "it is damaged" if found else "the model, data, seed, options or versions have changed"
         say(f"Unfinished work in {folder.parent} is not used, as {why}.")
     return None
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written to its end, where its state is, and has its checksums, which `torch.load` does not compare."""
+    """Whether a checkpoint was written to its end, where its checksums are, and has not changed since."""
     try:
-        best = TrainerState.load_from_json(str(checkpoint / _STATE)).best_global_step
-        needed = [checkpoint / _WEIGHTS, checkpoint / "optimizer.pt", checkpoint / "scheduler.pt"]
-        needed += [_checkpoint(checkpoint.parent, best) / _WEIGHTS] if best else []
-        return not any(zipfile.ZipFile(file).testzip() for file in needed)
-    except (OSError, ValueError, TypeError, zipfile.BadZipFile):
+        return bool(read_json(checkpoint / _SEAL, "checkpoint").get("files") == checksums(checkpoint, _FILES))
+    except HeadPruneError:
         return False
 
 
@@ -260,6 +258,9 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
         control.should_save |= due[0]
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            write_json(checkpoint / _SEAL, "checkpoint", {"files": checksums(checkpoint, _FILES)})
         self.saved = time.monotonic()
         self.wait = max(SAVE_SECONDS, (self.saved - self.stepped) / _SAVE_SHARE)
         control.should_training_stop |= self.over(state)
