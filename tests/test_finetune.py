@@ -226,13 +226,24 @@ def test_the_best_epoch_is_kept(
     assert [h.epoch for h in training.history] == list(range(epochs + 1))
 
 
+@pytest.mark.usefixtures("saved_every_step")
 def test_half_precision(tmp_path: Path) -> None:
-    dense, pruned, train, choose = setting(2)
-    options = FinetuneOptions(mixture=Mixture(0.5, 2.0, True))
-    model, _ = tuned(pruned.bfloat16(), dense.bfloat16(), train, choose, tmp_path, options)
+    """Weights in bfloat16 learn as those in float32 do (their steps add up in float32), and an interruption changes nothing."""
+    dense, pruned, train, _ = setting(4)
+    options = FinetuneOptions(epochs=5, learning_rate=1e-4, mixture=Mixture(1.0, 2.0, True), patience=9)
+    _, exact = tuned(without_dropout(pruned), dense, train, train, tmp_path / "float32", options)
+    work = (pruned.bfloat16(), dense.bfloat16(), train, train)
+    model, training = tuned(*work, tmp_path / "bfloat16", options)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    first, last = (exact.history[i].metrics["loss"] for i in (0, -1))
+    assert training.history[-1].metrics["loss"] - last == pytest.approx(0, abs=0.4 * abs(first - last))
+    with pytest.raises(Interrupted):
+        tuned(*work, tmp_path / "again", options, progress=stopping_at(7))
+    again, resumed = tuned(*work, tmp_path / "again", options)
+    assert resumed.resumed == 6
+    assert fingerprint(again) == fingerprint(model)
     with pytest.raises(hp.HeadPruneError, match="float16"):
-        tuned(pruned.half(), dense, train, choose, tmp_path)
+        tuned(pruned.half(), dense, train, train, tmp_path)
 
 
 def test_a_loss_that_bursts_is_told(tmp_path: Path) -> None:

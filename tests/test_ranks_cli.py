@@ -141,6 +141,27 @@ def test_a_lost_rank_ends_the_run_in_a_line_and_a_rerun_goes_on(
     same_folders(alone / "reports", here / "reports")
 
 
+def test_a_lost_rank_ends_the_training_in_a_line_and_a_rerun_goes_on(
+    ranked: Ranked, tiny: Path, alone: Path, tmp_path: Path
+) -> None:
+    """The first one, while the others average gradients; then one process alone continues."""
+    here = tmp_path / "w"
+    shutil.copytree(alone, here)
+    shutil.rmtree(here / "tuned")
+    first, *others = ranked.run(here, 3, arguments=TUNE, kill=[0, 3])
+    assert first["status"] == -9
+    assert {d["status"] for d in others} == {1}
+    said = "".join(d["stderr"] for d in others)
+    assert said.count("headprune: Rank 0 is gone, so the others cannot continue.") == 1, said
+    assert "Traceback" not in said
+    (again,) = ranked.run(here, 1, arguments=TUNE)
+    assert again["status"] == 0, again["stderr"]
+    assert "Continuing from step" in again["stderr"]
+    one, several = (json.loads((folder / "tuned" / "finetune.json").read_text()) for folder in (alone, here))
+    for before, after in zip(one["training"]["history"], several["training"]["history"], strict=True):
+        assert after == pytest.approx(before, abs=1e-5)
+
+
 def test_a_mistake_is_told_once(ranked: Ranked, tiny: Path, tmp_path: Path) -> None:
     here = tmp_path / "w"
     shutil.copytree(tiny, here)

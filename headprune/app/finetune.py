@@ -32,6 +32,7 @@ from headprune.app.data import Part
 from headprune.app.distillation import DistillationLoss
 from headprune.app.documents import Training
 from headprune.app.options import FinetuneOptions
+from headprune.app.precision import widen
 from headprune.checkpoint.files import checksums
 from headprune.errors import HeadPruneError
 from headprune.evaluation import evaluate
@@ -65,7 +66,8 @@ def finetune(
 ) -> tuple[nn.Module, Training]:
     """A copy of a pruned model, trained on labels and on the dense model's answers (`DistillationLoss`), and how it was trained.
 
-    AdamW, in the weights' own precision. Shapes stay, so pruned heads stay pruned. Under torchrun every process calls this alike.
+    AdamW. Weights in bfloat16 are trained in float32, with products in bfloat16 (mixed precision), and rounded at the end: small steps
+    would get lost in them. Shapes stay, so pruned heads stay pruned. Under torchrun every process calls this alike.
 
     Args:
         pruned: A transformers model, or any module whose output has ``logits``; it is not changed.
@@ -86,8 +88,10 @@ def finetune(
         raise HeadPruneError("Small steps get lost in float16 weights.", "Train with --dtype float32 or bfloat16.")
     began, device = time.monotonic(), model_device(pruned)
     with _accelerate_kept(), seeded(pruned, options.seed), evaluating(dense or pruned):
-        loss = DistillationLoss(copy.deepcopy(pruned), dense, options.mixture, move(next(train.batches()), device))
-        before = evaluate(loss.student, choose.batches()).metrics
+        student, half = copy.deepcopy(pruned), any(p.dtype == torch.bfloat16 for p in pruned.parameters())
+        widen(student)
+        loss = DistillationLoss(student, dense, options.mixture, move(next(train.batches()), device))
+        before = evaluate(student, choose.batches()).metrics
         if metric not in before:
             raise HeadPruneError(f"The {metric} cannot be read off the model's logits.", "Decide by the loss.")
         facts = [versions(), device.type, asdict(options), metric, train.batch_size, choose.batch_size]
@@ -95,7 +99,7 @@ def finetune(
         last = current().first("checkpoint", lambda: _last_checkpoint(folder, say))
         flow = _Flow(options, progress)
         trainer = _Trainer(
-            loss, _arguments(folder, options, device), train_dataset=train, eval_dataset=choose, callbacks=[flow]
+            loss, _arguments(folder, options, device, half), train_dataset=train, eval_dataset=choose, callbacks=[flow]
         )
         trainer.remove_callback(PrinterCallback)
         trainer.metric = metric
@@ -122,14 +126,14 @@ def finetune(
     )  # fmt: skip
 
 
-def _arguments(folder: Path, options: FinetuneOptions, device: torch.device) -> TrainingArguments:
-    """Trainer's arguments: it says nothing, writes into the folder alone, and trains on the device.
+def _arguments(folder: Path, options: FinetuneOptions, device: torch.device, half: bool) -> TrainingArguments:
+    """Trainer's arguments: it says nothing, writes into the folder alone, and trains on the device, in bfloat16 if ``half``.
 
     Raises:
         HeadPruneError: It trains on another one.
     """
     arguments = TrainingArguments(
-        str(folder), use_cpu=device.type == "cpu", seed=options.seed, num_train_epochs=options.epochs,
+        str(folder), use_cpu=device.type == "cpu", bf16=half, seed=options.seed, num_train_epochs=options.epochs,
         learning_rate=options.learning_rate, weight_decay=options.weight_decay, warmup_steps=0.1,
         eval_strategy="epoch", save_strategy="epoch", save_total_limit=2, metric_for_best_model="merit", greater_is_better=True,
         logging_strategy="no", report_to="none", disable_tqdm=True, log_level_replica="passive", average_tokens_across_devices=False,
