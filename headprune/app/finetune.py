@@ -84,37 +84,25 @@ def finetune(
     Raises:
         HeadPruneError: Models or labels that do not fit each other, weights that cannot be trained here, or a loss that is not finite.
     """
-    if any(p.dtype == torch.float16 for p in pruned.parameters()):
-        raise HeadPruneError("Small steps get lost in float16 weights.", "Train with --dtype float32 or bfloat16.")
     began, device = time.monotonic(), model_device(pruned)
     with _accelerate_kept(), seeded(pruned, options.seed), evaluating(dense or pruned):
-        student, half = copy.deepcopy(pruned), any(p.dtype == torch.bfloat16 for p in pruned.parameters())
+        facts = [versions(), device.type, asdict(options), metric, train.batch_size, choose.batch_size]
+        folder = work / digest(facts, train.content_hash(), choose.content_hash(), pruned, dense)
+        arguments, student = _arguments(folder, options, pruned), copy.deepcopy(pruned)
         widen(student)
         loss = DistillationLoss(student, dense, options.mixture, move(next(train.batches()), device))
         before = evaluate(student, choose.batches()).metrics
         if metric not in before:
             raise HeadPruneError(f"The {metric} cannot be read off the model's logits.", "Decide by the loss.")
-        facts = [versions(), device.type, asdict(options), metric, train.batch_size, choose.batch_size]
-        folder = work / digest(facts, train.content_hash(), choose.content_hash(), pruned, dense)
         last = current().first("checkpoint", lambda: _last_checkpoint(folder, say))
         flow = _Flow(options, progress)
-        trainer = _Trainer(
-            loss, _arguments(folder, options, device, half), train_dataset=train, eval_dataset=choose, callbacks=[flow]
-        )
+        trainer = _Trainer(loss, arguments, train_dataset=train, eval_dataset=choose, callbacks=[flow])
         trainer.remove_callback(PrinterCallback)
         trainer.metric = metric
-        state = trainer.state if last is None else TrainerState.load_from_json(str(last / _STATE))
-        resumed = state.global_step or None
-        if last is None or not flow.over(state):
-            try:
-                trainer.train(resume_from_checkpoint=last and str(last))
-            except HeadPruneError:
-                raise
-            except Exception as error:
-                raise current().cause(error) from error.__cause__
-            state = trainer.state
+        state, resumed = _train(trainer, flow, last)
         trainer.accelerator.wait_for_everyone()  # the first process may be writing
-        best = int(state.best_global_step or 0) if (state.best_metric or -np.inf) > _merit(before, metric) else 0
+        best = int(state.best_global_step or 0)
+        best = best if best and state.best_metric > _merit(before, metric) else 0
         tuned = loss.student = copy.deepcopy(pruned).eval()
         if best:
             file = folder / f"checkpoint-{best}" / _WEIGHTS
@@ -126,14 +114,32 @@ def finetune(
     )  # fmt: skip
 
 
-def _arguments(folder: Path, options: FinetuneOptions, device: torch.device, half: bool) -> TrainingArguments:
-    """Trainer's arguments: it says nothing, writes into the folder alone, and trains on the device, in bfloat16 if ``half``.
+def _train(trainer: _Trainer, flow: _Flow, last: Path | None) -> tuple[TrainerState, int | None]:
+    """The state at the end of the training, and the step at which it continued from a checkpoint; None from the beginning."""
+    state = TrainerState() if last is None else TrainerState.load_from_json(str(last / _STATE))
+    resumed = None if last is None else state.global_step
+    if resumed is not None and flow.over(state):  # it was stopped after its last step
+        return state, resumed
+    try:
+        trainer.train(resume_from_checkpoint=last and str(last))
+    except HeadPruneError:
+        raise
+    except Exception as error:
+        raise current().cause(error) from error.__cause__
+    return trainer.state, resumed
+
+
+def _arguments(folder: Path, options: FinetuneOptions, pruned: nn.Module) -> TrainingArguments:
+    """Trainer's arguments: it says nothing, writes into the folder alone, and trains on the model's device, in its precision.
 
     Raises:
-        HeadPruneError: It trains on another one.
+        HeadPruneError: It cannot.
     """
+    device, dtypes = model_device(pruned), {p.dtype for p in pruned.parameters()}
+    if torch.float16 in dtypes:
+        raise HeadPruneError("Small steps get lost in float16 weights.", "Train with --dtype float32 or bfloat16.")
     arguments = TrainingArguments(
-        str(folder), use_cpu=device.type == "cpu", bf16=half, seed=options.seed, num_train_epochs=options.epochs,
+        str(folder), use_cpu=device.type == "cpu", bf16=torch.bfloat16 in dtypes, seed=options.seed, num_train_epochs=options.epochs,
         learning_rate=options.learning_rate, weight_decay=options.weight_decay, warmup_steps=0.1,
         eval_strategy="epoch", save_strategy="epoch", save_total_limit=2, metric_for_best_model="merit", greater_is_better=True,
         logging_strategy="no", report_to="none", disable_tqdm=True, log_level_replica="passive", average_tokens_across_devices=False,
