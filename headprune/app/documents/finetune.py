@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from headprune.app.data.options import DataOptions
-from headprune.app.documents.base import Count, Document, File
-from headprune.app.documents.common import Cut, Environment, Measured, Training
+from headprune.app.documents.run import Cut, Environment, Measured, Training
 from headprune.app.options import FinetuneOptions
+from headprune.documents import Count, File
 from headprune.evaluation import Change
 
 
@@ -19,6 +20,7 @@ class TrainingOptions(FinetuneOptions):
     train_limit: Count | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
 class FinetuneFacts(File):
     """What is known of a fine-tuning before it begins.
 
@@ -26,7 +28,7 @@ class FinetuneFacts(File):
         pruned, teacher: The models' folders or names.
     """
 
-    kind = "finetune"
+    kind: ClassVar[str] = "finetune"
 
     command: str
     when: str
@@ -41,7 +43,8 @@ class FinetuneFacts(File):
     notes: tuple[str, ...]
 
 
-class FinetunedModels(Document):
+@dataclass(frozen=True, kw_only=True)
+class FinetunedModels:
     """The three models on the reporting part."""
 
     dense: Measured
@@ -49,7 +52,8 @@ class FinetunedModels(Document):
     finetuned: Measured
 
 
-class FinetunedChanges(Document):
+@dataclass(frozen=True, kw_only=True)
+class FinetunedChanges:
     """Paired changes: from the dense model to the pruned and to the fine-tuned one, and from the pruned to the fine-tuned one."""
 
     pruned: Change
@@ -57,6 +61,7 @@ class FinetunedChanges(Document):
     gain: Change
 
 
+@dataclass(frozen=True, kw_only=True)
 class FinetuneRecord(FinetuneFacts):
     """How a pruned model was fine-tuned, and what that gave; ``seconds`` is the time it took in all."""
 
