@@ -1,7 +1,7 @@
 """What a run folder's JSON files hold: one definition each, by which they are written, read and reported.
 
-`Run` is run.json, `Metrics` is metrics.json, `Heads` is heads.json, `StreamedRun` is streamed.json and `FinetuneRecord` is finetune.json. The files of scores and plans hold values of the
-library, which writes and reads them itself (`headprune.scoring.HeadScores`, `headprune.plans.PruningPlan`).
+`Run` is run.json, `Metrics` is metrics.json, `Heads` is heads.json and `FinetuneRecord` is finetune.json. The files of scores and plans
+hold values of the library, which writes and reads them itself (`headprune.scoring.HeadScores`, `headprune.plans.PruningPlan`).
 
 An unknown key is an error: what this version does not understand could make its report wrong. A field that has a default was added
 later, or is only there where it applies: files without it are readable, and only what was set is written. A key that changes its name
@@ -42,12 +42,11 @@ from headprune.app.documents.metrics import (
     Trained,
 )
 from headprune.app.documents.run import LayerFacts, ModelFacts, Run
-from headprune.app.documents.streamed import StreamedProof, StreamedRun
 
 __all__ = [
     "MOST_APART", "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "ComparedOrder", "ComparedPlan", "Cut", "Dense", "Document",
     "EngineLatency", "Environment", "Epoch", "Examples", "ExportedModel", "File", "FinetuneFacts", "FinetuneRecord",
     "FinetunedChanges", "FinetunedModels", "Heads", "Latency", "LayerFacts", "LayerProfile", "Measured", "Metrics",
     "ModelFacts", "PlannedWork", "Planning", "Point", "Positions", "Proved", "Refitted", "Repaired", "Run", "Sample",
-    "SampleLayer", "StepTrial", "StreamedProof", "StreamedRun", "TimeParts", "Trained", "Training", "TrainingOptions",
+    "SampleLayer", "StepTrial", "TimeParts", "Trained", "Training", "TrainingOptions",
 ]  # fmt: skip
