@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from headprune.seeing import HeadProfile as HeadProfile
     from headprune.seeing import attention_weights as attention_weights
     from headprune.seeing import profile_heads as profile_heads
-    from headprune.streaming import Streamed as Streamed
-    from headprune.streaming import cut_checkpoint as cut_checkpoint
     from headprune.surgery import Proof as Proof
     from headprune.surgery import prune as prune
     from headprune.timing import Breakdown as Breakdown
@@ -79,8 +77,6 @@ _HOME = {
     "HeadProfile": "seeing",
     "attention_weights": "seeing",
     "profile_heads": "seeing",
-    "Streamed": "streaming",
-    "cut_checkpoint": "streaming",
     "Proof": "surgery",
     "prune": "surgery",
     "Breakdown": "timing",

@@ -273,9 +273,3 @@ def test_code_beside_a_known_model_is_told(bert_folder: Path, tmp_path: Path) ->
     assert "auto_map" in opened(tmp_path / "pruned" / "config.json")
     assert load_model(str(tmp_path / "pruned"), with_processor=False).notes == ()
     assert "random" in METHODS  # registered by import alone, so `sent` could be made
-
-
-def test_a_class_that_came_as_code_is_not_streamed(infected: Path, here: Path) -> None:
-    with pytest.raises(hp.HeadPruneError, match="holds a class that comes with it"):
-        hp.cut_checkpoint(infected, {"L0": [0]}, here / "cut")
-    assert not (here / "ran").exists()

@@ -181,9 +181,7 @@ def resolved(source: str) -> str:
         HeadPruneError: The run folder holds none or several.
     """
     path = Path(source)
-    is_run = (
-        any((path / name).is_file() for name in ("run.json", "streamed.json")) and not (path / "config.json").exists()
-    )
+    is_run = (path / "run.json").is_file() and not (path / "config.json").exists()
     return str(pruned_in(path)) if is_run else source
 
 

@@ -22,7 +22,7 @@ from headprune.scoring.scores import HeadScores, load_scores
 REPORTS = Path("reports")
 # What a run is made of; a new one in its place replaces all of it.
 PARTS = (
-    "scores.json", "run.json", "metrics.json", "heads.json", "streamed.json", "plan*.json", "pruned-*", "report.md", "report.html",
+    "scores.json", "run.json", "metrics.json", "heads.json", "plan*.json", "pruned-*", "report.md", "report.html",
     "importance.png", "agreement.png", "tradeoff.png", "orders.png", "latency.png", "time.png", "heads.png",
 )  # fmt: skip
 
@@ -48,10 +48,6 @@ class RunFolder(Folder):
     @property
     def heads_path(self) -> Path:
         return self.path / "heads.json"
-
-    @property
-    def streamed_path(self) -> Path:
-        return self.path / "streamed.json"
 
     @property
     def report_path(self) -> Path:

@@ -16,37 +16,23 @@ from headprune.checkpoint.card import add_figures, code, metadata
 from headprune.checkpoint.folders import recovered, replaced
 from headprune.checkpoint.hub import upload, uploaded
 from headprune.checkpoint.loading import SIDECAR, Loading, loading_of
-from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load, load_mapped, weight_files
+from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load
 from headprune.checkpoint.shards import Placing
 from headprune.checkpoint.ties import check_tied, unite_tied
-from headprune.checkpoint.writing import (
-    MAX_SHARD,
-    check_merged,
-    check_plain,
-    complete,
-    push_to_hub,
-    save,
-    save_pretrained,
-    write,
-)
+from headprune.checkpoint.writing import push_to_hub, save, save_pretrained
 
 __all__ = [
-    "MAX_SHARD",
     "SIDECAR",
     "Loading",
     "Placing",
     "about",
     "add_figures",
     "check_attention",
-    "check_merged",
-    "check_plain",
     "check_tied",
     "code",
-    "complete",
     "damaged",
     "is_checkpoint",
     "load",
-    "load_mapped",
     "loading_of",
     "metadata",
     "push_to_hub",
@@ -57,6 +43,4 @@ __all__ = [
     "unite_tied",
     "upload",
     "uploaded",
-    "weight_files",
-    "write",
 ]

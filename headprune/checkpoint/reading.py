@@ -67,16 +67,7 @@ def load(
             edit of the config, with another class or another version. The error names what differs.
     """
     placing = None if device_map is None else Placing(device_map, max_memory, offload_folder)
-    return _loaded(Path(path), model, device, placing=placing, as_saved=as_saved, trusted=trust_remote_code)[0]
-
-
-def load_mapped(path: Path) -> tuple[nn.Module, float | None]:
-    """As `load`, on the CPU, with the weights left in their files, which are mapped into memory: they are read as they are needed.
-
-    Returns:
-        The model, and by how much its answers differ from the saved ones, as a share of the largest; None where none were saved.
-    """
-    return _loaded(path, None, "cpu", copied=False)
+    return _loaded(Path(path), model, device, placing=placing, as_saved=as_saved, trusted=trust_remote_code)
 
 
 def _loaded(
@@ -84,11 +75,10 @@ def _loaded(
     model: nn.Module | None,
     device: torch.device | str,
     *,
-    copied: bool = True,
     placing: Placing | None = None,
     as_saved: bool = False,
     trusted: bool = False,
-) -> tuple[nn.Module, float | None]:
+) -> nn.Module:
     recovered(path)
     if not path.is_dir():
         raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that headprune saved.")
@@ -114,7 +104,7 @@ def _loaded(
         else:
             _repeat(skeleton, sidecar)
         if placing is None:
-            _fill(skeleton, files, copied)
+            _fill(skeleton, files)
         else:
             places = fill_placed(skeleton, files, placing)
     except HeadPruneError:
@@ -141,7 +131,8 @@ def _loaded(
         note_was_repaired(skeleton)
     if sidecar.get("structure"):
         save_by_headprune(skeleton)
-    return skeleton, probe.check(skeleton, path)
+    probe.check(skeleton, path)
+    return skeleton
 
 
 def _check_files(path: Path, sidecar: dict[str, Any], as_saved: bool) -> None:
@@ -218,14 +209,11 @@ def weight_files(path: Path, sidecar: dict[str, Any]) -> list[Path]:
     return [path / shard for shard in shards]
 
 
-def _fill(model: nn.Module, files: list[Path], copied: bool) -> None:
+def _fill(model: nn.Module, files: list[Path]) -> None:
     """Give every parameter and persistent buffer its saved values and type; everything else stays as it was built.
 
     A cast of the whole model would be wrong: it would also round buffers that are not saved, such as the frequencies of
     rotary embeddings.
-
-    Args:
-        copied: Whether the values are read into memory; else they stay in their files.
     """
     from safetensors.torch import load_file
 
@@ -242,7 +230,7 @@ def _fill(model: nn.Module, files: list[Path], copied: bool) -> None:
             if own[name].shape != value.shape:
                 raise ValueError(f"{name} has shape {tuple(own[name].shape)}, the file {tuple(value.shape)}")
             # A copy, because a tensor may start at any byte of the file, and kernels then sum in another order.
-            own[name].data = value.clone() if copied else value
+            own[name].data = value.clone()
             filled.add(id(own[name]))
     for name, tensor in model.state_dict().items():
         if tensor.numel() and id(own[name]) not in filled:  # tied weights are saved once

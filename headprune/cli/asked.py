@@ -12,6 +12,7 @@ import typer
 import typer.core
 
 from headprune.amounts import in_line
+from headprune.cli.retired import RETIRED
 from headprune.errors import HeadPruneError, ScoresError
 
 if TYPE_CHECKING:
@@ -21,13 +22,28 @@ if TYPE_CHECKING:
 
 
 class Commands(typer.core.TyperGroup):
-    """All commands; a mistake in how one is called is a JSON document too, where one was asked for."""
+    """All commands.
+
+    A mistake in how one is called is a JSON document too, where one was asked for, and a retired option or command is one line that says what
+    to type instead (`headprune.cli.retired`).
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:  # typer has its own copy of click's errors
+            name = getattr(error, "option_name", None)
+            if name not in RETIRED:
+                raise
+        return _refuse_retired(name, ctx.meta["as_json"])
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta["as_json"] = "--json" in args
+        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[:1] == ["estimate"]:
-            ctx.fail(
-                "`headprune estimate` is gone: score, prune and finetune say before they begin how long they will take."
-            )
+        if args[0] in RETIRED:
+            _refuse_retired(args[0], ctx.meta["as_json"])
         return super().resolve_command(ctx, args)
 
     def main(
@@ -53,6 +69,15 @@ class Commands(typer.core.TyperGroup):
             fail(Console(as_json=True), message, "`headprune COMMAND --help` lists what it takes.")
             code = getattr(error, "exit_code", 2)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse_retired(name: str, as_json: bool) -> None:
+    """Say what to type instead of an option or a command that there is no longer, and end with a usage error's code."""
+    from headprune.app.console import Console
+
+    typed = name if name.startswith("-") else f"`headprune {name}`"
+    fail(Console(as_json=as_json), f"{typed} is gone.", RETIRED[name])
+    raise typer.Exit(2)
 
 
 def fail(console: Console, message: str, hint: str) -> None:

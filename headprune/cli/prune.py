@@ -23,10 +23,8 @@ from headprune.cli.options import (
     Seed,
     Writing,
     by_groups,
-    typed,
 )  # fmt: skip
 from headprune.cli.session import session
-from headprune.cli.streaming import stream
 from headprune.errors import ScoresError
 
 if TYPE_CHECKING:
@@ -85,13 +83,6 @@ def prune(
             "is enough for auto, or by ablation and gradient for another --strategy].",
         ),
     ] = None,
-    streaming: Annotated[
-        bool,
-        typer.Option(
-            "--streaming",
-            help="With --plan: cut a checkpoint that is larger than the memory, directly in its safetensors files. Neither repairs nor measures.",
-        ),
-    ] = False,
     seed: Seed = None,
 ) -> None:
     """Remove the least important heads, measure accuracy and latency again, save the model and the report."""
@@ -99,21 +90,8 @@ def prune(
         key = key_of(
             "prune", budgets, planning, data, scoring, loading, placing, writing,
             model=model, no_repair=no_repair, finetune=finetune, scores=scores, method=method, seed=seed,
-            also=also, export=export, streaming=streaming,
+            also=also, export=export,
         )  # fmt: skip
-        if streaming:
-            others = {
-                **typed(planning),
-                **typed(data),
-                **typed(scoring),
-                **typed(placing),
-                "finetune": finetune,
-                "also": also,
-                "export": export,
-            }
-            others |= {"scores": scores, "method": method, "seed": seed}
-            stream(model, budgets, loading, writing, no_repair, key, others, console)
-            return
         from headprune.app import runs, workflow
         from headprune.app.folders import claimed
         from headprune.searching import methods_for

@@ -35,7 +35,6 @@ from headprune.pruned import (
 )
 from headprune.surgery.features import Counts, groups_left
 from headprune.surgery.removal import WIDTHS, Removal
-from headprune.surgery.scratch import placed
 
 
 class Journal:
@@ -154,7 +153,7 @@ class Journal:
         if is_elsewhere(output, "weight"):
             self._undo.append(put(output, "weight", torch.zeros(old.shape, dtype=old.dtype)))
             return
-        held["weight"] = nn.Parameter(placed(torch.zeros_like(old)), requires_grad=old.requires_grad)
+        held["weight"] = nn.Parameter(torch.zeros_like(old), requires_grad=old.requires_grad)
         self._undo.append(lambda: held.__setitem__("weight", old))
 
     def _place(
@@ -199,7 +198,7 @@ class Journal:
             return self._slice_stored(module, name, index, dim)
         key = (id(old), dim, tuple(index.tolist()))
         if key not in self._slices:
-            new: Tensor = placed(old.detach().index_select(dim, index.to(old.device)))
+            new: Tensor = old.detach().index_select(dim, index.to(old.device))
             self._slices[key] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
         passing = name in module._non_persistent_buffers_set
         hold(module, name, self._slices[key])
