@@ -7,19 +7,17 @@ default was added later, or is there only where it applies: files without it are
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+import numpy as np
+from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from headprune.errors import HeadPruneError, first_line
 from headprune.jsonio import read_json, write_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-T = TypeVar("T")
 
 Count = Annotated[int, Field(ge=0)]
 """How many there are of something, or which one of them, counted from 0."""
@@ -35,9 +33,28 @@ Beside = Annotated[str, AfterValidator(_check_beside)]
 """The name of a file or folder beside the document: no path, so it leads nowhere else."""
 
 
-@cache
+def _read_array(value: Any) -> np.ndarray:
+    if isinstance(value, np.ndarray):
+        return value
+    if not isinstance(value, dict) or value.keys() != {"array", "dtype"}:
+        raise ValueError("it should be an array")
+    return np.asarray(value["array"], value["dtype"])
+
+
+Array = Annotated[
+    np.ndarray,
+    PlainValidator(_read_array),
+    PlainSerializer(lambda array: {"array": array.tolist(), "dtype": str(array.dtype)}),
+]
+"""Numbers, as a list with their type."""
+
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
+
+
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
 
 
 def to_json(value: Any, kind: Any = None) -> Any:
@@ -49,14 +66,14 @@ def to_json(value: Any, kind: Any = None) -> Any:
     return _adapter(kind or type(value)).dump_python(value, by_alias=True)
 
 
-def from_json(kind: type[T], data: Any) -> T:
+def from_json(kind: Any, data: Any) -> Any:
     """The value of a type that plain values describe.
 
     Raises:
         ValueError: What is wrong, and its place.
     """
     try:
-        value: T = _adapter(kind).validate_python(data)
+        value = _adapter(kind).validate_python(data)
     except ValidationError as error:
         raise ValueError(_first_problem(error)) from None
     if difference := _first_difference(data, to_json(value, kind)):
@@ -78,16 +95,22 @@ class File:
         """
         data = read_json(path, cls.kind)
         try:
-            return from_json(cls, data)
+            document: Self = from_json(cls, data)
+            return document
         except HeadPruneError as error:
             problem = str(error.args[0]).rstrip(".")
         except (TypeError, ValueError, OverflowError) as error:
             problem = first_line(error)
         raise HeadPruneError(f"{path} is damaged, or of another version: {problem}.", "Make it again.") from None
 
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        values: dict[str, Any] = to_json(self)
+        return values
+
     def write(self, path: Path) -> None:
         """Write the file; readers see the old one or this one."""
-        write_json(path, self.kind, to_json(self))
+        write_json(path, self.kind, self.to_json())
 
 
 _TYPES = {bool: "true or false", int: "a valid integer", float: "a valid number"}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.arguments import listed, together
+from headprune.documents import Array
 from headprune.errors import HeadPruneError
 from headprune.inputs import model_device, move
 from headprune.loss import ExampleLoss, LossFn
@@ -43,9 +44,9 @@ class Measurement:
     """
 
     metrics: dict[str, float]
-    loss: np.ndarray
-    correct: np.ndarray
-    tokens: np.ndarray
+    loss: Array
+    correct: Array
+    tokens: Array
 
     def __len__(self) -> int:
         return len(self.loss)

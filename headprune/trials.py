@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -33,9 +34,9 @@ class Results:
         """For tensors that are made on the way."""
         return None
 
-    def get(self, name: str, make: Callable[[], Any], read: Callable[[Any], T]) -> T:
-        """A result: what ``read`` understands what ``make`` gives (as JSON can hold it) to be."""
-        return read(make())
+    def get(self, name: str, make: Callable[[], T], kind: Any) -> T:
+        """A result of a type that `headprune.documents` writes and reads."""
+        return make()
 
     def measurement(self, name: str, make: Callable[[], Measurement]) -> Measurement:
         """A result that was measured."""
@@ -44,6 +45,19 @@ class Results:
     def order(self, name: str, make: Callable[[], Order]) -> Order:
         """A result that was planned."""
         return make()
+
+
+@dataclass(frozen=True)
+class ComparedPlan:
+    """How a plan did on the choosing examples: divergence from the dense model's answers, or where that is not known the loss, in nats.
+
+    A divergence is never less than what rounding makes of equal answers (`headprune.divergence.Divergence.rounding`).
+    """
+
+    budget: str
+    kept: int
+    divergence: float | None = None
+    loss: float | None = None
 
 
 class Trials:
@@ -59,10 +73,6 @@ class Trials:
         metric: Of a point of the trade-off curve, and of a budget of lost accuracy.
         loss_fn: As for `headprune.evaluate`.
         results: Where what is measured is kept.
-
-    Attributes:
-        work: What making the orders was counted to cost, by name; and of those that were left out for that, why. For the report.
-        compared: How the orders that met the budgets did, where there were several (`headprune.searching.fits_of`). For the report.
     """
 
     def __init__(
@@ -81,8 +91,6 @@ class Trials:
         self.model, self.layers, self.batches, self.choose = model, layers, list(batches), list(choose)
         self.biases = biases
         self.repair, self.metric, self.loss_fn, self.results = repair, metric, loss_fn, results or Results()
-        self.work: dict[str, dict[str, Any]] = {}
-        self.compared: list[dict[str, Any]] = []
         self._known: dict[str, Measurement] = {}
         self._merits: dict[str, float] = {}
 
@@ -195,10 +203,12 @@ class Trials:
             self._merits[key] = self.results.get(f"merit {key}", lambda: self._nearness(plan.drop), float)
         return self._merits[key]
 
-    def judged(self, plan: PruningPlan) -> dict[str, float]:
-        """What `merit` goes by: the divergence (nats), or where that is not known the loss; lower is better."""
-        merit = -self.merit(plan)
-        return {"divergence": math.exp(merit)} if self._fidelity.known else {"loss": merit}
+    def judge(self, plan: PruningPlan) -> ComparedPlan:
+        """What `merit` goes by, in nats."""
+        cost = -self.merit(plan)
+        if self._fidelity.known:
+            return ComparedPlan(plan.budget, plan.kept, divergence=math.exp(cost))
+        return ComparedPlan(plan.budget, plan.kept, loss=cost)
 
     def _nearness(self, drop: Heads) -> float:
         with self.repaired(drop), mask(self.model, drop, layers=self.layers):

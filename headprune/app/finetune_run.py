@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,9 +162,9 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console, did
     inputs = ranks.first("inputs", lambda: digest(versions(), *parts.report.batches(), *models.values()))
     measured = _measure(models, parts, Stages(folder.unfinished / f"measured-{inputs}"), console)
     record = FinetuneRecord(
-        **{**facts.given(), "notes": (*facts.notes, *told)},
+        **{**vars(facts), "notes": (*facts.notes, *told)},
         seconds=round(time.monotonic() - started, 1),
-        training=Training.model_validate(tuned),
+        training=Training(**{f.name: getattr(tuned, f.name) for f in fields(Training)}),
         models=FinetunedModels(**{name: Measured.of(m, metric) for name, m in measured.items()}),
         changes=FinetunedChanges(
             pruned=compare(measured["dense"], measured["pruned"], metric),

@@ -7,7 +7,7 @@ import platform
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import ClassVar
@@ -91,7 +91,7 @@ class RunFolder(Folder):
     def write_run(self, run: Run) -> None:
         """Write run.json, after the documents beside it, which it names by their checksums."""
         stamps = {path.name: stamp(path) for path in (self.scores_path, self.metrics_path, self.heads_path)}
-        run.changed(checksums={name: found for name, found in stamps.items() if found}).write(self.run_path)
+        replace(run, checksums={name: stamp for name, stamp in stamps.items() if stamp}).write(self.run_path)
 
     def _check_together(self, path: Path) -> None:
         """Refuse a document that another run wrote: each is whole, and together they would tell what never was.

@@ -18,7 +18,7 @@ from headprune.errors import HeadPruneError, ScoresError
 if TYPE_CHECKING:
     from headprune.app.console import Console
     from headprune.app.runs import RunFolder
-    from headprune.app.workflow import Goal, Scene
+    from headprune.app.workflow import PruneConfig, Scene
 
 
 class Commands(typer.core.TyperGroup):
@@ -113,22 +113,22 @@ _SCORING_FLAGS = {
 }  # fmt: skip
 
 
-def refuse_unused(source: RunFolder | None, goal: Goal, given: Mapping[str, Any]) -> None:
+def refuse_unused(config: PruneConfig, given: Mapping[str, Any]) -> None:
     """Refuse options for scoring where nothing will be scored: to ignore them would be to mislead."""
     typed = [flag for name, flag in _SCORING_FLAGS.items() if given[name]]
-    if not goal.uses_scores and typed:
-        why = "a plan says which heads go" if goal.plan else f"--strategy {goal.strategy} takes no scores"
+    if not config.uses_scores and typed:
+        why = "a plan says which heads go" if config.plan else f"--strategy {config.search.strategy} takes no scores"
         raise HeadPruneError(f"{typed[0]} has no use here: {why}.", f"Leave out {typed[0]}.")
-    if source is not None and (late := [flag for flag in typed if flag != "--method"]):
+    if config.source is not None and (late := [flag for flag in typed if flag != "--method"]):
         raise ScoresError(
-            f"{late[0]} has no use here: the scores in {source.path} are made already.",
+            f"{late[0]} has no use here: the scores in {config.source.path} are made already.",
             f"Leave it out, or score anew: `headprune score` with {late[0]}, or here with another folder by -o.",
         )
 
 
-def scores_first(goal: Goal, methods: list[str]) -> str:
+def scores_first(strategy: str, methods: list[str]) -> str:
     """What is going to be scored, where there are no scores yet."""
-    if goal.strategy != "auto":
+    if strategy != "auto":
         return f"There are no scores yet: heads are scored by {' and '.join(methods)} first."
     return (
         f"There are no scores yet: heads are scored by {' and '.join(methods)} first, which is enough for auto, as it makes "
@@ -138,10 +138,11 @@ def scores_first(goal: Goal, methods: list[str]) -> str:
 
 def planned(folder: RunFolder, methods: list[str], scene: Scene) -> dict[str, Any]:
     """What a dry run found, as a document."""
+    from headprune import documents
     from headprune.app.documents import Cut
 
     return {
-        "folder": str(folder.path), "methods": methods, "parts": Cut.of(scene.parts).to_json(),
+        "folder": str(folder.path), "methods": methods, "parts": documents.to_json(Cut.of(scene.parts)),
         "layers": [layer.to_json() for layer in scene.layers],
     }  # fmt: skip
 

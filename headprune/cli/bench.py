@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +34,7 @@ def bench(
 ) -> None:
     """Time two models in turn, and say where the first one's time goes; or two files that `headprune export` wrote, in their engine."""
     with session(manner) as console:
-        from headprune import exporting, latency
+        from headprune import documents, exporting, latency
         from headprune.app.models import check_length, dummy_input, load_model
         from headprune.app.named import check_source
         from headprune.app.workflow import timing
@@ -70,7 +71,7 @@ def bench(
         models = {"dense": first.model, "pruned": second.model}
         with console.track("timing") as progress:
             rows = latency.bench(models, inputs, progress=progress)
-        parts = []
+        parts: Sequence[Any] = ()
         try:
             layers = find_attention(first.model, dummy_input(first, 2, min(used) or 1))
             parts = timing.time_parts(first.model, layers, inputs, {}, rows, console)
@@ -84,10 +85,10 @@ def bench(
         tables.print_time(console, parts, rows)
         tables.print_generation(console, written)
         tables.print_energy(console, used_energy)
-        found: dict[str, list[Any]] = {
+        found: dict[str, Sequence[Any]] = {
             "time": parts,
             "generation": written,
             "energy": [used_energy] if used_energy else [],
         }
-        more = {name: [row.to_json() for row in made] for name, made in found.items() if made}
+        more = {name: documents.to_json(list(rows), list[Any]) for name, rows in found.items() if rows}
         console.document({"rows": [row.to_json() for row in rows], **more})

@@ -35,6 +35,7 @@ def demo(
         from headprune.app.folders import Folder, claimed
         from headprune.budgets import budget_of
         from headprune.scoring import DEFAULT_METHODS
+        from headprune.searching import SearchOptions
 
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # the matrices are so small that threads wait for one another most of the time
@@ -53,9 +54,10 @@ def demo(
                 model, data, accuracy = room.prepare(room.HOME, progress)
             console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
             options = workflow.Options(str(model), DataOptions(str(data), limit=1000), device=device or "auto")
-            goal = workflow.Goal(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
+            search = SearchOptions(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
+            config = workflow.PruneConfig(options, search, methods=DEFAULT_METHODS)
             did = partial(folder.did, key, True)  # it may have been killed just after the end
-            workflow.prune_run(workflow.PruneRun(options, goal, DEFAULT_METHODS), folder, console, did)
+            workflow.prune_run(config, folder, console, did)
             room.remember(folder)
         tables.print_scores(console, folder.read_scores())
         tables.print_pruned(console, folder)

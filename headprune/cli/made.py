@@ -13,7 +13,9 @@ from headprune.errors import HeadPruneError
 if TYPE_CHECKING:
     from headprune.app.console import Console
     from headprune.app.runs import RunFolder
-    from headprune.app.workflow import Goal, Options
+    from headprune.app.workflow import Options
+    from headprune.plans import PruningPlan
+    from headprune.searching import SearchOptions
 
 
 def key_of(command: str, *groups: Any, **others: Any) -> str:
@@ -73,37 +75,52 @@ def options_of(
     return found
 
 
-def goal_of(
-    budgets: Budgets, planning: Planning, *, no_repair: bool, finetune: float | None, method: list[str] | None
-) -> Goal:
-    """The one kind of budget that was given, with its constraints.
+def search_of(budgets: Budgets, planning: Planning, no_repair: bool, seed: int) -> SearchOptions:
+    """What is searched for: budgets of one kind, with their constraints.
 
     Raises:
-        HeadPruneError: No budget, two kinds of them, or a plan together with what would change it.
+        HeadPruneError: No budget, two kinds of them, or an unknown strategy or effort.
     """
-    from headprune.app.workflow import Goal
     from headprune.planning import strategy_named
     from headprune.planning.effort import effort_named
-    from headprune.plans import PruningPlan
+    from headprune.searching import SearchOptions
 
-    found = _budgets(budgets)
-    if finetune is not None and not 0 < finetune < float("inf"):
-        raise HeadPruneError(f"--finetune {finetune:g} is no number of epochs.", "Give 1, or a fraction.")
-    after: dict[str, Any] = {"repair": not no_repair, "finetune": finetune or 0.0}
-    if budgets.plan:
-        changing = {**vars(planning), "method": method}
-        if useless := [name for name, value in changing.items() if value is not None]:
-            flag = f"--{useless[0].replace('_', '-')}"
-            raise HeadPruneError(f"--plan says which heads go, so {flag} has no use.", f"Leave out {flag}.")
-        return Goal(plan=PruningPlan.load(budgets.plan), file=str(budgets.plan), **after)
-    return Goal(
-        found,
+    return SearchOptions(
+        _budgets(budgets),
         strategy_named(planning.strategy or "auto").name,
         planning.protect or "",
         planning.min_heads_per_layer or 0,
-        effort=effort_named(planning.effort or "normal").name,
-        **after,
+        not no_repair,
+        effort_named(planning.effort or "normal").name,
+        seed,
     )
+
+
+def plan_of(budgets: Budgets, planning: Planning, method: list[str] | None) -> PruningPlan | None:
+    """The plan's file that was given, read.
+
+    Raises:
+        HeadPruneError: No plan, or one together with what would change it.
+    """
+    from headprune.plans import PruningPlan
+
+    if budgets.plan is None:
+        return None
+    changing = {**vars(planning), "method": method}
+    if useless := [name for name, value in changing.items() if value is not None]:
+        flag = f"--{useless[0].replace('_', '-')}"
+        raise HeadPruneError(f"--plan says which heads go, so {flag} has no use.", f"Leave out {flag}.")
+    return PruningPlan.load(budgets.plan)
+
+
+def check_epochs(finetune: float | None) -> None:
+    """Refuse what is no number of epochs.
+
+    Raises:
+        HeadPruneError: It is not above 0, or not finite.
+    """
+    if finetune is not None and not 0 < finetune < float("inf"):
+        raise HeadPruneError(f"--finetune {finetune:g} is no number of epochs.", "Give 1, or a fraction.")
 
 
 def _budgets(given: Budgets) -> tuple[Budget, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ import typer
 from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.asked import known_methods, planned, refuse_unused, scores_first
-from headprune.cli.made import goal_of, key_of, options_of, prune_folder, source_of
+from headprune.cli.made import check_epochs, key_of, options_of, plan_of, prune_folder, search_of, source_of
 from headprune.cli.options import (
     Budgets,
     Data,
@@ -30,7 +31,7 @@ from headprune.errors import ScoresError
 if TYPE_CHECKING:
     from headprune.app.console import Console
     from headprune.app.runs import RunFolder
-    from headprune.app.workflow import PruneRun
+    from headprune.app.workflow import PruneConfig
 
 
 @app.command(epilog="Example: `headprune prune --keep 36`, after `headprune score`")
@@ -96,27 +97,33 @@ def prune(
         from headprune.app.folders import claimed
         from headprune.searching import methods_for
 
-        goal = goal_of(budgets, planning, no_repair=no_repair, finetune=finetune, method=method)
-        asked = known_methods(method)
+        search = search_of(budgets, planning, no_repair, seed or 0)
+        plan = plan_of(budgets, planning, method)
+        check_epochs(finetune)
+        given_methods = known_methods(method)
         # A plan needs no scores, so none are looked for if it is said what to prune and measure on.
-        found = None if budgets.plan and model and scores is None else source_of(model, scores, writing.output, console)
+        found = None if plan and model and scores is None else source_of(model, scores, writing.output, console)
 
         def pruned(source: RunFolder | None) -> RunFolder | None:
             """What was asked for, with the scores of a run or with new ones."""
-            refuse_unused(source, goal, {**vars(scoring), "method": method})
             keep = None if source else next(iter(budgets.asked.get("keep", [])), None)
             options = options_of(source, model, data, scoring, loading, seed, keep, also, placing)
+            config = workflow.PruneConfig(
+                options, replace(search, seed=options.seed), plan, str(budgets.plan or ""), finetune or 0.0, given_methods, source,
+                export or (),
+            )  # fmt: skip
+            refuse_unused(config, {**vars(scoring), "method": method})
+            if source is None and config.uses_scores and not given_methods:
+                methods = list(methods_for(search.strategy))
+                config = replace(config, methods=methods)
+                console.say(scores_first(search.strategy, methods))
             choose = partial(prune_folder, source, writing.output, options.model, writing.overwrite, key)
-            methods = asked or (list(methods_for(goal.strategy)) if source is None and goal.uses_scores else [])
-            if methods and not asked:
-                console.say(scores_first(goal, methods))
-            wanted = workflow.PruneRun(options, goal, methods, source, export or ())
             if writing.dry_run:
-                _dry_run(wanted, choose(), console)
+                _dry_run(config, choose(), console)
                 return None
             with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
                 did = partial(folder.did, key, writing.overwrite)  # it may have been killed just after the end
-                workflow.prune_run(wanted, folder, console, did)
+                workflow.prune_run(config, folder, console, did)
             return folder
 
         try:
@@ -131,20 +138,20 @@ def prune(
             tables.print_pruned(console, folder)
 
 
-def _dry_run(wanted: PruneRun, folder: RunFolder, console: Console) -> None:
+def _dry_run(config: PruneConfig, folder: RunFolder, console: Console) -> None:
     """What would be done; nothing is written."""
     from headprune.app import workflow
 
-    if wanted.source is None and wanted.goal.needs_scores:
-        scene = wanted.open([], console)
+    if config.source is None and config.needs_scores:
+        scene = workflow.open_to_prune(config, [], console)
         tables.print_layers(console, type(scene.model).__name__, scene.layers)
-        cost = workflow.cost_of_pruning(scene, wanted.goal, wanted.methods)
+        cost = workflow.cost_of_pruning(scene, config)
         console.result(f"Would score, then prune and write {folder.path}. {cost.line} Nothing was written.")
-        console.document(planned(folder, list(wanted.methods), scene))
+        console.document(planned(folder, list(config.methods), scene))
         return
-    found, fits = workflow.plan_run(wanted, console)
+    scores, result = workflow.plan_run(config, console)
     told: set[str] = set()
-    for fitted in fits:
-        tables.print_plan(console, fitted, found, told)
-    console.document({"folder": str(folder.path), "plans": [f.plan.to_json() for f in fits]})
+    for fit in result.fits:
+        tables.print_plan(console, fit, scores, told)
+    console.document({"folder": str(folder.path), "plans": [fit.plan.to_json() for fit in result.fits]})
     console.result(f"Would prune and write {folder.path}. Nothing was written.")

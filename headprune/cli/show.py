@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,7 +57,7 @@ def show(
             layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
             with console.track("looking"):
                 one = look_at(loaded, given, layers, seed or 0)
-            heads = one if heads is None else heads.changed(samples=one.samples)
+            heads = one if heads is None else replace(heads, samples=one.samples)
         assert heads is not None
         _print(heads, head, output, data.dataset is not None, console)
 

@@ -80,8 +80,8 @@ class Cut:
 
     @classmethod
     def of(cls, parts: Parts, train: Part | None = None) -> Cut:
-        own = map(Examples.of, (parts.score, parts.choose, parts.report))
-        return cls(*own, None if train is None else Examples.of(train))
+        score, choose, report = map(Examples.of, (parts.score, parts.choose, parts.report))
+        return cls(score, choose, report, None if train is None else Examples.of(train))
 
     def same(self, other: Cut) -> bool:
         """Whether the three parts are the same."""

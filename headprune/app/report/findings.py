@@ -12,18 +12,18 @@ from headprune.amounts import head_count
 from headprune.app.documents import (
     MOST_APART,
     BudgetResult,
-    ComparedOrder,
     Latency,
     Metrics,
     Planning,
     Point,
     Repaired,
-    StepTrial,
     TimeParts,
 )
 from headprune.latency import LatencyRow, Speedup
+from headprune.repairing import Trial
 from headprune.scoring.agreement import Agreement
 from headprune.scoring.scores import HeadScores
+from headprune.searching import ComparedOrder
 from headprune.timing.parts import ATTENTION, LAUNCH, PROJECTIONS
 from headprune.uncertainty import FEW
 
@@ -265,7 +265,7 @@ def refit(repair: Repaired | None) -> Refit | None:
     return Refit(before, after, ridges[0], ridges[-1], sum(f.values for f in fits), len(fits))
 
 
-def tried_steps(budgets: Sequence[BudgetResult]) -> list[tuple[BudgetResult, StepTrial]]:
+def tried_steps(budgets: Sequence[BudgetResult]) -> list[tuple[BudgetResult, Trial]]:
     """How the steps of all repairs did on the examples that choose, in their order."""
     return [(budget, trial) for budget in budgets if budget.repair for trial in budget.repair.trials]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headprune.amounts import visible
 from headprune.app.documents import FinetuneRecord
 from headprune.app.report import numbers
@@ -29,16 +31,18 @@ def _opening(d: FinetuneRecord) -> str:
 
 def card(record: FinetuneRecord) -> str:
     """What the model card of the folder says."""
-    named = {name: numbers.without_place(getattr(record, name)) for name in ("pruned", "teacher")}
+    pruned, teacher = (numbers.without_place(place) for place in (record.pruned, record.teacher))
     made = code(numbers.without_places(record.command))
-    return "\n\n".join([_opening(record.changed(**named)), _results(record), f"Made by {made}."])
+    return "\n\n".join(
+        [_opening(replace(record, pruned=pruned, teacher=teacher)), _results(record), f"Made by {made}."]
+    )
 
 
 def rows(d: FinetuneRecord) -> list[list[str]]:
     """The table of results, its head first."""
     metric = d.metric
     found = [["model", f"{metric} (95 %)", "change from dense (95 %, paired)", "verdict"]]
-    for key, model in d.models:
+    for key, model in vars(d.models).items():
         value, low, high = (numbers.value(v, metric) for v in (model.metrics[metric], model.low, model.high))
         change = getattr(d.changes, key, None)
         told = [numbers.change(change, metric), change.verdict] if change else ["", ""]
@@ -54,13 +58,15 @@ def _results(d: FinetuneRecord) -> str:
 def _training(d: FinetuneRecord) -> str:
     t, o, m, metric = d.training, d.options, d.options.mixture, d.metric
     hidden = ", and the relative squared difference of the hidden states" if m.hidden_states else ""
-    kept = next(h for h in t.history if h.step == t.best)
+    kept = next(h for h in t.history if h["step"] == t.best)
     chosen = (
-        f"the weights after epoch {kept.epoch:g}" if t.best else "the weights from before training: it made none better"
+        f"the weights after epoch {kept['epoch']:g}"
+        if t.best
+        else "the weights from before training: it made none better"
     )
-    before, *values = (numbers.value(h.metrics[metric], metric) for h in t.history)
+    before, *values = (numbers.value(h[metric], metric) for h in t.history)
     course = ", ".join(
-        f"{value} after {h.epoch:g} {'epoch' if h.epoch == 1 else 'epochs'}"
+        f"{value} after {h['epoch']:g} {'epoch' if h['epoch'] == 1 else 'epochs'}"
         for value, h in zip(values, t.history[1:], strict=True)
     )
     return (

@@ -16,8 +16,9 @@ from torch import nn
 from headprune import latency, searching
 from headprune.amounts import duration
 from headprune.app.data import Part
+from headprune.app.workflow.config import PruneConfig
 from headprune.app.workflow.scene import Console, Scene
-from headprune.app.workflow.targets import RANDOM_DRAWS, Goal, trials_of
+from headprune.app.workflow.targets import RANDOM_DRAWS, trials_of
 from headprune.app.workflow.timing import inputs
 from headprune.errors import first_line
 from headprune.inputs import call, model_device, move, tensors, usable
@@ -82,23 +83,22 @@ def cost_of_scores(scene: Scene, methods: Sequence[str]) -> Cost:
     return Cost(passes, seconds + _REPORT, len(scene.parts.score))
 
 
-def cost_of_pruning(scene: Scene, goal: Goal, methods: Sequence[str], scores: Sequence[HeadScores] = ()) -> Cost:
+def cost_of_pruning(scene: Scene, config: PruneConfig, scores: Sequence[HeadScores] = ()) -> Cost:
     """Of `prune_run`.
 
     Args:
-        methods: Scores that are still to be made.
         scores: Those that there are.
     """
     batches, parts = list(scene.parts.score.batches()), scene.parts
     forward, back = _pace(scene.model, batches)
-    trials = trials_of(scene, goal)
+    trials, methods = trials_of(scene, config), config.methods_to_score
     choose, report = (len(part) / len(parts.score) for part in (parts.choose, parts.report))
-    orders, plans = 0 if goal.plan else 2 + len(methods or scores), max(1, len(goal.budgets))
-    planning = 0.0 if goal.plan else searching.passes_of(goal.request(scene), scores, trials)
+    orders, plans = 0 if config.plan else 2 + len(methods or scores), max(1, len(config.search.budgets))
+    planning = 0.0 if config.plan else searching.passes_of(config.search, scores, trials)
     points = orders * plans + _LEVELS + (orders + RANDOM_DRAWS) * (plans + 1)
     passes = _scoring(scene, methods, len(batches)) + planning + points * choose + report * (1 + _MEASURED * plans)
     fits = 0.0
-    if goal.repair:
+    if config.search.repair:
         passes += plans * (_REPAIR + _DECIDED * choose)
         widths = [p.weight.shape[1] for p in trials.calibration.projections]
         fits = (points + plans * _MEASURED) * sum(_SOLVE * width**3 / 100 for width in widths)
@@ -107,9 +107,9 @@ def cost_of_pruning(scene: Scene, goal: Goal, methods: Sequence[str], scores: Se
         (plans + 2) * max(latency.MIN_SECONDS, latency.MIN_RUNS * once * cost_of(example)) + 1.5
         for _, _, example in inputs(scene)
     )
-    if goal.finetune:
+    if config.finetune:
         passes += (
-            4 * goal.finetune * plans
+            4 * config.finetune * plans
         )  # for as many examples as are scored: what there is to train on is not read yet
     return Cost(passes, passes * (forward + back) / 3 + fits + timing + _REPORT, len(parts.score), timing)
 

@@ -19,10 +19,10 @@ from headprune.fingerprint import fingerprint
 from headprune.inputs import first_rows
 from headprune.ranks import current
 from headprune.scoring import method_named
-from headprune.searching import Listener
+from headprune.searching import Output
 from headprune.trace import find_attention
 
-Console = Listener
+Console = Output
 """Where a run tells what it does."""
 
 

@@ -54,7 +54,7 @@ def score_run(
         shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
         save_scores(content.scores_path, scores)
         write_heads(scene, stages_of(folder, "score", scene, say=lambda _: None), content, console)
-        content.write_run(run.changed(seconds=(round(before + time.monotonic() - started, 1),)))
+        content.write_run(replace(run, seconds=(round(before + time.monotonic() - started, 1),)))
         publish(folder, content, of)
 
     current().first("writing the run", written)
@@ -72,7 +72,7 @@ def score_all(
     options, settings = scene.options, settings_of(scene)
     stages = stages_of(folder, "score", scene, say=console.say)
 
-    def scored(name: str) -> dict[str, Any]:
+    def score_by(name: str) -> dict[str, Any]:
         began = time.monotonic()
         with console.track(f"scoring by {name}") as progress:
             s = score(
@@ -83,9 +83,7 @@ def score_all(
         return s.to_json()
 
     for name in dict.fromkeys(methods):
-        found.append(
-            stages.get(name, partial(scored, name), lambda data: HeadScores.from_json(data, scene.maskable))
-        )  # fmt: skip
+        found.append(HeadScores.from_json(stages.get(name, partial(score_by, name), dict[str, Any]), scene.maskable))
     return found, stages.before
 
 
@@ -100,12 +98,12 @@ def settings_of(scene: Scene) -> Settings:
 def write_heads(scene: Scene, stages: Stages, content: RunFolder, console: Console) -> None:
     """Look what the heads do, and write heads.json; a model whose weights cannot be seen has none."""
 
-    def made() -> dict[str, Any]:
+    def make() -> Heads:
         with console.track("looking at what the heads do"):
-            return look(scene.loaded, scene.parts.score, scene.layers, scene.options.seed).to_json()
+            return look(scene.loaded, scene.parts.score, scene.layers, scene.options.seed)
 
     try:
-        stages.get("heads", made, Heads.model_validate).write(content.heads_path)
+        stages.get("heads", make, Heads).write(content.heads_path)
     except HeadPruneError as error:
         console.say(f"What the heads do cannot be shown: {error.args[0]}")
 
@@ -133,7 +131,7 @@ def run_document(scene: Scene, methods: Sequence[str], folder: RunFolder) -> Run
             config=config_hash(scene.model),
             processor=processor_hash(scene.loaded.processor),
             heads=sum(layer.num_heads for layer in scene.layers),
-            layers=tuple(LayerFacts.model_validate(layer) for layer in scene.layers),
+            layers=tuple(map(LayerFacts.of, scene.layers)),
         ),
         folder=str(folder.path),
     )
@@ -144,7 +142,7 @@ def run_after(run: Run, scene: Scene, folder: RunFolder) -> Run:
     scored = run.options
     options = replace(scene.options, scoring=scored.scoring, distil=scored.distil, keep=scored.keep)
     commands = (run.commands[0], runs.command_line())
-    return run.changed(options=options, **_cut_of(scene), commands=commands, folder=str(folder.path))
+    return replace(run, options=options, **_cut_of(scene), commands=commands, folder=str(folder.path))
 
 
 def _cut_of(scene: Scene) -> dict[str, Any]:

@@ -7,17 +7,15 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any, ClassVar, TypeVar
 
 from headprune.app import report
-from headprune.app.documents import File
 from headprune.app.folders import Folder
 from headprune.app.runs import PARTS, RunFolder
 from headprune.app.workflow.scene import Scene
+from headprune.documents import File, from_json, to_json
 from headprune.errors import HeadPruneError, first_line, is_of_the_disk
 from headprune.evaluation import Measurement
 from headprune.fingerprint import config_hash, fingerprint, processor_hash, versions
@@ -61,24 +59,24 @@ class Stages(Results):
         """For tensors that are made on the way."""
         return DiskStore(self.folder) if self.folder else None
 
-    def get(self, name: str, make: Callable[[], Any], read: Callable[[Any], T], *, alone: bool = False) -> T:
+    def get(self, name: str, make: Callable[[], T], kind: Any, *, alone: bool = False) -> T:
         """A stage's result. Of several ranks the first one looks for it and keeps it, and all get what that one has.
 
         Args:
             name: Of the stage, within this computation.
-            make: Gives the result as JSON can hold it.
-            read: What that stands for.
+            make: Gives the result.
+            kind: Its type, as `headprune.documents` writes and reads it.
             alone: Whether the first of several ranks makes it, as what is timed; else all of them do, together.
         """
         ranks = current()
         known = ranks.first(f"known of {name}", lambda: self._known(name))
         if known is not None:
-            with suppress(
-                LookupError, TypeError, ValueError, AttributeError, HeadPruneError
-            ):  # damaged: it is made anew
-                return read(known.result)
+            with suppress(TypeError, ValueError, HeadPruneError):  # damaged: it is made anew
+                result: T = from_json(kind, known.result)
+                return result
         made = ranks.first(name, make) if alone else make()
-        return read(ranks.first(f"keeping {name}", lambda: self._keep(name, made)))
+        kept: T = from_json(kind, ranks.first(f"keeping {name}", lambda: self._keep(name, to_json(made, kind))))
+        return kept
 
     def _known(self, name: str) -> _Result | None:
         known = _read(self.folder / f"{_short(name)}.json") if self.folder else None
@@ -99,11 +97,11 @@ class Stages(Results):
 
     def measurement(self, name: str, make: Callable[[], Measurement]) -> Measurement:
         """A stage that measures."""
-        return self.get(name, lambda: _packed(make()), _unpacked)
+        return self.get(name, make, Measurement)
 
     def order(self, name: str, make: Callable[[], Order]) -> Order:
         """A stage that plans."""
-        return self.get(name, lambda: make().to_json(), Order.from_json)
+        return self.get(name, make, Order)
 
 
 def stages_of(folder: Folder, name: str, scene: Scene, *facts: Any, say: Callable[[str], None]) -> Stages:
@@ -169,6 +167,7 @@ def publish(folder: RunFolder, content: RunFolder, of: str) -> None:
         ) from trouble
 
 
+@dataclass(frozen=True)
 class _Result(File):
     """What a stage gave, as JSON can hold it.
 
@@ -176,7 +175,7 @@ class _Result(File):
         seconds: From the beginning of the computation to the end of this stage.
     """
 
-    kind = "stage"
+    kind: ClassVar[str] = "stage"
 
     stage: str
     seconds: float
@@ -194,16 +193,3 @@ def _read(path: Path) -> _Result | None:
 def _short(name: str) -> str:
     """A file's name for a stage's: its beginning, for people, and what tells it from others."""
     return f"{re.sub(r'[^A-Za-z0-9]+', '-', name)[:40].strip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
-
-
-def _packed(measured: Measurement) -> dict[str, Any]:
-    values = {f.name: getattr(measured, f.name) for f in fields(measured)}
-    return {
-        k: {"array": v.tolist(), "dtype": str(v.dtype)} if isinstance(v, np.ndarray) else v for k, v in values.items()
-    }
-
-
-def _unpacked(data: dict[str, Any]) -> Measurement:
-    packed = {k for k, v in data.items() if isinstance(v, dict) and v.keys() == {"array", "dtype"}}
-    values: dict[str, Any] = {k: np.asarray(v["array"], v["dtype"]) if k in packed else v for k, v in data.items()}
-    return Measurement(**values)

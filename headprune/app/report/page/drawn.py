@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from headprune import documents
 from headprune.amounts import visible
 from headprune.app.documents import Heads, Latency, Metrics, Point, Run
 from headprune.app.report import findings, numbers, sentences
@@ -225,7 +226,7 @@ def _samples(heads: Heads) -> list[dict[str, Any]]:
         held += sum(len(layer.weights) for layer in sample.layers)
         if found and held > _WEIGHTS:
             break
-        found.append(sample.to_json())
+        found.append(documents.to_json(sample))
     return found
 
 
