@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 300  # seconds that a command may take
 RUN = "reports/m-1"
 TUNED = f"{RUN}/pruned-3-finetuned"
-EXPORTED = f"{TUNED}-stock"
+EXPORTED = "reports/m-stock"
 FILE = "reports/l.gguf"
 
 # What a user types, in this order. A step's old state is what the same step made with other options.
@@ -27,7 +27,7 @@ STEPS: dict[str, list[str]] = {
     "score": ["score", "m", "-d", "d", "-b", "4", "-m", "gradient", "-m", "ablation"],
     "prune": ["prune", "-k", "3", "-m", "gradient"],
     "finetune": ["finetune", f"{RUN}/pruned-3", "--epochs", "2", "--learning-rate", "1e-3"],
-    "export": ["export", TUNED, "--to", "stock", "--pad", "-o", EXPORTED],
+    "export": ["export", "m", "--to", "stock", "-o", EXPORTED],
     "export a file": ["export", "l", "--to", "gguf", "-o", FILE],
 }
 OTHERWISE: dict[str, list[str]] = {
@@ -42,7 +42,7 @@ OVER["score"] = ["-o", RUN, "--overwrite"]
 
 # What documents say of time and effort, and what depends on the number of times that a command was typed.
 COSTS = {
-    "seconds", "passes", "latency", "time", "generation", "energy", "environment", "when", "resumed", "command", "commands", "checksum", "checksums",
+    "seconds", "passes", "latency", "time", "generation", "environment", "when", "resumed", "command", "commands", "checksum", "checksums",
 }  # fmt: skip
 
 

@@ -140,7 +140,6 @@ def _write(
         "tags": list(dict.fromkeys((*tags, *_other_tags(kept.get("tags"))))),
     }
     text = _template().render(
-        padding={"exported", "kept", "stored"} <= sidecar.get("about", {}).keys(),
         name=name, version=sidecar["version"], pruned=pruned, repaired=sidecar.get("repaired"), layers=layers,
         total=sum(layer["heads"] for layer in layers), left=sum(layer["left"] for layer in layers),
         biases=structure.get("biases"), ghosts=structure.get("ghosts"), figures=figures.strip(), loads=loads,

@@ -2,12 +2,11 @@
 
 A stock class has one number of heads (and of key/value heads) for all layers, out of its config. `statements` looks for a config with which
 the class has the pruned model's tensors (`statement`); `stock_instance` makes a model of the class of it and proves it
-(`instance`); `Counts` says which numbers of heads the class can have (`counts`); `padded` fills other models up with heads of zeros (`padding`).
+(`instance`); `Counts` says which numbers of heads the class can have (`counts`).
 """
 
 from headprune.stock.counts import Counts, alike
 from headprune.stock.instance import built, prove, stock_instance
-from headprune.stock.padding import padded
 from headprune.stock.statement import CannotStateError, Statement, configs_in, dense_class, on_meta, pattern, statements
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "configs_in",
     "dense_class",
     "on_meta",
-    "padded",
     "pattern",
     "prove",
     "statements",

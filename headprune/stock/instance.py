@@ -149,11 +149,8 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return torch.allclose(a.cpu().double(), b.cpu().double(), rtol=tolerance, atol=tolerance * largest(b))
 
 
-def prove(model: nn.Module, stock: nn.Module, *, padded: bool = False) -> float:
+def prove(model: nn.Module, stock: nn.Module) -> float:
     """Compare two models' answers to a made-up input, and what goes into and comes out of every layer that was cut.
-
-    Args:
-        padded: Whether the second one has more heads, so that of the layers only outputs can be compared.
 
     Returns:
         The largest difference of their answers, as a share of that answer's largest value.
@@ -173,9 +170,6 @@ def prove(model: nn.Module, stock: nn.Module, *, padded: bool = False) -> float:
             continue
         with _watching(stock, names) as mine:
             got = answered(stock, move(made(as_stored(stock, [form])[-1 if coarser else 0]), model_device(stock)), 0)
-        if padded and len(seen) == len(mine):
-            alike = [i for i, (a, b) in enumerate(zip(mine, seen, strict=True)) if a.shape == b.shape]
-            seen, mine = ([each[i] for i in alike] for each in (seen, mine))
         off, within = _off(got, expected), _off(mine, seen)
         if off > tolerance or within > min(LAYERS * tolerance, COARSEST):
             raise CannotStateError(

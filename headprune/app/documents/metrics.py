@@ -16,7 +16,7 @@ from headprune.planning.effort import Effort, Work
 from headprune.repairing import Repair
 from headprune.searching import ComparedOrder
 from headprune.surgery import Proof
-from headprune.timing import Breakdown, EnergyRow, GenerationRow
+from headprune.timing import Breakdown, GenerationRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,7 +345,6 @@ class Metrics(File):
         curve: The trade-off between heads and the metric.
         time: For each input of ``latency.rows``; none where the device's time cannot be looked into.
         generation: For models that write text.
-        energy: On the largest input; None where the machine does not count it.
         also: Second datasets.
     """
 
@@ -360,7 +359,6 @@ class Metrics(File):
     latency: Latency
     time: tuple[TimeParts, ...] = ()
     generation: tuple[GenerationRow, ...] = ()
-    energy: EnergyRow | None = None
     also: tuple[AlsoData, ...] = ()
     exports: tuple[ExportedModel, ...] = ()
     engines: tuple[EngineLatency, ...] = ()

@@ -42,7 +42,7 @@ from headprune.inputs import model_device
 from headprune.ranks import current
 from headprune.scoring import HeadScores, save_scores
 from headprune.searching import SearchResult
-from headprune.timing import EnergyRow, GenerationRow, energy
+from headprune.timing import GenerationRow
 
 
 def plan_run(config: PruneConfig, console: Console) -> tuple[list[HeadScores], SearchResult]:
@@ -201,7 +201,7 @@ def _with_exports(context: PruneContext, metrics: Metrics, environment: Environm
 def _times(
     context: PruneContext, environment: Environment, results: Sequence[tuple[BudgetResult, nn.Module]]
 ) -> dict[str, Any]:
-    """What is measured of time and energy, as fields of `Metrics`; on another machine it is measured again."""
+    """What is measured of time, as fields of `Metrics`; on another machine it is measured again."""
     scene, console, stages = context.scene, context.console, context.stages
     largest = sorted(results, key=lambda pair: -pair[0].kept)
     models = {"dense": scene.model, **{result.name: model for result, model in largest}}
@@ -215,7 +215,6 @@ def _times(
             tuple[TimeParts, ...],
         ),
         "generation": (lambda: time_generation(models, prompts, console), tuple[GenerationRow, ...]),
-        "energy": (lambda: energy(models, shapes[-1][2]), EnergyRow | None),
     }
 
     def measure(name: str) -> Any:
@@ -225,7 +224,7 @@ def _times(
             console.say(
                 f"The report will have no {name}, which could not be measured ({type(error).__name__}: {first_line(error)})."
             )
-            return None if name == "energy" else ()
+            return ()
 
     measured = {
         name: stages.get(f"{name} {environment}", partial(measure, name), kind, alone=True)
