@@ -154,7 +154,9 @@ class SearchOptions:
     strategy: Annotated[
         str,
         Flag(
-            "How the heads to remove are chosen; `headprune methods` lists the strategies.", short="-s", panel="Planning"
+            "How the heads to remove are chosen; `headprune methods` lists the strategies.",
+            short="-s",
+            panel="Planning",
         ),
     ] = AUTO
     protect: Annotated[str | tuple[str, ...], Flag("Layers and heads that stay: L0,L3.H7.", panel="Planning")] = ""

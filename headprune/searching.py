@@ -24,6 +24,7 @@ from headprune.errors import HeadPruneError
 from headprune.evaluation import measurable
 from headprune.inputs import Example, check_weights, usable, without_labels
 from headprune.loss import LossFn, inputs_of
+from headprune.options import AUTO, SearchOptions
 from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
 from headprune.planning.effort import Work, effort_named
 from headprune.planning.search import dense_looks, work_of
@@ -37,7 +38,6 @@ from headprune.trials import ComparedPlan, Trials
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-AUTO = "auto"
 _SET_ASIDE = 4  # every fourth batch chooses, where no others are given to choose by
 
 
@@ -77,52 +77,31 @@ def methods_for(strategy: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class SearchOptions:
-    """What is searched for.
-
-    Attributes:
-        budgets: What every plan must meet, a plan each.
-        strategy: A name of `headprune.planning.STRATEGIES`.
-        protect: What must stay, such as ``"L0,L3.H7"``.
-        min_heads_per_layer: Query heads that every layer keeps.
-        repair: Whether the heads that stay will be refitted to what the removed ones gave.
-        effort: How much work it may be, a name of `headprune.planning.effort.EFFORTS`.
-        seed: For what is drawn.
-    """
-
-    budgets: tuple[Budget, ...] = ()
-    strategy: str = AUTO
-    protect: str | tuple[str, ...] = ""
-    min_heads_per_layer: int = 0
-    repair: bool = True
-    effort: str = "normal"
-    seed: int = 0
-
-    def constraints(self, layers: Sequence[AttentionLayer]) -> Constraints:
-        """What must stay of a model's maskable layers.
-
-        Raises:
-            HeadPruneError: A layer or head that is not there.
-        """
-        return Constraints.parse(self.protect, layers, self.min_heads_per_layer)
-
-    def orders(self, scores: Sequence[HeadScores]) -> list[OrderRequest]:
-        """The orders to make."""
-        if self.strategy == AUTO:
-            own = [OrderRequest(name, name) for name in ("compensated", "re-scored")]
-            return [*own, *(OrderRequest(s.method, "one-shot", s) for s in scores)]
-        if strategy_named(self.strategy).needs_scores:
-            return [OrderRequest(s.method, self.strategy, s) for s in scores]
-        return [OrderRequest(self.strategy, self.strategy)]
-
-
-@dataclass(frozen=True)
 class OrderRequest:
     """An order to make: its name, the strategy, and the scores to make it from, if any."""
 
     name: str
     strategy: str
     scores: HeadScores | None = None
+
+
+def orders_for(options: SearchOptions, scores: Sequence[HeadScores]) -> list[OrderRequest]:
+    """The orders to make."""
+    if options.strategy == AUTO:
+        own = [OrderRequest(name, name) for name in ("compensated", "re-scored")]
+        return [*own, *(OrderRequest(s.method, "one-shot", s) for s in scores)]
+    if strategy_named(options.strategy).needs_scores:
+        return [OrderRequest(s.method, options.strategy, s) for s in scores]
+    return [OrderRequest(options.strategy, options.strategy)]
+
+
+def constraints_of(options: SearchOptions, layers: Sequence[AttentionLayer]) -> Constraints:
+    """What must stay of a model's maskable layers.
+
+    Raises:
+        HeadPruneError: A layer or head that is not there.
+    """
+    return Constraints.parse(options.protect, layers, options.min_heads_per_layer)
 
 
 @dataclass(frozen=True)
@@ -171,7 +150,7 @@ def find_plans(
         HeadPruneError: A budget that no order can meet.
     """
     start = _Start.of(options, trials)
-    requests, work = _affordable(start, options.orders(scores), trials, output)
+    requests, work = _affordable(start, orders_for(options, scores), trials, output)
     orders = _make_orders(start, requests, trials, output)
     fits, misses = _fit_budgets(options.budgets, orders, subject_for, output)
     if not fits:
@@ -210,7 +189,7 @@ class _Start:
         counts = [count for budget in options.budgets if (count := budget.heads(total)) is not None]
         by_groups = any(budget.by_groups for budget in options.budgets) or not has_groups(layers)
         search = Search(
-            layers, constraints=options.constraints(layers), seed=options.seed, model=trials.model, batches=trials.batches,
+            layers, constraints=constraints_of(options, layers), seed=options.seed, model=trials.model, batches=trials.batches,
             store=trials.results.store, effort=effort_named(options.effort), loss_fn=trials.loss_fn,
         )  # fmt: skip
         # What the curve shows below all budgets comes from the last look at the model: no one has asked for more.
@@ -227,7 +206,7 @@ class _Start:
 def passes_of(options: SearchOptions, scores: Sequence[HeadScores], trials: Trials) -> float:
     """Forward passes over the scoring examples that `find_plans` takes for its orders, about; a backward pass counts as two."""
     start = _Start.of(options, trials)
-    _, work = _affordable(start, options.orders(scores), trials, CallbackOutput())
+    _, work = _affordable(start, orders_for(options, scores), trials, CallbackOutput())
     passes = [each.passes for each in work.values() if each.left_out is None]
     # The dense model is measured once for all.
     return sum(passes) - max(0, len(passes) - 1) * trials.calibration.cost if passes else 0.0
@@ -414,7 +393,7 @@ def search(
     wanted = budgets_of(keep, budgets, maskable)
     must_stay = protect if isinstance(protect, str) else tuple(protect)
     options = SearchOptions(wanted, strategy, must_stay, min_heads_per_layer, repair, effort, seed)
-    options.constraints(maskable)
+    constraints_of(options, maskable)
     effort_named(effort)
     known = [scores] if isinstance(scores, HeadScores) else list(scores or ())
     methods = methods_for(strategy) if scores is None else ()

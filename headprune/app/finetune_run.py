@@ -14,7 +14,7 @@ from torch import nn
 
 from headprune import checkpoint
 from headprune.app import runs
-from headprune.app.data import DataOptions, Parts, load_parts, load_train
+from headprune.app.data import Parts, load_parts, load_train
 from headprune.app.documents import (
     Cut,
     FinetunedChanges,
@@ -29,7 +29,7 @@ from headprune.app.documents import (
 from headprune.app.finetune import finetune
 from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import LoadedModel, load_model, numbers_given, pruned_in, set_padding
-from headprune.app.options import FinetuneOptions, Options
+from headprune.app.options import DataOptions, FinetuneOptions, LoadOptions
 from headprune.app.precision import half_of, holds, narrow, widen
 from headprune.app.report.finetuned import card, render
 from headprune.app.runs import RunFolder, check_free
@@ -69,7 +69,7 @@ class FinetuneRun:
     train_limit: int | None = None
     training: FinetuneOptions = field(default_factory=FinetuneOptions)
     task: str | None = None
-    device: str | None = None
+    device: str = "auto"
     dtype: str = "float32"  # what a model is stored in may be too coarse for small steps
     output: Path | None = None
     overwrite: bool = False
@@ -230,18 +230,17 @@ def _data_options(asked: FinetuneRun, run: Run | None) -> DataOptions:
 def _load(asked: FinetuneRun, source: Path, run: Run | None) -> tuple[LoadedModel, LoadedModel]:
     """The pruned model and the dense one."""
     about = checkpoint.about(source)
-    options = run.options if run is not None else Options("", DataOptions(""))
     teacher = asked.teacher or about.get("from")
     if not isinstance(teacher, str):
         raise HeadPruneError(f"{source} does not say which model it was made from.", "Name it with --teacher.")
-    common: dict[str, Any] = {
-        "task": asked.task or about.get("task"), "device": asked.device or options.device, "dtype": asked.dtype,
-        "trust_remote_code": asked.trust_remote_code,  # never what a folder says
-    }  # fmt: skip
-    pruned = load_model(str(source), **common)
+    # Whether code may run is never what a folder says.
+    loading = LoadOptions(asked.task or about.get("task"), asked.device, asked.dtype, asked.trust_remote_code)
+    if run is not None and asked.device == "auto":
+        loading = replace(loading, device=run.options.loading.device)
+    pruned = load_model(str(source), loading)
     try:
-        revision = options.revision if asked.teacher is None else None
-        dense = load_model(teacher, **common, revision=revision, with_processor=False)
+        named = run.options.model if run is not None and asked.teacher is None else teacher  # with its revision
+        dense = load_model(named, loading, with_processor=False)
     except HeadPruneError as error:
         if asked.teacher is not None:
             raise

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from headprune import checkpoint
-from headprune.app.named import check_source
+from headprune.app.named import check_source, split_revision
+from headprune.app.options import LoadOptions
 from headprune.app.precision import half_of, holds, widen
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
@@ -97,42 +98,32 @@ class LoadedModel:
 
 def load_model(
     source: str,
+    options: LoadOptions = LoadOptions(),  # noqa: B008
     *,
-    task: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
     with_processor: bool | None = True,
     any_task: bool = False,
-    placing: checkpoint.Placing | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face model, a local folder, or a folder that `headprune.save` wrote.
 
     Args:
-        source: Hub id or path; of a run folder, the pruned model in it, if it is one.
-        task: One of `TASKS`; read from the model's config if None.
-        device: ``"auto"`` is CUDA, then MPS, then CPU.
-        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``; ``"auto"`` is the stored one, but float32 on a CPU.
-        trust_remote_code: Whether code that comes with the model may run. Pass on only what the user said for this run,
-            never what a file says.
+        source: Hub id (or ``ID@REVISION``) or path; of a run folder, the pruned model in it, if it is one.
+        options: The device ``"auto"`` is CUDA, then MPS, then CPU; the dtype ``"auto"`` is the stored one, but float32 on a CPU. Whether
+            code that comes with the model may run is only what the user said for this run, never what a file says.
         with_processor: Whether to load a tokenizer or image processor too; None: where there is one, with a note where there is none.
         any_task: Take a model of no task (a base model, without a head) or of another one too: its task is then ``"base"``.
-        placing: Where the weights go, if not all onto ``device``.
 
     Raises:
         HeadPruneError: No such model, an unknown task, a missing tokenizer, weights that do not load or are not numbers,
             code that comes with the model and may not run.
     """
-    if task not in (None, *TASKS):
-        raise HeadPruneError(f"There is no task {task!r}.", f"Use one of {', '.join(TASKS)}.")
-    check_source(source, revision)
-    named, source = source, resolved(source)
-    where = pick_device(device)
-    wanted = _dtype(dtype, where)
+    options.check()
+    check_source(source)
+    named, (source, revision) = source, split_revision(resolved(source))
+    where, placing, dtype = pick_device(options.device), options.placing(), options.dtype
+    wanted, trust_remote_code = _dtype(dtype, where), options.trust_remote_code
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = config_of(source, common)
-    kind = task_of(config, task, source, any_task)
+    kind = task_of(config, options.task, source, any_task)
     half = half_of(config) if dtype == "auto" and wanted == torch.float32 else None
     ours = checkpoint.is_checkpoint(source)  # whose code is for those without headprune
     if ours:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import StrictBool, StrictInt
 
-from headprune.app.distillation import Mixture
 from headprune.errors import HeadPruneError
 from headprune.options import MAX_SEED, Flag, method_and_settings
 
@@ -81,9 +80,9 @@ class LoadOptions:
 
     task: Annotated[str | None, Flag("What the model is for [read from its config].", panel="Model")] = None
     device: Annotated[str, Flag("auto, cpu, cuda or mps.", panel="Model")] = "auto"
-    dtype: Annotated[
-        str, Flag("auto (as stored; float32 on a CPU), float32, bfloat16 or float16.", panel="Model")
-    ] = "auto"
+    dtype: Annotated[str, Flag("auto (as stored; float32 on a CPU), float32, bfloat16 or float16.", panel="Model")] = (
+        "auto"
+    )
     trust_remote_code: Annotated[bool, Flag("Run code that comes with the model.", panel="Model")] = False
     device_map: Annotated[
         str | None,
@@ -94,7 +93,8 @@ class LoadOptions:
         ),
     ] = None
     device_memory: Annotated[
-        str | None, Flag("The most memory to use on each device, such as 0=20GB,cpu=60GB [what is free].", panel="Model")
+        str | None,
+        Flag("The most memory to use on each device, such as 0=20GB,cpu=60GB [what is free].", panel="Model"),
     ] = None
 
     def placing(self) -> Placing | None:
@@ -158,6 +158,25 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """What the loss of fine-tuning is made of.
+
+    Attributes:
+        alpha: Weight of the dense model's answers, from 0 (labels only) to 1 (answers only).
+        temperature: Both models' logits are divided by it. Above 1 the less likely classes count more.
+        hidden_states: Whether the hidden states are compared too, with weight 1.
+    """
+
+    alpha: Annotated[float, Flag("Weight of the dense model's answers against the labels.", panel="Training")] = 0.5
+    temperature: Annotated[float, Flag("Temperature of the distillation.", panel="Training")] = 2.0
+    hidden_states: Annotated[bool, Flag("Learn the dense model's hidden states too.", panel="Training")] = False
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.alpha > 0 or self.hidden_states
+
+
+@dataclass(frozen=True)
 class FinetuneOptions:
     """How to train.
 
@@ -168,19 +187,21 @@ class FinetuneOptions:
         weight_decay: AdamW's, for weights of two or more dimensions (not for biases and norms).
         patience: Training stops after this many epochs without a better value on the choosing part.
         seed: For the order of the examples and for dropout.
-
-    Raises:
-        HeadPruneError: A value out of its range.
     """
 
-    epochs: float = 1.0
-    learning_rate: float = 3e-5
+    epochs: Annotated[float, Flag("Passes over the training part.", panel="Training")] = 1.0
+    learning_rate: Annotated[float, Flag("The learning rate at its peak.", panel="Training")] = 3e-5
     mixture: Mixture = field(default_factory=Mixture)
     weight_decay: float = 0.01
-    patience: int = 2
-    seed: int = 0
+    patience: Annotated[int, Flag("Stop after this many epochs without improvement.", panel="Training")] = 2
+    seed: Annotated[int, Flag("For the order of the examples, and dropout.", least=0, panel="Training")] = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            HeadPruneError: A value out of its range.
+        """
         if not 0 < self.epochs < math.inf:
             raise HeadPruneError(f"Training cannot take {self.epochs:g} epochs.", "Choose a number above 0.")
         if not 0 < self.learning_rate < math.inf:
@@ -189,3 +210,8 @@ class FinetuneOptions:
             )
         if self.patience < 1:
             raise HeadPruneError(f"There is no patience of {self.patience} epochs.", "Choose 1 or more.")
+        alpha, temperature = self.mixture.alpha, self.mixture.temperature
+        if not 0 <= alpha <= 1:
+            raise HeadPruneError(f"Alpha {alpha:g} is no weight.", "Choose one from 0 (labels) to 1 (dense model).")
+        if not 0 < temperature < math.inf:
+            raise HeadPruneError(f"There is no temperature {temperature:g}.", "Choose one above 0; 2 is usual.")

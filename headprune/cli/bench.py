@@ -8,29 +8,27 @@ from typing import Annotated, Any
 
 import typer
 
+from headprune.app.options import LoadOptions
 from headprune.cli import tables
 from headprune.cli.app import app
-from headprune.cli.asked import numbers_in
-from headprune.cli.options import Device, Dtype, Loading, Manner, Task, Trust, by_groups, typed
+from headprune.cli.config import numbers_in
+from headprune.cli.options import Manner, takes_options
 from headprune.cli.session import session
 from headprune.errors import HeadPruneError
 
 
 @app.command(epilog="Example: `headprune bench MODEL reports/digits/pruned-12 --batch-sizes 1,64`")
-@by_groups
+@takes_options
 def bench(
     dense: Annotated[
         str,
         typer.Argument(metavar="DENSE", help="The model to compare with (or an .onnx file, or an OpenVINO folder)."),
     ],
     pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="The other model.")],
+    loading: LoadOptions,
     manner: Manner,
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,8,32",
     lengths: Annotated[str, typer.Option(help="Tokens; comma-separated, for texts.")] = "32,128",
-    task: Task = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: Trust = False,
 ) -> None:
     """Time two models in turn, and say where the first one's time goes; or two files that `headprune export` wrote, in their engine."""
     with session(manner) as console:
@@ -54,9 +52,8 @@ def bench(
             console.document({"rows": [row.to_json() for row in rows]})
             return
         for model in (dense, pruned):
-            check_source(model, None)
-        loading = typed(Loading(task, device, dtype, trust_remote_code))
-        first, second = (load_model(m, **loading, with_processor=False) for m in (dense, pruned))
+            check_source(model)
+        first, second = (load_model(m, loading, with_processor=False) for m in (dense, pruned))
         for note in (*first.notes, *second.notes):
             console.say(note)
         if first.task != second.task:

@@ -47,7 +47,7 @@ def options_of(
         base = source.read_run().options
         options = replace(
             base,
-            **({"model": model} if model else {}),
+            model=model or base.model,
             data=replace(base.data, **_typed(data, typed), **seed),
             loading=replace(base.loading, **_typed(loading, typed)),
             **own,

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
+from headprune.app.options import LoadOptions
 from headprune.cli.app import app
-from headprune.cli.options import Manner, Model, Task, Trust, by_groups
+from headprune.cli.options import Manner, Model, Task, Trust, takes_options
 from headprune.cli.session import session
 
 
 @app.command(epilog="Example: `headprune export reports/MODEL-1/pruned-36 --to onnx`")
-@by_groups
+@takes_options
 def export(
     model: Model,
     to: Annotated[
@@ -48,7 +49,7 @@ def export(
         file = output or (source.parent if source.is_dir() else Path()) / f"{source.name}{chosen.suffix}"
         exporting.check_asked(file, to, dtype or "float32", overwrite)
         loaded = load_model(
-            model, task=task, device="cpu", trust_remote_code=trust_remote_code, any_task=True,
+            model, LoadOptions(task, device="cpu", trust_remote_code=trust_remote_code), any_task=True,
             with_processor=chosen.tokenizer or None,
         )  # fmt: skip
         for note in loaded.notes:

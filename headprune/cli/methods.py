@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headprune.cli.app import app
-from headprune.cli.options import Manner, by_groups
+from headprune.cli.options import Manner, takes_options
 from headprune.cli.session import session
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @app.command(epilog="Example: `headprune score MODEL -d DATASET --method fisher --method random`")
-@by_groups
+@takes_options
 def methods(manner: Manner) -> None:
     """List the scoring methods, each with its unit, and the planning strategies."""
     with session(manner) as console:

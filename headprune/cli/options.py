@@ -16,10 +16,18 @@ from headprune.errors import HeadPruneError
 from headprune.options import MAX_SEED, Flag
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Hub id (or ID@REVISION), local folder, a folder headprune saved, or a run folder.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Hub id (or ID@REVISION), local folder, a folder headprune saved, or a run folder."
+    ),
 ]
-Method = Annotated[list[str] | None, typer.Option("--method", "-m", help="Scoring method, such as gradient or shapley:permutations=64; repeatable.")]
+Method = Annotated[
+    list[str] | None,
+    typer.Option("--method", "-m", help="Scoring method, such as gradient or shapley:permutations=64; repeatable."),
+]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of every random draw.")]
+Task = Annotated[str | None, typer.Option(help="What the model is for [read from its config].")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Distil = Annotated[
     bool, typer.Option("--distil", help="Score by the divergence from the dense model's answers, not by labels.")
 ]
@@ -151,10 +159,9 @@ def _parameters(group: Any) -> list[inspect.Parameter]:
         if flag is None:
             continue
         name = flag.name or f"--{field.name.replace('_', '-')}"
-        least = {} if flag.least is None else {"min": flag.least}
         option = typer.Option(
             name, *filter(None, [flag.short]), help=flag.help, metavar=flag.metavar, rich_help_panel=flag.panel,
-            show_default=bool(field.default), **least,
+            show_default=bool(field.default), min=flag.least,
         )  # fmt: skip
         several = get_origin(kind) is tuple
         shown: Any = list[str] if several else str if kind == str | tuple[str, ...] else kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -53,10 +53,12 @@ def prune(
     finetune: Annotated[
         float,
         typer.Option(
-            metavar="EPOCHS", help="Train afterwards, with distillation from the dense model.", rich_help_panel="Repair",
+            metavar="EPOCHS",
+            help="Train afterwards, with distillation from the dense model.",
+            rich_help_panel="Repair",
             show_default=False,
         ),
-    ] = 0.0,  # fmt: skip
+    ] = 0.0,
     also: Annotated[
         list[str] | None,
         typer.Option(
@@ -106,7 +108,7 @@ def prune(
 
         def configure(source: RunFolder | None) -> PruneConfig:
             """What was asked for, with the scores of a run or with new ones."""
-            more = {"seed": seed, **({"distil": True} if distil else {})}
+            more: dict[str, Any] = {"seed": seed, **({"distil": True} if distil else {})}
             more |= {} if source else {"keep": next(iter(budgets.texts.get("keep", [])), None)}
             full = replace(data, also=tuple(also or ())) if source is None else data
             options = options_of(source, model, full, loading, typed, **more)
@@ -139,7 +141,9 @@ def _read_plan(file: Path | None, typed: Typed) -> PruningPlan | None:
 
     if file is None:
         return None
-    if useless := [name for name in ("strategy", "protect", "min_heads_per_layer", "effort", "method") if name in typed]:
+    if useless := [
+        name for name in ("strategy", "protect", "min_heads_per_layer", "effort", "method") if name in typed
+    ]:
         flag = f"--{useless[0].replace('_', '-')}"
         raise HeadPruneError(f"--plan says which heads go, so {flag} has no use.", f"Leave out {flag}.")
     return PruningPlan.load(file)
@@ -187,7 +191,9 @@ def _dry_run(config: PruneConfig, folder: RunFolder, console: Console) -> None:
     if config.source is None and config.needs_scores:
         scene = workflow.open_to_prune(config, [], console)
         cost = workflow.cost_of_pruning(scene, config)
-        tables.print_dry_run(console, scene, config.methods, folder, f"score, then prune and write {folder.path}", cost.line)
+        tables.print_dry_run(
+            console, scene, config.methods, folder, f"score, then prune and write {folder.path}", cost.line
+        )
         return
     scores, result = workflow.plan_run(config, console)
     told: set[str] = set()

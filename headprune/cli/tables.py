@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headprune.app.console import Console
     from headprune.app.documents import FinetuneRecord, Metrics, Run, TimeParts
     from headprune.app.runs import RunFolder
+    from headprune.app.workflow import Scene
     from headprune.budgets import Fit
     from headprune.latency import LatencyRow
     from headprune.scoring import HeadScores
@@ -87,6 +88,21 @@ def print_plan(console: Console, fitted: Fit, scores: list[HeadScores], told: se
     console.result(f"{f'{by}: ' if by else ''}keeps {plan.kept} of {plan.total}.{cost} {' '.join(notes)}".rstrip())
     for name, heads in plan.drop.items():
         console.result(f"  {name}: drops {', '.join(f'H{h}' for h in heads)}")
+
+
+def print_dry_run(
+    console: Console, scene: Scene, methods: Sequence[str], folder: RunFolder, doing: str, cost: str
+) -> None:
+    """What a run without a plan would do: the layers, and what it costs."""
+    from headprune import documents
+    from headprune.app.documents import Cut
+
+    print_layers(console, type(scene.model).__name__, scene.layers)
+    console.result(f"Would {doing}. {cost} Nothing was written.")
+    console.document({
+        "folder": str(folder.path), "methods": list(methods), "parts": documents.to_json(Cut.of(scene.parts)),
+        "layers": [layer.to_json() for layer in scene.layers],
+    })  # fmt: skip
 
 
 def print_layers(console: Console, name: str, layers: list[Any]) -> None:

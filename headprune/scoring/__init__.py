@@ -19,6 +19,7 @@ from headprune.inputs import check_weights, model_device, move, too_long, usable
 from headprune.loss import ExampleLoss, LossFn
 from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention, full_precision, uncached, uncompiled
+from headprune.options import Settings, method_and_settings
 from headprune.ranks import current
 from headprune.rows import is_empty
 from headprune.scoring import ablation, gradient, learned, path, random, shapley, statistics
@@ -31,7 +32,6 @@ from headprune.scoring.base import (
     NotFiniteError,
     Problem,
     Progress,
-    Settings,
     Store,
     method,
     method_named,
@@ -70,7 +70,8 @@ def score(
     Args:
         model: Any model with attention; its mode and weights are left as they were.
         batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``.
-        method: ``"gradient"``, ``"ablation"``, ``"random"``, or one registered with `headprune.scoring.method`.
+        method: ``"gradient"``, ``"ablation"``, ``"random"``, or one registered with `headprune.scoring.method`; settings may
+            follow, as in ``"shapley:permutations=64"``.
         loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``. Not needed for dicts
             with labels: the loss is then the model's own, per example.
         distil: Measure the divergence from the dense model's answers (KL, nats) instead of a loss. This is also what
@@ -90,8 +91,8 @@ def score(
     Raises:
         HeadPruneError: An unknown method, no examples, labels missing, or a loss that is not finite.
     """
-    chosen, settings = method_named(method), settings or Settings()
-    settings.check()
+    name, settings = method_and_settings(method, settings)
+    chosen = method_named(name)
     if seed < 0:
         raise HeadPruneError(f"The seed is {seed}.", "Give 0 or more.")
     check_weights(model)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.inputs import tensors
+from headprune.options import Settings
+from headprune.plans import heads_to_keep
 from headprune.ranks import current
 from headprune.rows import Rows
 from headprune.uncertainty import carried_by, spread
@@ -25,45 +27,6 @@ class Progress(Protocol):
 
     def __call__(self, done: int, total: int, note: str = "") -> None:
         """``done`` of ``total`` steps; ``note`` is more for a person who waits, such as the widest interval so far."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Options of scoring methods. Each method reads those that concern it; None is the method's own default.
-
-    Attributes:
-        keep: How many heads are going to stay: near this cut adaptive methods look closest, and learned gates aim at it.
-        examples: How many examples to ablate exactly, at most; gradients on all examples estimate the rest.
-        seconds: The time to spend, approximately.
-        max_memory: Bytes that a method may use beyond the model; by default half of the free memory.
-        normalise: Divide each layer's scores by their L2 norm (Michel et al., section 4.1, after Molchanov et al. 2017).
-        steps: Training steps of learned gates, or points of integration.
-        permutations: The most permutations that Shapley values are sampled from.
-        sparsity: Weight of the L0 penalty per head, where ``keep`` is not given.
-    """
-
-    keep: int | None = None
-    examples: int | None = None
-    seconds: float | None = None
-    max_memory: int | None = None
-    normalise: bool = False
-    steps: int | None = None
-    permutations: int | None = None
-    sparsity: float | None = None
-
-    def check(self) -> None:
-        """Refuse numbers out of range.
-
-        Raises:
-            HeadPruneError: A number is too small or not finite.
-        """
-        least = {"keep": 1, "examples": 2, "max_memory": 1, "steps": 1, "permutations": 1, "sparsity": 0}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value < math.inf:
-                raise HeadPruneError(f"{name} is {value}.", f"Give {low} or more.")
-        if self.seconds is not None and not self.seconds > 0:
-            raise HeadPruneError(f"The time to spend is {self.seconds} seconds.", "Give more than 0.")
 
 
 Batches = Sequence[tuple[Any, int]]
@@ -104,6 +67,11 @@ class Problem:
     @property
     def examples(self) -> int:
         return sum(size for _, size in self.batches)
+
+    @property
+    def keep(self) -> int | None:
+        """How many heads are going to stay, if that was said."""
+        return None if self.settings.keep is None else heads_to_keep(self.settings.keep, self.heads)
 
     @property
     def heads(self) -> int:

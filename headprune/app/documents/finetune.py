@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from headprune.app.data.options import DataOptions
 from headprune.app.documents.run import Cut, Environment, Measured, Training
-from headprune.app.options import FinetuneOptions
+from headprune.app.options import DataOptions, FinetuneOptions
 from headprune.documents import Count, File
 from headprune.evaluation import Change
 

@@ -23,10 +23,10 @@ from headprune.app.report.verdict import (
 )
 from headprune.checkpoint import code
 from headprune.evaluation import Change
+from headprune.options import AUTO
 from headprune.planning import STRATEGIES
 from headprune.scoring import METHODS
 from headprune.scoring.scores import HeadScores
-from headprune.searching import AUTO
 
 _SHARES = {
     Fraction(1, 2): "half", Fraction(1, 3): "a third", Fraction(2, 3): "two thirds", Fraction(1, 4): "a quarter",

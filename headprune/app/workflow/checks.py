@@ -15,6 +15,7 @@ from headprune.errors import HeadPruneError, ScoresError
 from headprune.evaluation import measurable
 from headprune.fingerprint import config_hash, identity, is_same, processor_hash
 from headprune.scoring import HeadScores
+from headprune.searching import constraints_of
 
 
 def check_search(config: PruneConfig, scene: Scene) -> None:
@@ -36,7 +37,7 @@ def _check_heads(config: PruneConfig, scene: Scene) -> None:
                 f"The plan {config.plan_file} drops no head.", 'Name some in its `drop`, such as {"L0": [3]}.'
             )
         return
-    config.search.constraints(scene.maskable)
+    constraints_of(config.search, scene.maskable)
     for budget in config.search.budgets:
         budget.check_dense(subject_for(budget, scene))
 

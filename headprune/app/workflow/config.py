@@ -9,11 +9,12 @@ from headprune.app.documents import Planning
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.errors import HeadPruneError, ScoresError
+from headprune.options import AUTO, SearchOptions, method_and_settings
 from headprune.planning import strategy_named
 from headprune.planning.effort import effort_named
 from headprune.plans import PruningPlan
 from headprune.scoring import HeadScores
-from headprune.searching import AUTO, SearchOptions, SearchResult, candidates
+from headprune.searching import SearchResult, candidates
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class PruneConfig:
         plan: Instead of a search.
         plan_file: Where that is from.
         finetune: Epochs to train afterwards; 0 for none.
-        methods: Scores to plan by. Of a ``source``, () takes all that it has, but random.
+        methods: Scores to plan by, with their settings (`headprune.options.method_and_settings`). Of a ``source``, () takes all that it has, but random.
         source: The run whose scores to use; None scores first, if the search needs scores.
         exports: Formats to write the pruned models in as well, names of `headprune.exporting.FORMATS`.
     """
@@ -50,6 +51,11 @@ class PruneConfig:
         return self.needs_scores or (self.plan is None and self.search.strategy == AUTO)
 
     @property
+    def method_names(self) -> list[str]:
+        """The methods, without their settings."""
+        return [method_and_settings(text)[0] for text in self.methods]
+
+    @property
     def methods_to_score(self) -> Sequence[str]:
         """The scores that are made before the search."""
         return self.methods if self.source is None and self.uses_scores else ()
@@ -64,7 +70,7 @@ class PruneConfig:
             return []
         scores = self.source.read_scores()
         known = [s.method for s in scores]
-        if missing := [m for m in self.methods if m not in known]:
+        if missing := [m for m in self.method_names if m not in known]:
             raise ScoresError(
                 f"{self.source.scores_path} holds no scores by {missing[0]}.",
                 f"It has {', '.join(known)}; score again with --method {missing[0]}.",
@@ -73,7 +79,7 @@ class PruneConfig:
 
     def candidates(self, scores: Sequence[HeadScores]) -> list[HeadScores]:
         """The scores to plan by: those asked for, and random only if there is nothing else."""
-        return candidates([s for s in scores if s.method in self.methods] if self.methods else scores)
+        return candidates([s for s in scores if s.method in self.method_names] if self.methods else scores)
 
     def planning(self, result: SearchResult) -> Planning:
         """How the plans were made, for the report."""
@@ -96,7 +102,7 @@ class PruneConfig:
         Raises:
             HeadPruneError: It was to be trained or exported.
         """
-        if self.options.device_map is None:
+        if self.options.loading.device_map is None:
             return
         if self.finetune:
             raise HeadPruneError(

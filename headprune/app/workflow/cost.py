@@ -24,8 +24,9 @@ from headprune.errors import first_line
 from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import inputs_of
 from headprune.modules import config_kept
+from headprune.options import method_and_settings
 from headprune.ranks import current
-from headprune.scoring import HeadScores, Settings
+from headprune.scoring import HeadScores
 from headprune.scoring.base import cost_of
 from headprune.trace import evaluating
 
@@ -72,14 +73,15 @@ def announce(console: Console, make: Callable[[], Cost], quick: Callable[[], Cos
     console.say(found.line + more + ("" if size == 1 else f" This is for one process; {size} share the work."))
 
 
-def cost_of_scores(scene: Scene, methods: Sequence[str]) -> Cost:
+def cost_of_scores(scene: Scene) -> Cost:
     """Of `score_run`."""
     batches = list(scene.parts.score.batches())
     forward, back = _pace(scene.model, batches)
-    passes = _scoring(scene, methods, len(batches))
-    limit = scene.options.scoring.seconds
-    spent = passes * (forward + back) / 3
-    seconds = min(spent, limit) if limit is not None and "ablation" in methods else spent
+    passes, seconds = 0.0, 0.0
+    for text in scene.options.methods:
+        own = _passes(text, scene, len(batches))
+        limit = method_and_settings(text)[1].seconds
+        passes, seconds = passes + own, seconds + min(own * (forward + back) / 3, limit or math.inf)
     return Cost(passes, seconds + _REPORT, len(scene.parts.score))
 
 
@@ -154,10 +156,11 @@ def _pace(model: nn.Module, batches: Sequence[object]) -> tuple[float, float]:
 
 def _scoring(scene: Scene, methods: Sequence[str], batches: int) -> float:
     """Passes over the scoring examples that scoring methods make."""
-    return sum(_passes(name, scene.options.scoring, scene, batches) for name in methods)
+    return sum(_passes(method, scene, batches) for method in methods)
 
 
-def _passes(name: str, settings: Settings, scene: Scene, batches: int) -> float:
+def _passes(method: str, scene: Scene, batches: int) -> float:
+    name, settings = method_and_settings(method)
     heads = sum(layer.num_heads for layer in scene.maskable)
     if name in ("weight-norm", "random"):
         return 0.0

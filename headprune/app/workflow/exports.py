@@ -63,7 +63,7 @@ def _exported(context: PruneContext, name: str, result: BudgetResult) -> Exporte
 
 
 def _loaded(context: PruneContext, result: BudgetResult) -> nn.Module:
-    trusted = context.scene.options.trust_remote_code
+    trusted = context.scene.options.loading.trust_remote_code
     return checkpoint.load(context.content.path / result.checkpoint, trust_remote_code=trusted)
 
 

@@ -21,32 +21,29 @@ from headprune.app.workflow.stages import Stages, made_from, publish, stages_of
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import config_hash, fingerprint, processor_hash
 from headprune.inputs import model_device
-from headprune.plans import heads_to_keep
+from headprune.options import Settings, method_and_settings
 from headprune.ranks import current
-from headprune.scoring import HeadScores, Settings, method_named, save_scores, score
+from headprune.scoring import HeadScores, save_scores, score
 from headprune.scoring.resume import Work
 
 
 def score_run(
     options: Options,
-    methods: Sequence[str],
     folder: RunFolder,
     console: Console,
     did: Callable[[str], bool] = lambda of: False,
 ) -> tuple[Scene, list[HeadScores]]:
-    """Score a model by each method and write the run folder.
+    """Score a model by each of the options' methods and write the run folder.
 
     Args:
         did: Whether that was done already, of what `made_from` names (`Folder.did`).
     """
-    started = time.monotonic()
-    for name in methods:
-        method_named(name)
-    scene = open_scene(options, console, methods)
+    started, methods = time.monotonic(), options.methods
+    scene = open_scene(options, console, labelled=None)
     if did(of := made_from(scene)):
         return scene, folder.read_scores()
     run = run_document(scene, methods, folder)
-    announce(console, lambda: cost_of_scores(scene, methods))
+    announce(console, lambda: cost_of_scores(scene))
     scores, before = score_all(scene, methods, folder, console)
 
     def written() -> None:
@@ -69,11 +66,12 @@ def score_all(
         return [], 0.0
     batches = list(scene.parts.score.batches())
     found = []
-    options, settings = scene.options, settings_of(scene)
+    options, base = scene.options, Settings(keep=scene.options.keep)
     stages = stages_of(folder, "score", scene, say=console.say)
 
-    def score_by(name: str) -> dict[str, Any]:
+    def score_by(text: str) -> dict[str, Any]:
         began = time.monotonic()
+        name, settings = method_and_settings(text, base)
         with console.track(f"scoring by {name}") as progress:
             s = score(
                 scene.model, batches, name, layers=scene.layers, seed=options.seed, progress=progress,
@@ -82,17 +80,9 @@ def score_all(
         s.details["seconds"] = round(time.monotonic() - began, 2)
         return s.to_json()
 
-    for name in dict.fromkeys(methods):
-        found.append(HeadScores.from_json(stages.get(name, partial(score_by, name), dict[str, Any]), scene.maskable))
+    for text in methods:
+        found.append(HeadScores.from_json(stages.get(text, partial(score_by, text), dict[str, Any]), scene.maskable))
     return found, stages.before
-
-
-def settings_of(scene: Scene) -> Settings:
-    """What the methods are told. The heads to keep are a share of those that are scored, as budgets count them."""
-    keep, settings = scene.options.keep, scene.options.scoring
-    if keep is None:
-        return settings
-    return replace(settings, keep=heads_to_keep(keep, sum(layer.num_heads for layer in scene.maskable)))
 
 
 def write_heads(scene: Scene, stages: Stages, content: RunFolder, console: Console) -> None:
@@ -117,7 +107,7 @@ def run_document(scene: Scene, methods: Sequence[str], folder: RunFolder) -> Run
         when=runs.now(),
         seconds=(),
         options=scene.options,
-        methods=tuple(methods),
+        methods=tuple(method_and_settings(text)[0] for text in methods),
         environment=runs.environment(str(model_device(scene.model))),
         **_cut_of(scene),
         model=ModelFacts(
@@ -140,7 +130,7 @@ def run_document(scene: Scene, methods: Sequence[str], folder: RunFolder) -> Run
 def run_after(run: Run, scene: Scene, folder: RunFolder) -> Run:
     """A scoring run's document where another run prunes by its scores: the data beside the scored part may be other data."""
     scored = run.options
-    options = replace(scene.options, scoring=scored.scoring, distil=scored.distil, keep=scored.keep)
+    options = replace(scene.options, methods=scored.methods, distil=scored.distil, keep=scored.keep)
     commands = (run.commands[0], runs.command_line())
     return replace(run, options=options, **_cut_of(scene), commands=commands, folder=str(folder.path))
 

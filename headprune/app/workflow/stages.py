@@ -112,8 +112,9 @@ def stages_of(folder: Folder, name: str, scene: Scene, *facts: Any, say: Callabl
         facts: What else it depends on.
     """
     options = asdict(scene.options)
-    del options["trust_remote_code"], options["scoring"]["max_memory"], options["data"]["also"]  # change no number here
-    del options["device_map"], options["device_memory"], options["offload_folder"]  # nor does where weights are kept
+    loading = options["loading"]
+    del loading["trust_remote_code"], options["data"]["also"], options["methods"]  # change no number here
+    del loading["device_map"], loading["device_memory"]  # nor does where weights are kept
     parts = [digest(*part.batches(), part.rows) for part in (scene.parts.score, scene.parts.choose, scene.parts.report)]
     device = model_device(scene.model).type
     own = folder.unfinished / f"{name}-{digest(versions(), device, options, parts, list(facts), scene.model)}"

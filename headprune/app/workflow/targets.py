@@ -12,10 +12,11 @@ from headprune.app.workflow.stages import Stages
 from headprune.app.workflow.timing import budget_input
 from headprune.budgets import Budget, Fit
 from headprune.budgets.subject import Subject
+from headprune.options import AUTO
 from headprune.planning import Order, Search, arrange
 from headprune.plans import PruningPlan
 from headprune.scoring import HeadScores, score
-from headprune.searching import AUTO, SearchResult, find_plans, levels_of, may_add_biases, subject_of
+from headprune.searching import SearchResult, constraints_of, find_plans, levels_of, may_add_biases, subject_of
 from headprune.trials import Trials
 
 RANDOM_DRAWS = 3
@@ -62,7 +63,7 @@ def random_orders(scene: Scene, config: PruneConfig, fits: Sequence[Fit]) -> lis
             Search(
                 scene.maskable,
                 score(scene.model, batches, "random", layers=scene.layers, seed=scene.options.seed + i),
-                config.search.constraints(scene.maskable),
+                constraints_of(config.search, scene.maskable),
             ),
             "one-shot",
             levels,
