@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import StrictBool, StrictInt
 
 from headprune.errors import HeadPruneError
-from headprune.options import MAX_SEED, Flag, method_and_settings
+from headprune.options import MAX_SEED, Flag
 
 if TYPE_CHECKING:
     from headprune.checkpoint import Placing
@@ -147,6 +147,7 @@ class Options:
             HeadPruneError: A number out of its range, no such task, method or file.
         """
         from headprune.plans import keep_of
+        from headprune.scoring.settings import method_and_settings
 
         _check_range("--seed", self.seed, 0, MAX_SEED)
         if self.keep is not None:

@@ -19,7 +19,6 @@ from headprune.inputs import check_weights, model_device, move, too_long, usable
 from headprune.loss import ExampleLoss, LossFn
 from headprune.memory import is_out_of_memory
 from headprune.modules import exact_attention, full_precision, uncached, uncompiled
-from headprune.options import Settings, method_and_settings
 from headprune.ranks import current
 from headprune.rows import is_empty
 from headprune.scoring import ablation, gradient, learned, path, random, shapley, statistics
@@ -40,6 +39,7 @@ from headprune.scoring.reliability import split_half
 from headprune.scoring.replay import DisagreementError
 from headprune.scoring.resume import DiskStore, Work
 from headprune.scoring.scores import HeadScores, load_scores, save_scores
+from headprune.scoring.settings import Settings, method_and_settings
 from headprune.trace import attributes_kept, evaluating
 
 if TYPE_CHECKING:

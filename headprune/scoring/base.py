@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.inputs import tensors
-from headprune.options import Settings
 from headprune.plans import heads_to_keep
 from headprune.ranks import current
 from headprune.rows import Rows
+from headprune.scoring.settings import Settings
 from headprune.uncertainty import carried_by, spread
 
 

@@ -9,11 +9,12 @@ from headprune.app.documents import Planning
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.errors import HeadPruneError, ScoresError
-from headprune.options import AUTO, SearchOptions, method_and_settings
+from headprune.options import AUTO, SearchOptions
 from headprune.planning import strategy_named
 from headprune.planning.effort import effort_named
 from headprune.plans import PruningPlan
 from headprune.scoring import HeadScores
+from headprune.scoring.settings import method_and_settings
 from headprune.searching import SearchResult, candidates
 
 

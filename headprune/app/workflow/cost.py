@@ -24,10 +24,10 @@ from headprune.errors import first_line
 from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import inputs_of
 from headprune.modules import config_kept
-from headprune.options import method_and_settings
 from headprune.ranks import current
 from headprune.scoring import HeadScores
 from headprune.scoring.base import cost_of
+from headprune.scoring.settings import method_and_settings
 from headprune.trace import evaluating
 
 CLOCK: Callable[[], float] = time.perf_counter

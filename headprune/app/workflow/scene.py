@@ -16,9 +16,9 @@ from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import first_rows
-from headprune.options import method_and_settings
 from headprune.ranks import current
 from headprune.scoring import method_named
+from headprune.scoring.settings import method_and_settings
 from headprune.searching import Output
 from headprune.trace import find_attention
 

@@ -21,10 +21,10 @@ from headprune.app.workflow.stages import Stages, made_from, publish, stages_of
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import config_hash, fingerprint, processor_hash
 from headprune.inputs import model_device
-from headprune.options import Settings, method_and_settings
 from headprune.ranks import current
 from headprune.scoring import HeadScores, save_scores, score
 from headprune.scoring.resume import Work
+from headprune.scoring.settings import Settings, method_and_settings
 
 
 def score_run(
