@@ -30,6 +30,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import headprune as hp
+from headprune.app.data import DataOptions, load_parts
+from headprune.app.models import load_model
+from headprune.gates import gated
 from headprune.scoring import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -113,8 +116,6 @@ def replayed(device: str, small: bool = False) -> list[str]:
 
 def minilm(folder: Path, device: str, examples: int) -> tuple[Any, Any, list[Any]]:
     """The model, its layers, and labelled batches of the training part."""
-    from headprune.app.data import DataOptions, load_parts
-    from headprune.app.models import load_model
 
     loaded = load_model(str(folder), device=device, dtype="float32")
     parts = load_parts(DataOptions(str(folder / "data"), limit=examples), loaded)
@@ -124,7 +125,6 @@ def minilm(folder: Path, device: str, examples: int) -> tuple[Any, Any, list[Any
 
 def bertology(model: Any, layers: Any, batches: list[Any]) -> Tensor:
     """transformers' run_bertology.py for v5: eager attention, one gate per head, gradients of the weights too."""
-    from headprune.gates import gated
 
     gates = {a.name: torch.ones(a.num_heads, requires_grad=True, device=model.device) for a in layers}
     total = torch.zeros(sum(a.num_heads for a in layers), device=model.device)

@@ -92,8 +92,9 @@ def within(question: Callable[[], Any]) -> Callable[[Path], tuple[Any, w.Ended]]
     """A reader from a function, with errors and warnings told as the command line does."""
 
     def told() -> Any:
-        from headprune.app.console import Console
         from headprune.cli.asked import fail
+
+        from headprune.app.console import Console
         from headprune.cli.session import quieten
         from headprune.errors import HeadPruneError
 

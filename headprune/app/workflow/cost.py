@@ -20,15 +20,13 @@ from headprune.app.workflow.config import PruneConfig
 from headprune.app.workflow.scene import Console, Scene
 from headprune.app.workflow.targets import RANDOM_DRAWS, trials_of
 from headprune.app.workflow.timing import inputs
+from headprune.batches import cost_of
 from headprune.errors import first_line
-from headprune.inputs import call, model_device, move, tensors, usable
-from headprune.loss import inputs_of
-from headprune.modules import config_kept
+from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
 from headprune.ranks import current
+from headprune.running import config_kept, evaluating
 from headprune.scoring import HeadScores
-from headprune.scoring.base import cost_of
 from headprune.scoring.settings import method_and_settings
-from headprune.trace import evaluating
 
 CLOCK: Callable[[], float] = time.perf_counter
 """`benchmarks/estimate.py` takes CPU time instead on a busy machine."""

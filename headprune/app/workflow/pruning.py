@@ -187,7 +187,7 @@ def _searched(context: PruneContext, scores: Sequence[HeadScores], environment: 
         return replace(result, fits=tuple(fits.values()))
 
     timed = any(budget.timed for budget in config.search.budgets)
-    return context.stages.get(f"search {environment}" if timed else "search", search, SearchResult)
+    return search() if timed or not timed else search()
 
 
 def _with_exports(context: PruneContext, metrics: Metrics, environment: Environment) -> Metrics:
