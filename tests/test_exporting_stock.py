@@ -10,7 +10,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import headprune as hp
-from headprune.checkpoint import loading_of
+from headprune.checkpoint import load_call
 from headprune.cli import app
 from headprune.exporting import FORMATS
 from headprune.inputs import call
@@ -171,5 +171,5 @@ def test_on_the_command_line(bert_folder: Path, tmp_path: Path, monkeypatch: pyt
     assert "loads with AutoModelForSequenceClassification.from_pretrained(folder)" in result.stdout
     check(dense, example, Path("pruned-stock"))
     assert tf.pipeline("text-classification", "pruned-stock")("yes")
-    assert loading_of("pruned").remote
-    assert not loading_of("pruned-stock").remote
+    assert load_call("pruned").remote
+    assert not load_call("pruned-stock").remote

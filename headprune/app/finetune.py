@@ -23,9 +23,9 @@ from headprune.app.options import FinetuneOptions
 from headprune.app.rowwise import Shared
 from headprune.errors import HeadPruneError
 from headprune.evaluation import evaluate
+from headprune.files import atomic_file
 from headprune.fingerprint import fingerprint, versions
 from headprune.inputs import model_device, move
-from headprune.jsonio import replacing
 from headprune.ranks import current, joined
 from headprune.rows import apparent_size
 from headprune.scoring.base import Progress
@@ -301,7 +301,7 @@ class _Training:
             return
         began = time.monotonic()
         parts = {name: part.state_dict() for name, part in self._parts().items()}
-        with replacing(self._file) as file:
+        with atomic_file(self._file) as file:
             torch.save({**parts, "step": self.step, "history": self.history, "best_weights": self._best_weights}, file)
         self._saved = time.monotonic()
         self._wait = max(SAVE_SECONDS, (self._saved - began) / _SAVE_SHARE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic import StrictBool, StrictInt
 
@@ -12,7 +13,6 @@ from headprune.app.data.options import DataOptions
 from headprune.app.distillation import Mixture
 from headprune.app.models import TASKS
 from headprune.app.placing import placing_of
-from headprune.checkpoint import Placing
 from headprune.errors import HeadPruneError
 from headprune.plans import keep_of
 from headprune.scoring.base import Settings
@@ -45,7 +45,7 @@ class Options:
     device_memory: str | None = None
     offload_folder: str | None = None
 
-    def placing(self) -> Placing | None:
+    def placing(self) -> dict[str, Any] | None:
         """Where the weights go, if not all onto one device.
 
         Raises:

@@ -5,7 +5,7 @@ hold values of the library, which writes and reads them itself (`headprune.scori
 
 An unknown key is an error: what this version does not understand could make its report wrong. A field that has a default was added
 later, or is only there where it applies: files without it are readable, and only what was set is written. A key that changes its name
-or meaning needs a new `headprune.jsonio.SCHEMA`.
+or meaning needs a new `headprune.files.SCHEMA`.
 """
 
 from headprune.app.documents.base import Document, File

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from headprune.errors import HeadPruneError, first_line
-from headprune.jsonio import read_json, write_json
+from headprune.files import read_json, write_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,7 +42,7 @@ class Document(BaseModel):
         return type(self).model_validate({**self.given(), **changes})
 
     def to_json(self) -> dict[str, Any]:
-        """As `headprune.jsonio.dumps` takes it."""
+        """As `headprune.files.dumps` takes it."""
         return self.model_dump(by_alias=True, exclude_unset=True)
 
 

@@ -42,7 +42,7 @@ from headprune.app.workflow.timing import inputs, time_generation, time_models, 
 from headprune.budgets import Fit, Reading
 from headprune.errors import HeadPruneError, ScoresError, first_line
 from headprune.evaluation import Measurement
-from headprune.fingerprint import config_hash, identity, is_same, processor_hash
+from headprune.fingerprint import config_hash, has_identity, identity, processor_hash
 from headprune.inputs import model_device
 from headprune.planning import Order
 from headprune.plans import PruningPlan
@@ -352,7 +352,7 @@ def _kept_fits(job: Job, environment: Environment, make: Callable[[], list[Fit]]
 def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -> list[str]:
     """Scores must be this model's, and their examples must not be among those that are reported; notes on what else changed."""
     for s in scores:
-        if not is_same(scene.model, s.model):
+        if not has_identity(scene.model, s.model):
             raise ScoresError(
                 f"The scores in {source.scores_path} are of another model than {scene.options.model} (fingerprint {s.model}, "
                 f"this one is {identity(scene.model)}).",

@@ -182,7 +182,7 @@ def result_of(did: CarriedOut, control: Control, job: Job) -> BudgetResult:
         size=made.size,
         weights=made.weights,
         dtype=made.dtype,
-        loads=checkpoint.loading_of(did.path).call(),
+        loads=checkpoint.load_call(did.path).code(),
     )
 
 
