@@ -38,7 +38,7 @@ import headprune as hp
 from headprune.attention import AttentionLayer, Heads
 from headprune.exporting import export
 from headprune.exporting.base import Exported
-from headprune.forms import remember
+from headprune.input_specs import record
 
 TYPES = Path(__file__).parent.parent / "docs" / "coverage.md"
 DOCUMENT = TYPES.with_name("coverage-onnx.md")
@@ -81,7 +81,7 @@ def examine(model_type: str) -> dict[str, Any]:
         ):  # fmt: skip
             model, _, example = tiny.build(model_type)
             coverage.randomise(model, example)
-            remember(model, example)
+            record(model, example)
             try:
                 done = export(model, Path(folder, "dense.onnx"), "onnx")
             except hp.HeadPruneError as error:

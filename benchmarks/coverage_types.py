@@ -39,19 +39,20 @@ import tiny
 import torch
 import torch.nn.functional as F
 import transformers
+from headprune.convention import find
+from headprune.modules import exact_attention
 from rich.progress import track
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import headprune as hp
-from headprune.checkpoint import loading_of
+from headprune.checkpoint import StockCounts, load_call
 from headprune.conventions import find
 from headprune.errors import first_line
 from headprune.evaluation import evaluate
 from headprune.inputs import call, tensors
 from headprune.latency import flops
 from headprune.running import exact_attention
-from headprune.stock import Counts
 from headprune.surgery import answers
 
 STATUSES = ("exact", "in part", "masked", "refused", "no attention", "not built", "too slow", "WRONG", "CRASH")
@@ -380,7 +381,7 @@ def folder_of(pruned: nn.Module, example: dict[str, Any]) -> str:
                     found.append(f"WRONG: {name} gives other answers")
             except Exception as error:
                 found.append(f"not {name}: {why(error)}")
-        stock = not loading_of(folder).remote
+        stock = not load_call(folder).remote
         load.pop("trust_remote_code")
         try:
             loaded = transformers.AutoModel.from_pretrained(folder, **load).eval()
@@ -396,10 +397,10 @@ def folder_of(pruned: nn.Module, example: dict[str, Any]) -> str:
 def uniform_folder(model: nn.Module, layers: list[Any], example: dict[str, Any]) -> str:
     """`folder_of` a prune that leaves a number of heads that the stock class can have; "" if there is none."""
     able = [layer for layer in layers if layer.prunable and len(layer.units) > 1]
-    counts = Counts.of(model, layers)
+    counts = StockCounts.of(model, layers)
     for gone in range(1, max((len(layer.units) for layer in able), default=0)) if counts else ():
         drop = {a.name: sorted(h for unit in a.units[: min(gone, len(a.units) - 1)] for h in unit) for a in able}
-        if counts.statement(drop) is None:
+        if counts.config_without(drop) is None:
             continue
         pruned = copy.deepcopy(model)
         try:

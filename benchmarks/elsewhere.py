@@ -19,7 +19,7 @@ import smollm2
 from headprune.app.data import load_parts
 from headprune.app.documents import Cut, Metrics, Run
 from headprune.app.models import dummy_input, load_model
-from headprune.jsonio import write_json
+from headprune.files import write_json
 from headprune.trace import find_attention
 
 ROOT = Path(__file__).parent.parent

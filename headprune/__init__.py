@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from headprune.api import prune as prune
+    from headprune.api import repair as repair
     from headprune.attention import AttentionLayer as AttentionLayer
     from headprune.checkpoint import load as load
     from headprune.checkpoint import save as save
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from headprune.pruned import stand_in as stand_in
     from headprune.repairing import Repair as Repair
     from headprune.repairing import Trial as Trial
-    from headprune.repairing import repair as repair
     from headprune.scoring import HeadScores as HeadScores
     from headprune.scoring import score as score
     from headprune.scoring.agreement import agreement as agreement
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from headprune.seeing import attention_weights as attention_weights
     from headprune.seeing import profile_heads as profile_heads
     from headprune.surgery import Proof as Proof
-    from headprune.surgery import prune as prune
     from headprune.timing import Breakdown as Breakdown
     from headprune.timing import breakdown as breakdown
     from headprune.trace import find_attention as find_attention
@@ -69,7 +69,7 @@ _HOME = {
     "plan": "planning",
     "Repair": "repairing",
     "Trial": "repairing",
-    "repair": "repairing",
+    "repair": "api",
     "HeadScores": "scoring",
     "agreement": "scoring",
     "score": "scoring",
@@ -78,7 +78,7 @@ _HOME = {
     "attention_weights": "seeing",
     "profile_heads": "seeing",
     "Proof": "surgery",
-    "prune": "surgery",
+    "prune": "api",
     "Breakdown": "timing",
     "breakdown": "timing",
     "find_attention": "trace",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
 from headprune.batches import is_empty
 from headprune.errors import HeadPruneError
-from headprune.fingerprint import fingerprint
+from headprune.files import digest
+from headprune.fingerprint import fingerprint, tensor_bytes
 from headprune.inputs import Example, inputs_of, tensors
 from headprune.plans import PruningPlan
 from headprune.ranks import Ranks, joined
@@ -87,14 +86,16 @@ def together(accelerator: Accelerator | None, model: nn.Module, batches: Sequenc
 
 
 def content_of(batches: Sequence[Any]) -> str:
-    """A hash of all tensors in batches."""
-    made = hashlib.sha256()
-    for batch in batches:
-        for tensor in tensors(batch):
-            made.update(f"{tuple(tensor.shape)}:{tensor.dtype};".encode())
-            made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        made.update(b"|")
-    return made.hexdigest()[:16]
+    """The digest of all tensors in batches."""
+
+    def parts() -> Iterator[str | memoryview]:
+        for batch in batches:
+            for tensor in tensors(batch):
+                yield f"{tuple(tensor.shape)}:{tensor.dtype};"
+                yield tensor_bytes(tensor)
+            yield "|"
+
+    return digest(parts())
 
 
 def heads_of(plan: Plan) -> Mapping[str, Sequence[int]]:

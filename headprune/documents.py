@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from headprune.errors import HeadPruneError, first_line
-from headprune.jsonio import read_json, write_json
+from headprune.files import read_json, write_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -58,7 +58,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def to_json(value: Any, kind: Any = None) -> Any:
-    """A dataclass (or a container of them) as plain values, as `headprune.jsonio.dumps` takes them.
+    """A dataclass (or a container of them) as plain values, as `headprune.files.dumps` takes them.
 
     Args:
         kind: Its type, where that is more than its class, such as ``list[Order]``.

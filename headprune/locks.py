@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from headprune.errors import HeadPruneError
-from headprune.jsonio import dumps
 
 try:
     import fcntl
@@ -72,7 +71,7 @@ class Lock:
             while self._file is None:
                 self._file = self._opened(what)
             os.ftruncate(self._file, 0)
-            os.write(self._file, dumps({**_this_process(), "command": command}).encode())
+            os.write(self._file, json.dumps({**_this_process(), "command": command}).encode())
         except BaseException as error:
             self.free()
             if not isinstance(error, OSError):

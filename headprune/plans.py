@@ -11,8 +11,8 @@ from torch import nn
 
 from headprune.attention import AttentionLayer, Heads, check_heads, check_possible
 from headprune.errors import HeadPruneError
-from headprune.fingerprint import fingerprint, identity, is_same
-from headprune.jsonio import read_json, write_json
+from headprune.files import read_json, write_json
+from headprune.fingerprint import fingerprint, has_identity, identity
 from headprune.pruned import note_was_repaired
 
 Keep = int | float | str
@@ -60,7 +60,7 @@ class PruningPlan:
         Raises:
             HeadPruneError: It is another model, or repaired for other heads.
         """
-        if not self.model or is_same(model, self.model):
+        if not self.model or has_identity(model, self.model):
             return
         known: Repaired | None = model.__dict__.get(_REPAIRED)
         if known is None or self.model not in known.dense or known.now != fingerprint(model):

@@ -21,6 +21,7 @@ from headprune.attention import AttentionLayer
 from headprune.batches import is_empty
 from headprune.budgets import Budget, Fit, budget_of
 from headprune.budgets.subject import Subject
+from headprune.checkpoint import StockCounts
 from headprune.errors import HeadPruneError
 from headprune.evaluation import measurable
 from headprune.inputs import Example, check_weights, inputs_of, usable, without_labels
@@ -32,7 +33,6 @@ from headprune.planning.search import dense_looks, work_of
 from headprune.plans import Keep, PruningPlan
 from headprune.running import Progress
 from headprune.scoring import DEFAULT_METHODS, HeadScores, maskable_of, score
-from headprune.stock import Counts
 from headprune.trials import ComparedPlan, Trials
 
 if TYPE_CHECKING:
@@ -318,8 +318,8 @@ def subject_of(trials: Trials, example: Example, inputs: Example) -> Subject:
 
 
 def may_add_biases(strategy: str, model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
-    """Whether repair may add biases: not to plans that the stock class can state without them, and not with them."""
-    counts = Counts.of(model, layers) if strategy == "uniform" else None
+    """Whether repair may add biases: not to plans that the stock class can represent without them, and not with them."""
+    counts = StockCounts.of(model, layers) if strategy == "uniform" else None
     return counts is None or counts.has_place_for_biases()
 
 

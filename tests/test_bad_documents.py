@@ -20,9 +20,9 @@ from headprune.app.folders import Folder, _names_in
 from headprune.app.runs import RunFolder
 from headprune.app.workflow.stages import _read as read_stage
 from headprune.attention import AttentionLayer
-from headprune.checkpoint.loading import loading_of
-from headprune.checkpoint.reading import _sidecar, weight_files
-from headprune.jsonio import dumps, loads, write_json
+from headprune.checkpoint import load_call
+from headprune.checkpoint.loading import _sidecar, _weight_files
+from headprune.files import dumps, loads, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores
 from tests.support.documents import (
@@ -173,8 +173,8 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], Any], Callable[[Any], No
     "metrics": (FULL, Metrics.read, metrics_are),
     "finetune": (FINETUNE, FinetuneRecord.read, document_is),
     "heads": (heads_document().to_json(), Heads.read, heads_are),
-    "checkpoint": (SIDECAR, lambda path: (_sidecar(path.parent), weight_files(path.parent, _sidecar(path.parent)),
-                                          loading_of(path.parent)), lambda found: sound(found[0])),
+    "checkpoint": (SIDECAR, lambda path: (_sidecar(path.parent), _weight_files(path.parent, _sidecar(path.parent)),
+                                          load_call(path.parent)), lambda found: sound(found[0])),
     "publication": ({"gone": ["report.md", "pruned-4"]}, _names_in, names_are),
     "command": ({"key": "abc", "command": "headprune score"}, lambda path: Folder(path.parent.parent).left_by("abc"), anything),
     "stage": ({"stage": "x", "seconds": 1.5, "result": {"a": [1, 2]}}, read_stage, anything),

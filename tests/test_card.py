@@ -13,8 +13,7 @@ from torch import nn
 
 import headprune as hp
 from headprune.app.documents import Metrics
-from headprune.checkpoint import add_figures, code, loading_of
-from headprune.pruned import save_by_headprune
+from headprune.checkpoint import add_figures, code, load_call
 from tests.support.commands import run
 from tests.support.documents import opened
 from tests.support.folders import tokenizer
@@ -78,7 +77,7 @@ def test_dense_folders_and_modules_of_nobodys(tmp_path: Path) -> None:
     assert (data["pipeline_tag"], data["tags"]) == ("text-generation", ["headprune"])
     assert "No attention head was removed" in text
     assert 'AutoModelForCausalLM.from_pretrained("path/to/this/folder")' in text
-    assert loading_of(tmp_path / "dense").call() == "AutoModelForCausalLM.from_pretrained(folder)"
+    assert load_call(tmp_path / "dense").code() == "AutoModelForCausalLM.from_pretrained(folder)"
 
     own = nn.Linear(3, 2)
     data, text = of(hp.save(own, tmp_path / "own", example=torch.ones(1, 3)))
@@ -278,7 +277,6 @@ def test_a_dense_model_with_an_added_bias(tmp_path: Path) -> None:
     """Repaired, but not pruned yet."""
     model, example = ZOO["llama"]()
     hp.repair(model, {hp.find_attention(model, example)[0].name: [0, 1]}, [example])
-    save_by_headprune(model)
     model.save_pretrained(tmp_path / "m")
     _, text = of(tmp_path / "m")
     assert "No attention head was removed" in text
@@ -299,4 +297,4 @@ def test_a_model_that_writes_text_is_loaded_to_write_text(tmp_path: Path) -> Non
     ):  # fmt: skip
         folder = tmp_path / type(model).__name__
         hp.save(randomise(model), folder)
-        assert loading_of(folder).through == f"AutoModel{f'For{auto}' if auto else ''}"
+        assert load_call(folder).auto_class == f"AutoModel{f'For{auto}' if auto else ''}"

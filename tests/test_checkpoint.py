@@ -86,7 +86,7 @@ def test_dense_models_stay_stock(tmp_path: Path) -> None:
         assert torch.equal(stock(**example).logits, model(**example).logits)
 
 
-def test_stock_loading_of_a_pruned_model_fails_aloud(tmp_path: Path) -> None:
+def test_stock_load_call_a_pruned_model_fails_aloud(tmp_path: Path) -> None:
     model, _ = pruned("bert")
     hp.save(model, tmp_path / "m")
     with pytest.raises(RuntimeError, match="mismatch"):
@@ -156,7 +156,7 @@ def test_a_failed_save_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest
     model, _ = bert()
     hp.save(model, tmp_path / "m")
     monkeypatch.setattr(
-        "headprune.checkpoint.writing.write_json", lambda *a: (_ for _ in ()).throw(OSError("disk full"))
+        "headprune.checkpoint.saving.write_json", lambda *a: (_ for _ in ()).throw(OSError("disk full"))
     )
     with pytest.raises(OSError, match="disk full"):
         hp.save(model, tmp_path / "m", overwrite=True)

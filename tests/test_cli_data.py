@@ -12,7 +12,7 @@ import headprune as hp
 from headprune.app.data import DataOptions, load_parts
 from headprune.app.documents import Cut
 from headprune.app.models import load_model
-from headprune.jsonio import write_json
+from headprune.files import write_json
 from tests.support.commands import run
 from tests.support.documents import FINETUNE, METRICS, TRAINED, opened
 from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl

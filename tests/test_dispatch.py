@@ -25,7 +25,7 @@ from headprune.app.data import DataOptions
 from headprune.app.options import Options
 from headprune.app.placing import placed
 from headprune.app.workflow import scene
-from headprune.checkpoint import loading_of
+from headprune.checkpoint import load_call
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import without_labels
@@ -296,7 +296,7 @@ def test_a_stock_folder_is_one_wherever_the_weights_are(name: str, repaired: boo
         hp.prune(each, drop, example)
         hp.save(each, folder)
     assert all(p.is_meta for p in spread.parameters())
-    assert loading_of(tmp_path / "disk") == loading_of(tmp_path / "memory")
+    assert load_call(tmp_path / "disk") == load_call(tmp_path / "memory")
     for file in ("model.safetensors", "config.json", "README.md"):
         assert (tmp_path / "disk" / file).read_bytes() == (tmp_path / "memory" / file).read_bytes()
     assert not (tmp_path / "disk" / "modeling_headprune.py").exists()

@@ -19,7 +19,7 @@ from headprune.app.data import DataOptions
 from headprune.app.documents import Cut, Document, File, FinetuneRecord, Heads, Metrics, Run
 from headprune.app.options import Options
 from headprune.app.report import finetuned
-from headprune.jsonio import dumps, loads, write_json
+from headprune.files import dumps, loads, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores
 from tests.support.commands import run

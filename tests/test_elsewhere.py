@@ -17,7 +17,7 @@ import headprune as hp
 from headprune.app.data.reading import read_splits
 from headprune.app.folders import Folder
 from headprune.app.runs import RunFolder
-from headprune.jsonio import write_json, write_text
+from headprune.files import write_file, write_json
 from headprune.locks import Lock
 from tests.support.commands import run, runner
 from tests.support.documents import RUN
@@ -117,7 +117,7 @@ def test_what_is_written_replaces_links(sent: Path, victim: Path) -> None:
     untouched(victim)
     temporary = sent / f".plan.json.{os.getpid()}.tmp"  # a name that can be guessed
     temporary.symlink_to(victim / "file")
-    write_text(sent / "plan.json", "{}")
+    write_file(sent / "plan.json", "{}")
     assert (sent / "plan.json").read_text() == "{}"
     untouched(victim)
 

@@ -23,7 +23,7 @@ from headprune import exporting
 from headprune.cli import app
 from headprune.errors import HeadPruneError
 from headprune.exporting import engines, export, graph, onnx, time_onnx, timing
-from headprune.forms import remember
+from headprune.input_specs import record
 from headprune.inputs import call
 from headprune.surgery import answers
 from tests.support.checks import pruned
@@ -125,7 +125,7 @@ def test_a_plain_module_keeps_the_names_of_its_arguments(tmp_path: Path) -> None
 def test_every_family(name: str, cut: bool, tmp_path: Path) -> None:
     model, example = pruned(name) if cut else ZOO[name]()
     if not cut:
-        remember(model, example)
+        record(model, example)
     done = export(model, tmp_path / "model.onnx", "onnx")
     assert any("batch" in shape for shape in done.facts["inputs"].values())
     assert done.facts["proof"]["largest_difference"] <= 1e-4
@@ -137,7 +137,7 @@ def test_experts(tmp_path: Path) -> None:
     config = tf.MixtralConfig(**sizes("sdpa", num_key_value_heads=2, num_local_experts=4))
     model = randomise(tf.MixtralForCausalLM(config))
     before = model.get_experts_implementation()
-    remember(model, text())
+    record(model, text())
     export(model, tmp_path / "model.onnx", "onnx")
     assert model.get_experts_implementation() == before
     check(tmp_path / "model.onnx", model, **text(2, 13))
@@ -220,7 +220,7 @@ def test_what_the_exporter_does_not_take_is_said(tmp_path: Path) -> None:
             return self.outer(self.inner(x)) if x.sum() > 0 else x
 
     model = randomise(Odd())
-    remember(model, (torch.ones(2, 3, 8),))
+    record(model, (torch.ones(2, 3, 8),))
     with pytest.raises(HeadPruneError, match=r"torch\.export does not take Odd"):
         export(model, tmp_path / "model.onnx", "onnx")
     with pytest.raises(HeadPruneError, match="not known what Summed takes"):
@@ -236,7 +236,7 @@ def test_sizes_that_a_model_fixes_are_fixed_and_said(tmp_path: Path) -> None:
             return self.outer(self.inner(x))
 
     model = randomise(Fixed())
-    remember(model, torch.randn(1, 5, 8))  # one row: torch.export would fix that too
+    record(model, torch.randn(1, 5, 8))  # one row: torch.export would fix that too
     done = export(model, tmp_path / "model.onnx", "onnx")
     assert done.facts["inputs"] == {"x": ["batch", 5, 8]}
     check(done.path, model, x=torch.ones(4, 5, 8))
@@ -323,7 +323,7 @@ def test_files_that_take_other_inputs_are_timed(monkeypatch: pytest.MonkeyPatch)
 def test_labels_become_what_a_decoder_reads() -> None:
     model, example = ZOO["t5"]()
     labels = torch.tensor([[5, 6, -100], [7, 8, 9], [3, 4, 5]])
-    remember(model, {k: v for k, v in {**example, "labels": labels}.items() if k != "decoder_input_ids"})
+    record(model, {k: v for k, v in {**example, "labels": labels}.items() if k != "decoder_input_ids"})
     found = graph.callable_of(model)
     assert found.inputs == ("input_ids", "attention_mask", "decoder_input_ids")
     assert "loss" not in found.outputs

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.fingerprint import identity, known_as
+from headprune.fingerprint import identities, identity
 from headprune.gates import gated
 from headprune.scoring.gradient import gate_gradients
 from tests.support.problems import problem
@@ -68,7 +68,7 @@ def test_scores_and_plans_serve_in_any_precision(dtype: torch.dtype, scored_in_h
     scores = hp.score(scored, batches, "gradient")
     assert hp.plan(scores, 4).model == identity(half) == identity(wide)
     hp.search(model, batches[:2], keep=4, choose=batches[2:], scores=scores, strategy="one-shot", repair=False)
-    for noted in known_as(model):  # of these, a plan of an earlier version noted the exact one
+    for noted in identities(model):  # of these, a plan of an earlier version noted the exact one
         plan, copied = replace(hp.plan(scores, 4), model=noted), copy.deepcopy(model)
         if noted == identity(model):  # a plan that was noted otherwise is compared in the same place
             hp.repair(copied, plan, batches[:1], ridge=1.0, values=False, mixtures=False, answers=False)

@@ -20,7 +20,7 @@ from headprune.app.folders import Folder, claimed
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import Options, score_run
 from headprune.errors import Stopped
-from headprune.jsonio import read_json, write_json
+from headprune.files import read_json, write_json
 from tests.support.commands import run
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
 from tests.support.interrupted import Processes

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import headprune as hp
 from headprune.app.runs import RunFolder
-from headprune.jsonio import dumps, loads, read_json, write_json, write_text
+from headprune.files import dumps, loads, read_json, write_file, write_json
 from tests.support.commands import run
 from tests.support.documents import opened
 
@@ -78,7 +78,7 @@ def test_names_of_files_that_are_no_text(tmp_path: Path) -> None:
     name = os.fsdecode(b"data/caf\xe9.csv")
     write_json(tmp_path / "run.json", "run", {"command": f"prune -d {name}"})
     assert read_json(tmp_path / "run.json", "run")["command"] == f"prune -d {name}"
-    write_text(tmp_path / "report.md", f"`{name}`")
+    write_file(tmp_path / "report.md", f"`{name}`")
     assert (tmp_path / "report.md").read_text() == "`data/caf\\udce9.csv`"
 
 

@@ -233,7 +233,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
-    monkeypatch.setattr("headprune.checkpoint.reading._fill", loaded)
+    monkeypatch.setattr("headprune.checkpoint.loading._fill", loaded)
     return
 
 

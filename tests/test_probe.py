@@ -13,8 +13,12 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune import probe
-from headprune.forms import guesses, made, packed, remembered, unpacked
+from headprune.checkpoint import probe
+from headprune.input_specs import build as made
+from headprune.input_specs import of_config as guesses
+from headprune.input_specs import pack as packed
+from headprune.input_specs import recorded as remembered
+from headprune.input_specs import unpack as unpacked
 from headprune.inputs import call
 from headprune.surgery import answers
 from tests.support.checks import pruned
@@ -249,13 +253,11 @@ def test_nothing_of_the_example_is_stored(tmp_path: Path) -> None:
 
 
 def test_forms_survive_json() -> None:
-    from headprune.forms import remember
+    from headprune.input_specs import record
 
     model = nn.Linear(2, 2)
     mask = torch.zeros(2, 1, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
-    remember(
-        model, (torch.randn(2, 4, 8), [torch.tensor([3, 4]), True, None], {"mask": mask, "k": 0.5, "odd": object()})
-    )
+    record(model, (torch.randn(2, 4, 8), [torch.tensor([3, 4]), True, None], {"mask": mask, "k": 0.5, "odd": object()}))
     form = remembered(model)[-1]
     stored: dict[str, Tensor] = {}
     again = made(unpacked(json.loads(json.dumps(packed(form, stored), allow_nan=False)), stored))
@@ -269,13 +271,13 @@ def test_forms_survive_json() -> None:
 
 def test_special_tokens_stay() -> None:
     """A token that marks an image's place must stay where it is."""
-    from headprune.forms import remember
+    from headprune.input_specs import record
 
     model = bert()[0]
     model.config.image_token_id = 77
     ids = torch.randint(5, 70, (2, 12))
     ids[:, 3], ids[0, 0] = 77, 98
-    remember(model, {"input_ids": ids})
+    record(model, {"input_ids": ids})
     got = made(remembered(model)[0])["input_ids"]
     assert (got[:, 3] == 77).all()
     assert (got == 77).sum() == 2

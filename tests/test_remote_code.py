@@ -13,8 +13,9 @@ import torch
 import transformers as tf
 
 import headprune as hp
+from headprune.checkpoint import install_save_methods
 from headprune.inputs import call
-from headprune.pruned import add_biases, save_by_headprune
+from headprune.pruned import add_biases
 from headprune.surgery import answers
 from tests.support.checks import pruned
 from tests.support.zoo import ZOO, bert, gpt2
@@ -122,7 +123,7 @@ def test_biases_that_a_repair_added_are_saved(tmp_path: Path) -> None:
     add_biases(model, ["model.layers.0.self_attn.o_proj"])
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.bias.normal_()
-    save_by_headprune(model)
+    install_save_methods(model)
     model.save_pretrained(tmp_path / "m")
     again = hp.load(tmp_path / "m")
     remote = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "m", trust_remote_code=True)

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headprune as hp
-from headprune.checkpoint import loading_of
+from headprune.checkpoint import NotStockError, StockCounts, load_call, stock_config
+from headprune.checkpoint.stock_config import stock_configs
+from headprune.checkpoint.stock_model import to_stock
 from headprune.inputs import call
 from headprune.pruned import removed, structure_of
-from headprune.stock import CannotStateError, Counts, statement, statements, stock_instance
 from headprune.surgery import answers
 from tests.support.checks import same, state
 from tests.support.even import even, even_plan, llama, mistral
@@ -72,8 +73,8 @@ def test_loads_without_any_option(name: str, units: int, shifted: bool, within: 
     plain = type(model).from_pretrained(folder).eval()
     assert type(plain) is type(model)
     assert equal(model, plain, example)
-    assert not loading_of(folder).remote
-    assert loading_of(folder).call().endswith(".from_pretrained(folder)")
+    assert not load_call(folder).remote
+    assert load_call(folder).code().endswith(".from_pretrained(folder)")
 
     again = hp.load(folder)
     assert type(again) is type(model)
@@ -95,13 +96,13 @@ def test_what_no_stock_class_states(
     name: str, units: int, shifted: bool, within: str, why: str, tmp_path: Path
 ) -> None:
     model, example = even(name, units, shifted=shifted, within=within)
-    with pytest.raises(CannotStateError, match=why):
-        stock_instance(model)
+    with pytest.raises(NotStockError, match=why):
+        to_stock(model)
     folder = hp.save(model, tmp_path / "m")
-    loading = loading_of(folder)
+    loading = load_call(folder)
     assert loading.remote
     assert loading.why
-    assert loading.call().endswith("(folder, trust_remote_code=True)")
+    assert loading.code().endswith("(folder, trust_remote_code=True)")
     assert equal(model, hp.load(folder), example)
 
 
@@ -110,15 +111,15 @@ def test_uneven_and_emptied_models_are_refused_by_name(tmp_path: Path) -> None:
     names = [layer.name for layer in hp.find_attention(model, example)]
     hp.prune(model, {names[1]: [0, 1]}, example)
     with pytest.raises(
-        CannotStateError,
+        NotStockError,
         match=r"layers\.0\.\S+ and \S+layers\.1\.\S+ keep different shares of their heads \(all, 1/2\)",
     ):
-        stock_instance(model)
+        to_stock(model)
     model, example = ZOO["vit"]()
     names = [layer.name for layer in hp.find_attention(model, example)]
     hp.prune(model, {names[1]: [0, 1, 2, 3]}, example)
-    with pytest.raises(CannotStateError, match="has no heads left"):
-        stock_instance(model)
+    with pytest.raises(NotStockError, match="has no heads left"):
+        to_stock(model)
 
 
 WITHOUT = """
@@ -144,7 +145,7 @@ def test_in_a_process_without_headprune(tmp_path: Path) -> None:
     for name, shifted in (("qwen3", True), ("t5", False)):
         model, example = even(name, shifted=shifted)
         folder = hp.save(model, tmp_path / name)
-        torch.save((loading_of(folder).through, example, outputs(model, example)[0]), f"{folder}-x")
+        torch.save((load_call(folder).auto_class, example, outputs(model, example)[0]), f"{folder}-x")
         folders.append(str(folder))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     subprocess.run([sys.executable, "-c", WITHOUT, *folders], check=True, cwd=tmp_path, env=environment)
@@ -175,28 +176,28 @@ def test_biases_of_a_repair_are_stated_by_a_flag_of_the_config(tmp_path: Path) -
 def test_biases_that_a_class_has_no_place_for(tmp_path: Path) -> None:
     model, example = mistral()
     repaired(model, example)
-    with pytest.raises(CannotStateError, match=r"o_proj\.bias has no place \(a repair gave it\)"):
-        stock_instance(model)
-    assert loading_of(hp.save(model, tmp_path / "m")).remote
+    with pytest.raises(NotStockError, match=r"o_proj\.bias has no place \(a repair gave it\)"):
+        to_stock(model)
+    assert load_call(hp.save(model, tmp_path / "m")).remote
     model, example = mistral()
     repaired(model, example, biases=False)
-    assert not loading_of(hp.save(model, tmp_path / "n")).remote
+    assert not load_call(hp.save(model, tmp_path / "n")).remote
 
 
 def test_answers_are_compared_not_only_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A class with all the tensors of the model, that computes something else with them."""
     model, _ = even("qwen3")
-    read = statement.as_read
+    read = stock_config._as_read
 
     def other(config: Any) -> Any:
         made = read(config)
         made.rope_parameters = {**made.rope_parameters, "rope_theta": 100.0}
         return made
 
-    monkeypatch.setattr(statement, "as_read", other)
-    assert list(statements(model))
-    with pytest.raises(CannotStateError, match=r"computes another \S+inv_freq|gives other answers"):
-        stock_instance(model)
+    monkeypatch.setattr(stock_config, "_as_read", other)
+    assert list(stock_configs(model))
+    with pytest.raises(NotStockError, match=r"computes another \S+inv_freq|gives other answers"):
+        to_stock(model)
     monkeypatch.undo()
 
     def coarser(config: Any) -> Any:
@@ -204,14 +205,14 @@ def test_answers_are_compared_not_only_shapes(monkeypatch: pytest.MonkeyPatch) -
         made.rms_norm_eps = 0.3
         return made
 
-    monkeypatch.setattr(statement, "as_read", coarser)
-    with pytest.raises(CannotStateError, match="gives other answers"):
-        stock_instance(model)
+    monkeypatch.setattr(stock_config, "_as_read", coarser)
+    with pytest.raises(NotStockError, match="gives other answers"):
+        to_stock(model)
 
 
 def test_weights_are_shared_not_copied() -> None:
     model, _ = even("qwen3")
-    stock, own = stock_instance(model), dict(model.named_parameters())
+    stock, own = to_stock(model), dict(model.named_parameters())
     assert all(p.data_ptr() == own[name].data_ptr() for name, p in stock.named_parameters())
     assert stock.lm_head.weight.data_ptr() == own["lm_head.weight"].data_ptr()
 
@@ -230,11 +231,11 @@ def test_trainer(name: str, tmp_path: Path) -> None:
     trainer.save_model(str(tmp_path / "best"))
     model.eval()
     assert equal(model, hp.load(tmp_path / "best"), example)
-    assert loading_of(tmp_path / "best").remote == (name == "t5")
+    assert load_call(tmp_path / "best").remote == (name == "t5")
     if name == "llama":
         assert equal(model, tf.LlamaForCausalLM.from_pretrained(tmp_path / "best").eval(), example)
     folder = hp.save(model, tmp_path / "m")
-    assert not loading_of(folder).remote
+    assert not load_call(folder).remote
     tf.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows).train(
         resume_from_checkpoint=str(tmp_path / "t" / "checkpoint-1")
     )
@@ -244,7 +245,7 @@ def test_half_precision_keeps_its_type(tmp_path: Path) -> None:
     model, example = even("qwen3")
     model.to(torch.bfloat16)
     folder = hp.save(model, tmp_path / "m")
-    assert not loading_of(folder).remote
+    assert not load_call(folder).remote
     plain = tf.Qwen3ForCausalLM.from_pretrained(folder).eval()
     assert plain.dtype == torch.bfloat16
     got, expected = outputs(plain, example)[0], outputs(model, example)[0]
@@ -280,17 +281,17 @@ def test_any_even_choice(kv: int, each: int, width: int, data: st.DataObject) ->
         plan[layer.name] = [h for unit in units[left:] for h in unit]
     hp.prune(model, plan, example)
     if left < len(layers[0].units):
-        assert equal(model, stock_instance(model), example)
+        assert equal(model, to_stock(model), example)
 
 
 def test_counts_that_a_class_can_have() -> None:
     model, example = llama(hidden=48, heads=6)
     layers = hp.find_attention(model, example)
-    counts = Counts.of(model, layers)
+    counts = StockCounts.of(model, layers)
     assert counts is not None
-    able = [n for n in range(1, 7) if counts.statement({a.name: list(range(n, 6)) for a in layers})]
+    able = [n for n in range(1, 7) if counts.config_without({a.name: list(range(n, 6)) for a in layers})]
     assert able == [1, 2, 3, 4, 6]
-    assert Counts.of(torch.nn.Linear(2, 2), layers) is None
+    assert StockCounts.of(torch.nn.Linear(2, 2), layers) is None
 
 
 def test_a_field_that_differs_by_layer_is_no_field() -> None:
@@ -303,4 +304,4 @@ def test_a_field_that_differs_by_layer_is_no_field() -> None:
         def head_dim(self) -> int:
             raise RuntimeError("'head_dim' may vary across layers")
 
-    assert statement._widths([ByLayer()], {(0, "num_heads"): 2}) == {(0, "head_dim"): 8}
+    assert stock_config._widths([ByLayer()], {(0, "num_heads"): 2}) == {(0, "head_dim"): 8}

@@ -21,7 +21,7 @@ from headprune.app.models import dummy_input, load_model
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import Options
 from headprune.cli import app
-from headprune.jsonio import write_json
+from headprune.files import write_json
 from headprune.scoring import METHODS
 from tests.support.commands import run
 from tests.support.documents import RUN, opened
@@ -114,7 +114,7 @@ def test_a_pruned_model_of_its_own_class_loads_where_its_code_may_run(infected: 
         loaded = load_model(str(folder), task="sequence-classification", trust_remote_code=True, with_processor=False)
         torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits)
     assert type(again).__name__ == type(loaded.model).__name__ == "Model"  # not transformers' class below it
-    assert hp.checkpoint.loading_of(folder).call() == "headprune.load(folder, trust_remote_code=True)"
+    assert hp.checkpoint.load_call(folder).code() == "headprune.load(folder, trust_remote_code=True)"
     edit(folder / "config.json", lambda config: config.pop("auto_map"))
     with pytest.raises(hp.HeadPruneError, match="cannot build"):
         hp.load(folder, trust_remote_code=True)

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from headprune.amounts import visible
 from headprune.errors import HeadPruneError
-from headprune.jsonio import dumps
+from headprune.files import dumps
 
 _PIPED_WIDTH = 140  # columns where no terminal says how many there are
 _WIDE = 16  # heads per layer up to which the heat map shows numbers

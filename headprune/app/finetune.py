@@ -24,9 +24,9 @@ from headprune.app.rowwise import Shared
 from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
 from headprune.evaluation import evaluate
+from headprune.files import atomic_file
 from headprune.fingerprint import fingerprint, versions
 from headprune.inputs import model_device, move
-from headprune.jsonio import replacing
 from headprune.ranks import current, joined
 from headprune.running import Progress, evaluating
 from headprune.scoring.resume import digest
@@ -300,7 +300,7 @@ class _Training:
             return
         began = time.monotonic()
         parts = {name: part.state_dict() for name, part in self._parts().items()}
-        with replacing(self._file) as file:
+        with atomic_file(self._file) as file:
             torch.save({**parts, "step": self.step, "history": self.history, "best_weights": self._best_weights}, file)
         self._saved = time.monotonic()
         self._wait = max(SAVE_SECONDS, (self._saved - began) / _SAVE_SHARE)

@@ -40,9 +40,9 @@ from headprune.app.workflow.saving import halved, in_full, in_half
 from headprune.app.workflow.stages import Stages
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
+from headprune.files import write_file
 from headprune.fingerprint import config_hash, fingerprint, processor_hash, versions
 from headprune.inputs import model_device, move
-from headprune.jsonio import write_text
 from headprune.memory import is_out_of_memory
 from headprune.ranks import current
 from headprune.scoring.resume import digest
@@ -175,7 +175,7 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console, did
 
     def written() -> None:
         record.write(content / DOCUMENT)
-        write_text(content / REPORT, render(folder.path.name, record))
+        write_file(content / REPORT, render(folder.path.name, record))
         checkpoint.add_figures(content, card(record))
         folder.publish(content, ["*"], of)
 

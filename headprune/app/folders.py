@@ -12,7 +12,6 @@ unchanged; after it the new content counts, and if the run is killed while it mo
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from headprune.errors import HeadPruneError, Stopped, check_writable
-from headprune.jsonio import read_json, write_json
+from headprune.files import digest, read_json, write_json
 from headprune.locks import BusyError, Lock
 from headprune.ranks import current
 
@@ -228,7 +227,7 @@ def key_of(*asked: Any) -> str:
     Args:
         asked: Dataclasses of plain values, and such.
     """
-    return hashlib.sha256(repr(asked).encode("utf-8", "backslashreplace")).hexdigest()[:16]
+    return digest(repr(asked))
 
 
 @contextmanager

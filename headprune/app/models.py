@@ -18,7 +18,8 @@ from headprune.app.options import LoadOptions
 from headprune.app.precision import half_of, holds, widen
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
-from headprune.forms import as_stored, guesses, made, sound_shapes
+from headprune.files import recover_folder
+from headprune.input_specs import build, of_config, sound_shapes, with_own_dtype
 from headprune.inputs import map_tensors, model_device, move
 from headprune.offload import aligned
 
@@ -127,7 +128,7 @@ def load_model(
     half = half_of(config) if dtype == "auto" and wanted == torch.float32 else None
     ours = checkpoint.is_checkpoint(source)  # whose code is for those without headprune
     if ours:
-        places: dict[str, Any] = {"device": where} if placing is None else placing.options()
+        places: dict[str, Any] = {"device": where} if placing is None else dict(placing)
         model = checkpoint.load(source, **places, trust_remote_code=trust_remote_code)
         if half is not None:
             widen(model)
@@ -135,7 +136,7 @@ def load_model(
             for parameter in model.parameters():  # not the buffers: rotary frequencies must not be rounded
                 parameter.data = parameter.data.to(wanted)
     else:
-        model = _load_dense(source, kind, config, wanted, {**common, **(placing.options() if placing else {})})
+        model = _load_dense(source, kind, config, wanted, {**common, **(placing or {})})
         aligned(model) if placing else model.to(where)
     model.eval()
     _check_numbers(model, source)
@@ -182,7 +183,7 @@ def pruned_in(path: Path) -> Path:
     Raises:
         HeadPruneError: It holds none or several.
     """
-    checkpoint.recovered(path)
+    recover_folder(path)
     if checkpoint.is_checkpoint(path):
         return path
     if not path.is_dir():
@@ -292,8 +293,8 @@ def _guessed(loaded: LoadedModel) -> dict[str, Any]:
     Raises:
         HeadPruneError: The config does not tell what it takes.
     """
-    for form in as_stored(loaded.model, guesses(loaded.model)):
-        example = map_tensors(made(form), lambda t: torch.cat([t, t.roll(1, -1)]) if len(t) == 1 else t)
+    for spec in with_own_dtype(loaded.model, of_config(loaded.model)):
+        example = map_tensors(build(spec), lambda t: torch.cat([t, t.roll(1, -1)]) if len(t) == 1 else t)
         example = move(example, model_device(loaded.model))
         with suppress(Exception), torch.no_grad():  # a model may refuse an input with any error
             loaded.model(**example)

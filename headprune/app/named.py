@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headprune.checkpoint import recovered
 from headprune.errors import HeadPruneError, check_text
+from headprune.files import recover_folder
 
 
 def check_source(source: str) -> None:
@@ -18,7 +18,7 @@ def check_source(source: str) -> None:
         raise HeadPruneError("No model was named.", "Pass a Hub id, a local folder, or a folder headprune saved.")
     check_text(Path(source))
     try:
-        recovered(Path(source))
+        recover_folder(Path(source))
         if Path(source).is_file():
             raise HeadPruneError(f"{source} is a file.", "Pass the folder that it lies in, or a Hub id.")
         local = Path(source).is_dir()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from pydantic import StrictBool, StrictInt
 
 from headprune.errors import HeadPruneError
 from headprune.options import MAX_SEED, Flag
-
-if TYPE_CHECKING:
-    from headprune.checkpoint import Placing
 
 
 def _check_range(flag: str, value: int | None, least: int, most: float = math.inf) -> None:
@@ -97,12 +94,13 @@ class LoadOptions:
         Flag("The most memory to use on each device, such as 0=20GB,cpu=60GB [what is free].", panel="Model"),
     ] = None
 
-    def placing(self) -> Placing | None:
+    def placing(self) -> dict[str, Any] | None:
         """Where the weights go, if not all onto one device.
 
         Raises:
             HeadPruneError: A device map or an amount of memory that is none.
         """
+
         from headprune.app.placing import placing_of
 
         return placing_of(self.device_map, self.device_memory)
@@ -113,6 +111,7 @@ class LoadOptions:
         Raises:
             HeadPruneError: No such task, or two places for the model.
         """
+
         from headprune.app.models import TASKS
 
         if self.task is not None and self.task not in TASKS:

@@ -16,7 +16,7 @@ from headprune import __version__
 from headprune.app.documents import Environment, Heads, Metrics, Run
 from headprune.app.folders import Folder
 from headprune.errors import HeadPruneError, check_link
-from headprune.jsonio import CHECKSUM, read_json, stamp
+from headprune.files import CHECKSUM, read_json, stored_checksum
 from headprune.scoring.scores import HeadScores, load_scores
 
 REPORTS = Path("reports")
@@ -90,7 +90,7 @@ class RunFolder(Folder):
 
     def write_run(self, run: Run) -> None:
         """Write run.json, after the documents beside it, which it names by their checksums."""
-        stamps = {path.name: stamp(path) for path in (self.scores_path, self.metrics_path, self.heads_path)}
+        stamps = {path.name: stored_checksum(path) for path in (self.scores_path, self.metrics_path, self.heads_path)}
         replace(run, checksums={name: stamp for name, stamp in stamps.items() if stamp}).write(self.run_path)
 
     def _check_together(self, path: Path) -> None:
@@ -99,7 +99,7 @@ class RunFolder(Folder):
         Raises:
             HeadPruneError: It is not what run.json names.
         """
-        found = stamp(path)
+        found = stored_checksum(path)
         try:
             known = Run.read(self.run_path).checksums.get(path.name)
         except HeadPruneError:  # said by whoever reads that one

@@ -33,7 +33,7 @@ def push(
                 source, trust_remote_code=trust_remote_code
             )  # what is damaged should not be what others get
         if dry_run:
-            files = {p.relative_to(source).as_posix(): p.stat().st_size for p in checkpoint.uploaded(source)}
+            files = {p.relative_to(source).as_posix(): p.stat().st_size for p in checkpoint.files_to_upload(source)}
             for name, size in files.items():
                 console.result(f"{size:>15,} bytes  {name}")
             said = checkpoint.metadata(source)

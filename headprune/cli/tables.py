@@ -148,17 +148,17 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
 
 def print_loading(console: Console, folder: Path) -> None:
     """How a saved model loads, and why not without an option."""
-    from headprune.checkpoint import loading_of
+    from headprune.checkpoint import load_call
 
-    loading = loading_of(folder)
-    console.result(f"        loads with {loading.call()}")
-    if loading.why:
-        console.say(f"The folder needs trust_remote_code=True: {loading.why}")
+    call = load_call(folder)
+    console.result(f"        loads with {call.code()}")
+    if call.why:
+        console.say(f"The folder needs trust_remote_code=True: {call.why}")
 
 
 def print_document(console: Console, folder: RunFolder) -> None:
     """A pruned run's metrics.json, if JSON was asked for."""
-    from headprune.jsonio import SCHEMA
+    from headprune.files import SCHEMA
 
     if metrics := folder.read_metrics():
         console.document({"folder": str(folder.path), "headprune": metrics.kind, "schema": SCHEMA, **metrics.to_json()})

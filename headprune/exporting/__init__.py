@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from headprune.checkpoint import replaced
 from headprune.errors import HeadPruneError, check_link, check_text, check_writable
 from headprune.exporting import gguf, onnx, openvino, stock
 from headprune.exporting.base import DTYPES, FORMATS, Exported, Format, Request, exporter, format_named
 from headprune.exporting.engines import is_exported
 from headprune.exporting.timing import bench_files, time_onnx
+from headprune.files import atomic_folder
 from headprune.inputs import check_model
 from headprune.locks import Lock
 
@@ -85,7 +85,7 @@ def export(
     was_training = model.training
     try:
         model.eval()
-        with (replaced if chosen.folder else _replaced_file)(path, overwrite) as new:
+        with (atomic_folder if chosen.folder else _replaced_file)(path, overwrite) as new:
             done = chosen.write(Request(model, processor, new, dtype, name or path.stem))
     finally:
         model.train(was_training)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headprune.errors import HeadPruneError, first_line
-from headprune.forms import guesses, made, remembered
+from headprune.input_specs import build, of_config, recorded
 from headprune.inputs import LABELS, Example, call, is_encoder_decoder, map_tensors, seeded, tensors, writes
 from headprune.running import attributes_kept, evaluating, uncompiled
 
@@ -190,8 +190,8 @@ def _axes(example: Sequence[Tensor], *, lengths: bool) -> tuple[dict[int, Any], 
 
 
 def _examples(model: nn.Module, processor: Any) -> Iterator[Example]:
-    known = [made(form) for form in remembered(model)]
-    guessed = [made(form) for form in guesses(model)]
+    known = [build(spec) for spec in recorded(model)]
+    guessed = [build(spec) for spec in of_config(model)]
     for example in (
         *known,
         *(with_more for each in guessed if (with_more := _tokenized(model, processor, each))),

@@ -7,22 +7,21 @@ from typing import Any
 
 import torch
 
-from headprune.checkpoint import loading_of, save
+from headprune.checkpoint import NotStockError, load_call, prove_same_answers, save, to_stock
 from headprune.errors import HeadPruneError
 from headprune.exporting.base import Exported, Request, exporter
 from headprune.pruned import structure_of
-from headprune.stock import CannotStateError, prove, stock_instance
 
 
 @exporter("stock", "-stock", folder=True)
 def stock(request: Request) -> Exported:
     """A folder that from_pretrained loads without any option (as many heads in every layer)."""
     model: Any = request.model
-    made = model
+    plain = model
     if structure_of(model):
         try:
-            made = stock_instance(model)
-        except CannotStateError as error:
+            plain = to_stock(model)
+        except NotStockError as error:
             raise HeadPruneError(
                 error.args[0],
                 "Prune by --strategy uniform, which keeps to what the class can have, or load the folder as it is, with "
@@ -30,21 +29,19 @@ def stock(request: Request) -> Exported:
             ) from error
     dtype = getattr(torch, request.dtype)
     if dtype != torch.float32:
-        made = copy.deepcopy(made)
-        for parameter in made.parameters():
+        plain = copy.deepcopy(plain)
+        for parameter in plain.parameters():
             parameter.data = parameter.data.to(dtype)
-    save(made, request.path, processor=request.processor, overwrite=True, about={"exported": request.name})
+    save(plain, request.path, processor=request.processor, overwrite=True, about={"exported": request.name})
     try:
-        loaded = type(made).from_pretrained(request.path, attn_implementation=model.config._attn_implementation).eval()
-        off = prove(model, loaded)
-    except CannotStateError:
+        loaded = type(plain).from_pretrained(request.path, attn_implementation=model.config._attn_implementation).eval()
+        off = prove_same_answers(model, loaded)
+    except NotStockError:
         raise
     except Exception as error:
         raise HeadPruneError(f"transformers does not load it: {error}.", "Please report this.") from error
-    loading = loading_of(request.path)
+    call = load_call(request.path).code()
     size = sum(file.stat().st_size for file in request.path.glob("model*.safetensors"))
-    facts = {"bytes": size, "dtype": request.dtype, "difference": off, "loads": loading.call()}
-    summary = (
-        f"{size / 1e6:,.0f} MB, {request.dtype}; loads with {loading.call()}: answers within {off:.1g} of the largest"
-    )
+    facts = {"bytes": size, "dtype": request.dtype, "difference": off, "loads": call}
+    summary = f"{size / 1e6:,.0f} MB, {request.dtype}; loads with {call}: answers within {off:.1g} of the largest"
     return Exported(request.path, "stock", True, summary, facts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headprune.attention import AttentionLayer, Heads
+from headprune.files import digest
 from headprune.gates import gated, mask
 from headprune.inputs import call, doubled, gathered, inputs_of, tensors
 from headprune.planning.effort import spread
@@ -99,7 +99,7 @@ def effects(
     """
     chosen = spread(len(refit.reference.runner.batches), refit.reference.runner.examples, examples)
     key = (tuple(chosen), tuple((layers[unit.layer].name, unit.heads) for unit in units))
-    name = hashlib.sha256(repr((sorted(drop.items()), key)).encode()).hexdigest()[:16]
+    name = digest(repr((sorted(drop.items()), key)))
     return (store or Store()).get(f"look-{name}", lambda: _looked(refit, layers, drop, units, chosen))
 
 

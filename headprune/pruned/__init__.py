@@ -4,7 +4,7 @@
 are loaded afterwards. What differs is the shape of tensors, the integers by which modules count heads, modules that were
 replaced (`empty`, `standins`), and what hooks on a module take from what is still computed for all heads (`carried`).
 
-The files of this package, but for `saving`, are copied into every folder that headprune saves (`modeling_headprune.py`), so that transformers can
+The files of this package are copied into every folder that headprune saves (`modeling_headprune.py`), so that transformers can
 load it where headprune is not installed. So they import nothing of headprune but each other.
 """
 
@@ -23,7 +23,6 @@ from headprune.pruned.carried import (
     to_ranges,
 )
 from headprune.pruned.empty import ConfigView, EmptyAttention, OnlyBias, emptied
-from headprune.pruned.saving import save_by_headprune
 from headprune.pruned.standins import MultiheadAttention, convert, is_ours, rebuilt, stand_in
 from headprune.pruned.structure import (
     Structure,
@@ -49,6 +48,6 @@ from headprune.pruned.structure import (
 __all__ = [
     "Carried", "ConfigView", "Edited", "EmptyAttention", "Features", "HeadArgument", "HeadArguments", "MultiheadAttention",
     "Narrowing", "OnlyBias", "Placement", "Selection", "SharedPositionBias", "Structure", "add_biases", "added_biases", "convert",
-    "emptied", "from_ranges", "ghosts", "heads_before", "hold", "home", "is_ours", "note_ghosts", "note_heads", "note_removed", "note_was_repaired", "rebuilt", "remove_biases", "removed", "replace_by_stand_in", "restructure", "save_by_headprune", "set_module",
+    "emptied", "from_ranges", "ghosts", "heads_before", "hold", "home", "is_ours", "note_ghosts", "note_heads", "note_removed", "note_was_repaired", "rebuilt", "remove_biases", "removed", "replace_by_stand_in", "restructure", "set_module",
     "stand_in", "structure_of", "surviving", "to_ranges", "was_repaired",
 ]  # fmt: skip

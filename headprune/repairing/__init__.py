@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from headprune import input_specs
 from headprune.arguments import Plan, given_to_choose, heads_of, layers_for, listed, together
 from headprune.attention import AttentionLayer, Heads, check_heads
 from headprune.divergence import Fidelity
-from headprune.fingerprint import known_as
-from headprune.forms import remember
+from headprune.fingerprint import identities
 from headprune.inputs import check_weights, inputs_of
 from headprune.plans import PruningPlan, note_repaired
-from headprune.pruned import save_by_headprune
 from headprune.reference import Calibration, calibrate, measure
 from headprune.repairing.held_out import checked
 from headprune.repairing.refit import Refit
@@ -108,7 +107,7 @@ def repair(
         plan.check_model(model)
     layers = layers_for(model, layers, batches=(batches := listed(batches)))
     others = None if choose is None else given_to_choose(choose, batches)
-    drop, before = check_heads(heads_of(plan), layers), known_as(model)
+    drop, before = check_heads(heads_of(plan), layers), identities(model)
     fits = ridge != math.inf
     with torch.inference_mode(False), together(accelerator, model, batches):
         calibration = calibrate(
@@ -116,8 +115,7 @@ def repair(
         )
         done = _repaired(calibration, drop, others, ridge, answers and ridge is None, progress)
     note_repaired(model, before, drop)
-    remember(model, inputs_of(model, calibration.runner.batches[0]))
-    save_by_headprune(model)
+    input_specs.record(model, inputs_of(model, calibration.runner.batches[0]))
     return done
 
 

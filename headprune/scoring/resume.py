@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headprune.files import write_file
 from headprune.fingerprint import fingerprint, versions
 from headprune.inputs import model_device
-from headprune.jsonio import write_bytes
 from headprune.scoring.base import Problem, Store
 
 
@@ -48,7 +48,7 @@ class DiskStore(Store):
     def keep(self, key: str, value: Tensor) -> Tensor:
         content = io.BytesIO()
         np.save(content, value.cpu().numpy(), allow_pickle=False)
-        write_bytes(self._path(key), _sealed(key, content.getvalue()))
+        write_file(self._path(key), _sealed(key, content.getvalue()))
         return value
 
     def _path(self, key: str) -> Path:

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from headprune import input_specs
 from headprune.arguments import Plan, heads_of, layers_for
 from headprune.attention import AttentionLayer, check_heads, check_possible
 from headprune.errors import PruneError
-from headprune.forms import remember
 from headprune.inputs import Example, check_model, model_device, move, usable
 from headprune.offload import renewed
 from headprune.plans import PruningPlan
-from headprune.pruned import note_ghosts, note_heads, note_removed, removed, save_by_headprune, structure_of
+from headprune.pruned import note_ghosts, note_heads, note_removed, removed, structure_of
 from headprune.running import evaluating, forget_compiled, full_precision, uncompiled
 from headprune.surgery.journal import Journal
 from headprune.surgery.proof import Proof, answers, failing_alone, first_exact, inputs_for, references, tolerance_of
@@ -85,7 +85,7 @@ def prune(
     for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of what it replaced
         model.get_submodule(name).train(training)
     _remember(model, cut.removal)
-    remember(model, example)
+    input_specs.record(model, example)
     return Proof(cut.difference, tolerance, len(reference), left_as_ghosts(touched, drop))
 
 
@@ -98,4 +98,3 @@ def remove(model: nn.Module, removal: Removal) -> None:
 def _remember(model: nn.Module, removal: Removal) -> None:
     note_removed(model, [removal.drop])
     note_ghosts(model, left_as_ghosts(removal.layers, removal.drop))
-    save_by_headprune(model)

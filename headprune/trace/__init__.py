@@ -26,7 +26,7 @@ from torch import nn
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, first_line
-from headprune.forms import as_stored, guesses, made, remembered
+from headprune.input_specs import build, of_config, recorded, with_own_dtype
 from headprune.inputs import Example, call, check_weights, model_device, move, usable
 from headprune.offload import hook_of, is_elsewhere, is_offloaded, renewed
 from headprune.pruned import EmptyAttention, convert, is_ours
@@ -90,8 +90,8 @@ def example_for(model: nn.Module) -> Example:
     Raises:
         HeadPruneError: It is not known what the model takes.
     """
-    for form in as_stored(model, [*reversed(remembered(model)), *guesses(model)]):
-        example: Example = made(form)
+    for spec in with_own_dtype(model, [*reversed(recorded(model)), *of_config(model)]):
+        example: Example = build(spec)
         try:
             with quiet(model), torch.no_grad():
                 call(model, move(example, model_device(model)))

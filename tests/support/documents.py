@@ -11,7 +11,7 @@ import torch
 
 from headprune.app.documents import Heads, LayerProfile, Positions, Sample, SampleLayer
 from headprune.attention import AttentionLayer
-from headprune.jsonio import CHECKSUM
+from headprune.files import CHECKSUM
 from headprune.scoring.scores import HeadScores
 from headprune.seeing import HeadProfile
 

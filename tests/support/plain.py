@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headprune.forms import remember
+from headprune.input_specs import record
 from tests.support.zoo import randomise
 
 WIDTH, HEADS = 32, 4
@@ -76,5 +76,5 @@ class Summed(nn.Module):
 
 def summed() -> nn.Module:
     model = randomise(Summed())
-    remember(model, {"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))})
+    record(model, {"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))})
     return model

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.attention import Heads
 from headprune.checkpoint.remote_code import auto_classes
-from headprune.checkpoint.writing import dense_class
+from headprune.checkpoint.stock_config import dense_class
 from tests.support.zoo import Made, bert, gpt2, llama, qwen3, randomise, sizes, t5, vit, whisper
 
 

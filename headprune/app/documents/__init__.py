@@ -2,7 +2,7 @@
 
 `Run` is run.json, `Metrics` is metrics.json, `Heads` is heads.json and `FinetuneRecord` is finetune.json. The files of scores and plans
 hold values of the library, which writes and reads them itself (`headprune.scoring.HeadScores`, `headprune.plans.PruningPlan`). A key that
-changes its name or meaning needs a new `headprune.jsonio.SCHEMA`.
+changes its name or meaning needs a new `headprune.files.SCHEMA`.
 """
 
 from headprune.app.documents.finetune import (

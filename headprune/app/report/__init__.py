@@ -13,7 +13,7 @@ from headprune.app.report.verdict import verdict
 from headprune.app.runs import RunFolder
 from headprune.app.seeing import draw_all
 from headprune.errors import HeadPruneError
-from headprune.jsonio import write_text
+from headprune.files import write_file
 
 __all__ = ["write", "write_cards"]
 
@@ -75,5 +75,5 @@ def _write(folder: RunFolder) -> None:
         draw_all(folder.path / "heads.png", heads, heads.samples[-1], verdict(metrics).budget.drop if metrics else None)
     else:
         (folder.path / "heads.png").unlink(missing_ok=True)
-    write_text(folder.report_path, text)
-    write_text(folder.page_path, whole)
+    write_file(folder.report_path, text)
+    write_file(folder.page_path, whole)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from headprune.app.documents import Latency, Metrics, TimeParts
 from headprune.app.report import sentences
 from headprune.app.report.findings import mean_of
 from headprune.app.report.verdict import against_random, verdict
+from headprune.files import atomic_file
 from headprune.scoring.agreement import agreements, chance
 from headprune.scoring.scores import HeadScores
 
@@ -251,6 +251,5 @@ def _figure(width: float, height: float, columns: int, rows: int = 1) -> tuple[F
 
 
 def _save(figure: Figure, path: Path) -> None:
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
-    figure.savefig(temporary, metadata={"Software": None})
-    os.replace(temporary, path)
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png", metadata={"Software": None})

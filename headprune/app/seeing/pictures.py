@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import numpy as np
 
 from headprune.app.documents import Heads, Positions, Sample, SampleLayer
 from headprune.app.seeing.cells import cells, layer_of, resized
+from headprune.files import atomic_file
 from headprune.seeing.roles import MIXED, RULES
 
 if TYPE_CHECKING:
@@ -165,9 +165,6 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(temporary, metadata={"Software": None} if path.suffix == ".png" else None)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic_file(path) as file:
+        kind = path.suffix.removeprefix(".")
+        figure.savefig(file, format=kind, metadata={"Software": None} if kind == "png" else None)

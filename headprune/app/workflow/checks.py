@@ -13,7 +13,7 @@ from headprune.app.workflow.scene import Scene
 from headprune.app.workflow.targets import subject_for
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.evaluation import measurable
-from headprune.fingerprint import config_hash, identity, is_same, processor_hash
+from headprune.fingerprint import config_hash, has_identity, identity, processor_hash
 from headprune.scoring import HeadScores
 from headprune.searching import constraints_of
 
@@ -100,7 +100,7 @@ def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) ->
         HeadPruneError: The model, its config, its tokenizer or the scored examples are others.
     """
     for s in scores:
-        if not is_same(scene.model, s.model):
+        if not has_identity(scene.model, s.model):
             raise ScoresError(
                 f"The scores in {source.scores_path} are of another model than {scene.options.model} (fingerprint {s.model}, "
                 f"this one is {identity(scene.model)}).",

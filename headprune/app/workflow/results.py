@@ -169,7 +169,7 @@ def carry_out(fit: Fit, controls: Controls, context: PruneContext) -> tuple[Budg
         size=saved.size,
         weights=saved.weights,
         dtype=saved.dtype,
-        loads=checkpoint.loading_of(path).call(),
+        loads=checkpoint.load_call(path).code(),
     )
     return result, model
 

@@ -61,7 +61,7 @@ def save(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Saved:
 def load(scene: Scene, path: Path) -> nn.Module:
     """A saved model, for the run to measure."""
     placing = scene.options.loading.placing()
-    places = {"device": model_device(scene.model)} if placing is None else placing.options()
+    places = {"device": model_device(scene.model)} if placing is None else placing
     trusted = scene.options.loading.trust_remote_code  # what is in the folder came with the dense model
     model = checkpoint.load(path, **places, as_saved=True, trust_remote_code=trusted)
     if scene.loaded.stored is not None:

@@ -18,9 +18,9 @@ from headprune.app.workflow.scene import Scene
 from headprune.documents import File, from_json, to_json
 from headprune.errors import HeadPruneError, first_line, is_of_the_disk
 from headprune.evaluation import Measurement
+from headprune.files import dumps, loads
 from headprune.fingerprint import config_hash, fingerprint, processor_hash, versions
 from headprune.inputs import model_device
-from headprune.jsonio import dumps, loads
 from headprune.planning import Order
 from headprune.ranks import current
 from headprune.scoring.resume import DiskStore, digest
