@@ -15,8 +15,8 @@ from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import Example, tensors
 from headprune.loss import inputs_of
+from headprune.parallel import Ranks, joined
 from headprune.plans import PruningPlan
-from headprune.ranks import Ranks, joined
 from headprune.rows import is_empty
 from headprune.trace import find_attention
 

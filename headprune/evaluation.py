@@ -17,7 +17,7 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import model_device, move
 from headprune.loss import ExampleLoss, LossFn
 from headprune.modules import exact_attention, uncached, uncompiled
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.scoring.base import Progress, cost_of
 from headprune.trace import evaluating
 from headprune.uncertainty import carried_by, p_value, quantile, spread, wilson

@@ -16,7 +16,7 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import call, model_device, move, tensors
 from headprune.loss import inputs_of
 from headprune.modules import exact_attention, full_precision, uncached, uncompiled
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.rows import apparent_size
 from headprune.trace import evaluating
 

@@ -131,7 +131,7 @@ def orders_of(request: Request, scores: Sequence[HeadScores], trials: Trials, li
     found: dict[str, Order] = {}
     for name, strategy, given in _affordable(request.searches(scores), base, levels, len(kinds), trials, listener):
         with listener.track(f"planning by {strategy}, {name}" if given else f"planning by {name}") as progress:
-            found[name] = trials.results.order(f"order {name}", partial(made, strategy, given, progress))
+            found[name] = trials.store.get(f"order {name}", partial(made, strategy, given, progress))
     if len(found) > 1 and trials.passes:
         examples = trials.calibration.runner.examples
         listener.say(f"All orders together took about {trials.passes:.0f} forward passes over {examples:,} examples.")
@@ -146,7 +146,7 @@ def _set_up(request: Request, trials: Trials) -> tuple[Search, list[int], list[i
     kinds = (GROUPS,) if by_groups else (GROUPS, SLICES)
     base = Search(
         trials.maskable, constraints=request.constraints, seed=request.seed, model=trials.model, batches=trials.batches,
-        store=trials.results.store, effort=effort_named(request.effort), loss_fn=trials.loss_fn,
+        store=trials.store, effort=effort_named(request.effort), loss_fn=trials.loss_fn,
     )  # fmt: skip
     # What the curve shows below all budgets comes from the last look at the model: no one has asked for more.
     levels = [k for k in levels_of(total, counts) if not counts or k >= min(counts)]

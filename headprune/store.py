@@ -4,10 +4,10 @@ One `Store` is the cache within a run, what an interrupted run goes on from, and
 method, a search and a whole run use it alike::
 
     def prune_run(config, folder, ui):
-        model, data = ...
-        seen = folder.store("score", model, data, config.scoring)               # named by all that the scores depend on
-        scores = [seen.get(m, partial(score, model, data.score, m, work=folder.store())) for m in config.methods]
-        store = folder.store("prune", model, data, config, scores)              # named by all that the rest depends on
+        model, data, work = ..., ..., folder.store(ui.say)
+        known = work.keyed("score", model, data, config.scoring)                # named by all that the scores depend on
+        scores = [known.get(m, partial(score, model, data.score, m, work=work)) for m in config.methods]
+        store = work.keyed("prune", model, data, config, scores)                # named by all that the rest depends on
         found = store.get("search", partial(search, dense, scores, config.budgets, data.choose, store=store))
         base = store.get("dense", partial(evaluate, model, data.report))
         times = store.get("latency", partial(current().first, "latency", partial(benchmark, models)))  # by one process
@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.jsonio import write_bytes
-from headprune.ranks import current
+from headprune.parallel import current
 
 T = TypeVar("T")
 SUFFIX = ".part"
@@ -59,7 +59,7 @@ SUFFIX = ".part"
 class Store:
     """Results by name.
 
-    Where several processes share out the work (`headprune.ranks`), all of them call it alike, and get what the first one keeps.
+    Where several processes share out the work (`headprune.parallel`), all of them call it alike, and get what the first one keeps.
 
     Args:
         folder: For files, one for each result, which appears complete or not at all; made when the first one is. None keeps results
@@ -86,7 +86,7 @@ class Store:
         """
         if self.folder is None:
             return Store()
-        own = self.folder / f"{name}-{digest(*facts)}"
+        own = self.folder / f"{name}-{current().first(f'naming {name}', partial(digest, *facts))}"
         if count := len(list(own.glob(f"*{SUFFIX}"))):
             parts = "1 finished part" if count == 1 else f"{count} finished parts"
             self._say(f"{name}: continuing with {parts} of an interrupted run (--no-resume starts anew).")
@@ -122,7 +122,7 @@ class Store:
         """As `get`, for many results at once: each is made by one process, and kept as soon as it is made.
 
         Args:
-            name: Of all of them, for `headprune.ranks.Ranks.share`; as ``costs`` and ``progress``.
+            name: Of all of them, for `headprune.parallel.Ranks.share`; as ``costs`` and ``progress``.
             parts: What makes each result, by its name.
         """
         ranks = current()
@@ -215,19 +215,18 @@ def digest(*values: Any) -> str:
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return f"{about}:{hashlib.sha256(flat.numpy().data).hexdigest()}"
 
-    facts = [_facts_of(value) if isinstance(value, nn.Module) else value for value in values]
+    facts = [[fingerprint(value), traits(value)] if isinstance(value, nn.Module) else value for value in values]
     return hashlib.sha256(json.dumps(_plain(facts, put, _named, "")).encode()).hexdigest()[:16]
 
 
-def _facts_of(model: nn.Module) -> list[Any]:
-    """What a model computes with: weights, config, its modules' classes, buffers that are not saved, plain attributes."""
+def traits(model: nn.Module) -> list[Any]:
+    """What a model computes with beside its weights: config, its modules' classes, buffers that are not saved, plain attributes."""
     saved = set(model.state_dict())
     config: Any = getattr(model, "config", None)
     attributes = [
         (f"{name}.{key}", value) for name, module in model.named_modules() for key, value in vars(module).items()
     ]
     return [
-        fingerprint(model),
         config.to_dict() if hasattr(config, "to_dict") else None,
         {name: type(module) for name, module in model.named_modules()},
         {name: buffer for name, buffer in model.named_buffers() if name not in saved},

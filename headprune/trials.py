@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -16,34 +16,10 @@ from headprune.evaluation import Change, Measurement, compare, evaluate, interva
 from headprune.fidelity import Fidelity
 from headprune.gates import mask
 from headprune.loss import LossFn
-from headprune.planning import Order
 from headprune.plans import PruningPlan
 from headprune.reference import Calibration, calibrate, measure
 from headprune.repairing import Refit, Repair, checked
-from headprune.scoring.base import Store
-
-T = TypeVar("T")
-
-
-class Results:
-    """Where a search keeps what it has made, by name. This one forgets; `headprune.app.workflow.stages` has one on disk."""
-
-    @property
-    def store(self) -> Store | None:
-        """For tensors that are made on the way."""
-        return None
-
-    def get(self, name: str, make: Callable[[], Any], read: Callable[[Any], T]) -> T:
-        """A result: what ``read`` understands what ``make`` gives (as JSON can hold it) to be."""
-        return read(make())
-
-    def measurement(self, name: str, make: Callable[[], Measurement]) -> Measurement:
-        """A result that was measured."""
-        return make()
-
-    def order(self, name: str, make: Callable[[], Order]) -> Order:
-        """A result that was planned."""
-        return make()
+from headprune.store import Store
 
 
 class Trials:
@@ -58,7 +34,7 @@ class Trials:
         biases: Whether repair may give output projections a bias that have none.
         metric: Of a point of the trade-off curve, and of a budget of lost accuracy.
         loss_fn: As for `headprune.evaluate`.
-        results: Where what is measured is kept.
+        store: Where what is measured is kept.
 
     Attributes:
         work: What making the orders was counted to cost, by name; and of those that were left out for that, why. For the report.
@@ -76,15 +52,13 @@ class Trials:
         biases: bool = True,
         metric: str = "loss",
         loss_fn: LossFn | None = None,
-        results: Results | None = None,
+        store: Store | None = None,
     ) -> None:
         self.model, self.layers, self.batches, self.choose = model, layers, list(batches), list(choose)
         self.biases = biases
-        self.repair, self.metric, self.loss_fn, self.results = repair, metric, loss_fn, results or Results()
+        self.repair, self.metric, self.loss_fn, self.store = repair, metric, loss_fn, store or Store()
         self.work: dict[str, dict[str, Any]] = {}
         self.compared: list[dict[str, Any]] = []
-        self._known: dict[str, Measurement] = {}
-        self._merits: dict[str, float] = {}
 
     # The dense model's facts are made when the first result needs them that is not known from an interrupted run; of the dense
     # weights whenever that is: only `repaired` writes others into the model, and that takes the dense ones first.
@@ -136,10 +110,7 @@ class Trials:
 
     def measure(self, drop: Heads, *, whole: bool = False) -> Measurement:
         """The model without some heads, repaired, on the examples that choose; ``whole`` as for `repaired`."""
-        key = repr((sorted(drop.items()), whole))
-        if key not in self._known:
-            self._known[key] = self.results.measurement(f"trial {key}", lambda: self._measured(drop, whole))
-        return self._known[key]
+        return self.store.get(f"trial {sorted(drop.items())}, {whole}", lambda: self._measured(drop, whole))
 
     def _measured(self, drop: Heads, whole: bool) -> Measurement:
         with self.repaired(drop, whole=whole):
@@ -190,10 +161,7 @@ class Trials:
             )
         if not self._fidelity.known:
             return -self.measure(plan.drop).metrics["loss"]
-        key = repr(sorted(plan.drop.items()))
-        if key not in self._merits:
-            self._merits[key] = self.results.get(f"merit {key}", lambda: self._nearness(plan.drop), float)
-        return self._merits[key]
+        return self.store.get(f"merit {sorted(plan.drop.items())}", lambda: self._nearness(plan.drop))
 
     def judged(self, plan: PruningPlan) -> dict[str, float]:
         """What `merit` goes by: the divergence (nats), or where that is not known the loss; lower is better."""

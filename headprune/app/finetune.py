@@ -26,10 +26,10 @@ from headprune.evaluation import evaluate
 from headprune.fingerprint import fingerprint, versions
 from headprune.inputs import model_device, move
 from headprune.jsonio import replacing
-from headprune.ranks import current, joined
+from headprune.parallel import current, joined
 from headprune.rows import apparent_size
 from headprune.scoring.base import Progress
-from headprune.scoring.resume import digest
+from headprune.store import digest
 from headprune.trace import evaluating
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headprune.ranks import Ranks, current
+from headprune.parallel import Ranks, current
 from headprune.rows import Rows, apparent_size
 
 _SAME = 1e-4  # relative: how much losses may differ between rows in a batch and rows alone

@@ -16,7 +16,7 @@ from headprune.errors import HeadPruneError
 from headprune.fingerprint import versions
 from headprune.planning import strategy_named
 from headprune.plans import PruningPlan
-from headprune.scoring.resume import digest
+from headprune.store import digest
 from headprune.streaming import check_source, cut_checkpoint
 
 _NOTHING = {"revision": None, "trust_remote_code": False}
@@ -50,7 +50,7 @@ def stream_run(
     Args:
         model: A folder.
         folder: Where to write; it changes when all is done.
-        did: Whether that was done already, of this plan and these files (`Folder.did`).
+        did: Whether that was done already, of this plan and these files (`Folder.already_published`).
     """
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(Path(model).iterdir())]
     if did(of := digest(versions(), plan.to_json(), files)):  # to read them would take as long as to cut them

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headprune.errors import HeadPruneError, check_link
-from headprune.locks import Lock
+from headprune.locks import locked
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def replaced(path: Path, overwrite: bool) -> Iterator[Path]:
         HeadPruneError: ``path`` exists and is not empty, and ``overwrite`` is False; or another process writes it.
     """
     check_link(path)
-    with Lock(path.with_name(f".{path.name}.lock")).holding(f"The folder {path}", "headprune.save"):
+    with locked(path.with_name(f".{path.name}.lock"), f"The folder {path}", "headprune.save"):
         _recover(path)
         if path.exists() and (not path.is_dir() or any(path.iterdir())) and not overwrite:
             raise HeadPruneError(f"{path} exists.", "Choose another folder, or allow overwriting.")
@@ -37,7 +37,7 @@ def replaced(path: Path, overwrite: bool) -> Iterator[Path]:
 def recovered(path: Path) -> None:
     """Put a folder back whose replacement was cut short by a kill."""
     if not path.exists() and _old(path).exists():
-        with Lock(path.with_name(f".{path.name}.lock")).holding(f"The folder {path}", "headprune.save"):
+        with locked(path.with_name(f".{path.name}.lock"), f"The folder {path}", "headprune.save"):
             _recover(path)
 
 

@@ -54,7 +54,7 @@ def demo(
             console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
             options = workflow.Options(str(model), DataOptions(str(data), limit=1000), device=device or "auto")
             goal = workflow.Goal(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
-            did = partial(folder.did, key, True)  # it may have been killed just after the end
+            did = partial(folder.already_published, key, True)  # it may have been killed just after the end
             workflow.prune_run(workflow.PruneRun(options, goal, DEFAULT_METHODS), folder, console, did)
             room.remember(folder)
         tables.print_scores(console, folder.read_scores())

@@ -137,7 +137,9 @@ def prune(
                 _dry_run(wanted, choose(), console)
                 return None
             with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-                did = partial(folder.did, key, writing.overwrite)  # it may have been killed just after the end
+                did = partial(
+                    folder.already_published, key, writing.overwrite
+                )  # it may have been killed just after the end
                 workflow.prune_run(wanted, folder, console, did)
             return folder
 

@@ -68,7 +68,9 @@ def score(
             console.document(planned(folder, methods, scene))
             return
         with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-            did = partial(folder.did, key, writing.overwrite)  # it may have been killed just after the end
+            did = partial(
+                folder.already_published, key, writing.overwrite
+            )  # it may have been killed just after the end
             _, scores = workflow.score_run(options, methods, folder, console, did)
         # The work is done: that nobody reads this to its end (`| head`) does not interrupt it.
         tables.print_scores(console, scores)

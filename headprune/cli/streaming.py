@@ -35,8 +35,8 @@ def stream(
     from headprune.app.models import resolved
     from headprune.app.runs import command_line
     from headprune.app.streaming import check_streaming, stream_run
+    from headprune.parallel import current
     from headprune.plans import PruningPlan
-    from headprune.ranks import current
 
     _refuse(budgets, loading, others)
     assert budgets.plan is not None
@@ -62,7 +62,7 @@ def stream(
         console.result(f"Would cut {dropped} heads from {model} and write {choose().path}. Nothing was written.")
         return
     with claimed(choose, key, command_line(), resume=not writing.no_resume, say=console.say) as folder:
-        did = partial(folder.did, key, writing.overwrite)  # it may have been killed just after the end
+        did = partial(folder.already_published, key, writing.overwrite)  # it may have been killed just after the end
         stream_run(model, loading.task, plan, folder, console, did)
     _print(console, folder)
 

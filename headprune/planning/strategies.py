@@ -17,8 +17,9 @@ from headprune.planning.effort import NORMAL, Effort
 from headprune.planning.order import Order
 from headprune.planning.units import GROUPS, Constraints, Unit, units_of, why_stay
 from headprune.repairing import Refit
-from headprune.scoring.base import Progress, Store
+from headprune.scoring.base import Progress
 from headprune.scoring.scores import HeadScores
+from headprune.store import Store
 
 
 def _unheard(done: int, total: int, note: str = "") -> None:

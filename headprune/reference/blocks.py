@@ -26,7 +26,7 @@ from headprune.loss import inputs_of
 from headprune.memory import is_out_of_memory
 from headprune.modules import uncached, wrapped
 from headprune.offload import is_offloaded, loaded
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.reference.runner import Runner, Seen, Stop
 from headprune.reference.token_weights import probe_of
 from headprune.scoring.gradient import blocks_of, frozen

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.scoring.base import Estimate, Problem, Samples, method
 from headprune.scoring.gradient import finite, frozen, separate, slopes
 from headprune.scoring.replay import Replay

@@ -23,7 +23,7 @@ from headprune.errors import first_line
 from headprune.inputs import call, model_device, move, tensors, usable
 from headprune.loss import inputs_of
 from headprune.modules import config_kept
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.scoring import HeadScores, Settings
 from headprune.scoring.base import cost_of
 from headprune.trace import evaluating

@@ -41,7 +41,7 @@ def timed(job: Job, made: Sequence[ExportedModel], environment: Environment) -> 
         files = {m.name: job.content.path / m.file for m in made if m.format == name and m.file}
         if files and all(map(is_exported, files.values())):
             make = partial(_in_turn, job, name, files)
-            found.append(job.stages.get(f"latency {name} {environment}", make, EngineLatency.model_validate))
+            found.append(job.store.get(f"latency {name} {environment}", make))
     return tuple(found)
 
 
@@ -49,10 +49,10 @@ def _exported(job: Job, name: str, result: BudgetResult) -> ExportedModel:
     file = f"{result.checkpoint}{format_named(name).suffix}"
     stage = f"export {file}"
     make = partial(_written, job, name, result, job.content.path / file)
-    made = job.stages.get(stage, make, ExportedModel.model_validate)
+    made = job.store.get(stage, make)
     if made.file is not None and not (job.content.path / made.file).exists():
-        job.stages.forget(stage)
-        made = job.stages.get(stage, make, ExportedModel.model_validate)
+        job.store.forget(stage)
+        made = job.store.get(stage, make)
     for line in made.notes if made.file else (made.summary, *made.notes):
         job.console.say(f"{file}: {line}")
     return made
@@ -63,22 +63,22 @@ def _loaded(job: Job, result: BudgetResult) -> nn.Module:
     return checkpoint.load(job.content.path / result.checkpoint, trust_remote_code=trusted)
 
 
-def _written(job: Job, name: str, result: BudgetResult, file: Path) -> dict[str, Any]:
-    facts = {"format": name, "name": result.name, "checkpoint": result.checkpoint}
+def _written(job: Job, name: str, result: BudgetResult, file: Path) -> ExportedModel:
+    facts: dict[str, Any] = {"format": name, "name": result.name, "checkpoint": result.checkpoint}
     try:
         with job.console.track(f"writing {file.name}"):
             done = _export(job, _loaded(job, result), name, file)
     except HeadPruneError as error:
-        return {**facts, "file": None, "proved": False, "summary": str(error.args[0])}
-    return {**facts, "file": file.name, "proved": done.proved, "summary": done.summary, "notes": list(done.notes)}
+        return ExportedModel(**facts, file=None, proved=False, summary=str(error.args[0]))
+    return ExportedModel(**facts, file=file.name, proved=done.proved, summary=done.summary, notes=tuple(done.notes))
 
 
-def _in_turn(job: Job, name: str, files: dict[str, Path]) -> dict[str, Any]:
-    dense = job.stages.path / f"dense{format_named(name).suffix}"  # for the times alone
+def _in_turn(job: Job, name: str, files: dict[str, Path]) -> EngineLatency:
+    dense = job.content.path.parent / f"dense{format_named(name).suffix}"  # for the times alone
     with job.console.track(f"timing {name}"):
         _export(job, copy.deepcopy(job.scene.model).to("cpu"), name, dense)
         rows = [time_onnx({"dense": dense, **files}, example) for _, _, example in inputs(job.scene)]
-    return EngineLatency(format=name, rows=tuple(rows)).to_json()
+    return EngineLatency(format=name, rows=tuple(rows))
 
 
 def _export(job: Job, model: nn.Module, name: str, file: Path) -> Exported:

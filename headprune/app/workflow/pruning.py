@@ -17,12 +17,9 @@ from headprune.app.data import load_also
 from headprune.app.documents import (
     AlsoData,
     BudgetResult,
-    ComparedOrder,
     Dense,
-    Document,
     Environment,
     Examples,
-    Latency,
     Measured,
     Metrics,
     Point,
@@ -36,17 +33,16 @@ from headprune.app.workflow.results import CarriedOut, Control, Job, carry_out, 
 from headprune.app.workflow.saving import dense_weights
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.scoring import run_after, run_document, score_all, write_heads
-from headprune.app.workflow.stages import made_from, publish, stages_of
+from headprune.app.workflow.stages import made_from, publish, store_of
 from headprune.app.workflow.targets import Goal, fits_of, random_orders, shown, trade_off, trials_of
 from headprune.app.workflow.timing import inputs, time_generation, time_models, time_parts
-from headprune.budgets import Fit, Reading
+from headprune.budgets import Fit
 from headprune.errors import HeadPruneError, ScoresError, first_line
 from headprune.evaluation import Measurement
 from headprune.fingerprint import config_hash, identity, is_same, processor_hash
 from headprune.inputs import model_device
+from headprune.parallel import current
 from headprune.planning import Order
-from headprune.plans import PruningPlan
-from headprune.ranks import current
 from headprune.scoring import HeadScores, save_scores
 from headprune.searching import candidates, orders_of
 from headprune.timing import energy
@@ -153,7 +149,7 @@ def prune_run(
     Args:
         folder: Where to write; may be ``asked.source``. It changes when all is done; until then what was made is kept in
             `Folder.unfinished`, where the same call continues.
-        did: Whether that was done already, of what `made_from` names (`Folder.did`).
+        did: Whether that was done already, of what `made_from` names (`Folder.already_published`).
     """
     started, source = time.monotonic(), asked.source
     scores = asked.scores()
@@ -179,10 +175,11 @@ def prune_run(
     # What is only measured there changes no other result, but nothing may be trained on it.
     also = [part.content_hash() for part in scene.parts.also] if asked.goal.finetune else []
     facts = [asdict(asked.goal), list(methods), [s.to_json() for s in scores], *also]
-    stages = stages_of(folder, "prune", scene, *facts, say=console.say)
-    content = RunFolder(stages.path / "content")
+    store = store_of(folder, "prune", scene, *facts, say=console.say)
+    assert store.folder is not None
+    content = RunFolder(store.folder / "content")
     ranks = current()
-    job = Job(scene, asked.goal, trials_of(scene, asked.goal, stages), stages, content, console)
+    job = Job(scene, asked.goal, trials_of(scene, asked.goal, store), store, content, console)
     fits, metrics = _pruned_and_measured(job, asked.candidates(scores))
     metrics = ranks.first("exports", lambda: _with_exports(job, metrics, asked.exports))
 
@@ -194,10 +191,10 @@ def prune_run(
         if source is not None and source.heads_path.exists():
             shutil.copyfile(source.heads_path, content.heads_path)
         else:
-            write_heads(scene, stages, content, console)
+            write_heads(scene, store, content, console)
         for i, fitted in enumerate(fits):
             fitted.plan.save(content.plan_path(fitted.plan.asked, first=i == 0))
-        took = before + stages.before + time.monotonic() - started
+        took = before + store.seconds + time.monotonic() - started
         metrics.write(content.metrics_path)
         content.write_run(run.changed(seconds=(*run.seconds[: len(run.commands) - 1], round(took, 1))))
         report.write_cards(content)
@@ -280,26 +277,18 @@ def _with_exports(job: Job, metrics: Metrics, formats: Sequence[str]) -> Metrics
 
 def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult, nn.Module]]) -> dict[str, Any]:
     """What is measured of time and energy, as fields of `Metrics`; on another machine it is measured again."""
-    scene, console, stages = job.scene, job.console, job.stages
+    scene, console, store = job.scene, job.console, job.store
     largest = sorted(made, key=lambda pair: -pair[0].kept)
     models = {"dense": scene.model, **{result.name: model for result, model in largest}}
     plans = {result.name: {name: list(heads) for name, heads in result.drop.items()} for result, _ in largest}
-    latencies = stages.get(
-        f"latency {environment}",
-        lambda: time_models(scene, models, console).to_json(),
-        Latency.model_validate,
-        alone=True,
-    )
+    first = partial(current().first, "timing")
+    latencies = store.get(f"latency {environment}", partial(first, partial(time_models, scene, models, console)))
     shapes = inputs(scene)
     more: dict[str, Callable[[], Any]] = {
-        "time": lambda: [
-            row.to_json() for row in time_parts(scene.model, scene.layers, shapes, plans, latencies.rows, console)
-        ],
+        "time": lambda: time_parts(scene.model, scene.layers, shapes, plans, latencies.rows, console),
         # From prompts of median length: they come first.
-        "generation": lambda: [
-            row.to_json() for row in time_generation(models, [s for s in shapes if s[1] == shapes[0][1]], console)
-        ],
-        "energy": lambda: (row := energy(models, shapes[-1][2])) and row.to_json(),
+        "generation": lambda: time_generation(models, [s for s in shapes if s[1] == shapes[0][1]], console),
+        "energy": lambda: energy(models, shapes[-1][2]),
     }
 
     def tried(name: str) -> Any:
@@ -311,42 +300,18 @@ def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult
             )
             return None
 
-    found = {
-        name: stages.get(f"{name} {environment}", partial(tried, name), lambda made: made, alone=True) for name in more
-    }
+    found = {name: store.get(f"{name} {environment}", partial(first, partial(tried, name))) for name in more}
     return {"latency": latencies, **{name: value for name, value in found.items() if value}}
-
-
-class _KeptFit(Document):
-    """A `Fit` on disk; ``budget`` is its place among the goal's."""
-
-    plan: PruningPlan
-    budget: int | None
-    reading: Reading | None
-
-
-class _KeptFits(Document):
-    """What was found for the budgets, and how the orders did that were compared."""
-
-    fits: tuple[_KeptFit, ...]
-    compared: tuple[ComparedOrder, ...]
 
 
 def _kept_fits(job: Job, environment: Environment, make: Callable[[], list[Fit]]) -> list[Fit]:
     """The plans that hold the budgets, as they were when they were first found: what was timed is not timed again."""
-    budgets, trials = job.goal.budgets, job.trials
+    trials = job.trials
     if job.goal.plan is not None:
         return make()
-
-    def made() -> dict[str, Any]:
-        places = [(fit, None if fit.budget is None else budgets.index(fit.budget)) for fit in make()]
-        fits = [_KeptFit(plan=fit.plan, budget=place, reading=fit.reading) for fit, place in places]
-        return _KeptFits.model_validate({"fits": fits, "compared": trials.compared}).to_json()
-
-    timed = any(budget.timed for budget in budgets)
-    found = job.stages.get(f"fits {environment}" if timed else "fits", made, _KeptFits.model_validate)
-    trials.compared = [order.to_json() for order in found.compared]
-    return [Fit(kept.plan, None if kept.budget is None else budgets[kept.budget], kept.reading) for kept in found.fits]
+    timed = any(budget.timed for budget in job.goal.budgets)
+    fits, trials.compared = job.store.get(f"fits {environment}" if timed else "fits", lambda: (make(), trials.compared))
+    return fits
 
 
 def _check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -> list[str]:

@@ -33,7 +33,6 @@ from headprune.app.options import FinetuneOptions
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import saving
 from headprune.app.workflow.scene import Console, Scene
-from headprune.app.workflow.stages import Stages
 from headprune.app.workflow.targets import Goal
 from headprune.app.workflow.timing import budget_input
 from headprune.attention import Heads
@@ -43,10 +42,11 @@ from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
 from headprune.inputs import LABELS
 from headprune.offload import copied
+from headprune.parallel import current
 from headprune.planning import Order
 from headprune.plans import PruningPlan
 from headprune.pruned import note_was_repaired
-from headprune.ranks import current
+from headprune.store import Store
 from headprune.surgery import prune
 from headprune.trials import Trials
 
@@ -62,7 +62,7 @@ class Job:
     scene: Scene
     goal: Goal
     trials: Trials
-    stages: Stages
+    store: Store
     content: RunFolder
     console: Console
 
@@ -70,7 +70,7 @@ class Job:
         """A model on the reporting part, or on a second dataset, as the stage ``name``; ``label`` is what a waiting person is told."""
         batches = (also or self.scene.parts.report).batches()
         with self.console.track(label) as progress:
-            return self.stages.measurement(stage_on(name, also), lambda: evaluate(model, batches, progress=progress))
+            return self.store.get(stage_on(name, also), lambda: evaluate(model, batches, progress=progress))
 
     def made(self, plan: PruningPlan, path: Path) -> tuple[Made, nn.Module]:
         """The facts of a pruned model that is saved to ``path``, and the model as it is loaded from there."""
@@ -200,7 +200,7 @@ class _Masked:
         with self.job.console.track(f"random control with {head_count(self.plan.kept)}") as progress:
             for i, order in enumerate(orders):
                 make = partial(self._layers_alone, order.plan(self.plan.kept).drop)
-                found.append(self.job.stages.measurement(f"random {self.plan.asked} {i}", make))
+                found.append(self.job.store.get(f"random {self.plan.asked} {i}", make))
                 progress(i + 1, len(orders))
         return found
 
@@ -215,15 +215,13 @@ class _Masked:
         """The plan's heads masked and nothing repaired."""
         part = also or self.job.scene.parts.report
         make = partial(self.job.trials.masked, self.plan.drop, list(part.batches()))
-        return self.job.stages.measurement(stage_on(f"unrepaired {self.plan.asked}", also), make)
+        return self.job.store.get(stage_on(f"unrepaired {self.plan.asked}", also), make)
 
     def like_random(self, repair: Refitted | None) -> Measurement:
         """The plan's heads, repaired as random ones are."""
         if not _did_more(repair) and not self.job.goal.finetune:
             return self.pruned
-        return self.job.stages.measurement(
-            f"like control {self.plan.asked}", lambda: self._layers_alone(self.plan.drop)
-        )
+        return self.job.store.get(f"like control {self.plan.asked}", lambda: self._layers_alone(self.plan.drop))
 
     def _layers_alone(self, drop: Heads) -> Measurement:
         """As the control is measured: fitted layer by layer, all fits kept. A whole repair of each would take long."""
@@ -287,8 +285,8 @@ def _made(job: Job, plan: PruningPlan, path: Path) -> tuple[Made, nn.Module]:
     name = f"made {plan.asked}"
     for damaged in (False, True):
         if damaged:
-            job.stages.forget(name)
-        made = job.stages.get(name, lambda: _make(job, plan, path).to_json(), Made.model_validate)
+            job.store.forget(name)
+        made = job.store.get(name, partial(_make, job, plan, path))
         try:
             return made, saving.load(job.scene, path)
         except HeadPruneError:
@@ -333,7 +331,7 @@ def _trained(job: Job, pruned: nn.Module, asked: int) -> tuple[nn.Module, Traine
     with console.track("fine-tuning") as progress:
         done = finetune(
             pruned, scene.model, train, scene.parts.choose, options, metric=scene.metric,
-            work=job.stages.path / f"finetune-{asked}", progress=progress, say=console.say,
+            work=job.content.path.parent / f"finetune-{asked}", progress=progress, say=console.say,
         )  # fmt: skip
     training = Training.model_validate(done).given()
     return done.model, Trained(**training, options=options, before=Measured.of(before, scene.metric))

@@ -17,7 +17,7 @@ from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import first_rows
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.scoring import method_named
 from headprune.searching import Listener
 from headprune.trace import find_attention

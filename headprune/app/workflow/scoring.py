@@ -17,14 +17,14 @@ from headprune.app.runs import RunFolder
 from headprune.app.seeing import look
 from headprune.app.workflow.cost import announce, cost_of_scores
 from headprune.app.workflow.scene import Console, Scene, open_scene
-from headprune.app.workflow.stages import Stages, made_from, publish, stages_of
+from headprune.app.workflow.stages import made_from, publish, store_of
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import config_hash, fingerprint, processor_hash
 from headprune.inputs import model_device
+from headprune.parallel import current
 from headprune.plans import heads_to_keep
-from headprune.ranks import current
 from headprune.scoring import HeadScores, Settings, method_named, save_scores, score
-from headprune.scoring.resume import Work
+from headprune.store import Store
 
 
 def score_run(
@@ -37,7 +37,7 @@ def score_run(
     """Score a model by each method and write the run folder.
 
     Args:
-        did: Whether that was done already, of what `made_from` names (`Folder.did`).
+        did: Whether that was done already, of what `made_from` names (`Folder.already_published`).
     """
     started = time.monotonic()
     for name in methods:
@@ -53,7 +53,7 @@ def score_run(
         content = RunFolder(folder.unfinished / "content")
         shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
         save_scores(content.scores_path, scores)
-        write_heads(scene, stages_of(folder, "score", scene, say=lambda _: None), content, console)
+        write_heads(scene, store_of(folder, "score", scene, say=lambda _: None), content, console)
         content.write_run(run.changed(seconds=(round(before + time.monotonic() - started, 1),)))
         publish(folder, content, of)
 
@@ -70,23 +70,21 @@ def score_all(
     batches = list(scene.parts.score.batches())
     found = []
     options, settings = scene.options, settings_of(scene)
-    stages = stages_of(folder, "score", scene, say=console.say)
+    store = store_of(folder, "score", scene, say=console.say)
 
-    def scored(name: str) -> dict[str, Any]:
+    def scored(name: str) -> HeadScores:
         began = time.monotonic()
         with console.track(f"scoring by {name}") as progress:
             s = score(
                 scene.model, batches, name, layers=scene.layers, seed=options.seed, progress=progress,
-                distil=options.distil, settings=settings, work=Work(folder.unfinished, console.say),
+                distil=options.distil, settings=settings, work=folder.store(console.say),
             )  # fmt: skip
         s.details["seconds"] = round(time.monotonic() - began, 2)
-        return s.to_json()
+        return HeadScores.from_json(s.to_json(), scene.maskable)  # as `prune` will read it
 
     for name in dict.fromkeys(methods):
-        found.append(
-            stages.get(name, partial(scored, name), lambda data: HeadScores.from_json(data, scene.maskable))
-        )  # fmt: skip
-    return found, stages.before
+        found.append(store.get(name, partial(scored, name)))
+    return found, store.seconds
 
 
 def settings_of(scene: Scene) -> Settings:
@@ -97,15 +95,15 @@ def settings_of(scene: Scene) -> Settings:
     return replace(settings, keep=heads_to_keep(keep, sum(layer.num_heads for layer in scene.maskable)))
 
 
-def write_heads(scene: Scene, stages: Stages, content: RunFolder, console: Console) -> None:
+def write_heads(scene: Scene, store: Store, content: RunFolder, console: Console) -> None:
     """Look what the heads do, and write heads.json; a model whose weights cannot be seen has none."""
 
-    def made() -> dict[str, Any]:
+    def seen() -> Heads:
         with console.track("looking at what the heads do"):
-            return look(scene.loaded, scene.parts.score, scene.layers, scene.options.seed).to_json()
+            return look(scene.loaded, scene.parts.score, scene.layers, scene.options.seed)
 
     try:
-        stages.get("heads", made, Heads.model_validate).write(content.heads_path)
+        store.get("heads", seen).write(content.heads_path)
     except HeadPruneError as error:
         console.say(f"What the heads do cannot be shown: {error.args[0]}")
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from headprune import searching
 from headprune.app.documents import PlannedWork, Planning, Point
 from headprune.app.workflow.scene import Console, Scene
-from headprune.app.workflow.stages import Stages
 from headprune.app.workflow.timing import budget_input
 from headprune.budgets import Budget, Fit
 from headprune.budgets.subject import Subject
@@ -17,6 +16,7 @@ from headprune.planning.effort import effort_named
 from headprune.plans import PruningPlan
 from headprune.scoring import score
 from headprune.searching import AUTO, Request, levels_of, subject_of
+from headprune.store import Store
 from headprune.trials import Trials
 
 RANDOM_DRAWS = 3
@@ -77,12 +77,12 @@ class Goal:
         return found.changed(compared=trials.compared) if trials.compared else found
 
 
-def trials_of(scene: Scene, goal: Goal, stages: Stages | None = None) -> Trials:
+def trials_of(scene: Scene, goal: Goal, store: Store | None = None) -> Trials:
     """Plans tried on the scene's choosing part."""
     return Trials(
         scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()),
         repair=goal.repair, biases=searching.may_add_biases(goal.strategy, scene.model, scene.layers), metric=scene.metric,
-        results=stages,
+        store=store,
     )  # fmt: skip
 
 
