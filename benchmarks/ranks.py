@@ -35,8 +35,8 @@ def worker(options: argparse.Namespace) -> None:
     import headprune as hp
     from headprune.app.data import DataOptions, load_parts
     from headprune.app.models import load_model
-    from headprune.ranks import launched
-    from headprune.scoring.resume import digest
+    from headprune.parallel import launched
+    from headprune.store import digest
 
     torch.set_num_threads(1)
     loaded = load_model(str(options.minilm), device="cpu")

@@ -14,8 +14,8 @@ from headprune.errors import HeadPruneError
 from headprune.files import digest
 from headprune.fingerprint import fingerprint, tensor_bytes
 from headprune.inputs import Example, inputs_of, tensors
+from headprune.parallel import Ranks, joined
 from headprune.plans import PruningPlan
-from headprune.ranks import Ranks, joined
 from headprune.trace import find_attention
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from headprune.inputs import (
     move,
     tensors,
 )
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.running import quiet
 
 IGNORED = -100

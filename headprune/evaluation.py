@@ -18,7 +18,7 @@ from headprune.documents import Array
 from headprune.errors import HeadPruneError
 from headprune.inputs import model_device, move
 from headprune.losses import ExampleLoss, LossFn
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.running import Progress, quiet, uncompiled
 from headprune.uncertainty import carried_by, p_value, quantile, spread, wilson
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from headprune.errors import HeadPruneError, check_link, first_line
-from headprune.locks import Lock
+from headprune.locks import locked
 
 SCHEMA = 1
 CHECKSUM = "checksum"
@@ -92,7 +92,7 @@ def recover_folder(path: Path) -> None:
 
 
 def _locked(path: Path) -> Any:
-    return Lock(path.with_name(f".{path.name}.lock")).holding(f"The folder {path}", "headprune.save")
+    return locked(path.with_name(f".{path.name}.lock"), f"The folder {path}", "headprune.save")
 
 
 def _set_aside(path: Path) -> Path:

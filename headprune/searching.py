@@ -190,7 +190,7 @@ class _Start:
         by_groups = any(budget.by_groups for budget in options.budgets) or not has_groups(layers)
         search = Search(
             layers, constraints=constraints_of(options, layers), seed=options.seed, model=trials.model, batches=trials.batches,
-            store=trials.results.store, effort=effort_named(options.effort), loss_fn=trials.loss_fn,
+            store=trials.store, effort=effort_named(options.effort), loss_fn=trials.loss_fn,
         )  # fmt: skip
         # What the curve shows below all budgets comes from the last look at the model: no one has asked for more.
         levels = [k for k in levels_of(total, counts) if not counts or k >= min(counts)]
@@ -274,7 +274,7 @@ def _make_orders(start: _Start, requests: Sequence[OrderRequest], trials: Trials
     for request in requests:
         label = f"planning by {request.strategy}, {request.name}" if request.scores else f"planning by {request.name}"
         with output.track(label) as progress:
-            orders[request.name] = trials.results.order(f"order {request.name}", partial(make, request, progress))
+            orders[request.name] = trials.store.get(f"order {request.name}", partial(make, request, progress))
     if len(orders) > 1 and trials.passes:
         examples = trials.calibration.runner.examples
         output.say(f"All orders together took about {trials.passes:.0f} forward passes over {examples:,} examples.")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -17,34 +17,10 @@ from headprune.errors import HeadPruneError
 from headprune.evaluation import Change, Measurement, compare, evaluate, interval
 from headprune.gates import mask
 from headprune.losses import LossFn
-from headprune.planning import Order
 from headprune.plans import PruningPlan
 from headprune.reference import Calibration, calibrate, measure
 from headprune.repairing import Refit, Repair, checked
-from headprune.scoring.base import Store
-
-T = TypeVar("T")
-
-
-class Results:
-    """Where a search keeps what it has made, by name. This one forgets; `headprune.app.workflow.stages` has one on disk."""
-
-    @property
-    def store(self) -> Store | None:
-        """For tensors that are made on the way."""
-        return None
-
-    def get(self, name: str, make: Callable[[], T], kind: Any) -> T:
-        """A result of a type that `headprune.documents` writes and reads."""
-        return make()
-
-    def measurement(self, name: str, make: Callable[[], Measurement]) -> Measurement:
-        """A result that was measured."""
-        return make()
-
-    def order(self, name: str, make: Callable[[], Order]) -> Order:
-        """A result that was planned."""
-        return make()
+from headprune.store import Store
 
 
 @dataclass(frozen=True)
@@ -72,7 +48,7 @@ class Trials:
         biases: Whether repair may give output projections a bias that have none.
         metric: Of a point of the trade-off curve, and of a budget of lost accuracy.
         loss_fn: As for `headprune.evaluate`.
-        results: Where what is measured is kept.
+        store: Where what is measured is kept.
     """
 
     def __init__(
@@ -86,11 +62,11 @@ class Trials:
         biases: bool = True,
         metric: str = "loss",
         loss_fn: LossFn | None = None,
-        results: Results | None = None,
+        store: Store | None = None,
     ) -> None:
         self.model, self.layers, self.batches, self.choose = model, layers, list(batches), list(choose)
         self.biases = biases
-        self.repair, self.metric, self.loss_fn, self.results = repair, metric, loss_fn, results or Results()
+        self.repair, self.metric, self.loss_fn, self.store = repair, metric, loss_fn, store or Store()
         self._known: dict[str, Measurement] = {}
         self._merits: dict[str, float] = {}
 
@@ -144,10 +120,7 @@ class Trials:
 
     def measure(self, drop: Heads, *, whole: bool = False) -> Measurement:
         """The model without some heads, repaired, on the examples that choose; ``whole`` as for `repaired`."""
-        key = repr((sorted(drop.items()), whole))
-        if key not in self._known:
-            self._known[key] = self.results.measurement(f"trial {key}", lambda: self._measured(drop, whole))
-        return self._known[key]
+        return self.store.get(f"trial {sorted(drop.items())}, {whole}", lambda: self._measured(drop, whole))
 
     def _measured(self, drop: Heads, whole: bool) -> Measurement:
         with self.repaired(drop, whole=whole):
@@ -198,10 +171,7 @@ class Trials:
             )
         if not self._fidelity.known:
             return -self.measure(plan.drop).metrics["loss"]
-        key = repr(sorted(plan.drop.items()))
-        if key not in self._merits:
-            self._merits[key] = self.results.get(f"merit {key}", lambda: self._nearness(plan.drop), float)
-        return self._merits[key]
+        return self.store.get(f"merit {sorted(plan.drop.items())}", lambda: self._nearness(plan.drop))
 
     def judge(self, plan: PruningPlan) -> ComparedPlan:
         """What `merit` goes by, in nats."""

@@ -428,7 +428,7 @@ def test_a_failed_prune_loses_nothing(pruned: Path, monkeypatch: pytest.MonkeyPa
     assert {p: p.read_bytes() for p in pruned.rglob("*") if p.is_file() and ".unfinished" not in p.parts} == before
     assert [p.name for p in pruned.parent.glob("*/[!.]*")] == [p.name for p in pruned.iterdir() if p.name[0] != "."]
     result = run(*command, "-o", pruned, "--overwrite")  # what was finished is not done again
-    assert "Continuing with" in result.stderr
+    assert "continuing with" in result.stderr
     assert "repairing" not in result.stderr
     assert (pruned / "pruned-2").is_dir()
     assert not (pruned / ".unfinished").exists()

@@ -27,9 +27,9 @@ from headprune.evaluation import evaluate
 from headprune.files import atomic_file
 from headprune.fingerprint import fingerprint, versions
 from headprune.inputs import model_device, move
-from headprune.ranks import current, joined
+from headprune.parallel import current, joined
 from headprune.running import Progress, evaluating
-from headprune.scoring.resume import digest
+from headprune.store import digest
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

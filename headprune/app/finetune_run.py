@@ -37,15 +37,14 @@ from headprune.app.workflow import Console
 from headprune.app.workflow.checks import changed_options, seen_before
 from headprune.app.workflow.cost import announce, cost_of_training
 from headprune.app.workflow.saving import halved, in_full, in_half
-from headprune.app.workflow.stages import Stages
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
 from headprune.files import write_file
 from headprune.fingerprint import config_hash, fingerprint, processor_hash, versions
 from headprune.inputs import model_device, move
 from headprune.memory import is_out_of_memory
-from headprune.ranks import current
-from headprune.scoring.resume import digest
+from headprune.parallel import current
+from headprune.store import Store, digest
 
 DOCUMENT = "finetune.json"
 REPORT = "finetune.md"
@@ -99,7 +98,7 @@ def finetune_run(asked: FinetuneRun, console: Console) -> tuple[Path, FinetuneRe
 
     with claimed(choose, key, runs.command_line(), resume=asked.resume, say=console.say) as folder:
         # It may have been killed just after the end.
-        _run(asked, source, folder, console, partial(folder.did, key, asked.overwrite))
+        _run(asked, source, folder, console, partial(folder.already_published, key, asked.overwrite))
         return output, FinetuneRecord.read(output / DOCUMENT)
 
 
@@ -159,8 +158,7 @@ def _run(asked: FinetuneRun, source: Path, folder: Folder, console: Console, did
         "pruned": pruned.model,
         "finetuned": _reloaded(content, tuned.model, half, asked.trust_remote_code),
     }
-    inputs = ranks.first("inputs", lambda: digest(versions(), *parts.report.batches(), *models.values()))
-    measured = _measure(models, parts, Stages(folder.unfinished / f"measured-{inputs}"), console)
+    measured = _measure(models, parts, folder.store(console.say), console)
     record = FinetuneRecord(
         **{**vars(facts), "notes": (*facts.notes, *told)},
         seconds=round(time.monotonic() - started, 1),
@@ -354,9 +352,10 @@ def _reloaded(path: Path, tuned: nn.Module, half: torch.dtype | None, trusted: b
 _SHOWN = {"finetuned": "fine-tuned"}
 
 
-def _measure(models: dict[str, nn.Module], parts: Parts, stages: Stages, console: Console) -> dict[str, Measurement]:
+def _measure(models: dict[str, nn.Module], parts: Parts, root: Store, console: Console) -> dict[str, Measurement]:
     found = {}
+    store = root.keyed("measured", versions(), list(parts.report.batches()), *models.values())
     for name, model in models.items():
         with console.track(f"measuring the {_SHOWN.get(name, name)} model") as progress:
-            found[name] = stages.measurement(name, partial(evaluate, model, parts.report.batches(), progress=progress))
+            found[name] = store.get(name, partial(evaluate, model, parts.report.batches(), progress=progress))
     return found

@@ -56,7 +56,7 @@ def demo(
             options = workflow.Options(str(model), DataOptions(str(data), limit=1000), LoadOptions(device=device))
             search = SearchOptions(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
             config = workflow.PruneConfig(options, search, methods=DEFAULT_METHODS)
-            did = partial(folder.did, key, True)  # it may have been killed just after the end
+            did = partial(folder.already_published, key, True)  # it may have been killed just after the end
             workflow.prune_run(config, folder, console, did)
             room.remember(folder)
         tables.print_scores(console, folder.read_scores())

@@ -179,7 +179,7 @@ def _run(config: PruneConfig, writing: Writing, distil: bool, key: str, console:
         _dry_run(config, choose(), console)
         return None
     with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-        did = partial(folder.did, key, writing.overwrite)  # it may have been killed just after the end
+        did = partial(folder.already_published, key, writing.overwrite)  # it may have been killed just after the end
         workflow.prune_run(config, folder, console, did)
     return folder
 

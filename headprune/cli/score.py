@@ -48,7 +48,9 @@ def score(
             tables.print_dry_run(console, scene, methods, choose(), doing, cost.line)
             return
         with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-            did = partial(folder.did, key, writing.overwrite)  # it may have been killed just after the end
+            did = partial(
+                folder.already_published, key, writing.overwrite
+            )  # it may have been killed just after the end
             _, scores = workflow.score_run(options, folder, console, did)
         # The work is done: that nobody reads this to its end (`| head`) does not interrupt it.
         tables.print_scores(console, scores)

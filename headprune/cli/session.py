@@ -50,7 +50,7 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
             if not shared:
                 yield console
                 return
-            from headprune.ranks import launched
+            from headprune.parallel import launched
 
             with launched() as ranks:
                 if ranks.main:
@@ -67,7 +67,7 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
         if others:
             time.sleep(_LINGER)
         elif ranks is not None and (gone := ranks.lost()):  # torchrun stops the others then
-            from headprune.ranks import lost_ranks
+            from headprune.parallel import lost_ranks
 
             lost = lost_ranks(gone)
             fail(console, str(lost.args[0]), lost.hint)
@@ -107,7 +107,9 @@ class NullOutput(io.TextIOBase):
 
 def hush() -> None:
     """Let this process print nothing, if a launcher started several and it is not the first."""
-    from headprune.places import place
+    if not any(name in os.environ for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")):
+        return  # so that `headprune --help` does not wait for torch
+    from headprune.parallel import place
 
     try:
         found = place()

@@ -20,7 +20,7 @@ from headprune.exporting.engines import is_exported
 from headprune.exporting.timing import bench_files, time_onnx
 from headprune.files import atomic_folder
 from headprune.inputs import check_model
-from headprune.locks import Lock
+from headprune.locks import locked
 
 __all__ = [
     "DTYPES",
@@ -96,7 +96,7 @@ def export(
 def _replaced_file(path: Path, overwrite: bool) -> Iterator[Path]:
     """A new file to write, in a folder of its own; it, and what is beside it, moves to ``path`` when the block ends without an error."""
     folder = path.with_name(f".{path.name}.new")
-    with Lock(path.with_name(f".{path.name}.lock")).holding(f"The file {path}", "headprune export"):
+    with locked(path.with_name(f".{path.name}.lock"), f"The file {path}", "headprune export"):
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed while it wrote
         _put_back(path)
         folder.mkdir()

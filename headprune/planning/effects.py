@@ -20,8 +20,8 @@ from headprune.reference import OutputProjection
 from headprune.reference.token_weights import probe_of
 from headprune.repairing import Refit, Weights
 from headprune.running import frozen
-from headprune.scoring.base import Store
 from headprune.scoring.gradient import finite
+from headprune.store import Store
 
 _FIRST_RIDGE = 0.3  # for layers that have lost nothing yet, so that cross-validation has said nothing; see RIDGES
 

@@ -18,8 +18,8 @@ from headprune.planning.order import Order
 from headprune.planning.units import GROUPS, Constraints, Unit, units_of, why_stay
 from headprune.repairing import Refit
 from headprune.running import Progress
-from headprune.scoring.base import Store
 from headprune.scoring.scores import HeadScores
+from headprune.store import Store
 
 
 def _unheard(done: int, total: int, note: str = "") -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headprune.inputs import doubled
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.reference.moments import FOLDS
 from headprune.reference.projections import OutputProjection, Values, at
 from headprune.reference.runner import Calls, Runner, replaced, unwatched

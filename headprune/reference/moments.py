@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headprune.offload import on_disk
-from headprune.ranks import current
+from headprune.parallel import current
 
 FOLDS = 2
 _ROUNDED = 1e-12  # of a square: a variance below it is rounding
@@ -41,7 +41,7 @@ class Moments:
         self.yy[fold] += (y**2 * weight).sum().to(self.yy)
 
     def add_ranks(self, name: str) -> None:
-        """Add what other ranks have seen (`headprune.ranks`); ``name`` is these sums'."""
+        """Add what other ranks have seen (`headprune.parallel`); ``name`` is these sums'."""
         current().add(f"statistics of {name}", [self.xx, self.xy, self.yy])
 
     def rows_of(self, kept: Tensor) -> tuple[Tensor, Tensor]:

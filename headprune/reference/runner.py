@@ -18,7 +18,7 @@ from headprune.divergence import part_of, real_tokens
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
 from headprune.memory import is_out_of_memory
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.reference.mixtures import Mixed, mixed_texts
 from headprune.reference.moments import FOLDS
 from headprune.reference.projections import OutputProjection, Values, at
@@ -87,7 +87,7 @@ class Runner:
         batches: Sequence[Any] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> list[T]:
-        """As `headprune.ranks.Ranks.share`, the passes of all ranks counted.
+        """As `headprune.parallel.Ranks.share`, the passes of all ranks counted.
 
         Args:
             batches: What the tasks run the model on, if that is one batch each: how long they take.

@@ -14,11 +14,11 @@ from headprune.arguments import layers_for, listed, together
 from headprune.attention import AttentionLayer
 from headprune.batches import is_empty
 from headprune.errors import HeadPruneError, first_line
-from headprune.fingerprint import identity
+from headprune.fingerprint import identity, versions
 from headprune.inputs import check_weights, model_device, move, too_long, usable
 from headprune.losses import ExampleLoss, LossFn
 from headprune.memory import is_out_of_memory
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.running import Progress, quiet
 from headprune.scoring import ablation, gradient, learned, path, random, shapley, statistics
 from headprune.scoring.agreement import agreement
@@ -29,15 +29,14 @@ from headprune.scoring.base import (
     Method,
     NotFiniteError,
     Problem,
-    Store,
     method,
     method_named,
 )
 from headprune.scoring.reliability import split_half
 from headprune.scoring.replay import DisagreementError
-from headprune.scoring.resume import DiskStore, Work
 from headprune.scoring.scores import HeadScores, load_scores, save_scores
 from headprune.scoring.settings import Settings, method_and_settings
+from headprune.store import Store, traits
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -58,7 +57,7 @@ def score(
     layers: Sequence[AttentionLayer] | None = None,
     seed: int = 0,
     settings: Settings | None = None,
-    work: Path | str | Work | None = None,
+    work: Path | str | Store | None = None,
     accelerator: Accelerator | None = None,
     progress: Progress | None = None,
 ) -> HeadScores:
@@ -76,8 +75,9 @@ def score(
         layers: From `headprune.find_attention`, to save the trace.
         seed: For methods that draw.
         settings: Time, memory, and options of single methods (`headprune.scoring.Settings`).
-        work: A folder for finished parts: after an interruption, the same call continues there, and returns exactly what
-            it would have returned without. Parts of any other model, data, seed or setting are never used.
+        work: A folder (or a store) for finished parts: after an interruption, the same call continues there, and returns exactly
+            what it would have returned without. Parts of any other model, data, seed or setting are never used. With a
+            ``loss_fn`` nothing is kept: whether a function computes the same as another process's cannot be known.
         accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
         progress: Called with (steps done, steps in all, note).
 
@@ -100,7 +100,7 @@ def score(
 
 def _scored(
     model: nn.Module, batches: Sequence[Any], chosen: Method, loss_fn: LossFn | None, distil: bool,
-    layers: Sequence[AttentionLayer] | None, seed: int, settings: Settings, work: Path | str | Work | None,
+    layers: Sequence[AttentionLayer] | None, seed: int, settings: Settings, work: Path | str | Store | None,
     progress: Progress | None,
 ) -> HeadScores:  # fmt: skip
     """`score`, with its arguments checked."""
@@ -112,13 +112,12 @@ def _scored(
     own = identity(model)  # before anything is swapped: parts of the model may have other names then
     with quiet(model):
         problem = _problem(model, maskable, kept, losses, seed, settings, progress)
-        unfinished = Work(Path(work)) if isinstance(work, str | Path) else work
-        store = unfinished.store(problem, chosen.name, own, loss_fn) if unfinished else Store()
-        estimate = _estimate(chosen, replace(problem, store=store))
+        store = Store(Path(work)) if isinstance(work, str | Path) else work
+        if store is not None and loss_fn is None:
+            problem = replace(problem, store=store.keyed(chosen.name, own, *_facts(problem)))
+        estimate = _estimate(chosen, problem)
     details = {**estimate.details, "loss": losses.about}
-    if isinstance(store, DiskStore) and store.found:
-        details["resumed"] = f"{store.found} parts were finished by an earlier, interrupted run"
-    # What rank 0 says of memory, time and finished parts counts.
+    # What rank 0 says of memory and time counts.
     estimate = current().first("estimate", lambda: replace(estimate, details=details))
     found = _scores(chosen, problem, estimate, own)
     return replace(found, unit=losses.unit(found.unit))
@@ -161,12 +160,23 @@ def _problem(
     return problem
 
 
+def _facts(problem: Problem) -> list[Any]:
+    """What a problem's results depend on, beside the method and the model's weights."""
+    settings = replace(problem.settings, max_memory=None)  # how much memory there is changes no number
+    dtypes = sorted({str(p.dtype) for p in problem.model.parameters()})
+    distils = problem.surrogate is not None
+    return [
+        versions(), problem.seed, settings, list(problem.layers), distils, model_device(problem.model).type, dtypes,
+        traits(problem.model), list(problem.batches),
+    ]  # fmt: skip
+
+
 def _estimate(chosen: Method, problem: Problem) -> Estimate:
     """What a method finds; by plain forwards, if replaying them turns out to give other losses."""
     try:
         return chosen.run(problem)
     except DisagreementError:
-        current().first("forgetting", problem.store.clear)
+        problem.store.clear()
         return chosen.run(replace(problem, replays=False))
 
 

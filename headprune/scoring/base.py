@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,9 +16,9 @@ from headprune.attention import AttentionLayer
 from headprune.batches import Rows, cost_of
 from headprune.errors import HeadPruneError
 from headprune.plans import heads_to_keep
-from headprune.ranks import current
 from headprune.running import Progress
 from headprune.scoring.settings import Settings
+from headprune.store import Store
 from headprune.uncertainty import carried_by, spread
 
 Batches = Sequence[tuple[Any, int]]
@@ -51,7 +51,7 @@ class Problem:
     seed: int
     progress: Progress
     settings: Settings = field(default_factory=Settings)
-    store: Store = field(default_factory=lambda: Store())
+    store: Store = field(default_factory=Store)
     surrogate: Callable[[Any], Tensor] | None = None
     replays: bool = True
     rows: Rows = field(default_factory=Rows)
@@ -104,61 +104,6 @@ class NotFiniteError(HeadPruneError):
         super().__init__(
             f"The loss of {problem.place(batch, row)} is {value}.", "Check its label and text, or use --dtype float32."
         )
-
-
-class Store:
-    """Keeps finished parts of a long computation. This one keeps nothing; `headprune.scoring.resume.DiskStore` has files.
-
-    Where several ranks share out the work, all of them call it alike, and get what rank 0 has kept.
-    """
-
-    def get(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
-        """What ``compute`` gives, or gave for this key in an earlier run of the same computation. All ranks compute it."""
-        ranks = current()
-        known = ranks.first(f"known of {key}", partial(self.known, key))
-        if known is not None:
-            return known
-        value = compute()
-        return ranks.first(f"keeping {key}", partial(self.keep, key, value))
-
-    def share(
-        self,
-        name: str,
-        parts: Mapping[str, Callable[[], Tensor]],
-        costs: Sequence[float] | None = None,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> list[Tensor]:
-        """As `get`, for many keys at once; each is computed by one rank.
-
-        Args:
-            name: Of all of them, for `headprune.ranks.Ranks.share`; as ``costs`` and ``progress``.
-            parts: What to compute, by key.
-        """
-
-        def looked() -> dict[str, Tensor]:
-            every = ((key, self.known(key)) for key in parts)
-            return {key: value for key, value in every if value is not None}
-
-        ranks = current()
-        known = ranks.first(f"known of {name}", looked)
-
-        def made(key: str, compute: Callable[[], Tensor]) -> Tensor:
-            return known[key] if key in known else self.keep(key, compute())
-
-        tasks = [partial(made, key, compute) for key, compute in parts.items()]
-        left = costs and [0.0 if key in known else cost for key, cost in zip(parts, costs, strict=True)]
-        return ranks.share(name, tasks, left, progress)
-
-    def known(self, key: str) -> Tensor | None:
-        """What was kept under a key; None if nothing was."""
-        return None
-
-    def keep(self, key: str, value: Tensor) -> Tensor:
-        """Keep a value under a key, and give it back."""
-        return value
-
-    def clear(self) -> None:
-        """Remove all parts."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headprune.errors import HeadPruneError
 from headprune.gates import gated
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.running import frozen
 from headprune.scoring.base import Estimate, Problem, method
 from headprune.scoring.gradient import checkpointed, separate

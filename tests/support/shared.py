@@ -1,4 +1,4 @@
-"""What several processes do together in tests of `headprune.ranks`: each function is called in every one of them."""
+"""What several processes do together in tests of `headprune.parallel`: each function is called in every one of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.app.folders import Folder, claimed
 from headprune.errors import HeadPruneError
-from headprune.ranks import Ranks, current, launched
+from headprune.parallel import Ranks, current, launched
 from headprune.scoring import Settings
 from tests.support.zoo import labelled, randomise, text
 

@@ -23,7 +23,7 @@ from headprune.app.workflow.timing import inputs
 from headprune.batches import cost_of
 from headprune.errors import first_line
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.running import config_kept, evaluating
 from headprune.scoring import HeadScores
 from headprune.scoring.settings import method_and_settings

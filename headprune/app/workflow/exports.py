@@ -45,7 +45,7 @@ def time_exports(
         files = {m.name: context.content.path / m.file for m in made if m.format == name and m.file}
         if files and all(map(is_exported, files.values())):
             make = partial(_in_turn, context, name, files)
-            found.append(context.stages.get(f"latency {name} {environment}", make, EngineLatency))
+            found.append(context.store.get(f"latency {name} {environment}", make))
     return tuple(found)
 
 
@@ -53,10 +53,10 @@ def _exported(context: PruneContext, name: str, result: BudgetResult) -> Exporte
     file = f"{result.checkpoint}{format_named(name).suffix}"
     stage = f"export {file}"
     make = partial(_written, context, name, result, context.content.path / file)
-    made = context.stages.get(stage, make, ExportedModel)
+    made = context.store.get(stage, make)
     if made.file is not None and not (context.content.path / made.file).exists():
-        context.stages.forget(stage)
-        made = context.stages.get(stage, make, ExportedModel)
+        context.store.forget(stage)
+        made = context.store.get(stage, make)
     for line in made.notes if made.file else (made.summary, *made.notes):
         context.console.say(f"{file}: {line}")
     return made
@@ -78,7 +78,7 @@ def _written(context: PruneContext, name: str, result: BudgetResult, file: Path)
 
 
 def _in_turn(context: PruneContext, name: str, files: dict[str, Path]) -> EngineLatency:
-    dense = context.stages.path / f"dense{format_named(name).suffix}"  # for the times alone
+    dense = context.content.path.parent / f"dense{format_named(name).suffix}"  # for the times alone
     with context.console.track(f"timing {name}"):
         _export(context, copy.deepcopy(context.scene.model).to("cpu"), name, dense)
         rows = [time_onnx({"dense": dense, **files}, example) for _, _, example in inputs(context.scene)]

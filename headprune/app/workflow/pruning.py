@@ -20,10 +20,8 @@ from headprune.app.documents import (
     Dense,
     Environment,
     Examples,
-    Latency,
     Measured,
     Metrics,
-    TimeParts,
 )
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import exports
@@ -34,15 +32,14 @@ from headprune.app.workflow.results import Controls, PruneContext, carry_out, gu
 from headprune.app.workflow.saving import dense_weights
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.scoring import run_after, run_document, score_all, write_heads
-from headprune.app.workflow.stages import made_from, publish, stages_of
+from headprune.app.workflow.stages import made_from, publish, store_of
 from headprune.app.workflow.targets import curves, random_orders, search_or_plan, trade_off, trials_of
 from headprune.app.workflow.timing import inputs, time_generation, time_models, time_parts
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import model_device
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.scoring import HeadScores, save_scores
 from headprune.searching import SearchResult
-from headprune.timing import GenerationRow
 
 
 def plan_run(config: PruneConfig, console: Console) -> tuple[list[HeadScores], SearchResult]:
@@ -87,7 +84,7 @@ def prune_run(
     Args:
         folder: Where to write; may be ``config.source``. It changes when all is done; until then results are kept in
             `Folder.unfinished`, where the same call continues.
-        did: Whether that was done already, of what `made_from` names (`Folder.did`).
+        did: Whether that was done already, of what `made_from` names (`Folder.already_published`).
     """
     started, source = time.monotonic(), config.source
     scores = config.read_scores()
@@ -111,9 +108,10 @@ def prune_run(
     # What is only measured there changes no other result, but nothing may be trained on it.
     also = [part.content_hash() for part in scene.parts.also] if config.finetune else []
     facts = [config.facts(), list(methods), [s.to_json() for s in scores], *also]
-    stages = stages_of(folder, "prune", scene, *facts, say=console.say)
-    content = RunFolder(stages.path / "content")
-    context = PruneContext(config, scene, trials_of(scene, config, stages), stages, content, console)
+    store = store_of(folder, "prune", scene, *facts, say=console.say)
+    assert store.folder is not None
+    content = RunFolder(store.folder / "content")
+    context = PruneContext(config, scene, trials_of(scene, config, store), store, content, console)
     result, metrics = _prune_and_measure(context, config.candidates(scores))
 
     def write() -> None:
@@ -124,11 +122,11 @@ def prune_run(
         if source is not None and source.heads_path.exists():
             shutil.copyfile(source.heads_path, content.heads_path)
         else:
-            write_heads(scene, stages, content, console)
+            write_heads(scene, store, content, console)
         for i, fit in enumerate(result.fits):
             fit.plan.save(content.plan_path(fit.plan.asked, first=i == 0))
         metrics.write(content.metrics_path)
-        seconds = round(seconds_scoring + stages.before + time.monotonic() - started, 1)
+        seconds = round(seconds_scoring + store.seconds + time.monotonic() - started, 1)
         content.write_run(replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds)))
         report.write_cards(content)
         publish(folder, content, of)
@@ -187,7 +185,7 @@ def _searched(context: PruneContext, scores: Sequence[HeadScores], environment: 
         return replace(result, fits=tuple(fits.values()))
 
     timed = any(budget.timed for budget in config.search.budgets)
-    return search() if timed or not timed else search()
+    return context.store.get(f"search {environment}" if timed else "search", search)
 
 
 def _with_exports(context: PruneContext, metrics: Metrics, environment: Environment) -> Metrics:
@@ -202,32 +200,27 @@ def _times(
     context: PruneContext, environment: Environment, results: Sequence[tuple[BudgetResult, nn.Module]]
 ) -> dict[str, Any]:
     """What is measured of time, as fields of `Metrics`; on another machine it is measured again."""
-    scene, console, stages = context.scene, context.console, context.stages
+    scene, console, store = context.scene, context.console, context.store
+    first = partial(current().first, "timing")  # of several processes one times, while the others wait
     largest = sorted(results, key=lambda pair: -pair[0].kept)
     models = {"dense": scene.model, **{result.name: model for result, model in largest}}
     plans = {result.name: {name: list(heads) for name, heads in result.drop.items()} for result, _ in largest}
-    latencies = stages.get(f"latency {environment}", lambda: time_models(scene, models, console), Latency, alone=True)
+    latencies = store.get(f"latency {environment}", partial(first, partial(time_models, scene, models, console)))
     shapes = inputs(scene)
     prompts = [shape for shape in shapes if shape[1] == shapes[0][1]]  # of median length: they come first
-    more: dict[str, tuple[Callable[[], Any], Any]] = {
-        "time": (
-            lambda: time_parts(scene.model, scene.layers, shapes, plans, latencies.rows, console),
-            tuple[TimeParts, ...],
-        ),
-        "generation": (lambda: time_generation(models, prompts, console), tuple[GenerationRow, ...]),
+    more: dict[str, Callable[[], Any]] = {
+        "time": lambda: time_parts(scene.model, scene.layers, shapes, plans, latencies.rows, console),
+        "generation": lambda: time_generation(models, prompts, console),
     }
 
     def measure(name: str) -> Any:
         try:
-            return more[name][0]()
+            return more[name]()
         except Exception as error:  # such as a model that does not go on from its own cache: the run is worth more
             console.say(
                 f"The report will have no {name}, which could not be measured ({type(error).__name__}: {first_line(error)})."
             )
             return ()
 
-    measured = {
-        name: stages.get(f"{name} {environment}", partial(measure, name), kind, alone=True)
-        for name, (_, kind) in more.items()
-    }
+    measured = {name: store.get(f"{name} {environment}", partial(first, partial(measure, name))) for name in more}
     return {"latency": latencies, **{name: value for name, value in measured.items() if value}}

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from headprune.app.runs import RunFolder
 from headprune.app.workflow import saving
 from headprune.app.workflow.config import PruneConfig
 from headprune.app.workflow.scene import Console, Scene
-from headprune.app.workflow.stages import Stages
 from headprune.app.workflow.timing import budget_input
 from headprune.attention import Heads
 from headprune.budgets import Fit
@@ -31,11 +31,12 @@ from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
 from headprune.inputs import LABELS
 from headprune.offload import copied
+from headprune.parallel import current
 from headprune.planning import Order
 from headprune.plans import PruningPlan
 from headprune.pruned import note_was_repaired
-from headprune.ranks import current
 from headprune.repairing import Repair
+from headprune.store import Store
 from headprune.surgery import prune
 from headprune.trials import Trials
 
@@ -46,14 +47,14 @@ class PruneContext:
 
     Attributes:
         trials: The dense model, and how plans are masked and repaired.
-        stages: Keeps results.
+        store: Keeps results.
         content: Where the run's new files go.
     """
 
     config: PruneConfig
     scene: Scene
     trials: Trials
-    stages: Stages
+    store: Store
     content: RunFolder
     console: Console
 
@@ -61,18 +62,18 @@ class PruneContext:
         """A model on the reporting part, or on a second dataset.
 
         Args:
-            name: Of the stage that keeps the result.
+            name: Under which the result is kept.
             label: Of the progress bar.
         """
         batches = (also or self.scene.parts.report).batches()
         with self.console.track(label) as progress:
-            return self.stages.measurement(stage_on(name, also), lambda: evaluate(model, batches, progress=progress))
+            return self.store.get(stage_on(name, also), lambda: evaluate(model, batches, progress=progress))
 
     def measure_masked(self, name: str, drop: Heads, *, repaired: bool, also: Part | None = None) -> Measurement:
         """The dense model with heads masked, on the reporting part or a second dataset.
 
         Args:
-            name: Of the stage that keeps the result.
+            name: Under which the result is kept.
             repaired: Whether the other heads are refitted layer by layer, as for the random control: a whole repair of each would take long.
         """
         batches = list((also or self.scene.parts.report).batches())
@@ -81,7 +82,7 @@ class PruneContext:
             with self.trials.repaired(drop) if repaired else nullcontext():
                 return self.trials.masked(drop, batches)
 
-        return self.stages.measurement(stage_on(name, also), measure)
+        return self.store.get(stage_on(name, also), measure)
 
 
 def stage_on(name: str, also: Part | None) -> str:
@@ -242,12 +243,12 @@ def _saved_model(context: PruneContext, plan: PruningPlan, path: Path) -> tuple[
     What is reported is what a user will load, not what is in memory.
     """
     stage = f"made {plan.asked}"
-    saved = context.stages.get(stage, lambda: _make(context, plan, path), SavedModel)
+    saved = context.store.get(stage, partial(_make, context, plan, path))
     try:
         return saved, saving.load(context.scene, path)
     except HeadPruneError:  # a folder of an interrupted run may be damaged
-        context.stages.forget(stage)
-        saved = context.stages.get(stage, lambda: _make(context, plan, path), SavedModel)
+        context.store.forget(stage)
+        saved = context.store.get(stage, partial(_make, context, plan, path))
         return saved, saving.load(context.scene, path)
 
 
@@ -287,7 +288,7 @@ def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Mod
     with console.track("fine-tuning") as progress:
         tuned = finetune(
             pruned, scene.model, train, scene.parts.choose, options, metric=scene.metric,
-            work=context.stages.path / f"finetune-{asked}", progress=progress, say=console.say,
+            work=context.content.path.parent / f"finetune-{asked}", progress=progress, say=console.say,
         )  # fmt: skip
     training = {f.name: getattr(tuned, f.name) for f in fields(Training)}
     return tuned.model, Trained(**training, options=options, before=Measured.of(before, scene.metric))

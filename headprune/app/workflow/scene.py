@@ -16,7 +16,7 @@ from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import first_rows
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.scoring import method_named
 from headprune.scoring.settings import method_and_settings
 from headprune.searching import Output

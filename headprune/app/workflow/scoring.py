@@ -17,14 +17,14 @@ from headprune.app.runs import RunFolder
 from headprune.app.seeing import look
 from headprune.app.workflow.cost import announce, cost_of_scores
 from headprune.app.workflow.scene import Console, Scene, open_scene
-from headprune.app.workflow.stages import Stages, made_from, publish, stages_of
+from headprune.app.workflow.stages import made_from, publish, store_of
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import config_hash, fingerprint, processor_hash
 from headprune.inputs import model_device
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.scoring import HeadScores, save_scores, score
-from headprune.scoring.resume import Work
 from headprune.scoring.settings import Settings, method_and_settings
+from headprune.store import Store
 
 
 def score_run(
@@ -36,7 +36,7 @@ def score_run(
     """Score a model by each of the options' methods and write the run folder.
 
     Args:
-        did: Whether that was done already, of what `made_from` names (`Folder.did`).
+        did: Whether that was done already, of what `made_from` names (`Folder.already_published`).
     """
     started, methods = time.monotonic(), options.methods
     scene = open_scene(options, console, labelled=None)
@@ -50,7 +50,7 @@ def score_run(
         content = RunFolder(folder.unfinished / "content")
         shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
         save_scores(content.scores_path, scores)
-        write_heads(scene, stages_of(folder, "score", scene, say=lambda _: None), content, console)
+        write_heads(scene, store_of(folder, "score", scene, say=lambda _: None), content, console)
         content.write_run(replace(run, seconds=(round(before + time.monotonic() - started, 1),)))
         publish(folder, content, of)
 
@@ -67,25 +67,25 @@ def score_all(
     batches = list(scene.parts.score.batches())
     found = []
     options, base = scene.options, Settings(keep=scene.options.keep)
-    stages = stages_of(folder, "score", scene, say=console.say)
+    store = store_of(folder, "score", scene, say=console.say)
 
-    def score_by(text: str) -> dict[str, Any]:
+    def score_by(text: str) -> HeadScores:
         began = time.monotonic()
         name, settings = method_and_settings(text, base)
         with console.track(f"scoring by {name}") as progress:
             s = score(
                 scene.model, batches, name, layers=scene.layers, seed=options.seed, progress=progress,
-                distil=options.distil, settings=settings, work=Work(folder.unfinished, console.say),
+                distil=options.distil, settings=settings, work=folder.store(console.say),
             )  # fmt: skip
         s.details["seconds"] = round(time.monotonic() - began, 2)
-        return s.to_json()
+        return HeadScores.from_json(s.to_json(), scene.maskable)  # as `prune` will read it
 
     for text in methods:
-        found.append(HeadScores.from_json(stages.get(text, partial(score_by, text), dict[str, Any]), scene.maskable))
-    return found, stages.before
+        found.append(store.get(text, partial(score_by, text)))
+    return found, store.seconds
 
 
-def write_heads(scene: Scene, stages: Stages, content: RunFolder, console: Console) -> None:
+def write_heads(scene: Scene, store: Store, content: RunFolder, console: Console) -> None:
     """Look what the heads do, and write heads.json; a model whose weights cannot be seen has none."""
 
     def make() -> Heads:
@@ -93,7 +93,7 @@ def write_heads(scene: Scene, stages: Stages, content: RunFolder, console: Conso
             return look(scene.loaded, scene.parts.score, scene.layers, scene.options.seed)
 
     try:
-        stages.get("heads", make, Heads).write(content.heads_path)
+        store.get("heads", make).write(content.heads_path)
     except HeadPruneError as error:
         console.say(f"What the heads do cannot be shown: {error.args[0]}")
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from headprune.app.documents import Point
 from headprune.app.workflow.config import PruneConfig
 from headprune.app.workflow.scene import Console, Scene
-from headprune.app.workflow.stages import Stages
 from headprune.app.workflow.timing import budget_input
 from headprune.budgets import Budget, Fit
 from headprune.budgets.subject import Subject
@@ -17,17 +16,18 @@ from headprune.planning import Order, Search, arrange
 from headprune.plans import PruningPlan
 from headprune.scoring import HeadScores, score
 from headprune.searching import SearchResult, constraints_of, find_plans, levels_of, may_add_biases, subject_of
+from headprune.store import Store
 from headprune.trials import Trials
 
 RANDOM_DRAWS = 3
 
 
-def trials_of(scene: Scene, config: PruneConfig, stages: Stages | None = None) -> Trials:
+def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None) -> Trials:
     """Plans tried on the scene's choosing part."""
     return Trials(
         scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()),
         repair=config.search.repair, biases=may_add_biases(config.search.strategy, scene.model, scene.layers), metric=scene.metric,
-        results=stages,
+        store=store,
     )  # fmt: skip
 
 
