@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -253,23 +253,21 @@ class Fidelity:
     Args:
         model: The dense model. Its answers are kept, if they are few enough: what happens to the model later changes nothing in them.
         batches: Never those that results are reported on.
-        dense: Gives a context in which the model is the dense one, for answers that are not kept.
 
     Attributes:
         known: Whether the dense model's answers are kept: there are logits, and they are few enough (a language model's are
             not, as a rule).
     """
 
-    def __init__(self, model: nn.Module, batches: Sequence[Any], dense: Context = nullcontext) -> None:
-        self.model, self._dense, self._divergence = model, dense, Divergence(model, seed=0)
+    def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
+        self.model, self._divergence = model, Divergence(model, seed=0)
         device = model_device(model)
         self._batches = [move(batch, device) for batch in batches]
         # Of several ranks each keeps the answers to its own batches, and compares what comes later on these.
         self._ranks = current()
         self._answers: dict[int, Tensor] = {}
         try:
-            with dense():
-                sizes = self._ranks.share("dense answers", [partial(self._keep, i) for i in range(len(self._batches))])
+            sizes = self._ranks.share("dense answers", [partial(self._keep, i) for i in range(len(self._batches))])
             self.known = 0 < sum(sizes) <= MOST
         except HeadPruneError:  # no logits
             self.known = False
@@ -310,8 +308,7 @@ class Fidelity:
         batch = self._batches[index]
         dense: Any = self._answers.get(index)
         if dense is None:
-            with self._dense():
-                dense = self._run(batch)
+            dense = self._run(batch)
         with changed():
             now = self._run(batch)
         try:

@@ -262,7 +262,7 @@ def _make_orders(start: _Start, requests: Sequence[OrderRequest], trials: Trials
     @cache
     def dense_search() -> Search:
         """With what is known of the dense model, measured once for all strategies that run it."""
-        search = replace(start.search, refit=trials.refit)
+        search = replace(start.search, calibration=trials.calibration)
         return replace(search, dense_looks=dense_looks(search, start.kinds))
 
     def make(request: OrderRequest, progress: Progress) -> Order:
@@ -313,7 +313,7 @@ def subject_of(trials: Trials, example: Example, inputs: Example) -> Subject:
         example: For the proof of every prune.
         inputs: What is timed, and what operations are counted on.
     """
-    biases = trials.calibration.weights.new_biases if trials.repair else ()
+    biases = trials.calibration.new_biases if trials.repair else ()
     return Subject(trials.model, trials.layers, example, inputs, biases, trials.metric, trials.change_at)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,8 +18,7 @@ from headprune.evaluation import Change, Measurement, compare, evaluate, interva
 from headprune.gates import mask
 from headprune.losses import LossFn
 from headprune.plans import PruningPlan
-from headprune.reference import Calibration, calibrate, measure
-from headprune.repairing import Refit, Repair, checked
+from headprune.repairing import Calibration, Repair, calibrate, checked_repair, fit_layers, summary
 from headprune.store import Store
 
 
@@ -70,28 +69,14 @@ class Trials:
         self._known: dict[str, Measurement] = {}
         self._merits: dict[str, float] = {}
 
-    # The dense model's facts are made when the first result needs them that is not known from an interrupted run; of the dense
-    # weights whenever that is: only `repaired` writes others into the model, and that takes the dense ones first.
-
     @cached_property
     def calibration(self) -> Calibration:
-        """The dense weights, and the examples that repair is fitted to."""
+        """The dense model, and the examples that repair is fitted to; with nothing to fit to, if there is to be no repair."""
         return calibrate(self.model, self.layers, self.batches, repair=self.repair, biases=self.biases)
 
     @cached_property
-    def refit(self) -> Refit:
-        """Fits of every layer for itself; of none, and with nothing to fit to, if there is to be no repair."""
-        return Refit(measure(self.calibration, answers=False), None if self.repair else math.inf)
-
-    @cached_property
-    def _whole(self) -> Refit:
-        """As `refit`, with what the last step is made from."""
-        return self.refit.with_answers()
-
-    @cached_property
     def _fidelity(self) -> Fidelity:
-        with self.calibration.weights.dense() if self.repair else nullcontext():
-            return Fidelity(self.model, self.choose, self.calibration.weights.dense if self.repair else nullcontext)
+        return Fidelity(self.model, self.choose)
 
     @property
     def written(self) -> Sequence[str]:
@@ -132,19 +117,23 @@ class Trials:
 
         Args:
             whole: Whether as what is reported is: with the last step, and without those that do no better on the examples that
-                choose (`headprune.repairing.held_out`).
+                choose (`headprune.repairing.checks`).
         """
         if not self.repair or not any(drop.values()):
             yield None
             return
-        refit = self._whole if whole else self.refit
+        calibration = self.calibration
+        measured = calibration.statistics.passes + (calibration.answers[1] if whole else 0.0)  # once for all plans
         before = self.passes
-        weights = checked(refit, drop, self._fidelity if self.choose else None) if whole else refit.fitted(drop)
+        if whole:
+            weights = checked_repair(calibration, drop, self._fidelity if self.choose else None)
+        else:
+            weights = fit_layers(calibration, drop)
         if not weights:
             yield None
             return
-        with refit.applied(weights):
-            yield refit.report(weights, self.passes - before)
+        with calibration.applied(weights.by_module):
+            yield summary(calibration, weights, measured + self.passes - before)
 
     def change_at(self, plan: PruningPlan) -> Change:
         """The paired change from the dense model to a plan, repaired as it will be."""

@@ -16,7 +16,7 @@ from headprune.planning.effects import Look
 from headprune.planning.effort import NORMAL, Effort
 from headprune.planning.order import Order
 from headprune.planning.units import GROUPS, Constraints, Unit, units_of, why_stay
-from headprune.repairing import Refit
+from headprune.repairing import Calibration
 from headprune.running import Progress
 from headprune.scoring.scores import HeadScores
 from headprune.store import Store
@@ -39,7 +39,7 @@ class Search:
         progress: Called as work goes on.
         model: For strategies that run it: in evaluation mode, on its device, never changed.
         batches: Labelled batches to score or to compare on (the scoring part of the data).
-        refit: The repair that will follow, if any: strategies that run the model see it repaired.
+        calibration: Of the repair that will follow, if any: strategies that run the model see it repaired.
         dense_looks: What strategies that look at the model begin with, where it was measured already, by kind.
         store: Keeps what strategies measure, so that an interrupted search goes on where it was.
         effort: How much work it may be.
@@ -54,7 +54,7 @@ class Search:
     progress: Progress = _unheard
     model: nn.Module | None = None
     batches: Sequence[Any] = ()
-    refit: Refit | None = None
+    calibration: Calibration | None = None
     dense_looks: Mapping[str, Look] = field(default_factory=dict)
     store: Store | None = None
     effort: Effort = NORMAL

@@ -19,10 +19,10 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
 from headprune.memory import is_out_of_memory
 from headprune.parallel import current
-from headprune.reference.mixtures import Mixed, mixed_texts
-from headprune.reference.moments import FOLDS
-from headprune.reference.projections import OutputProjection, Values, at
-from headprune.reference.token_weights import probe_of, widened
+from headprune.repairing.mixtures import Mixed, mixed_texts
+from headprune.repairing.moments import FOLDS
+from headprune.repairing.probes import probe_of, widened
+from headprune.repairing.projections import OutputProjection, Values, at
 from headprune.running import frozen, quiet
 from headprune.scoring.gradient import checkpointed, recomputing, unlike
 
@@ -53,7 +53,7 @@ class Runner:
         batches: Those that are not empty, on the model's device; of one example each, where a projection mixes examples up.
         examples: How many there are.
         rows: How examples lie in the batches.
-        mixtures: Of the examples (`headprune.reference.mixtures`).
+        mixtures: Of the examples (`headprune.repairing.mixtures`).
     """
 
     def __init__(self, model: nn.Module, projections: Sequence[OutputProjection], batches: Sequence[Any]) -> None:

@@ -39,7 +39,7 @@ class Mixed:
 
 
 def block_of(number: Tensor) -> Tensor:
-    """The number of an example's block: of one parity, as folds are (`headprune.reference.moments`)."""
+    """The number of an example's block: of one parity, as folds are (`headprune.repairing.moments`)."""
     return number // 2 // BLOCK * 2 + number % 2
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from headprune.inputs import doubled
 from headprune.parallel import current
-from headprune.reference.moments import FOLDS
-from headprune.reference.projections import OutputProjection, Values, at
-from headprune.reference.runner import Calls, Runner, replaced, unwatched
-from headprune.reference.token_weights import widened
+from headprune.repairing.moments import FOLDS
+from headprune.repairing.probes import widened
+from headprune.repairing.projections import OutputProjection, Values, at
+from headprune.repairing.runner import Calls, Runner, replaced, unwatched
 
 _RANKS = (3, 2, 1)  # further directions that values may be made of, in widths of a head
 _MOST = 2 << 30  # bytes of statistics; more directions are for models that are small enough

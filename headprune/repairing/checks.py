@@ -20,11 +20,10 @@ from torch import Tensor
 
 from headprune.attention import Heads
 from headprune.divergence import Fidelity
-from headprune.reference.moments import FOLDS
-from headprune.repairing.refit import Refit
-from headprune.repairing.step import LeftOut, Step
-from headprune.repairing.steps import STEPS
-from headprune.repairing.weights import Trial, Weights
+from headprune.repairing.calibration import Calibration
+from headprune.repairing.moments import FOLDS
+from headprune.repairing.results import LeftOut, RepairWeights, Trial
+from headprune.repairing.steps import STEPS, Step, drop_columns
 from headprune.uncertainty import p_value, spread
 
 _LEAST = 4  # examples: two or three may agree by accident
@@ -33,7 +32,9 @@ _MOST = 512  # examples that are cross-fitted
 _LEAST_PART, _MOST_PART = 0.02, 0.8  # of a step that are tried: with less nothing is gained, more is as good as all
 
 
-def checked(refit: Refit, drop: Heads, choose: Fidelity | None = None, steps: Sequence[Step] = STEPS) -> Weights:
+def checked_repair(
+    calibration: Calibration, drop: Heads, choose: Fidelity | None = None, steps: Sequence[Step] = STEPS
+) -> RepairWeights:
     """The repair for heads that go, without the steps that do no better than none.
 
     Where every step is left out, that is the old weights without the columns of removed heads.
@@ -43,50 +44,50 @@ def checked(refit: Refit, drop: Heads, choose: Fidelity | None = None, steps: Se
         choose: On other examples than the repair is fitted to. A decision takes one pass over them, or two where a part of a step is tried.
         steps: In the order in which they are made.
     """
-    if not refit.reference.losing(drop):
-        return Weights()
-    if refit.reference.runner.examples < _LEAST:
+    if not calibration.losing(drop):
+        return RepairWeights()
+    if calibration.runner.examples < _LEAST:
         note = f"Nothing was repaired: fewer than {_LEAST} examples cannot show whether that does better."
-        return replace(refit.unrepaired(drop), note=note)
-    far: _Others | _Crossed = _Crossed(refit, drop) if choose is None else _Others(refit, drop, choose)
-    best = latest = old = refit.unrepaired(drop, biases=True)
+        return replace(drop_columns(calibration, drop), note=note)
+    far: _Others | _Crossed = _Crossed(calibration, drop) if choose is None else _Others(calibration, drop, choose)
+    best = latest = old = drop_columns(calibration, drop, biases=True)
     fitted, estimated = far(old)
     trials: list[Trial] = []
     notes: list[str] = []
     for step in steps:
         with torch.inference_mode(False), torch.no_grad():
-            found = step.fit(refit, drop, latest if step.by_layer else best)
-        if isinstance(found, LeftOut):
-            notes += [found.note] if found.note else []
+            weights = step.fit(calibration, drop, latest if step.by_layer else best)
+        if isinstance(weights, LeftOut):
+            notes += [weights.note] if weights.note else []
             continue
-        before, (own, after) = estimated if step.by_layer else fitted, far(found)
+        before, (own, after) = estimated if step.by_layer else fitted, far(weights)
         if step.by_layer:
-            latest = found
-        elif found.taken and found.answers:
-            part = found.answers.better_part(float(before.mean()), float(after.mean()))
+            latest = weights
+        elif weights.taken and weights.answers:
+            part = weights.answers.better_part(float(before.mean()), float(after.mean()))
             if _LEAST_PART < part < _MOST_PART:
-                less = found.taken(part)
+                less = weights.taken(part)
                 of_less = far(less)
                 if of_less[1].mean() < after.mean():
-                    found, (own, after) = less, of_less
+                    weights, (own, after) = less, of_less
         kept = better(before, after)
         trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
         if kept:
-            best, fitted, estimated = found, own, after
-    best = refit.unrepaired(drop) if best is old else best
+            best, fitted, estimated = weights, own, after
+    best = drop_columns(calibration, drop) if best is old else best
     return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, taken=None)
 
 
 class _Others:
     """Divergence from the dense model's answers on examples that nothing was fitted to, ``[examples]``: given twice."""
 
-    def __init__(self, refit: Refit, drop: Heads, choose: Fidelity) -> None:
-        self._refit, self._drop, self._choose = refit, drop, choose
+    def __init__(self, calibration: Calibration, drop: Heads, choose: Fidelity) -> None:
+        self._calibration, self._drop, self._choose = calibration, drop, choose
 
-    def __call__(self, weights: Weights) -> tuple[Tensor, Tensor]:
+    def __call__(self, weights: RepairWeights) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False):
-            found = self._choose.each(partial(self._refit.applied, weights, self._drop))
-        return found, found
+            divergence = self._choose.each(partial(self._calibration.applied, weights.by_module, self._drop))
+        return divergence, divergence
 
 
 class _Crossed:
@@ -97,9 +98,9 @@ class _Crossed:
     estimator of Efron 1983, J. Am. Stat. Assoc. 78:316, whose samples hold 63.2 % of the examples).
     """
 
-    def __init__(self, refit: Refit, drop: Heads) -> None:
-        self._refit, self._drop = refit, drop
-        runner = refit.reference.runner
+    def __init__(self, calibration: Calibration, drop: Heads) -> None:
+        self._calibration, self._drop = calibration, drop
+        runner = calibration.runner
         self._folds = []
         for fold in range(FOLDS):
             rows = [
@@ -113,9 +114,9 @@ class _Crossed:
                 index, row = rows[(2 * i + 1) * len(rows) // (2 * count)]
                 some.setdefault(index, []).append(row)
             batches = [runner.rows.take(runner.batches[index], own) for index, own in some.items()]
-            self._folds.append((Fidelity(refit.model, batches, refit.reference.weights.dense), count))
+            self._folds.append((Fidelity(calibration.model, batches), count))
 
-    def __call__(self, weights: Weights) -> tuple[Tensor, Tensor]:
+    def __call__(self, weights: RepairWeights) -> tuple[Tensor, Tensor]:
         """Divergence ``[examples]`` on the examples that were fitted to, and the estimate for others."""
         fitted = self._on([weights] * FOLDS)
         if weights.on_fold is None:
@@ -124,14 +125,15 @@ class _Crossed:
             halves = [weights.on_fold(fold) for fold in reversed(range(FOLDS))]
         return fitted, (fitted + 2 * self._on(halves)) / 3
 
-    def _on(self, of_folds: Sequence[Weights]) -> Tensor:
+    def _on(self, of_folds: Sequence[RepairWeights]) -> Tensor:
         """Each on its own fold."""
-        found = []
+        divergences = []
         for (fidelity, count), weights in zip(self._folds, of_folds, strict=True):
             with torch.inference_mode(False):
-                found.append(fidelity.each(partial(self._refit.applied, weights, self._drop)))
-            self._refit.reference.runner.count(count)
-        return torch.cat(found)
+                changed = partial(self._calibration.applied, weights.by_module, self._drop)
+                divergences.append(fidelity.each(changed))
+            self._calibration.runner.count(count)
+        return torch.cat(divergences)
 
 
 def better(before: Tensor, after: Tensor) -> bool:

@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from headprune.reference.dense_weights import NewWeights
-from headprune.reference.moments import Moments
-from headprune.reference.projections import OutputProjection
+from headprune.repairing.moments import Moments
+from headprune.repairing.projections import OutputProjection
+
+NewWeights = Mapping[str, tuple[Tensor, Tensor | None]]
+"""``{module: (W [in, out], b [out] or None)}``; modules that keep their dense weights are not in it."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class LayerRepair:
 
 @dataclass(frozen=True)
 class AnswersRepair:
-    """The step towards the dense model's answers (`headprune.repairing.steps.logits`).
+    """The step towards the dense model's answers (`headprune.repairing.gauss_newton`).
 
     Attributes:
         before: Root mean squared difference of the answers (logits, along the differences between classes) from the dense
@@ -62,7 +64,7 @@ class AnswersRepair:
 
 @dataclass(frozen=True)
 class Trial:
-    """How one step of a repair did on examples that it was not fitted to (`headprune.repairing.held_out`).
+    """How one step of a repair did on examples that it was not fitted to (`headprune.repairing.checks`).
 
     Attributes:
         step: ``"output projections"``, ``"values"`` or ``"answers"`` (the last step, towards the dense model's answers).
@@ -95,7 +97,7 @@ class Repair:
     Attributes:
         layers: By layer; on the calibration examples, before the step towards the answers.
         examples: Calibration examples.
-        mixtures: Mixtures of them that were fitted to as well (`headprune.reference.mixtures`).
+        mixtures: Mixtures of them that were fitted to as well (`headprune.repairing.mixtures`).
         passes: Forward passes over them.
         biases: Output projections that had no bias, and have one now.
         notes: What could not be refitted, and why.
@@ -121,7 +123,7 @@ class Repair:
 
 
 @dataclass(frozen=True)
-class Fit:
+class LayerFit:
     """New weights of one W_O.
 
     Attributes:
@@ -141,13 +143,24 @@ class Fit:
     bias: Tensor | None
     facts: LayerRepair
     held_out: float | None
-    again: Callable[[Moments], Fit]
+    again: Callable[[Moments], LayerFit]
     mixes: Mapping[int, Tensor] = field(default_factory=dict)
     values: Callable[[], NewWeights] = dict
 
 
 @dataclass(frozen=True)
-class Weights:
+class LeftOut:
+    """A step of a repair that has nothing to gain, or cannot be made.
+
+    Attributes:
+        note: Why, for a reader; "" if that is of no interest.
+    """
+
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class RepairWeights:
     """New weights by module.
 
     Attributes:
@@ -155,27 +168,27 @@ class Weights:
         fits: What they were made of, by output projection; none for old weights.
         answers: The step towards the dense model's answers, if they have it in them.
         note: What a reader should know of what was left out.
-        trials: How every step did on examples that it was not fitted to (`headprune.repairing.held_out`).
+        trials: How every step did on examples that it was not fitted to (`headprune.repairing.checks`).
         on_fold: ``on_fold(i)``: what the last step gives if it is fitted to the examples of fold i alone, with the same strength.
         taken: ``taken(part)``: with a part of the last step, where that can be taken in part.
     """
 
     by_module: NewWeights = field(default_factory=dict)
-    fits: Mapping[str, Fit] = field(default_factory=dict)
+    fits: Mapping[str, LayerFit] = field(default_factory=dict)
     answers: AnswersRepair | None = None
     note: str = ""
     trials: tuple[Trial, ...] = ()
-    on_fold: Callable[[int], Weights] | None = None
-    taken: Callable[[float], Weights] | None = None
+    on_fold: Callable[[int], RepairWeights] | None = None
+    taken: Callable[[float], RepairWeights] | None = None
 
     @classmethod
-    def of(cls, fits: Mapping[str, Fit], moments: Mapping[str, Moments]) -> Weights:
+    def of(cls, fits: Mapping[str, LayerFit], moments: Mapping[str, Moments]) -> RepairWeights:
         """The weights that fits of several output projections give, made from these sums."""
         found: dict[str, tuple[Tensor, Tensor | None]] = {}
         for name, fit in fits.items():
             found |= {name: (fit.weight, fit.bias), **fit.values()}
 
-        def on_fold(fold: int) -> Weights:
+        def on_fold(fold: int) -> RepairWeights:
             return cls.of({name: fit.again(moments[name].only(fold)) for name, fit in fits.items()}, moments)
 
         return cls(found, fits, on_fold=on_fold)
@@ -187,7 +200,7 @@ class Weights:
 
     @property
     def mixes(self) -> dict[str, Mapping[int, Tensor]]:
-        """What values are made of where they were refitted, by output projection (`Fit.mixes`)."""
+        """What values are made of where they were refitted, by output projection (`LayerFit.mixes`)."""
         return {name: fit.mixes for name, fit in self.fits.items() if fit.mixes}
 
     @property
@@ -198,7 +211,7 @@ class Weights:
     def __bool__(self) -> bool:
         return bool(self.by_module)
 
-    def moved(self, step: Mapping[str, tuple[Tensor, Tensor]], part: float) -> Weights:
+    def moved(self, step: Mapping[str, tuple[Tensor, Tensor]], part: float) -> RepairWeights:
         """With a part of changes ``{module: (W [in, out], b [out])}`` added; a bias that is None stays so."""
         moved = dict(self.by_module)
         for name, (weight, bias) in step.items():

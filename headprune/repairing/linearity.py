@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from headprune.reference.projections import Values
-from headprune.reference.runner import Runner, replaced
+from headprune.repairing.projections import Values
+from headprune.repairing.runner import Runner, replaced
 
 
 def linear(runner: Runner, values: Mapping[str, Values]) -> dict[str, Values]:

@@ -6,7 +6,7 @@ bilinear in the value projection and W_O, so both are least squares with the oth
 
 New values are made of a head's old ones and of ``rank`` further directions of the value projection's input, those that
 W_O made most of over all heads. What a head attends to along them is found by running the model with these in the place of
-values (`headprune.reference.directions`), so nothing needs to be known of how attention is computed.
+values (`headprune.repairing.directions`), so nothing needs to be known of how attention is computed.
 """
 
 from __future__ import annotations
@@ -14,51 +14,50 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from headprune.attention import Heads
-from headprune.reference.directions import inputs_of_heads
-from headprune.reference.moments import FOLDS, Moments, centred
-from headprune.reference.projections import OutputProjection, Values
-from headprune.repairing.step import LeftOut, Step
-from headprune.repairing.steps.outputs import ROUNDED, downhill, error, fit_output
-from headprune.repairing.weights import Fit, LayerRepair, Weights
+from headprune.repairing.calibration import Calibration
+from headprune.repairing.directions import inputs_of_heads
+from headprune.repairing.moments import FOLDS, Moments, centred
+from headprune.repairing.outputs import ROUNDED, downhill, error, fit_output
+from headprune.repairing.projections import OutputProjection, Values
+from headprune.repairing.results import LayerFit, LayerRepair, LeftOut, RepairWeights
 
-if TYPE_CHECKING:
-    from headprune.repairing.refit import Refit
-
+NAME = "values"
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # of the mean variance of an input
 _ROUNDS, _STEPS = 3, 8  # of alternation, and of conjugate gradients in each
 _TRIED_ROUNDS, _TRIED_STEPS = 1, 6  # to compare ridges
 
 
-def fit(refit: Refit, drop: Heads, start: Weights) -> Weights | LeftOut:
+def fit(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
     """The weights so far, with values refitted in those layers where that does better on held-out tokens."""
     fits = dict(start.fits)
     for name, alone in start.fits.items():
-        values, heads = refit.reference.values.get(name), alone.projection.heads(drop)
+        values, heads = calibration.values.get(name), alone.projection.heads(drop)
         if values and heads:
-            both = _fit_of(refit, alone.projection, values, heads, drop)
-            rounding = ROUNDED * float(refit.reference.moments[name].yy.sum())
+            both = _fit_of(calibration, alone.projection, values, heads, drop)
+            rounding = ROUNDED * float(calibration.statistics.moments[name].yy.sum())
             if both.held_out is None or alone.held_out is None or both.held_out < alone.held_out - rounding:
                 fits[name] = both
     changed = any(each.mixes for each in fits.values())
-    return Weights.of(fits, refit.reference.moments) if changed else LeftOut()
+    return RepairWeights.of(fits, calibration.statistics.moments) if changed else LeftOut()
 
 
-def _fit_of(refit: Refit, projection: OutputProjection, values: Values, heads: Sequence[int], drop: Heads) -> Fit:
-    reference = refit.reference
-    further, moments = reference.directions.along[projection.name], reference.moments[projection.name]
-    return refit.remembered(
-        STEP, projection, projection.kept(drop),
-        lambda: _written(fit_values(moments, projection, values, heads, further.shape[1], refit.ridge), values, further),
+def _fit_of(
+    calibration: Calibration, projection: OutputProjection, values: Values, heads: Sequence[int], drop: Heads
+) -> LayerFit:
+    statistics = calibration.statistics
+    further, moments = statistics.directions.along[projection.name], statistics.moments[projection.name]
+    return calibration.fit(
+        NAME, projection, projection.kept(drop),
+        lambda: _written(fit_values(moments, projection, values, heads, further.shape[1], calibration.ridge), values, further),
     )  # fmt: skip
 
 
-def _written(fit: Fit, values: Values, further: Tensor) -> Fit:
+def _written(fit: LayerFit, values: Values, further: Tensor) -> LayerFit:
     """A fit that can tell the value projection's weights as well."""
     if not fit.mixes:
         return fit
@@ -68,12 +67,9 @@ def _written(fit: Fit, values: Values, further: Tensor) -> Fit:
     )  # fmt: skip
 
 
-STEP = Step("values", fit, by_layer=True, about="every layer's W_O and the kept heads' values, each layer by itself")
-
-
 def fit_values(
     moments: Moments, projection: OutputProjection, values: Values, heads: Sequence[int], rank: int, ridge: float | None
-) -> Fit:
+) -> LayerFit:
     """The best values and W_O for the heads that stay.
 
     Minimised is ``mean_t |y_t - sum_h z_th T_g(h) O_h - b|^2 + ridge * (v |O - O_old|^2 + u sum_g |T_g - T_old|^2)``, z_th being
@@ -107,13 +103,13 @@ def fit_values(
     whole[values.columns[list(heads)].flatten()] = out.flatten(0, 1)
     made = {h: mix[start.owner[i]] for i, h in enumerate(heads)}
 
-    def again(some: Moments) -> Fit:
+    def again(some: Moments) -> LayerFit:
         if some.seen:
             return fit_values(some, projection, values, heads, rank, chosen)
         kept = values.columns[list(heads)].flatten().sort().values
         return fit_output(some, projection, kept, math.inf)
 
-    return Fit(projection, whole, bias if projection.has_bias else None, facts, held_out, again, made)
+    return LayerFit(projection, whole, bias if projection.has_bias else None, facts, held_out, again, made)
 
 
 def written(values: Values, mixes: Mapping[int, Tensor], further: Tensor) -> tuple[Tensor, Tensor | None]:

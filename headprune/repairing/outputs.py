@@ -7,40 +7,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from headprune.attention import Heads
-from headprune.reference.moments import FOLDS, Moments, centred
-from headprune.reference.projections import OutputProjection
-from headprune.repairing.step import Step
-from headprune.repairing.weights import Fit, LayerRepair, Weights
+from headprune.repairing.calibration import Calibration
+from headprune.repairing.moments import FOLDS, Moments, centred
+from headprune.repairing.projections import OutputProjection
+from headprune.repairing.results import LayerFit, LayerRepair, RepairWeights
 
-if TYPE_CHECKING:
-    from headprune.repairing.refit import Refit
-
+NAME = "output projections"
 ROUNDED = 1e-7  # of the outputs' squares, which are summed in float32: errors that differ by less are equal
 RIDGES = (1e-4, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0)  # of the mean variance of an input
 
 
-def fit(refit: Refit, drop: Heads, start: Weights) -> Weights:
-    """Weights of every output projection that loses heads."""
-    fits = {p.name: fit_of(refit, p, drop) for p in refit.reference.losing(drop)}
-    return Weights.of(fits, refit.reference.moments)
+def fit(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights:
+    """RepairWeights of every output projection that loses heads."""
+    fits = {p.name: fit_of(calibration, p, drop) for p in calibration.losing(drop)}
+    return RepairWeights.of(fits, calibration.statistics.moments)
 
 
-def fit_of(refit: Refit, projection: OutputProjection, drop: Heads) -> Fit:
+def fit_of(calibration: Calibration, projection: OutputProjection, drop: Heads) -> LayerFit:
     """The fit of one output projection."""
-    kept, moments = projection.kept(drop), refit.reference.moments[projection.name]
-    return refit.remembered(STEP, projection, kept, lambda: fit_output(moments, projection, kept, refit.ridge))
+    kept, moments = projection.kept(drop), calibration.statistics.moments[projection.name]
+    return calibration.fit(NAME, projection, kept, lambda: fit_output(moments, projection, kept, calibration.ridge))
 
 
-STEP = Step("output projections", fit, by_layer=True, about="every layer's W_O, each by itself")
-
-
-def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, ridge: float | None) -> Fit:
+def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, ridge: float | None) -> LayerFit:
     """The best weights for the inputs that stay.
 
     Args:
@@ -65,10 +59,10 @@ def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, rid
     whole = torch.zeros_like(projection.weight, device="cpu")
     whole[kept] = weight
 
-    def again(some: Moments) -> Fit:
+    def again(some: Moments) -> LayerFit:
         return fit_output(some, projection, kept, chosen if some.seen else math.inf)
 
-    return Fit(projection, whole, bias if projection.has_bias else None, facts, held_out, again)
+    return LayerFit(projection, whole, bias if projection.has_bias else None, facts, held_out, again)
 
 
 def _held_out(xx: Tensor, xy: Tensor, yy: Tensor, old: tuple[Tensor, Tensor], has_bias: bool, ridge: float) -> float:

@@ -9,23 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from headprune.attention import Heads
 from headprune.errors import HeadPruneError
-from headprune.reference.answers import DenseAnswers, logits_by_example
-from headprune.reference.projections import OutputProjection
-from headprune.reference.runner import Seen
+from headprune.repairing.answers import DenseAnswers, logits_by_example
+from headprune.repairing.calibration import Calibration
 from headprune.repairing.coordinates import Coordinates, Parts, longest
-from headprune.repairing.step import LeftOut, Step
-from headprune.repairing.steps.outputs import downhill
-from headprune.repairing.weights import AnswersRepair, Weights
-
-if TYPE_CHECKING:
-    from headprune.repairing.refit import Refit
+from headprune.repairing.outputs import downhill
+from headprune.repairing.projections import OutputProjection
+from headprune.repairing.results import AnswersRepair, LeftOut, RepairWeights
+from headprune.repairing.runner import Seen
 
 STRENGTHS = tuple(10 ** (i / 2) for i in range(-8, 5))  # of the mean squared length of an answer's gradient
 _START = 10**-0.5  # the strength that is tried first
@@ -41,16 +37,16 @@ Changes = Mapping[str, tuple[Tensor, Tensor]]
 """Of weights ``W [in, out]`` and biases ``b [out]``, by module."""
 
 
-def fit(refit: Refit, drop: Heads, start: Weights) -> Weights | LeftOut:
+def fit(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
     """The weights so far, all output projections that lose heads moved towards the dense model's answers."""
-    answers = refit.reference.answers
-    places = {p.name: (p, p.kept(drop)) for p in refit.reference.projections if p.name in start.by_module}
-    if answers is None or not places:
+    answers, _ = calibration.answers
+    places = {p.name: (p, p.kept(drop)) for p in calibration.projections if p.name in start.by_module}
+    if not places:
         return LeftOut()
     if isinstance(answers, str):
         return LeftOut(answers)
     with torch.inference_mode(False):
-        with refit.applied(start, drop):
+        with calibration.applied(start.by_module, drop):
             try:
                 step = gauss_newton(answers, places)
             except HeadPruneError as error:
@@ -59,7 +55,7 @@ def fit(refit: Refit, drop: Heads, start: Weights) -> Weights | LeftOut:
             return LeftOut(_NO_GAIN)
     changes, facts, on_fold = step
 
-    def taken(part: float) -> Weights:
+    def taken(part: float) -> RepairWeights:
         return replace(
             start.moved(changes, part),
             answers=replace(facts, part=part),
@@ -68,9 +64,6 @@ def fit(refit: Refit, drop: Heads, start: Weights) -> Weights | LeftOut:
         )
 
     return taken(1.0)
-
-
-STEP = Step("answers", fit, about="the last step: all W_O together, towards the dense model's answers")
 
 
 def gauss_newton(
