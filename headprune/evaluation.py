@@ -99,7 +99,7 @@ def evaluate(
 ) -> Measurement:
     """Run a model over labelled batches, and measure how well it does.
 
-    Which label a token's logits are compared with is found by comparing with the model's own loss (`headprune.conventions`).
+    Which label a token's logits are compared with is found by comparing with the model's own loss (`headprune.label_use`).
     If that loss cannot be computed from the logits, the model computes it for one example at a time, and there is no accuracy. If
     this loss is found to be a mean over labels, examples weigh by their labels, and there is a perplexity; else each counts once.
 
