@@ -61,26 +61,26 @@ class Divergence:
         self.compares_numbers = False
         self.about = "divergence (KL in nats) from the dense model's answers"
 
-    def taught(self, batch: Mapping[str, Any], start: int) -> dict[str, Any]:
+    def with_answers(self, batch: Mapping[str, Any], start: int) -> dict[str, Any]:
         """A batch with the dense model's answers, ``start`` being the number of its first example."""
         with torch.no_grad():
             known = self._logits(batch)
-        made = {**batch, KNOWN: known}
+        batch = {**batch, KNOWN: known}
         if self._are_numbers(known):
             self.compares_numbers = True
             self.about = "squared difference from the dense model's answers"
-            return made
+            return batch
         if self._several:
-            return made
+            return batch
         # The same draws for an example in whatever batch, with whatever padding.
         chances = known.double().softmax(-1).cumsum(-1).cpu()
-        counted = self._counted(made, chances[..., 0])
+        counted = self._counted(batch, chances[..., 0])
         drawn = torch.zeros(chances.shape[:-1], dtype=torch.long)
         for i, (rows, real) in enumerate(zip(chances, counted, strict=True)):
             numbers = np.random.default_rng((self.seed, start + i)).random(int(real.sum()))
             uniform = torch.from_numpy(numbers)[:, None]
             drawn[i][real] = (rows[real].reshape(-1, rows.shape[-1]) < uniform).sum(-1).clamp(max=rows.shape[-1] - 1)
-        return {**made, DRAWN: drawn.to(known.device)}
+        return {**batch, DRAWN: drawn.to(known.device)}
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``; differentiable under grad mode."""
@@ -209,8 +209,8 @@ def part_of(output: Any, name: str) -> Any:
 
     The attribute counts first: ``output.loss = …`` on an output that had no loss sets no entry in older versions of transformers.
     """
-    found = getattr(output, name, None)
-    return output.get(name) if found is None and isinstance(output, Mapping) else found
+    part = getattr(output, name, None)
+    return output.get(name) if part is None and isinstance(output, Mapping) else part
 
 
 def logits_of(output: Any, batch: Any) -> Tensor:

@@ -99,7 +99,7 @@ class ExampleLoss:
         )
         if self.distils:
             starts = accumulate(map(self.rows.size, batches), initial=0)
-            return [self.divergence.taught(batch, start) for batch, start in zip(batches, starts, strict=False)]
+            return [self.divergence.with_answers(batch, start) for batch, start in zip(batches, starts, strict=False)]
         self._use = find_label_use(self.model, batches, self.rows)
         batches = [self._use.of_real_tokens(self.model, batch, self.rows) for batch in batches]
         return [row for batch in batches for row in self.rows.singles(batch)] if self._use.own else batches

@@ -78,16 +78,16 @@ def test_labels_that_are_drawn_depend_on_nothing_but_the_example() -> None:
         "attention_mask": torch.tensor([[1] * n + [0] * (6 - n) for n in (6, 2, 4, 1)]),
     }
     divergence = Divergence(Fixed(), seed=3)
-    whole = divergence.taught(made, 7)[DRAWN]
+    whole = divergence.with_answers(made, 7)[DRAWN]
     for i, n in enumerate((6, 2, 4, 1)):
         alone: dict[str, Any] = {k: v[i : i + 1, :n] for k, v in made.items()}
-        assert torch.equal(divergence.taught(alone, 7 + i)[DRAWN][0], whole[i, :n])
-    assert not torch.equal(Divergence(Fixed(), seed=4).taught(made, 7)[DRAWN], whole)
+        assert torch.equal(divergence.with_answers(alone, 7 + i)[DRAWN][0], whole[i, :n])
+    assert not torch.equal(Divergence(Fixed(), seed=4).with_answers(made, 7)[DRAWN], whole)
 
 
 def test_labels_are_drawn_as_often_as_the_dense_model_says() -> None:
     one = torch.tensor([0.6, 0.3, 0.1]).log()
-    drawn = Divergence(Fixed(), seed=0).taught({"logits": one.expand(4000, 3)}, 0)[DRAWN]
+    drawn = Divergence(Fixed(), seed=0).with_answers({"logits": one.expand(4000, 3)}, 0)[DRAWN]
     torch.testing.assert_close(drawn.bincount() / 4000, one.exp(), atol=0.03, rtol=0)
 
 
