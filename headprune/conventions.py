@@ -14,7 +14,7 @@ from headprune.divergence import IGNORED, part_of
 from headprune.errors import HeadPruneError
 from headprune.inputs import widened
 
-SPAN, CLASSES, TOKENS, SQUARED, BINARY = "span", "classes", "tokens", "squared error", "binary cross-entropy"
+SPAN, CLASSES, SQUARED, BINARY = "span", "classes", "squared error", "binary cross-entropy"
 _Batch = Mapping[str, Any]
 
 
@@ -41,9 +41,9 @@ class Convention:
     """How a model's labels are compared with its logits.
 
     Attributes:
-        what: `SPAN`: an answer's start and end; `CLASSES`: one label per example; `TOKENS`: one per token; `SQUARED`:
-            numbers; `BINARY`: several labels at once.
-        ahead: For `TOKENS`: the logits of token t are compared with the label of token t + ahead. Where more logits than labels
+        what: `SPAN`: an answer's start and end; `CLASSES`: one label per example, or per token; `SQUARED`: numbers;
+            `BINARY`: several labels at once.
+        ahead: For labels per token: the logits of token t are compared with the label of token t + ahead. Where more logits than labels
             are given, because something precedes the text (an image, a learned prompt), the last of these predicts the first label.
     """
 
@@ -65,8 +65,8 @@ class Convention:
         if self.what in (SQUARED, BINARY):
             return _numbers(logits, labels, self.what == BINARY)
         refuse_unknown(labels, logits.shape[-1])
-        if self.what == CLASSES:
-            return _classes(logits[:, None], labels.reshape(-1, 1))
+        if logits.ndim == 2:
+            logits, labels = logits[:, None], labels.reshape(-1, 1)
         before = logits.shape[1] - labels.shape[1]
         if self.ahead:
             labels = F.pad(labels, (before, 0), value=IGNORED)[:, self.ahead :]
@@ -91,7 +91,7 @@ def conventions(output: Any, batch: _Batch) -> list[Convention]:
         return [Convention(CLASSES)]
     if logits.ndim != 3 or labels.ndim != 2 or logits.shape[1] < labels.shape[1]:
         return []
-    return [Convention(TOKENS), Convention(TOKENS, 1)]
+    return [Convention(CLASSES), Convention(CLASSES, 1)]
 
 
 def logits_in(output: Any) -> Tensor | None:

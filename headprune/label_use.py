@@ -21,7 +21,6 @@ from headprune.conventions import (
     BINARY,
     CLASSES,
     SQUARED,
-    TOKENS,
     Convention,
     conventions,
     logits_in,
@@ -102,7 +101,7 @@ def find_label_use(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> L
         output, gives = _output(model, examples[0], asks)
         able, logits = conventions(output, examples[0]), logits_in(output)
         close = (1e-4, 1e-5) if logits is None or logits.dtype in (torch.float32, torch.float64) else (2e-2, 1e-3)
-        if logits is not None and able and able[0].what in (CLASSES, TOKENS):
+        if logits is not None and able and able[0].what == CLASSES:
             odd = next((b for b in batches if unknown_label(b["labels"], logits.shape[-1]) is not None), None)
             if odd is not None:  # the model's own loss may ignore them
                 if not asks or _own_loss(model, odd) is None:
@@ -129,7 +128,7 @@ def _labelings(model: nn.Module, example: _Batch, able: Sequence[Convention]) ->
     In a text that repeats one token, which a tokenizer makes of words that it does not know, all conventions give the same loss.
     """
     yield example
-    if not able or able[0].what != TOKENS:
+    if not _per_token(able):
         return
     labels = example["labels"]
     classes = torch.unique(labels[labels != IGNORED])
@@ -168,8 +167,13 @@ def _by_own_loss(
         return LabelUse(able[best], gives_labels=gives)
     if len(able) == 1:  # one label per example, or the start and end of an answer: there is no choice
         return LabelUse(able[0], own=True, gives_labels=gives)
-    tokens = bool(able) and able[0].what == TOKENS
-    return LabelUse(_followed(tables, able, close) if tokens else _declared(model, able), own=True, gives_labels=gives)
+    convention = _followed(tables, able, close) if _per_token(able) else _declared(model, able)
+    return LabelUse(convention, own=True, gives_labels=gives)
+
+
+def _per_token(able: Sequence[Convention]) -> bool:
+    """Whether labels are those of tokens: their own, or the next ones'."""
+    return len(able) == 2 and able[0].what == CLASSES
 
 
 def _apart(table: Tensor, close: _Close) -> Tensor:
@@ -208,9 +212,8 @@ def _skipped(model: nn.Module, example: _Batch, rows: Rows, close: _Close) -> in
         return None
     together, *each = (float(part) for part in parts if part is not None)
     alone = torch.tensor(each, dtype=torch.float64)
-    weights = (
-        torch.stack([LabelUse(None, skipped=skipped).weights(pair["labels"]) for skipped in (0, 1)]).cpu().double()
-    )
+    counts = torch.stack([LabelUse(None, skipped=skipped).weights(pair["labels"]) for skipped in (0, 1)])
+    weights = counts.cpu().double()
     ways = torch.cat([weights @ alone / weights.sum(1), alone.mean(0, True), alone.sum(0, True)]) - together
     best = int(ways.abs().argmin())
     return best if best < len(weights) and abs(float(ways[best])) <= close[1] + close[0] * abs(together) else None
@@ -232,12 +235,11 @@ def _without_own_loss(model: nn.Module, able: Sequence[Convention], batches: Seq
     """
     if not able:
         raise no_logits()
-    if able[0].what == TOKENS:
+    if _per_token(able):
         copied = [share for batch in batches if (share := _copied(batch)) is not None]
-        if copied and (
-            min(copied) == 1 or max(copied) < _CHANCE
-        ):  # a text, of which the next tokens are predicted; or its tokens' classes
-            return Convention(TOKENS, int(min(copied) == 1))
+        # A text, of which the next tokens are predicted; or its tokens' classes.
+        if copied and (min(copied) == 1 or max(copied) < _CHANCE):
+            return able[int(min(copied) == 1)]
         raise HeadPruneError(
             f"It cannot be told which token's label the logits of {type(model).__name__} are compared with: it has no loss of its own, or "
             "none that is finite on these examples.",

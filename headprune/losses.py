@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.batches import Rows, apparent_size, find_rows
-from headprune.conventions import BINARY, CLASSES, SQUARED, TOKENS, Outcome, no_logits
+from headprune.conventions import BINARY, CLASSES, SQUARED, Outcome, no_logits
 from headprune.divergence import IGNORED, Divergence, part_of
 from headprune.errors import HeadPruneError
 from headprune.inputs import ADDED, LABELS, call, inputs_of, tensors, unlabelled
@@ -156,7 +156,7 @@ class ExampleLoss:
     def classifies(self) -> bool:
         """Whether what is predicted are classes, the same for all examples; not so where it is a place in a text."""
         convention = None if self.loss_fn is not None or self.distils else self._label_use.convention
-        return convention is not None and convention.what in (CLASSES, TOKENS, BINARY)
+        return convention is not None and convention.what in (CLASSES, BINARY)
 
     def of_output(self, output: Any, batch: Mapping[str, Any]) -> Tensor:
         """Losses ``[batch]`` of a model's output for a batch, from its logits; 0 for an example without a label.

@@ -18,7 +18,6 @@ from headprune.app.models import TASKS, LoadedModel, load_model, numbers_given
 from headprune.app.options import Options
 from headprune.app.workflow.scene import open_scene
 from headprune.errors import HeadPruneError
-from headprune.losses import ExampleLoss
 from tests.support.causal import gemma3, text_config, tiny
 from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl
 from tests.support.zoo import llama, randomise
@@ -166,13 +165,12 @@ def test_every_text_task_scores_with_the_models_own_loss(task: str, tmp_path: Pa
     model = task_model(task)
     loaded = LoadedModel(model, tokenizer(), TASKS[task], "x", "x")
     parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", ROWS[task]))), loaded)
-    losses = ExampleLoss(model)
     (batch,) = list(parts.score.batches(100))
-    assert len(losses.prepare([batch])) == 1  # not one by one: our loss is the model's
+    measurement = hp.evaluate(model, [batch])
+    assert "accuracy" in measurement.metrics  # our loss is the model's
     with torch.no_grad():
-        for i, loss in enumerate(losses(batch)):
-            own = model(**{k: v[i : i + 1] for k, v in batch.items()}).loss
-            torch.testing.assert_close(loss, own, rtol=1e-4, atol=1e-5)
+        for i, loss in enumerate(measurement.loss):
+            assert loss == pytest.approx(float(model(**{k: v[i : i + 1] for k, v in batch.items()}).loss), rel=1e-4)
     scores = hp.score(model, parts.score.batches(2))
     assert torch.isfinite(scores.flat()).all()
 
