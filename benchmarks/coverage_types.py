@@ -39,15 +39,12 @@ import tiny
 import torch
 import torch.nn.functional as F
 import transformers
-from headprune.convention import find
-from headprune.modules import exact_attention
 from rich.progress import track
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import headprune as hp
 from headprune.checkpoint import StockCounts, load_call
-from headprune.conventions import find
 from headprune.errors import first_line
 from headprune.evaluation import evaluate
 from headprune.inputs import call, tensors
@@ -226,7 +223,8 @@ def examine(model_type: str, whole: Container[str]) -> dict[str, Any]:
 
 
 def loss_of(model_type: str) -> str:
-    """How a causal language model of this type compares logits with labels, and whether `evaluate` gives its own loss.
+    """How a causal language model of this type compares logits with labels, and whether `evaluate` gives its own loss of a batch and of
+    each of its examples.
 
     The token that the labels are of (``"next"``, ``"same"``), ``"own"`` where the loss is none of its logits' cross-entropies;
     ``"WRONG …"``; "" where there is no such model, or it was not built.
@@ -247,14 +245,17 @@ def loss_of(model_type: str) -> str:
     if own is None:
         return ""
     try:
+        measured = evaluate(model, [batch])
         with torch.no_grad():
-            known = find(model, [batch], [{k: v[i : i + 1] for k, v in batch.items()} for i in range(3)])
-            measured = evaluate(model, [batch]).metrics["loss"]
+            each = [float(call(model, {k: v[i : i + 1] for k, v in batch.items()}).loss) for i in range(len(labels))]
     except Exception as error:
         return f"WRONG: {why(error)}"
-    if abs(measured - float(own)) > 1e-5 * max(1.0, float(own)):
-        return f"WRONG: {measured:.6f}, its own is {float(own):.6f}"
-    return "own" if known.convention is None else "next" if known.convention.ahead else "same"
+    for mine, owns in ((measured.metrics["loss"], float(own)), *zip(measured.loss, each, strict=True)):
+        if abs(mine - owns) > 1e-5 * max(1.0, owns):
+            return f"WRONG: {mine:.6f}, its own is {owns:.6f}"
+    if "accuracy" not in measured.metrics:
+        return "own"
+    return "same" if measured.tokens.sum() == int((labels != -100).sum()) else "next"
 
 
 def trial(model: nn.Module, example: dict[str, Any]) -> dict[str, Any]:

@@ -48,20 +48,20 @@ def given_to_choose(choose: Iterable[Any], batches: Sequence[Any]) -> list[Any]:
     Raises:
         HeadPruneError: There are none, or one is in ``batches`` too.
     """
-    found = [batch for batch in listed(choose, "choose") if not is_empty(batch)]
-    if not found:
+    kept = [batch for batch in listed(choose, "choose") if not is_empty(batch)]
+    if not kept:
         raise HeadPruneError(
             "choose= holds no examples.",
             "Pass other batches than batches=; a generator gives its batches only once, so not the same one twice.",
         )
     known = {content_of([batch]) for batch in batches}
-    twice = [i for i, batch in enumerate(found) if content_of([batch]) in known]
+    twice = [i for i, batch in enumerate(kept) if content_of([batch]) in known]
     if twice:
         raise HeadPruneError(
             f"Batch {twice[0]} of choose= is one of batches=, too: it would choose by what was fitted to it.",
             "Pass batches of other examples, or leave out choose=.",
         )
-    return found
+    return kept
 
 
 @contextmanager

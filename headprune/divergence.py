@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from headprune.inputs import (
     model_device,
     move,
     tensors,
+    widened,
 )
 from headprune.parallel import current
 from headprune.running import quiet
@@ -60,26 +61,26 @@ class Divergence:
         self.compares_numbers = False
         self.about = "divergence (KL in nats) from the dense model's answers"
 
-    def taught(self, batch: Mapping[str, Any], start: int) -> dict[str, Any]:
+    def with_answers(self, batch: Mapping[str, Any], start: int) -> dict[str, Any]:
         """A batch with the dense model's answers, ``start`` being the number of its first example."""
         with torch.no_grad():
             known = self._logits(batch)
-        made = {**batch, KNOWN: known}
+        batch = {**batch, KNOWN: known}
         if self._are_numbers(known):
             self.compares_numbers = True
             self.about = "squared difference from the dense model's answers"
-            return made
+            return batch
         if self._several:
-            return made
+            return batch
         # The same draws for an example in whatever batch, with whatever padding.
         chances = known.double().softmax(-1).cumsum(-1).cpu()
-        counted = self._counted(made, chances[..., 0])
+        counted = self._counted(batch, chances[..., 0])
         drawn = torch.zeros(chances.shape[:-1], dtype=torch.long)
         for i, (rows, real) in enumerate(zip(chances, counted, strict=True)):
             numbers = np.random.default_rng((self.seed, start + i)).random(int(real.sum()))
             uniform = torch.from_numpy(numbers)[:, None]
             drawn[i][real] = (rows[real].reshape(-1, rows.shape[-1]) < uniform).sum(-1).clamp(max=rows.shape[-1] - 1)
-        return {**made, DRAWN: drawn.to(known.device)}
+        return {**batch, DRAWN: drawn.to(known.device)}
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``; differentiable under grad mode."""
@@ -124,10 +125,6 @@ class Divergence:
     def _are_numbers(self, logits: Tensor) -> bool:
         return self._regresses or (logits.shape[-1] == 1 and not self._several)
 
-    @property
-    def _labels_pad(self) -> bool:
-        return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
-
     def mean(self, each: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``: the mean of ``[batch, tokens]`` over each example's real tokens."""
         if each.ndim == 1:
@@ -145,7 +142,7 @@ class Divergence:
         """``[batch, (tokens,) classes]``, in float32 or wider."""
         if not isinstance(batch, Mapping):
             raise HeadPruneError("Batches without labels must be dicts.", "Give dicts that the model accepts.")
-        hidden = (*ADDED, *(() if self._labels_pad else LABELS))
+        hidden = (*ADDED, *(() if is_encoder_decoder(self.model) else LABELS))
         return logits_of(call(self.model, {k: v for k, v in batch.items() if k not in hidden}), batch)
 
 
@@ -212,11 +209,11 @@ def part_of(output: Any, name: str) -> Any:
 
     The attribute counts first: ``output.loss = …`` on an output that had no loss sets no entry in older versions of transformers.
     """
-    found = getattr(output, name, None)
-    return output.get(name) if found is None and isinstance(output, Mapping) else found
+    part = getattr(output, name, None)
+    return output.get(name) if part is None and isinstance(output, Mapping) else part
 
 
-def logits_of(output: Any, batch: Mapping[str, Any]) -> Tensor:
+def logits_of(output: Any, batch: Any) -> Tensor:
     """``[batch, (tokens,) classes]`` of a model's output, in float32 or wider.
 
     Of an answer's start and end ``[batch, 2, tokens]``: the tokens are the classes, and padding is none of them.
@@ -226,7 +223,7 @@ def logits_of(output: Any, batch: Mapping[str, Any]) -> Tensor:
     start, end = part_of(output, "start_logits"), part_of(output, "end_logits")
     if start is not None and end is not None:
         logits = torch.stack([start, end], dim=1)
-        if isinstance(mask := batch.get("attention_mask"), Tensor):
+        if isinstance(mask := batch.get("attention_mask") if isinstance(batch, Mapping) else None, Tensor):
             logits = logits.masked_fill(mask[:, None].to(logits.device) == 0, torch.finfo(logits.dtype).min)
     if not isinstance(logits, Tensor) or logits.ndim < 2:
         raise HeadPruneError(
@@ -235,7 +232,7 @@ def logits_of(output: Any, batch: Mapping[str, Any]) -> Tensor:
         )
     if logits.ndim > 3:  # images: [batch, classes, height, width]
         logits = logits.movedim(1, -1).flatten(1, -2)
-    return logits if logits.dtype == torch.float64 else logits.float()
+    return widened(logits)
 
 
 # -- how near a changed model stays: what plans, and the steps of a repair, are compared by -----------
@@ -266,34 +263,31 @@ class Fidelity:
         # Of several ranks each keeps the answers to its own batches, and compares what comes later on these.
         self._ranks = current()
         self._answers: dict[int, Tensor] = {}
+        self._rounding = 0.0
         try:
-            sizes = self._ranks.share("dense answers", [partial(self._keep, i) for i in range(len(self._batches))])
-            self.known = 0 < sum(sizes) <= MOST
+            tasks = [partial(self._keep, i) for i in range(len(self._batches))]
+            kept = self._ranks.share("dense answers", tasks)
+            self.known = 0 < sum(size for size, _ in kept) <= MOST
+            self._rounding = max(rounding for _, rounding in kept)
         except HeadPruneError:  # no logits
             self.known = False
         if not self.known:
             self._answers = {}
 
-    @property
-    def answers(self) -> list[Tensor]:
-        """The dense model's, by batch, as far as they are kept."""
-        return list(self._answers.values())
-
-    def _keep(self, index: int) -> int:
-        """Keep the answers to a batch, or note that they are too many; their bytes."""
-        if sum(map(_bytes, self._answers.values())) > MOST:
-            return 0
-        batch = self._batches[index]
-        self._answers[index] = _logits(self._run(batch), batch)
-        return _bytes(self._answers[index])
+    def _keep(self, index: int) -> tuple[int, float]:
+        """Keep the answers to a batch, or note that they are too many; their bytes, and what rounding makes of them."""
+        if sum(answers.nbytes for answers in self._answers.values()) > MOST:
+            return 0, 0.0
+        answers = self._answers[index] = logits_of(self._run(self._batches[index]), self._batches[index])
+        return answers.nbytes, answers.new_tensor(self._divergence.rounding(answers)).item()
 
     def divergence(self) -> float:
         """Of the model as it is now: mean over examples, in nats (`Divergence`)."""
-        return self._means()[0]
+        return float(self.each(nullcontext).mean())
 
     def log_divergence(self) -> float:
         """Its logarithm; of one that is only rounding the logarithm of what rounding makes, so that no order is preferred for that."""
-        return math.log(max(self._means()))
+        return math.log(max(self.divergence(), self._rounding))
 
     def each(self, changed: Context) -> Tensor:
         """Of the model in a context that ``changed`` gives: ``[examples]`` in nats, float64; never below 0.
@@ -312,8 +306,8 @@ class Fidelity:
         with changed():
             now = self._run(batch)
         try:
-            known = dense if self.known else _logits(dense, batch)
-            each = self._divergence.between(known, _logits(now, batch), batch if isinstance(batch, dict) else {})
+            known = dense if self.known else logits_of(dense, batch)
+            each = self._divergence.between(known, logits_of(now, batch), batch)
         except HeadPruneError:  # no logits
             # A model that says itself how long its answer is (of speech, say) may give another length now.
             size = max(1, apparent_size(batch))
@@ -325,28 +319,6 @@ class Fidelity:
             each = torch.stack(parts or [torch.zeros(size)]).sum(0)
         return each.detach().double().flatten().clamp(min=0).cpu()  # below 0 is rounding
 
-    def _means(self) -> list[float]:
-        """The mean over examples of the divergence, and of what rounding makes of equal answers."""
-        tasks = [partial(self._between, i) for i in range(len(self._batches))]
-        found: list[float] = torch.cat(self._ranks.share("divergence", tasks), dim=1).double().mean(dim=1).tolist()
-        return found
-
-    def _between(self, index: int) -> Tensor:
-        """On a batch ``[2, examples]``: the divergence, and what rounding makes."""
-        batch, known = self._batches[index], self._answers[index]
-        each = self._divergence.between(known, _logits(self._run(batch), batch), batch).clamp(min=0)
-        return torch.stack([each, torch.full_like(each, self._divergence.rounding(known))]).cpu()
-
     def _run(self, batch: Any) -> Any:
-        model = self.model
-        # For single passes: buffers are not copied.
-        with quiet(model, attributes=False), torch.no_grad():
-            return call(model, inputs_of(model, batch))
-
-
-def _logits(output: Any, batch: Any) -> Tensor:
-    return logits_of(output, batch if isinstance(batch, dict) else {})
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+        with quiet(self.model, attributes=False), torch.no_grad():
+            return call(self.model, inputs_of(self.model, batch))

@@ -34,7 +34,9 @@ def quiet(model: nn.Module, *, exact: bool = True, attributes: bool = True) -> I
         attributes: Restore the modules' attributes and buffers afterwards. Not so for single passes: it copies every buffer.
     """
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
+        gradients = torch.is_grad_enabled()
+        stack.enter_context(torch.inference_mode(False))  # enables gradients
+        stack.enter_context(torch.set_grad_enabled(gradients))
         if exact:
             stack.enter_context(full_precision())
             stack.enter_context(uncompiled())

@@ -11,6 +11,7 @@ from torch import nn
 import headprune as hp
 from headprune.app.distillation import DistillationLoss, Mixture
 from headprune.app.finetune import FinetuneOptions
+from tests.support.causal import my_gpt, texts
 from tests.support.finetuning import pair, prepared, t5
 from tests.support.folders import common
 from tests.support.zoo import bert, gpt2, labelled, llama, randomise, text, vit
@@ -161,3 +162,13 @@ def _narrow() -> nn.Module:
     return randomise(
         tf.BertForSequenceClassification(tf.BertConfig(**common(vocab_size=100, hidden_size=16, num_hidden_layers=3)))
     )
+
+
+def test_fine_tuning_learns_what_is_measured() -> None:
+    model, batch = randomise(my_gpt()), texts()
+    loss = DistillationLoss(model, None, Mixture(alpha=0))
+    loss.prepare(batch)
+    with torch.no_grad():
+        for i, each in enumerate(loss(batch)):
+            own = model(**{k: v[i : i + 1] for k, v in batch.items()}).loss
+            torch.testing.assert_close(each, own, rtol=1e-5, atol=1e-6)

@@ -245,7 +245,7 @@ def test_packed_texts_are_apart_in_every_computation() -> None:
     dense = Fidelity(model, [packed])
     with torch.no_grad():
         expected = torch.stack([model(input_ids=ids[1:, 7:]).logits[0, -1], model(input_ids=ids[:1, 4:]).logits[0, -1]])
-    torch.testing.assert_close(dense.answers[0][[1, 0], -1], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dense._answers[0][[1, 0], -1], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_padding_is_no_place_for_an_answer() -> None:

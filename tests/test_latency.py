@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+import headprune as hp
 from headprune import latency
+from headprune.batches import by_names
 from headprune.latency import bench, flops, parameters, shaped, speedup
 from tests.support.zoo import bert, gpt2, text
 
@@ -112,3 +114,13 @@ def test_flops_of_torch_encoders() -> None:
     x = torch.randn(1, 6, 32)
     projections, feed_forward, attention = 4 * 32 * 32, 2 * 32 * 48, 2 * 6 * 32
     assert flops(encoder.eval(), x) == 2 * 6 * (projections + feed_forward + attention)
+
+
+def test_timing_repeats_examples_alone() -> None:
+    inputs = {**text(2, 6), "position_ids": torch.arange(6)[None], "shared": torch.eye(6)}
+    made = shaped(inputs, 5)
+    assert made["input_ids"].shape == (5, 6)
+    assert made["position_ids"].shape == (1, 6)
+    assert torch.equal(made["shared"], torch.eye(6))
+    with pytest.raises(hp.HeadPruneError, match=r"dimension of shared \[2, 2\]"):
+        by_names({**text(2, 6), "shared": torch.eye(2)})

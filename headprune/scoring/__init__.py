@@ -106,11 +106,11 @@ def _scored(
     """`score`, with its arguments checked."""
     losses = ExampleLoss(model, loss_fn, distil=distil, seed=seed)
     kept = _not_empty(model, batches)
-    with quiet(model):
+    with quiet(model), torch.enable_grad():
         kept = losses.prepare(kept)
     maskable = maskable_of(model, layers_for(model, layers, batches=kept))
     own = identity(model)  # before anything is swapped: parts of the model may have other names then
-    with quiet(model):
+    with quiet(model), torch.enable_grad():
         problem = _problem(model, maskable, kept, losses, seed, settings, progress)
         store = Store(Path(work)) if isinstance(work, str | Path) else work
         if store is not None and loss_fn is None:

@@ -14,19 +14,8 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError, first_line
 from headprune.gates import mask
-from headprune.inputs import (
-    Example,
-    call,
-    scrambled,
-    seeded,
-    shortened,
-    tensors,
-    variants,
-    vocabulary_size,
-    widened,
-    writes,
-)  # fmt: skip
-from headprune.longer import LONG, longer, position_limit, within_bounds
+from headprune.inputs import Example, call, seeded, tensors, vocabulary_size, widened, writes
+from headprune.longer import LONG, longer, position_limit, scrambled, shortened, variants, within_bounds
 from headprune.running import attributes_kept, exact_attention
 from headprune.surgery.journal import Journal
 from headprune.surgery.removal import Removal, ways
