@@ -30,10 +30,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("COLUMNS", "2000")  # a message is a line
 
 import transformers as tf
 from document import replace_section
@@ -44,6 +42,7 @@ from tests.support.folders import common, sentences, tokenizer, write_jsonl
 from tests.support.interrupted import Processes
 from tests.support.zoo import randomise
 
+ROOT = Path(__file__).resolve().parents[1]
 FULL = {"moments": 150, "renames": 60, "disk": 15, "bits": 6}
 QUICK = {"moments": 4, "renames": 4, "disk": 1, "bits": 1}
 SIGNALS = {"kill -9": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "Ctrl-C": signal.SIGINT}
@@ -468,7 +467,11 @@ def main() -> None:
         os.environ[MOUNTS] = "1"
         os.execvp("unshare", ["unshare", flags, sys.executable, *sys.argv])
     with tempfile.TemporaryDirectory(prefix="headprune-faults-") as scratch:
-        os.environ |= {"HF_DATASETS_CACHE": f"{scratch}/cache", "HF_MODULES_CACHE": f"{scratch}/modules"}
+        os.environ |= {
+            "HF_DATASETS_CACHE": f"{scratch}/cache",
+            "HF_MODULES_CACHE": f"{scratch}/modules",
+            "COLUMNS": "2000",
+        }
         folder = (options.work or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         results, base = Results(folder), Base(Path(scratch) / "base")
