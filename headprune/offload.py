@@ -14,7 +14,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -233,24 +233,6 @@ def reads_from(model: nn.Module, folder: str | os.PathLike[str]) -> bool:
     places = {entry.get("safetensors_file") for store in stores.values() for entry in store.index.values()}
     there = os.path.realpath(folder)
     return any(os.path.dirname(os.path.realpath(place)) == there for place in places if place)
-
-
-@contextmanager
-def loaded(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Modules whose weights stay loaded while the context lasts, however often they run."""
-    hooks = []
-    for module in modules:
-        if (hook := hook_of(module)) is not None:
-            hook.pre_forward(module)
-            hooks.append((module, hook))
-    try:
-        for _, hook in hooks:
-            hook.offload = False
-        yield
-    finally:
-        for module, hook in hooks:
-            hook.offload = True
-            hook.post_forward(module, None)
 
 
 def with_numbers(module: nn.Module) -> nn.Module:

@@ -147,7 +147,6 @@ def test_the_largest_input_is_what_the_time_is_told_of() -> None:
         (numbers.size(1_230_000_000_000), "1.23 TB"),
         (numbers.size(999_700_000), "1,000 MB"),
         (numbers.size(512), "512 bytes"),
-        (numbers.joules(0.9999), "1,000 mJ"),
         (numbers.value(151_936.0, "perplexity"), "151,900"),
         (numbers.value(62.014, "perplexity"), "62.01"),
         (numbers.value(float("nan"), "perplexity"), "nan"),

@@ -13,6 +13,7 @@ from tests.support.commands import run
 
 TYPED = {
     "--streaming": (("prune", "MODEL", "--plan", "plan.json", "--streaming"), "--device-map auto"),
+    "--pad": (("export", "MODEL", "--to", "stock", "--pad"), "headprune prune --strategy uniform"),
     "estimate": (("estimate", "MODEL"), "headprune score"),
 }
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headprune.budgets import Fit
     from headprune.latency import LatencyRow
     from headprune.scoring import HeadScores
-    from headprune.timing import EnergyRow, GenerationRow
+    from headprune.timing import GenerationRow
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], bold: Sequence[int] = ()) -> Table:
@@ -181,8 +181,6 @@ def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
                 f"{gain.name}, {shape(gain.row)}: {gain.achieved.ratio:.2f}x as fast; the most that this plan can gain is estimated at {gain.bound:.2f}x."
             )
     print_generation(console, metrics.generation)
-    if metrics.energy:
-        print_energy(console, metrics.energy)
 
 
 def print_finetuned(console: Console, record: FinetuneRecord) -> None:
@@ -243,19 +241,3 @@ def print_generation(console: Console, rows: Sequence[GenerationRow]) -> None:
     console.result("")
     head = ("prompt", "model", "prefill, ms", "ms per token", "speed-up (95 %)", "tokens/s", "cache per token")
     console.table(_table("Generation, dense against pruned in turn", head, found))
-
-
-def print_energy(console: Console, row: EnergyRow | None) -> None:
-    from headprune.app.report.numbers import joules, shape
-
-    if row is None:
-        console.say(
-            "Energy was not measured: this machine has no counter for it (RAPL, NVML), or does not let it be read."
-        )
-        return
-    used = []
-    for name, amount in row.joules.items():
-        ratio, low, high = row.ratios.get(name, (None, None, None))
-        beside = "" if ratio is None else f" (dense energy over its energy: {ratio:.2f}x, {low:.2f} to {high:.2f})"
-        used.append(f"{name} {joules(amount)}{beside}")
-    console.result(f"Energy of a pass at {shape(row)}, by {row.counter}: {'; '.join(used)}.")

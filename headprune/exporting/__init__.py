@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,6 @@ def export(
     dtype: str = "float32",
     name: str | None = None,
     overwrite: bool = False,
-    **options: Any,
 ) -> Exported:
     """Write a model, pruned or not, for another engine.
 
@@ -64,7 +63,6 @@ def export(
         dtype: What weights are stored in: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
         name: What the model is called inside the file; by default the name of the file or folder.
         overwrite: Replace what is there.
-        options: What the format has beside (`Format.options`): ``pad=True`` of ``"stock"``.
 
     Returns:
         `Exported`: where it is, whether it was tried, and figures.
@@ -75,7 +73,7 @@ def export(
     """
     check_model(model)
     path = Path(path)
-    chosen = check_asked(path, to, dtype, overwrite, options)
+    chosen = check_asked(path, to, dtype, overwrite)
     for where, parameter in model.named_parameters():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             raise HeadPruneError(
@@ -88,7 +86,7 @@ def export(
     try:
         model.eval()
         with (atomic_folder if chosen.folder else _replaced_file)(path, overwrite) as new:
-            done = chosen.write(Request(model, processor, new, dtype, name or path.stem), **options)
+            done = chosen.write(Request(model, processor, new, dtype, name or path.stem))
     finally:
         model.train(was_training)
     return replace(done, path=path)
@@ -140,14 +138,13 @@ def _put_back(path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def check_asked(path: Path, to: str, dtype: str, overwrite: bool, options: Iterable[str] = ()) -> Format:
+def check_asked(path: Path, to: str, dtype: str, overwrite: bool) -> Format:
     """Refuse, before any model is loaded, what could not be written.
 
     Raises:
-        HeadPruneError: An unknown format, type or option, a package that is not installed, or no place for the file.
+        HeadPruneError: An unknown format or type, a package that is not installed, or no place for the file.
     """
     chosen = format_named(to)
-    chosen.check_options(options)
     chosen.check_installed()
     if dtype not in chosen.dtypes:
         raise HeadPruneError(

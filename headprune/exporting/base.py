@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,8 +61,7 @@ class Exported:
         }  # fmt: skip
 
 
-Writer = Callable[..., Exported]
-"""A function of a `Request`; arguments by keyword alone are options of its format."""
+Writer = Callable[[Request], Exported]
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ class Format:
             file has, and few processors are fast in half precision.
         about: The first line of the writer's docstring.
         tokenizer: Whether the file holds the model's tokenizer, so that there must be one.
-        options: What can be asked of this format: the names of the writer's arguments by keyword alone.
     """
 
     name: str
@@ -91,19 +88,6 @@ class Format:
     write: Writer
     about: str
     tokenizer: bool = False
-    options: tuple[str, ...] = ()
-
-    def check_options(self, options: Iterable[str]) -> None:
-        """Raise HeadPruneError for an option that this format does not have."""
-        for name in options:
-            if name not in self.options:
-                having = [other.name for other in FORMATS.values() if name in other.options]
-                raise HeadPruneError(
-                    f"The format {self.name} has no option {name!r}.",
-                    f"Only {' and '.join(having)} has it."
-                    if having
-                    else f"It has {', '.join(self.options) or 'none'}.",
-                )
 
     def check_installed(self) -> None:
         """Raise HeadPruneError, with what to type, unless every package is there that writes this format."""
@@ -128,18 +112,15 @@ def exporter(
     as_stored: bool = True,
     tokenizer: bool = False,
 ) -> Callable[[Writer], Writer]:
-    """Register a function that writes a format; the first line of its docstring describes it, and its arguments by keyword alone
-    (with defaults) are what can be asked of it.
+    """Register a function that writes a format; the first line of its docstring describes it.
 
     It raises HeadPruneError for what the format cannot express, before it writes anything, and for a file that does not give
     the model's answers.
     """
 
     def register(write: Writer) -> Writer:
-        given = inspect.signature(write).parameters.values()
-        options = tuple(p.name for p in given if p.kind is p.KEYWORD_ONLY)
         about = (write.__doc__ or "").strip().partition("\n")[0]
-        FORMATS[name] = Format(name, suffix, folder, needs, dtypes, as_stored, write, about, tokenizer, options)
+        FORMATS[name] = Format(name, suffix, folder, needs, dtypes, as_stored, write, about, tokenizer)
         return write
 
     return register

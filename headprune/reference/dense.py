@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,14 +15,13 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import gathered, model_device
 from headprune.offload import is_offloaded
 from headprune.reference.answers import DenseAnswers, dense_answers
-from headprune.reference.blocks import Steps
 from headprune.reference.dense_weights import DenseWeights
 from headprune.reference.directions import Directions, find_directions, inputs_of_heads, room
 from headprune.reference.linearity import linear
 from headprune.reference.mixtures import mixed_texts
 from headprune.reference.moments import FOLDS, Moments, centred
 from headprune.reference.projections import OutputProjection, Values, output_projections
-from headprune.reference.runner import Calls, Runner, weighed
+from headprune.reference.runner import Runner
 from headprune.scoring.base import Progress
 
 _MIXTURES, _MOST_EXAMPLES = 2, 4096  # of every example, where there are not many anyway
@@ -196,9 +194,8 @@ def measure(calibration: Calibration, *, answers: bool = True, progress: Progres
         wanted = calibration.sums and calibration.projections
         if wanted:
             runner = runner.with_mixtures(calibration.times)
-        with Steps.of(runner) if wanted else nullcontext() as steps:
-            directions = find_directions(runner, calibration.values, steps)
-            moments = _measured(runner, directions, progress, steps) if wanted else {}
+        directions = find_directions(runner, calibration.values)
+        moments = _measured(runner, directions, progress) if wanted else {}
     known: dict[str, Any] = {**vars(calibration), "runner": runner}
     found = DenseReference(**known, directions=directions, moments=moments, passes=runner.passes - before)
     return found.with_answers() if answers else found
@@ -220,17 +217,13 @@ def _refittable(runner: Runner, notes: list[str]) -> dict[str, Values]:
     return found
 
 
-def _measured(
-    runner: Runner, directions: Directions, progress: Progress | None, steps: Steps | None
-) -> dict[str, Moments]:
-    """The sums over the tokens of all examples and mixtures; block by block, if there are steps."""
+def _measured(runner: Runner, directions: Directions, progress: Progress | None) -> dict[str, Moments]:
+    """The sums over the tokens of all examples and mixtures."""
     device, batches = None if is_offloaded(runner.model) else model_device(runner.model), runner.everything
     found = {p.name: Moments(len(p.weight) + directions.more(p), p.weight.shape[1], device) for p in runner.projections}
 
-    def summed(i: int) -> None:
-        add(i, *runner.recorded_with_weights(i))
-
-    def add(i: int, xs: Calls, ys: Calls, token_weights: Calls) -> None:
+    def add(i: int) -> None:
+        xs, ys, token_weights = runner.recorded_with_weights(i)
         folds: dict[Any, list[Tensor]] = {}
         finite: list[Tensor] = []
         of: list[str] = []
@@ -246,13 +239,7 @@ def _measured(
                     of.append(name)
         _check_finite(runner, of, finite)
 
-    if steps is None:
-        runner.share("statistics", [partial(summed, i) for i in range(len(batches))], batches, progress)
-    else:
-        heard, blocks = progress or (lambda done, total, note="": None), len(steps.names)
-        with torch.no_grad():
-            steps.backward(batches, lambda i, own, seen: add(i, *weighed(seen)), lambda done: heard(done, blocks))
-        runner.count(3 * sum(map(runner.rows.size, batches)))
+    runner.share("statistics", [partial(add, i) for i in range(len(batches))], batches, progress)
     for projection in runner.projections:
         found[projection.name].add_ranks(projection.name)
     runner.count(directions.shares * sum(map(runner.rows.size, batches)))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from headprune.inputs import doubled
 from headprune.ranks import current
-from headprune.reference.blocks import Steps
 from headprune.reference.moments import FOLDS
 from headprune.reference.projections import OutputProjection, Values, at
 from headprune.reference.runner import Calls, Runner, replaced, unwatched
@@ -104,8 +103,6 @@ class Directions:
         part: list[str] = []
         size = 0
         for projection in self.runner.projections:
-            if projection.name not in xs:  # of another block than the one that runs
-                continue
             wide = len(projection.weight) + self.more(projection)
             more = sum(x.numel() for x in xs[projection.name]) * 4 * wide // max(len(projection.weight), 1)
             if part and size + more > _MOST_AT_ONCE:
@@ -115,11 +112,9 @@ class Directions:
         yield part
 
 
-def find_directions(runner: Runner, values: Mapping[str, Values], steps: Steps | None = None) -> Directions:
-    """As many as there is room for; one pass over the examples, block by block if there are steps."""
+def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
+    """As many as there is room for; one pass over the examples."""
     if not values:
-        if steps is not None:
-            steps.forward(runner.everything)
         return Directions(runner, {}, {})
     seen: dict[str, Tensor] = {}
 
@@ -137,10 +132,7 @@ def find_directions(runner: Runner, values: Mapping[str, Values], steps: Steps |
 
         runner.run(batch, unwatched, on_value, values)
 
-    if steps is None:
-        runner.share("directions", [partial(see, batch) for batch in runner.batches], runner.batches)
-    else:
-        steps.forward(runner.everything, lambda i: see(runner.batches[i]))
+    runner.share("directions", [partial(see, batch) for batch in runner.batches], runner.batches)
     for name, value in values.items():  # a rank may have had no batch
         width = value.weight.shape[0] + 1
         seen[name] = seen[name].cpu() if name in seen else torch.zeros(width, width, dtype=torch.float64)

@@ -38,18 +38,6 @@ Seen = dict[str, list[tuple[Tensor, Tensor, list[Tensor]]]]
 """By output projection, of every call: the input, the output, and the slopes of some sums of the answers there."""
 
 
-class Stop(Exception):  # noqa: N818
-    """The end of a call of the model, behind the only block that was to run.
-
-    Attributes:
-        output: The block's.
-    """
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
-
-
 @dataclass
 class _Meter:
     """Counts the examples that a model was run on; runners of parts of the examples share one."""
@@ -158,15 +146,6 @@ class Runner:
                 found.mixtures = tuple(made)
         return found
 
-    def alone(self, index: int) -> Runner:
-        """The same model on the first two examples of one batch, counted by nobody."""
-        few = copy.copy(self)
-        few._meter, few.mixtures = _Meter(), ()
-        batch = self.batches[index]
-        few.batches = [self.rows.take(batch, range(min(2, self.rows.size(batch))))]
-        few.examples = self.rows.size(few.batches[0])
-        return few
-
     def _answers_once(self, mixed: Mixed) -> bool:
         """Whether the model gives one vector of logits for every mixture."""
         try:
@@ -217,14 +196,7 @@ class Runner:
             on_value: Called with those of the value projections ``values``, under the name of their output projection.
         """
         with self._calling(on_output, on_value, values):
-            return self.call(batch)
-
-    def call(self, batch: Any) -> Any:
-        """The model's output; that of one block, where the call ends behind it (`headprune.reference.blocks`)."""
-        try:
             return call(self.model, inputs_of(self.model, batch))
-        except Stop as stop:
-            return stop.output
 
     @contextmanager
     def _calling(
@@ -295,7 +267,9 @@ class Runner:
         only a few tokens of a few examples to fit to. One pass, forward and backward, serves all.
         """
         found = self.slopes(index)
-        return weighed({name: [(x, y, [slope]) for x, y, slope in calls] for name, calls in found.items()})
+        xs = {name: [x for x, _, _ in calls] for name, calls in found.items()}
+        ys = {name: [y for _, y, _ in calls] for name, calls in found.items()}
+        return xs, ys, {name: [widened(slope).norm(dim=-1) for _, _, slope in calls] for name, calls in found.items()}
 
     def slopes_of(self, batch: Any, names: Iterable[str], sums_of: Callable[[Any], Sequence[Tensor]]) -> Seen:
         """W_O's inputs, outputs and the slopes there of some sums of the model's answers to a batch.
@@ -380,14 +354,6 @@ class Runner:
         return len(two) == len(three) and all(
             a[1:] == b[1:] and 3 * a[0] == 2 * b[0] for a, b in zip(two, three, strict=True)
         )
-
-
-def weighed(found: Seen) -> tuple[Calls, Calls, Calls]:
-    """W_O's inputs, outputs, and how much each token matters (`Runner.recorded_with_weights`), from one slope for every call."""
-    xs = {name: [x for x, _, _ in calls] for name, calls in found.items()}
-    ys = {name: [y for _, y, _ in calls] for name, calls in found.items()}
-    weights = {name: [widened(slope).norm(dim=-1) for *_, (slope,) in calls] for name, calls in found.items()}
-    return xs, ys, weights
 
 
 def replaced(values: Values, out: Tensor, new: Tensor) -> Tensor:

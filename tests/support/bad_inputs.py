@@ -161,7 +161,6 @@ TYPED: list[Row] = [
     row("export {bert} --to onnx -o {bert}", "is a folder"),
     row("export {bert} --to gguf -o /proc/x/model.gguf", "cannot be written"),
     row("export {bert} --to stock --dtype int8", "no type 'int8'"),
-    row("export {bert} --to gguf --pad", "no option 'pad'"),
     row("export {bert} --to ONNX", "no export format 'ONNX'"),
     row("export ./gone --to onnx", "no model can have this name"),
     row("finetune {bert}", "holds no pruned model"),

@@ -76,7 +76,7 @@ def _environment() -> jinja2.Environment:
         f.__name__: f for f in (
             numbers.value, numbers.change, numbers.ratio, numbers.shape, numbers.flops, numbers.measured, numbers.ridge,
             numbers.rank, numbers.known, numbers.measured_value, shlex.quote, numbers.with_error, numbers.device,
-            numbers.without_places, numbers.cache, numbers.joules, numbers.name_of, numbers.to_repeat, numbers.size, numbers.operations,
+            numbers.without_places, numbers.cache, numbers.name_of, numbers.to_repeat, numbers.size, numbers.operations,
         )
     } | {"code": code, "fmt": format, "head_count": head_count, "thousands": lambda number: f"{number:,}", "plain": seen.plain, "prose": seen.prose, "fence": seen.fence}  # fmt: skip
     made.globals |= {

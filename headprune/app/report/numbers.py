@@ -13,7 +13,7 @@ from headprune.amounts import digits
 from headprune.app.documents import Asked, BudgetResult, Environment, Measured, TimeParts
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow, Speedup
-from headprune.timing import EnergyRow, GenerationRow
+from headprune.timing import GenerationRow
 
 
 def value(number: float, metric: str) -> str:
@@ -60,7 +60,7 @@ def ratio(speedup: Speedup) -> str:
     return f"{speedup.ratio:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
 
 
-def shape(row: LatencyRow | Asked | TimeParts | GenerationRow | EnergyRow) -> str:
+def shape(row: LatencyRow | Asked | TimeParts | GenerationRow) -> str:
     """The input that was timed."""
     return f"batch {row.batch}" + (f" x {row.length} tokens" if row.length else "")
 
@@ -81,11 +81,6 @@ def flops(count: int) -> str:
 def cache(size: float) -> str:
     """Bytes of a key/value cache."""
     return f"{size:,.0f} B" if size < 10_000 else f"{size / 1000:,.1f} kB"
-
-
-def joules(amount: float) -> str:
-    """Energy, in J or mJ."""
-    return f"{digits(amount, 3)} J" if amount >= 1 else f"{digits(1000 * amount, 3)} mJ"
 
 
 def measured(result: BudgetResult) -> str:
