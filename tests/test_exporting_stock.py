@@ -1,4 +1,4 @@
-"""Folders for stock classes: what a class can state is written and tried, anything else is refused with the reason."""
+"""Folders for stock classes: what a class can represent is written and tried, anything else is refused with the reason."""
 
 import json
 from pathlib import Path
