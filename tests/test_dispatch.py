@@ -285,7 +285,7 @@ def test_statistics_of_a_model_on_disk(batches: int, tmp_path: Path, reads: Coun
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "repaired"), [("llama", True), ("t5", False)])
 def test_a_stock_folder_is_one_wherever_the_weights_are(name: str, repaired: bool, tmp_path: Path) -> None:
-    """It always needed code, as if no stock class could state the model. T5's class has a part of its table, Llama's biases that are new."""
+    """It always needed code, as if no stock class could represent the model. T5's class has a part of its table, Llama's biases that are new."""
     model, given, example = made(name)
     spread = on_disk(model, tmp_path / "offloaded")
     layers = hp.find_attention(model, example)

@@ -1,4 +1,4 @@
-"""Folders for stock classes: what a class can state is written and tried, anything else is refused with the reason."""
+"""Folders for stock classes: what a class can represent is written and tried, anything else is refused with the reason."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import headprune as hp
-from headprune.checkpoint import load_call
-from headprune.cli import app
+from tests.support.commands import run
 from tests.support.even import MADE, even
 
 
@@ -47,18 +46,17 @@ def test_on_the_command_line(bert_folder: Path, tmp_path: Path, monkeypatch: pyt
     import transformers as tf
 
     monkeypatch.chdir(tmp_path)
-    dense = tf.BertForSequenceClassification.from_pretrained(bert_folder).eval()
-    layers = hp.find_attention(dense, example := {"input_ids": torch.tensor([[3, 4, 5]])})
-    hp.prune(dense, {layers[0].name: [0]}, example)
-    hp.save(dense, "pruned", processor=tf.AutoTokenizer.from_pretrained(bert_folder))
-    refused = CliRunner().invoke(app, ["export", "pruned", "--to", "stock"])
-    assert refused.exit_code == 1
-    assert "--pad" in refused.stderr
-    result = CliRunner().invoke(app, ["export", "pruned", "--to", "stock", "--pad"])
-    assert result.exit_code == 0, result.stderr
-    assert "Padding saves nothing" in result.stderr
-    assert "loads with AutoModelForSequenceClassification.from_pretrained(folder)" in result.stdout
-    check(dense, example, Path("pruned-stock"))
-    assert tf.pipeline("text-classification", "pruned-stock")("yes")
-    assert load_call("pruned").remote
-    assert not load_call("pruned-stock").remote
+    model: Any = tf.BertForSequenceClassification.from_pretrained(bert_folder).eval()
+    example = {"input_ids": torch.tensor([[3, 4, 5]])}
+    tokenizer = tf.AutoTokenizer.from_pretrained(bert_folder)
+    hp.save(model, "dense", processor=tokenizer)
+    told = run("export", "dense", "--to", "stock")
+    assert "loads with AutoModelForSequenceClassification.from_pretrained(folder)" in told.stdout
+    check(model, example, Path("dense-stock"))
+    assert tf.pipeline("text-classification", "dense-stock")("yes")
+    hp.prune(model, {hp.find_attention(model, example)[0].name: [0]}, example)
+    hp.save(model, "pruned", processor=tokenizer)
+    refused = run("export", "pruned", "--to", "stock", code=1).stderr
+    assert "--strategy uniform" in refused
+    assert "trust_remote_code=True" in refused
+    assert not list(tmp_path.glob("pruned-stock*"))

@@ -186,7 +186,12 @@ def _write(
     call, base, structure = load_call(folder), kept.get("base_model"), sidecar["structure"]
     module, _, name = sidecar["class"].rpartition(".")
     layers = _layers(sidecar.get("heads", {}), sidecar["removed"])
-    pruned = bool(layers or structure.get("modules"))
+    added = structure.get("biases", ())  # by a repair, before any head is gone
+    repaired = all(
+        name in added and entry.keys() == {"tensors"} and entry["tensors"].keys() == {"bias"}
+        for name, entry in structure.get("modules", {}).items()
+    )
+    pruned = bool(layers) or not repaired
     tags = ["headprune", *["pruning"] * pruned, *["custom_code"] * call.remote]
     others = [str(tag) for tag in _listed(kept.get("tags")) if tag not in ("headprune", "pruning", "custom_code")]
     data = {

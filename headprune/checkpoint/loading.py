@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,23 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from headprune.checkpoint import probe
-from headprune.checkpoint.remote_code import SIDECAR, own_class
+from headprune.checkpoint.building import skeleton
+from headprune.checkpoint.remote_code import SIDECAR
 from headprune.checkpoint.saving import file_digests, install_save_methods
-from headprune.checkpoint.stock_config import configs_in
-from headprune.checkpoint.stock_model import from_config
 from headprune.errors import HeadPruneError, first_line
 from headprune.files import read_json, recover_folder
 from headprune.fingerprint import fingerprint
 from headprune.offload import aligned, with_numbers
-from headprune.pruned import (
-    EmptyAttention,
-    add_biases,
-    note_heads,
-    note_removed,
-    note_was_repaired,
-    restructure,
-    structure_of,
-)
+from headprune.pruned import EmptyAttention, add_biases, add_record, restructure, structure_of
 from headprune.surgery import Removal, remove
 
 _WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pruned.safetensors"  # the latter of pruned models, of 0.1
@@ -70,38 +60,16 @@ def load(
     _check_saved_here(path)
     sidecar = _sidecar(path)
     _check_files(path, sidecar, as_saved)
-    files = _weight_files(path, sidecar)
-    loaded = _skeleton(path, sidecar, trust_remote_code) if model is None else model
-    try:
-        if "structure" in sidecar:
-            restructure(loaded, sidecar["structure"])
-        else:
-            _repeat_prunes(loaded, sidecar)
-        with_numbers(loaded)
-        places = {"": "cpu"} if device_map is None else _places(loaded, device_map, max_memory)
-        on_disk = _fill(loaded, files, places)
-    except HeadPruneError:
-        raise
-    except Exception as error:
-        raise damaged(path, error) or HeadPruneError(
-            f"The weights in {path} do not fit {type(loaded).__name__}: {first_line(error)}{probe.config_edits(path)}.",
-            "Load with the transformers version that saved it, or pass an instance as it was built: "
-            "headprune.load(path, model=…).",
-        ) from error
-    probe.restore_buffers(loaded, path)
+    loaded = skeleton(path, sidecar, trust_remote_code) if model is None else model
+    _fill_as_saved(loaded, path, sidecar, device_map, max_memory, offload_folder)
     if device_map is None:
         loaded.to(device)
-    else:
-        _dispatch(loaded, places, on_disk, offload_folder)
     loaded.eval()
     # Folders of 0.1 held other empty tensors for layers without heads.
     other = "structure" not in sidecar and any(isinstance(m, EmptyAttention) for m in loaded.modules())
     if not other and (now := fingerprint(loaded)) != sidecar["fingerprint"]:
         raise HeadPruneError(f"The weights in {path} are not those that were saved ({now}).", "Save it again.")
-    note_heads(loaded, sidecar.get("heads", {}))
-    note_removed(loaded, sidecar.get("removed", []))
-    if sidecar.get("repaired"):
-        note_was_repaired(loaded)
+    add_record(loaded, sidecar)
     if structure_of(loaded):
         install_save_methods(loaded)
     probe.check_answers(loaded, path)
@@ -126,16 +94,6 @@ def damaged(path: str | Path, error: BaseException) -> HeadPruneError | None:
     return HeadPruneError(
         f"The weights in {path} are damaged or cut short ({first_line(error)}).", "Copy, download or save it again."
     )
-
-
-def check_attention(source: str | Path, config: Any) -> None:
-    """Refuse a config that lets a kernel from the Hub compute attention: that is code, too."""
-    names = {getattr(c, "_attn_implementation", None) for c in configs_in(config)}
-    if kernels := sorted(n for n in names if isinstance(n, str) and "/" in n):
-        raise HeadPruneError(
-            f"{source} asks for the attention kernel {kernels[0]} from the Hub, which is code that would run here.",
-            "Look at it first; --trust-remote-code allows it for a dense model. Or take it out of the folder's JSON files.",
-        )
 
 
 # -- what the folder says -------------------------------------------------------------------------
@@ -218,95 +176,49 @@ def _weight_files(path: Path, sidecar: Mapping[str, Any]) -> list[Path]:
     return [path / shard for shard in shards]
 
 
-# -- the model without its weights ----------------------------------------------------------------
+# -- its weights ----------------------------------------------------------------------------------
 
 
-def _skeleton(path: Path, sidecar: Mapping[str, Any], trusted: bool) -> nn.Module:
-    """The dense architecture without its weights, which are on the meta device."""
-    import transformers
-    from accelerate import init_empty_weights
-    from transformers.initialization import no_init_weights
-
-    qualified, attention = str(sidecar.get("class")), sidecar.get("attention")
-    own = not qualified.startswith("transformers.models.")  # whatever else a folder names is not imported
-    cls = _class_in(path, qualified, trusted) if own else _stock_class(qualified)
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=own and trusted)
-    except Exception as error:
-        raise HeadPruneError(
-            f"{path / 'config.json'} does not load: {first_line(error)}.", "Save the model again."
-        ) from error
-    config._attn_implementation = attention = attention or getattr(config, "_attn_implementation", None)
-    check_attention(path, config)
-    try:
-        with no_init_weights(), init_empty_weights():
-            skeleton: Any = from_config(cls, config, attention)
-        skeleton.tie_weights()
-    except Exception as error:
-        raise HeadPruneError(
-            f"{qualified} cannot be built from {path / 'config.json'}: {first_line(error)}{probe.config_edits(path)}.",
-            "Put config.json back as it was, or use the transformers version that saved the model.",
-        ) from error
-    model: nn.Module = skeleton
-    return model
-
-
-def _stock_class(qualified: str) -> Any:
-    """A model class of transformers, by its module: not every one is exported at the top."""
-    import transformers
-
-    module, _, name = qualified.rpartition(".")
-    try:
-        cls: Any = getattr(importlib.import_module(module), name)
-        if not issubclass(cls, transformers.PreTrainedModel):
-            raise TypeError
-    except (ImportError, AttributeError, TypeError):
-        raise HeadPruneError(
-            f"This transformers ({transformers.__version__}) has no {qualified}.",
-            "Use the version that saved the model.",
-        ) from None
-    return cls
-
-
-def _class_in(path: Path, qualified: str, trusted: bool) -> Any:
-    """The class that came with the dense model, from the code that its config names.
+def _fill_as_saved(
+    model: Any,
+    path: Path,
+    sidecar: Mapping[str, Any],
+    device_map: str | Mapping[str, Any] | None,
+    max_memory: Mapping[int | str, int | str] | None,
+    offload_folder: str | Path | None,
+) -> None:
+    """Make a dense model's modules differ from their classes as the saved one's do, and fill in what was saved.
 
     Raises:
-        HeadPruneError: The config names none, or the code may not or does not run.
+        HeadPruneError: The weights do not fit.
     """
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    name = qualified.rpartition(".")[2]
-    if (reference := own_class(probe.read_config(path), name)) is None:
-        raise HeadPruneError(
-            f"{path} holds a {qualified}, which headprune cannot build.",
-            "Pass a fresh dense instance: headprune.load(path, model=YourModel(...)).",
-        )
-    if not trusted:
-        raise HeadPruneError(
-            f"{path} holds a {name}, a class that comes with the model, as code that was not run.",
-            "Read that code; if you trust it, add --trust-remote-code (in Python trust_remote_code=True). Or pass a fresh dense "
-            "instance: headprune.load(path, model=YourModel(...)).",
-        )
+    files = _weight_files(path, sidecar)
     try:
-        return get_class_from_dynamic_module(reference, str(path))
-    except Exception as error:  # code of any kind
-        raise HeadPruneError(
-            f"The code that comes with {path} does not run: {type(error).__name__}: {first_line(error)}.",
-            "Put back the files that were saved with it, or install what it imports.",
+        if "structure" in sidecar:
+            restructure(model, sidecar["structure"])
+        else:  # of 0.1: it says which prunes the model has been through
+            add_biases(model, biases := sidecar.get("biases", []))
+            for data in sidecar["removals"]:
+                remove(model, Removal.from_json(data))
+                add_biases(model, biases)
+        with_numbers(model)
+        places = {"": "cpu"} if device_map is None else _places(model, device_map, max_memory)
+        on_disk = _fill(model, files, places)
+    except HeadPruneError:
+        raise
+    except Exception as error:
+        raise damaged(path, error) or HeadPruneError(
+            f"The weights in {path} do not fit {type(model).__name__}: {first_line(error)}{probe.config_edits(path)}.",
+            "Load with the transformers version that saved it, or pass an instance as it was built: "
+            "headprune.load(path, model=…).",
         ) from error
+    probe.restore_buffers(model, path)
+    if device_map is not None:
+        from accelerate import dispatch_model
 
-
-def _repeat_prunes(model: nn.Module, sidecar: Mapping[str, Any]) -> None:
-    """What folders of 0.1 say of a pruned model: the prunes that it has been through."""
-    biases = sidecar.get("biases", [])
-    add_biases(model, biases)
-    for data in sidecar["removals"]:
-        remove(model, Removal.from_json(data))
-        add_biases(model, biases)
-
-
-# -- its weights ----------------------------------------------------------------------------------
+        skip = getattr(model, "_skip_keys_device_placement", None)
+        dispatch_model(model, places, offload_index=on_disk or None, offload_dir=offload_folder, skip_keys=skip)
+        aligned(model)
 
 
 def _fill(model: nn.Module, files: Sequence[Path], places: Mapping[str, Any]) -> dict[str, dict[str, str]]:
@@ -391,14 +303,3 @@ def _place(places: Mapping[str, Any], name: str) -> Any:
     while name and name not in places:
         name = name.rpartition(".")[0]
     return places.get(name, "cpu")
-
-
-def _dispatch(
-    model: Any, places: dict[str, Any], on_disk: dict[str, dict[str, str]], folder: str | Path | None
-) -> None:
-    """Put Accelerate's hooks on a model that `_fill` has filled."""
-    from accelerate import dispatch_model
-
-    skip = getattr(model, "_skip_keys_device_placement", None)
-    dispatch_model(model, places, offload_index=on_disk or None, offload_dir=folder, skip_keys=skip)
-    aligned(model)

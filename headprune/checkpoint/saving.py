@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from headprune import __version__
 from headprune.checkpoint import probe, remote_code
+from headprune.checkpoint.building import to_stock
 from headprune.checkpoint.card import CARD, SOURCE_CARD, add_tags, origin_of, upload, write_card
 from headprune.checkpoint.remote_code import SIDECAR
 from headprune.checkpoint.stock_config import NotStockError, dense_class, is_stock
-from headprune.checkpoint.stock_model import to_stock
 from headprune.errors import HeadPruneError
 from headprune.files import atomic_folder, digest, read_json, write_file, write_json
 from headprune.fingerprint import fingerprint, is_wrapper
 from headprune.input_specs import record
 from headprune.inputs import Example, check_model, writes
 from headprune.offload import Offloaded, is_offloaded, reads_from
-from headprune.pruned import heads_before, home, removed, structure_of, was_repaired
+from headprune.pruned import home, record_of, structure_of
 
 MAX_SHARD = "50GB"  # as transformers has it
 OFFLOADED_SHARD = "5GB"  # of a model that is not all in memory: so much is in memory at once
@@ -229,8 +229,7 @@ def _write(
     structure, cls = structure_of(model), dense_class(model)
     _write_weights(model, folder, state_dict, max_shard_size)
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
-    record = {"removed": removed(model), "heads": heads_before(model), "repaired": was_repaired(model)}
-    config = _write_config(model, folder, cls, dtype, {**structure, **record} if structure else {})
+    config = _write_config(model, folder, cls, dtype, {**structure, **record_of(model)} if structure else {})
     probe.write_probe(model, folder)
     files = file_digests(folder, ("config.json", "generation_config.json", remote_code.FILE, probe.FILE))
     sidecar = {
@@ -239,7 +238,7 @@ def _write(
         "dtype": str(dtype).removeprefix("torch."),
         "attention": getattr(config, "_attn_implementation", None),
         "fingerprint": fingerprint(model),
-        **{key: record[key] for key in ("heads", "removed", "repaired")},
+        **record_of(model),
         "structure": structure,
         "why_not_stock": why,
         "files": files,

@@ -1,7 +1,7 @@
 """A config with which a stock class has the tensors of a pruned model, found by trying: names and shapes alone, without weights.
 
 A stock class has one number of heads (and of key/value heads) for all layers, out of its config. No list says which classes can
-have which: configs are tried, and `headprune.checkpoint.stock_model` proves a model that was made with one.
+have which: configs are tried, and `headprune.checkpoint.building` proves a model that was made with one.
 """
 
 from __future__ import annotations

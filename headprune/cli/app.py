@@ -113,7 +113,7 @@ def wait_asleep() -> None:
     """Let OpenMP's threads sleep soon while they wait, unless the user set how they wait; call it before torch is imported.
 
     Threads that spin keep those of other programs, and their own, from the cores: on a busy machine small work took thirty times as long.
-    Threads that never spin (OMP_WAIT_POLICY=PASSIVE) are slower on an idle one (benchmarks/busy.py).
+    Threads that never spin (OMP_WAIT_POLICY=PASSIVE) are slower on an idle one.
     """
     if not any(name in os.environ for name in _WAITS):
         os.environ["GOMP_SPINCOUNT"] = (

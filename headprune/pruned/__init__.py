@@ -27,6 +27,7 @@ from headprune.pruned.standins import MultiheadAttention, convert, is_ours, rebu
 from headprune.pruned.structure import (
     Structure,
     add_biases,
+    add_record,
     added_biases,
     ghosts,
     heads_before,
@@ -36,6 +37,7 @@ from headprune.pruned.structure import (
     note_heads,
     note_removed,
     note_was_repaired,
+    record_of,
     remove_biases,
     removed,
     replace_by_stand_in,
@@ -47,7 +49,7 @@ from headprune.pruned.structure import (
 
 __all__ = [
     "Carried", "ConfigView", "Edited", "EmptyAttention", "Features", "HeadArgument", "HeadArguments", "MultiheadAttention",
-    "Narrowing", "OnlyBias", "Placement", "Selection", "SharedPositionBias", "Structure", "add_biases", "added_biases", "convert",
-    "emptied", "from_ranges", "ghosts", "heads_before", "hold", "home", "is_ours", "note_ghosts", "note_heads", "note_removed", "note_was_repaired", "rebuilt", "remove_biases", "removed", "replace_by_stand_in", "restructure", "set_module",
+    "Narrowing", "OnlyBias", "Placement", "Selection", "SharedPositionBias", "Structure", "add_biases", "add_record", "added_biases", "convert",
+    "emptied", "from_ranges", "ghosts", "heads_before", "hold", "home", "is_ours", "note_ghosts", "note_heads", "note_removed", "note_was_repaired", "rebuilt", "record_of", "remove_biases", "removed", "replace_by_stand_in", "restructure", "set_module",
     "stand_in", "structure_of", "surviving", "to_ranges", "was_repaired",
 ]  # fmt: skip

@@ -115,12 +115,9 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
             CARRIED[kind].from_json(data).carried_by(module)
     vars(model)[_BIASES] = [n for n in (_renamed(model, b) for b in structure["biases"]) if n is not None]
     vars(model)[_GHOSTS] = {n for n in (_renamed(model, g) for g in structure["ghosts"]) if n is not None}
-    note_removed(
-        model, [{_renamed(model, n) or n: h for n, h in drop.items()} for drop in structure.get("removed", ())]
-    )
-    note_heads(model, {_renamed(model, n) or n: count for n, count in structure.get("heads", {}).items()})
-    if structure.get("repaired"):
-        note_was_repaired(model)
+    gone = [{_renamed(model, n) or n: h for n, h in drop.items()} for drop in structure.get("removed", ())]
+    heads = {_renamed(model, n) or n: count for n, count in structure.get("heads", {}).items()}
+    add_record(model, {"removed": gone, "heads": heads, "repaired": structure.get("repaired")})
 
 
 def _renamed(model: nn.Module, saved: str) -> str | None:
@@ -253,6 +250,19 @@ def note_was_repaired(model: nn.Module) -> None:
 def was_repaired(model: nn.Module) -> bool:
     """What `note_was_repaired` was told."""
     return _WAS_REPAIRED in vars(home(model)[0])
+
+
+def record_of(model: nn.Module) -> dict[str, Any]:
+    """What was done to a model: which heads were ``removed``, of how many (``heads``), and whether it was ``repaired``."""
+    return {"removed": removed(model), "heads": heads_before(model), "repaired": was_repaired(model)}
+
+
+def add_record(model: nn.Module, record: Mapping[str, Any]) -> None:
+    """Let a model know what `record_of` said of another of the same weights."""
+    note_removed(model, record.get("removed", ()))
+    note_heads(model, record.get("heads", {}))
+    if record.get("repaired"):
+        note_was_repaired(model)
 
 
 def note_ghosts(model: nn.Module, names: Sequence[str]) -> None:

@@ -28,9 +28,6 @@ from headprune.running import config_kept, evaluating
 from headprune.scoring import HeadScores
 from headprune.scoring.settings import method_and_settings
 
-CLOCK: Callable[[], float] = time.perf_counter
-"""`benchmarks/estimate.py` takes CPU time instead on a busy machine."""
-
 _REPAIR = 8.0  # passes of a repair over the scoring examples: most of them the last step's
 _DECIDED = 7.0  # passes over the choosing part to decide on the steps of a repair
 _MEASURED = (
@@ -140,12 +137,12 @@ def _pace(model: nn.Module, batches: Sequence[object]) -> tuple[float, float]:
         first.requires_grad_(True)
         try:
             for grad in (False, False, True):  # the first pass makes what later ones find
-                began = CLOCK()
+                began = time.perf_counter()
                 with torch.set_grad_enabled(grad):
                     passed(grad)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-                times.append(CLOCK() - began)
+                times.append(time.perf_counter() - began)
         finally:
             first.requires_grad_(before)
     scale = sum(map(cost_of, batches)) / cost_of(batch)

@@ -1,31 +1,108 @@
-"""A pruned model as a model of its stock class: it shares the weights, and is proved to answer alike."""
+"""Models of a class: of a folder, without their weights; and a pruned model as its stock class has it, with its weights and proved."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headprune.checkpoint.probe import difference, module_outputs, run
-from headprune.checkpoint.stock_config import NotStockError, StockConfig, stock_configs
-from headprune.errors import first_line
+from headprune.checkpoint.probe import config_edits, difference, module_outputs, read_config, run
+from headprune.checkpoint.remote_code import own_class
+from headprune.checkpoint.stock_config import NotStockError, StockConfig, configs_in, stock_configs
+from headprune.errors import HeadPruneError, first_line
 from headprune.input_specs import build, of_config, record_specs, recorded, with_own_dtype
 from headprune.inputs import model_device
 from headprune.offload import Offloaded, copied, is_dispatched, is_elsewhere, put
-from headprune.pruned import (
-    heads_before,
-    note_heads,
-    note_removed,
-    note_was_repaired,
-    removed,
-    structure_of,
-    was_repaired,
-)
+from headprune.pruned import add_record, record_of, structure_of
 from headprune.surgery.proof import COARSEST, LAYERS, tolerance_of
 from headprune.surgery.watch import largest
+
+
+def check_attention(source: str | Path, config: Any) -> None:
+    """Refuse a config that lets a kernel from the Hub compute attention: that is code, too."""
+    names = {getattr(c, "_attn_implementation", None) for c in configs_in(config)}
+    if kernels := sorted(n for n in names if isinstance(n, str) and "/" in n):
+        raise HeadPruneError(
+            f"{source} asks for the attention kernel {kernels[0]} from the Hub, which is code that would run here.",
+            "Look at it first; --trust-remote-code allows it for a dense model. Or take it out of the folder's JSON files.",
+        )
+
+
+def skeleton(path: Path, sidecar: Mapping[str, Any], trusted: bool) -> Any:
+    """The dense architecture without its weights, which are on the meta device."""
+    import transformers
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    qualified, attention = str(sidecar.get("class")), sidecar.get("attention")
+    own = not qualified.startswith("transformers.models.")  # whatever else a folder names is not imported
+    cls = _class_in(path, qualified, trusted) if own else _stock_class(qualified)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=own and trusted)
+    except Exception as error:
+        raise HeadPruneError(
+            f"{path / 'config.json'} does not load: {first_line(error)}.", "Save the model again."
+        ) from error
+    config._attn_implementation = attention = attention or getattr(config, "_attn_implementation", None)
+    check_attention(path, config)
+    try:
+        with no_init_weights(), init_empty_weights():
+            model = _from_config(cls, config, attention)
+        model.tie_weights()
+    except Exception as error:
+        raise HeadPruneError(
+            f"{qualified} cannot be built from {path / 'config.json'}: {first_line(error)}{config_edits(path)}.",
+            "Put config.json back as it was, or use the transformers version that saved the model.",
+        ) from error
+    return model
+
+
+def _stock_class(qualified: str) -> Any:
+    """A model class of transformers, by its module: not every one is exported at the top."""
+    import transformers
+
+    module, _, name = qualified.rpartition(".")
+    with suppress(ImportError):
+        cls = getattr(importlib.import_module(module), name, None)
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            return cls
+    version = transformers.__version__
+    raise HeadPruneError(f"This transformers ({version}) has no {qualified}.", "Use the version that saved the model.")
+
+
+def _class_in(path: Path, qualified: str, trusted: bool) -> Any:
+    """The class that came with the dense model, from the code that its config names.
+
+    Raises:
+        HeadPruneError: The config names none, or the code may not or does not run.
+    """
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    name = qualified.rpartition(".")[2]
+    if (reference := own_class(read_config(path), name)) is None:
+        raise HeadPruneError(
+            f"{path} holds a {qualified}, which headprune cannot build.",
+            "Pass a fresh dense instance: headprune.load(path, model=YourModel(...)).",
+        )
+    if not trusted:
+        raise HeadPruneError(
+            f"{path} holds a {name}, a class that comes with the model, as code that was not run.",
+            "Read that code; if you trust it, add --trust-remote-code (in Python trust_remote_code=True). Or pass a fresh dense "
+            "instance: headprune.load(path, model=YourModel(...)).",
+        )
+    try:
+        return get_class_from_dynamic_module(reference, str(path))
+    except Exception as error:  # code of any kind
+        raise HeadPruneError(
+            f"The code that comes with {path} does not run: {type(error).__name__}: {first_line(error)}.",
+            "Put back the files that were saved with it, or install what it imports.",
+        ) from error
 
 
 def to_stock(model: nn.Module) -> Any:
@@ -46,22 +123,14 @@ def to_stock(model: nn.Module) -> Any:
         except Exception as error:
             why = why or NotStockError(f"{found.cls.__name__} with {found.fields} does not run: {first_line(error)}.")
         else:
-            copy_records(model, stock)
+            add_record(stock, record_of(model))
+            record_specs(stock, recorded(model))
             return stock
     assert why is not None
     raise why
 
 
-def copy_records(model: nn.Module, other: nn.Module) -> None:
-    """Let another model of the same weights know what was done to a model, and what it takes."""
-    note_removed(other, removed(model))
-    note_heads(other, heads_before(model))
-    if was_repaired(model):
-        note_was_repaired(other)
-    record_specs(other, recorded(model))
-
-
-def from_config(cls: Any, config: Any, attention: str | None) -> Any:
+def _from_config(cls: Any, config: Any, attention: str | None) -> Any:
     """A model of a class, with an implementation of attention where its parts have that."""
     try:
         return cls._from_config(copy.deepcopy(config), attn_implementation=attention)
@@ -142,7 +211,7 @@ def _with_state(model: Any, found: StockConfig, state: dict[str, Tensor], comput
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        stock = from_config(found.cls, found.config, getattr(found.config, "_attn_implementation", None))
+        stock = _from_config(found.cls, found.config, getattr(found.config, "_attn_implementation", None))
     own, tolerance = dict(stock.named_buffers()), tolerance_of(model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name not in state}
     for name, buffer in {**buffers, **computed}.items():
