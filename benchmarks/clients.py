@@ -12,6 +12,7 @@ Every client gets an environment of its own, with the packages pinned here and i
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ import transformers
 from document import replace_section
 
 import headprune as hp
-from headprune.app.data.part import content_hash
 
 TEXTS = ["a wonderful film", "dull, lifeless and far too long for what it has to say"]
 BERT, LLAMA = elsewhere.MODELS
@@ -311,7 +311,8 @@ def main() -> None:
             given_to(made, given)
             for client in CLIENTS:
                 if model in client.models and options.only in client.name:
-                    key = content_hash([str(client), made.kind, (made.folder / "headprune.json").read_text()])
+                    what = f"{client} {made.kind} {(made.folder / 'headprune.json').read_text()}"
+                    key = hashlib.sha256(what.encode()).hexdigest()
                     cell = known.get(key) or tried(client, work, made, given).replace("|", "\\|")
                     if cell.startswith("works"):
                         known[key] = cell
