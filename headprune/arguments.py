@@ -15,7 +15,7 @@ from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import Example, tensors
 from headprune.loss import inputs_of
-from headprune.parallel import Ranks, joined
+from headprune.parallel import Ranks, accelerator_ranks
 from headprune.plans import PruningPlan
 from headprune.rows import is_empty
 from headprune.trace import find_attention
@@ -80,7 +80,7 @@ def together(accelerator: Accelerator | None, model: nn.Module, batches: Sequenc
         raise HeadPruneError(
             "The model is wrapped for training on several processes.", "Pass accelerator.unwrap_model(model)."
         )
-    with joined(accelerator) as ranks:
+    with accelerator_ranks(accelerator) as ranks:
         if accelerator is not None:
             ranks.agree("a model", lambda: fingerprint(model))
             ranks.agree("batches", lambda: content_of(batches))

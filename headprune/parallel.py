@@ -2,7 +2,7 @@
 
 Every rank runs the whole program, except for loops over independent items: there each rank does its share, and all ranks get all results,
 in the order of the items. So all ranks know the same at every line, and a result does not depend on how many there are. A process
-that was not told of others (`joined`, `launched`) is alone, even if the program around it has a process group.
+that was not told of others (`accelerator_ranks`, `launcher_ranks`) is alone, even if the program around it has a process group.
 
     from headprune.parallel import current
     losses = current().share("losses", [partial(loss, batch) for batch in batches])
@@ -44,16 +44,18 @@ _LEAVING = "(leaving)"  # the name of a rank's last message
 
 
 class LostRankError(HeadPruneError):
-    """Another rank's process has ended, or cannot be reached any more."""
+    """Another rank's process has ended, or cannot be reached any more.
 
+    Args:
+        gone: Which ones; it is not known, if there are none.
+    """
 
-def lost_ranks(gone: Sequence[int]) -> LostRankError:
-    """The error where some ranks are gone; it is not known which ones, if none are given."""
-    who = f"Rank {gone[0]} is" if len(gone) == 1 else f"Ranks {', '.join(map(str, gone))} are" if gone else "A rank is"
-    return LostRankError(
-        f"{who} gone, so the others cannot continue.",
-        "What was finished is kept: run the same command again, with as many processes as you like.",
-    )
+    def __init__(self, gone: Sequence[int] = ()) -> None:
+        names = " and ".join(f"rank {rank}" for rank in gone) or "a rank"
+        super().__init__(
+            f"{names.capitalize()} {'are' if gone[1:] else 'is'} gone, so the others cannot continue.",
+            "What was finished is kept: run the same command again, with as many processes as you like.",
+        )
 
 
 class Ranks:
@@ -65,7 +67,7 @@ class Ranks:
         group: Of gloo, for messages; None for the default one.
 
     Attributes:
-        here: How many of them are on this machine, and share its memory.
+        local_size: How many of them are on this machine, and share its memory.
         gone: Those that were lost, as far as it is known.
     """
 
@@ -75,7 +77,7 @@ class Ranks:
         self._group, self._over = group, False
         self._processes: list[tuple[str, int]] = []
         self._processes = self.gather("meeting", (socket.gethostname(), os.getpid()))
-        self.here = sum(host == socket.gethostname() for host, _ in self._processes)
+        self.local_size = sum(host == socket.gethostname() for host, _ in self._processes)
 
     @property
     def main(self) -> bool:
@@ -102,7 +104,7 @@ class Ranks:
         """
         results: dict[int, T] = {}
         failure: _Failure | None = None
-        with using(ALONE):
+        with _use(ALONE):
             for i in shares(len(tasks), self.size, costs)[self.rank]:
                 try:
                     results[i] = tasks[i]()
@@ -134,7 +136,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         if self._over:
-            raise LostRankError("The ranks have parted, so they cannot continue together.", "Start the program again.")
+            raise HeadPruneError("The ranks have parted, so they cannot continue together.", "Start the program again.")
         replies = self._exchange(name, value)
         self._over = any(said != name for said, _ in replies)
         if failures := [failure for said, failure in replies if said == _LEAVING and failure is not None]:
@@ -181,21 +183,21 @@ class Ranks:
                 "shares out the work by itself.",
             )
 
-    def lost(self) -> list[int]:
+    def find_lost(self) -> list[int]:
         """The ranks whose processes have ended, as far as that can be seen from this machine."""
         here = socket.gethostname()
         every = enumerate(self._processes)
         return [rank for rank, (host, pid) in every if rank != self.rank and host == here and not _is_alive(pid)]
 
     @contextmanager
-    def together(self) -> Iterator[Ranks]:
+    def run_together(self) -> Iterator[Ranks]:
         """Work is shared out while the context lasts. Who leaves it by an error tells the others, which raise that, wherever they are.
 
         Raises:
             HeadPruneError: Another rank has not come to the end.
         """
         try:
-            with using(self):
+            with _use(self):
                 yield self
         except Exception as error:  # any other BaseException ends the process
             if not self._over:
@@ -216,7 +218,7 @@ class Ranks:
         meeting = Thread(target=meet, daemon=True)
         meeting.start()
         meeting.join(_LOOK)
-        while meeting.is_alive() and not self.lost():
+        while meeting.is_alive() and not self.find_lost():
             meeting.join(_LOOK)
         if None in replies:
             raise self._parted()
@@ -226,11 +228,11 @@ class Ranks:
     def _parted(self) -> LostRankError:
         """The error where another rank is lost."""
         until = time.monotonic() + 1.0  # a process that closed a connection may be about to end
-        while not (gone := self.lost()) and time.monotonic() < until:
+        while not (gone := self.find_lost()) and time.monotonic() < until:
             time.sleep(0.1)
         self._over, self.gone = True, tuple(gone)
         time.sleep(_LINGER)
-        return lost_ranks(gone)
+        return LostRankError(gone)
 
 
 class _Failure:
@@ -290,7 +292,7 @@ def current() -> Ranks:
 
 
 @contextmanager
-def using(ranks: Ranks) -> Iterator[None]:
+def _use(ranks: Ranks) -> Iterator[None]:
     """These are the current ones while the context lasts."""
     token = _current.set(ranks)
     try:
@@ -306,7 +308,7 @@ _groups: dict[Any, Any] = {}
 
 
 @contextmanager
-def joined(accelerator: Accelerator | None) -> Iterator[Ranks]:
+def accelerator_ranks(accelerator: Accelerator | None) -> Iterator[Ranks]:
     """Share out the work among an Accelerator's processes while the context lasts; with None, as it was before.
 
     Raises:
@@ -327,12 +329,12 @@ def joined(accelerator: Accelerator | None) -> Iterator[Ranks]:
     world = dist.group.WORLD
     if world not in _groups:
         _groups[world] = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    with Ranks(dist.get_rank(), size, _groups[world]).together() as ranks:
+    with Ranks(dist.get_rank(), size, _groups[world]).run_together() as ranks:
         yield ranks
 
 
 @contextmanager
-def launched() -> Iterator[Ranks]:
+def launcher_ranks() -> Iterator[Ranks]:
     """Share out the work among the processes that a launcher started, while the context lasts; alone, if there are no others.
 
     Each takes a GPU of its own, where there are some.
@@ -358,7 +360,7 @@ def launched() -> Iterator[Ranks]:
             f"The {size} processes do not find each other: {first_line(error)}.",
             "Check MASTER_ADDR and MASTER_PORT, or start by torchrun.",
         ) from error
-    with ranks.together():
+    with ranks.run_together():
         yield ranks
     dist.destroy_process_group()  # not after an error: it would wait for the others
 

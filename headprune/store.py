@@ -38,7 +38,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -74,8 +74,8 @@ class Store:
         self.folder, self._say = folder, say
         self._memory: dict[str, Any] = {}
         self._began = time.monotonic()
-        entries = [_read(path) for path in folder.glob(f"*{SUFFIX}")] if folder else []
-        self.seconds: float = max((head["seconds"] for head, _ in entries if head), default=0.0)
+        entries = map(_read, folder.glob(f"*{SUFFIX}") if folder else ())
+        self.seconds = max((entry.seconds for entry in entries if entry), default=0.0)
 
     def keyed(self, name: str, *facts: Any) -> Store:
         """The store of one computation, in a folder of its own; in memory, if this one is.
@@ -181,9 +181,10 @@ class Store:
         """What is kept under a name, alone in a tuple; () if there is nothing, or a damaged file."""
         if self.folder is None:
             return (self._memory[name],) if name in self._memory else ()
-        head, content = _read(self._path(name))
-        with suppress(LookupError, TypeError, ValueError, AttributeError, ImportError, HeadPruneError):
-            return (_restored(head["value"], tensors_of(content)),) if head["name"] == name else ()
+        entry = _read(self._path(name))
+        with suppress(LookupError, TypeError, ValueError, AttributeError, ImportError, RecursionError, HeadPruneError):
+            if entry is not None and entry.name == name:
+                return (_restored(entry.value, tensors_of(entry.tensors)),)
         return ()
 
     def _path(self, name: str) -> Path:
@@ -192,14 +193,24 @@ class Store:
         return self.folder / f"{words}-{hashlib.sha256(name.encode()).hexdigest()[:12]}{SUFFIX}"
 
 
-def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    """What a file of `Store.keep` says, and its tensors' bytes; nothing of a missing or damaged one."""
-    with suppress(OSError, ValueError):
-        seal, content = (sealed := path.read_bytes())[:32], sealed[32:]
-        if hashlib.sha256(content).digest() == seal:
-            head, _, tensors = content.partition(b"\n")
-            return json.loads(head), tensors
-    return {}, b""
+class _Entry(NamedTuple):
+    """What a file of `Store.keep` says."""
+
+    name: str
+    seconds: float
+    value: Any
+    tensors: bytes
+
+
+def _read(path: Path) -> _Entry | None:
+    """What a file says; None if there is none, or a damaged one."""
+    with suppress(OSError, LookupError, TypeError, ValueError, RecursionError):
+        content = path.read_bytes()
+        if hashlib.sha256(content[32:]).digest() == content[:32]:
+            line, _, tensors = content[32:].partition(b"\n")
+            head = json.loads(line)
+            return _Entry(head["name"], float(head["seconds"]), head["value"], tensors)
+    return None
 
 
 def digest(*values: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 import headprune as hp
-from headprune.parallel import ALONE, _Failure, current, joined, lost_ranks, place, shares
+from headprune.parallel import ALONE, LostRankError, _Failure, accelerator_ranks, current, place, shares
 from tests.support import shared
 from tests.support.ranked import Ranked
 
@@ -43,14 +43,14 @@ def test_every_task_is_done_once_and_nobody_has_much_more_to_do(size: int, costs
 
 def test_a_process_that_was_not_told_of_others_is_alone() -> None:
     assert current() is ALONE
-    with joined(None) as ranks:
+    with accelerator_ranks(None) as ranks:
         assert ranks is ALONE
     assert ALONE.share("x", [lambda: 1, lambda: 2]) == [1, 2]
     assert ALONE.gather("x", 5) == [5]
 
 
 def test_what_is_no_accelerator_is_refused() -> None:
-    with pytest.raises(hp.HeadPruneError, match="accelerator= is a str"), joined("cpu"):  # type: ignore[arg-type]
+    with pytest.raises(hp.HeadPruneError, match="accelerator= is a str"), accelerator_ranks("cpu"):  # type: ignore[arg-type]
         pass
 
 
@@ -80,8 +80,8 @@ def test_an_error_that_cannot_be_made_again_is_told_in_words() -> None:
 
 
 def test_lost_ranks_are_named() -> None:
-    heads = [str(lost_ranks(gone).args[0]).split(" gone")[0] for gone in ((), (1,), (1, 2), (0, 1, 2))]
-    assert heads == ["A rank is", "Rank 1 is", "Ranks 1, 2 are", "Ranks 0, 1, 2 are"]
+    heads = [str(LostRankError(gone).args[0]).split(" gone")[0] for gone in ((), (1,), (1, 2), (0, 1, 2))]
+    assert heads == ["A rank is", "Rank 1 is", "Rank 1 and rank 2 are", "Rank 0 and rank 1 and rank 2 are"]
 
 
 @pytest.mark.parametrize(

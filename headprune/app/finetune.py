@@ -26,7 +26,7 @@ from headprune.evaluation import evaluate
 from headprune.fingerprint import fingerprint, versions
 from headprune.inputs import model_device, move
 from headprune.jsonio import replacing
-from headprune.parallel import current, joined
+from headprune.parallel import accelerator_ranks, current
 from headprune.rows import apparent_size
 from headprune.scoring.base import Progress
 from headprune.store import digest
@@ -109,7 +109,7 @@ def finetune(
     order = _Order(train, options)
     held_out = list(choose.batches()) if isinstance(choose, Part) else list(choose)
     loss = DistillationLoss(model, dense, options.mixture)
-    with joined(accelerator) as ranks, _own_random_state(options.seed), evaluating(dense or model):
+    with accelerator_ranks(accelerator) as ranks, _own_random_state(options.seed), evaluating(dense or model):
         ranks.agree("a model", lambda: fingerprint(pruned))
         with evaluating(model):
             loss.prepare(move(order[0], device))
