@@ -114,10 +114,9 @@ class Ranks:
                 if progress:
                     progress(min(len(tasks), len(results) * self.size), len(tasks))
         replies = self.gather(f"{name}, {len(tasks)} tasks", (results, failure))
-        if failures := [reply[1] for reply in replies if reply[1] is not None]:
-            raise min(
-                failures, key=lambda failed: failed.task
-            ).error  # with one process only the first would have failed
+        if failures := [failure for _, failure in replies if failure is not None]:
+            # With one process only the first would have failed.
+            raise min(failures, key=lambda failure: failure.task).error
         every = {i: result for own, _ in replies for i, result in own.items()}
         return [every[i] for i in range(len(tasks))]
 
@@ -273,13 +272,13 @@ def shares(count: int, size: int, costs: Sequence[float] | None = None) -> list[
     """
     if costs is None or len(set(costs)) < 2:
         return [list(range(rank, count, size)) for rank in range(size)]
-    found: list[list[int]] = [[] for _ in range(size)]
+    parts: list[list[int]] = [[] for _ in range(size)]
     sums = [0.0] * size
     for i in sorted(range(count), key=lambda i: (-costs[i], i)):
         least = min(range(size), key=lambda rank: (sums[rank], rank))
-        found[least].append(i)
+        parts[least].append(i)
         sums[least] += costs[i]
-    return [sorted(own) for own in found]
+    return [sorted(own) for own in parts]
 
 
 ALONE = Ranks()
@@ -342,11 +341,11 @@ def launcher_ranks() -> Iterator[Ranks]:
     Raises:
         HeadPruneError: The processes do not find each other.
     """
-    found = place()
-    if found is None:
+    numbers = place()
+    if numbers is None:
         yield current()
         return
-    rank, size, local = found
+    rank, size, local = numbers
     devices = torch.cuda.device_count()
     if devices:
         torch.cuda.set_device(local % devices)
@@ -371,12 +370,12 @@ def place() -> tuple[int, int, int] | None:
     Raises:
         HeadPruneError: A launcher says only a part of it.
     """
-    found = get_cpu_distributed_information()
-    if found.world_size < 2:
+    launcher = get_cpu_distributed_information()
+    if launcher.world_size < 2:
         return None
     if not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
         raise HeadPruneError(
-            f"There are {found.world_size} processes, as WORLD_SIZE or MPI says, but MASTER_ADDR or MASTER_PORT is missing.",
-            f"Start by torchrun --nproc-per-node {found.world_size} -m headprune …, or unset WORLD_SIZE.",
+            f"There are {launcher.world_size} processes, as WORLD_SIZE or MPI says, but MASTER_ADDR or MASTER_PORT is missing.",
+            f"Start by torchrun --nproc-per-node {launcher.world_size} -m headprune …, or unset WORLD_SIZE.",
         )
-    return found.rank, found.world_size, found.local_rank
+    return launcher.rank, launcher.world_size, launcher.local_rank

@@ -8,10 +8,10 @@ method, a search and a whole run use it alike::
         known = work.keyed("score", model, data, config.scoring)                # named by all that the scores depend on
         scores = [known.get(m, partial(score, model, data.score, m, work=work)) for m in config.methods]
         store = work.keyed("prune", model, data, config, scores)                # named by all that the rest depends on
-        found = store.get("search", partial(search, dense, scores, config.budgets, data.choose, store=store))
+        result = store.get("search", partial(search, dense, scores, config.budgets, data.choose, store=store))
         base = store.get("dense", partial(evaluate, model, data.report))
         times = store.get("latency", partial(current().first, "latency", partial(benchmark, models)))  # by one process
-        results = [store.get(f"pruned {plan.kept}", partial(carry_out, plan, store.folder / "content")) for plan in found.plans]
+        results = [store.get(f"pruned {plan.kept}", partial(carry_out, plan, store.folder / "content")) for plan in result.plans]
 
     store = Store()                   # the Python API: in memory, gone with it
     store = Store(Path("work"))       # on disk: after a kill the same calls find what was finished
@@ -106,9 +106,9 @@ class Store:
             HeadPruneError: It cannot be kept: the disk is full, or no file can hold it.
         """
         ranks = current()
-        found: tuple[T, ...] = ranks.first(f"looking for {name}", partial(self._find, name))
-        if found:
-            return found[0]
+        known: tuple[T, ...] = ranks.first(f"looking for {name}", partial(self._find, name))
+        if known:
+            return known[0]
         result = make()
         return ranks.first(f"keeping {name}", partial(self.keep, name, result))
 
@@ -127,7 +127,7 @@ class Store:
         """
         ranks = current()
         known: dict[str, tuple[T, ...]] = ranks.first(
-            f"looking for {name}", lambda: {key: found for key in parts if (found := self._find(key))}
+            f"looking for {name}", lambda: {key: value for key in parts if (value := self._find(key))}
         )
 
         def part(key: str, make: Callable[[], T]) -> T:
@@ -139,8 +139,7 @@ class Store:
 
     def known(self, name: str) -> Any:
         """What this process finds under a name; None if nothing is kept."""
-        found = self._find(name)
-        return found[0] if found else None
+        return next(iter(self._find(name)), None)
 
     def keep(self, name: str, value: T) -> T:
         """A value as it will be found again under its name, now that it is kept.
@@ -162,8 +161,8 @@ class Store:
         head = json.dumps({"name": name, "seconds": seconds, "value": _plain(value, put, _refused, name)})
         content = head.encode() + b"\n" + bytes_of(tensors)
         write_bytes(self._path(name), hashlib.sha256(content).digest() + content)
-        found: T = _restored(json.loads(head)["value"], tensors)
-        return found
+        kept: T = _restored(json.loads(head)["value"], tensors)
+        return kept
 
     def forget(self, name: str) -> None:
         """Remove a result, so that it is made again when it is asked for."""
@@ -182,7 +181,7 @@ class Store:
         if self.folder is None:
             return (self._memory[name],) if name in self._memory else ()
         entry = _read(self._path(name))
-        with suppress(LookupError, TypeError, ValueError, AttributeError, ImportError, RecursionError, HeadPruneError):
+        with suppress(Exception):  # whatever it holds: it is made again
             if entry is not None and entry.name == name:
                 return (_restored(entry.value, tensors_of(entry.tensors)),)
         return ()

@@ -70,10 +70,10 @@ class Folder:
         """The command (``key`` and ``command``) whose unfinished work is here, if it was interrupted."""
         self._check_own()
         try:
-            found = read_json(self.unfinished / _COMMAND, "command")
+            note = read_json(self.unfinished / _COMMAND, "command")
         except HeadPruneError:
             return None
-        return found if all(isinstance(found.get(name), str) for name in ("key", "command")) else None
+        return note if all(isinstance(note.get(name), str) for name in ("key", "command")) else None
 
     def left_by(self, key: str) -> bool:
         """Whether this very command was interrupted here."""
@@ -221,13 +221,13 @@ class Folder:
 AnyFolder = TypeVar("AnyFolder", bound=Folder)
 
 
-def key_of(*asked: Any) -> str:
+def key_of(*options: Any) -> str:
     """A name for what a command was asked to do; commands with the same name continue each other's work.
 
     Args:
-        asked: Dataclasses of plain values, and such.
+        options: Dataclasses of plain values, and such.
     """
-    return hashlib.sha256(repr(asked).encode("utf-8", "backslashreplace")).hexdigest()[:16]
+    return hashlib.sha256(repr(options).encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 @contextmanager
