@@ -263,9 +263,9 @@ def claimed(
             kept = f"What was finished is kept in {folder.unfinished}: the same command continues there."
             raise Stopped(getattr(error, "status", 130), kept if keep else "Nothing was written.") from error
         except BaseException as error:
-            keep = _worth_keeping(folder.unfinished)
             for name in (_COMMAND, _DONE) if ranks.main and isinstance(error, HeadPruneError) else ():
                 (folder.unfinished / name).unlink(missing_ok=True)
+            keep = _worth_keeping(folder.unfinished)
             raise
         finally:
             if ranks.main and not keep:
