@@ -14,7 +14,7 @@ from headprune.errors import HeadPruneError
 from headprune.files import digest
 from headprune.fingerprint import fingerprint, tensor_bytes
 from headprune.inputs import Example, inputs_of, tensors
-from headprune.parallel import Ranks, joined
+from headprune.parallel import Ranks, accelerator_ranks
 from headprune.plans import PruningPlan
 from headprune.trace import find_attention
 
@@ -78,7 +78,7 @@ def together(accelerator: Accelerator | None, model: nn.Module, batches: Sequenc
         raise HeadPruneError(
             "The model is wrapped for training on several processes.", "Pass accelerator.unwrap_model(model)."
         )
-    with joined(accelerator) as ranks:
+    with accelerator_ranks(accelerator) as ranks:
         if accelerator is not None:
             ranks.agree("a model", lambda: fingerprint(model))
             ranks.agree("batches", lambda: content_of(batches))

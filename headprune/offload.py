@@ -222,10 +222,10 @@ def copied(model: nn.Module, own: Sequence[str] = ()) -> nn.Module:
     for name, buffer in model.named_buffers():
         if not name.startswith(names):
             shared[id(buffer)] = buffer.detach()
-    found = copy.deepcopy(model, shared)
+    result = copy.deepcopy(model, shared)
     for attribute in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"):  # Accelerate's, which would move the original
-        vars(found).pop(attribute, None)
-    return found
+        vars(result).pop(attribute, None)
+    return result
 
 
 def reads_from(model: nn.Module, folder: str | os.PathLike[str]) -> bool:
@@ -253,8 +253,8 @@ class _Aligned(OffloadedWeightsLoader):  # type: ignore[misc]
     """Copies what it reads from a file of many weights: there a weight may start at any byte, and the kernels of a CPU then sum in another order."""
 
     def __getitem__(self, key: str) -> Tensor:
-        found: Tensor = super().__getitem__(key)
-        return found if key in self.state_dict else found.clone()
+        value: Tensor = super().__getitem__(key)
+        return value if key in self.state_dict else value.clone()
 
 
 def aligned(model: nn.Module) -> None:

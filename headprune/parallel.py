@@ -2,7 +2,7 @@
 
 Every rank runs the whole program, except for loops over independent items: there each rank does its share, and all ranks get all results,
 in the order of the items. So all ranks know the same at every line, and a result does not depend on how many there are. A process
-that was not told of others (`joined`, `launched`) is alone, even if the program around it has a process group.
+that was not told of others (`accelerator_ranks`, `launcher_ranks`) is alone, even if the program around it has a process group.
 
     from headprune.parallel import current
     losses = current().share("losses", [partial(loss, batch) for batch in batches])
@@ -44,16 +44,18 @@ _LEAVING = "(leaving)"  # the name of a rank's last message
 
 
 class LostRankError(HeadPruneError):
-    """Another rank's process has ended, or cannot be reached any more."""
+    """Another rank's process has ended, or cannot be reached any more.
 
+    Args:
+        gone: Which ones; it is not known, if there are none.
+    """
 
-def lost_ranks(gone: Sequence[int]) -> LostRankError:
-    """The error where some ranks are gone; it is not known which ones, if none are given."""
-    who = f"Rank {gone[0]} is" if len(gone) == 1 else f"Ranks {', '.join(map(str, gone))} are" if gone else "A rank is"
-    return LostRankError(
-        f"{who} gone, so the others cannot continue.",
-        "What was finished is kept: run the same command again, with as many processes as you like.",
-    )
+    def __init__(self, gone: Sequence[int] = ()) -> None:
+        names = " and ".join(f"rank {rank}" for rank in gone) or "a rank"
+        super().__init__(
+            f"{names.capitalize()} {'are' if gone[1:] else 'is'} gone, so the others cannot continue.",
+            "What was finished is kept: run the same command again, with as many processes as you like.",
+        )
 
 
 class Ranks:
@@ -65,7 +67,7 @@ class Ranks:
         group: Of gloo, for messages; None for the default one.
 
     Attributes:
-        here: How many of them are on this machine, and share its memory.
+        local_size: How many of them are on this machine, and share its memory.
         gone: Those that were lost, as far as it is known.
     """
 
@@ -75,7 +77,7 @@ class Ranks:
         self._group, self._over = group, False
         self._processes: list[tuple[str, int]] = []
         self._processes = self.gather("meeting", (socket.gethostname(), os.getpid()))
-        self.here = sum(host == socket.gethostname() for host, _ in self._processes)
+        self.local_size = sum(host == socket.gethostname() for host, _ in self._processes)
 
     @property
     def main(self) -> bool:
@@ -102,7 +104,7 @@ class Ranks:
         """
         results: dict[int, T] = {}
         failure: _Failure | None = None
-        with using(ALONE):
+        with _use(ALONE):
             for i in shares(len(tasks), self.size, costs)[self.rank]:
                 try:
                     results[i] = tasks[i]()
@@ -112,10 +114,9 @@ class Ranks:
                 if progress:
                     progress(min(len(tasks), len(results) * self.size), len(tasks))
         replies = self.gather(f"{name}, {len(tasks)} tasks", (results, failure))
-        if failures := [reply[1] for reply in replies if reply[1] is not None]:
-            raise min(
-                failures, key=lambda failed: failed.task
-            ).error  # with one process only the first would have failed
+        if failures := [failure for _, failure in replies if failure is not None]:
+            # With one process only the first would have failed.
+            raise min(failures, key=lambda failure: failure.task).error
         every = {i: result for own, _ in replies for i, result in own.items()}
         return [every[i] for i in range(len(tasks))]
 
@@ -134,7 +135,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         if self._over:
-            raise LostRankError("The ranks have parted, so they cannot continue together.", "Start the program again.")
+            raise HeadPruneError("The ranks have parted, so they cannot continue together.", "Start the program again.")
         replies = self._exchange(name, value)
         self._over = any(said != name for said, _ in replies)
         if failures := [failure for said, failure in replies if said == _LEAVING and failure is not None]:
@@ -181,21 +182,21 @@ class Ranks:
                 "shares out the work by itself.",
             )
 
-    def lost(self) -> list[int]:
+    def find_lost(self) -> list[int]:
         """The ranks whose processes have ended, as far as that can be seen from this machine."""
         here = socket.gethostname()
         every = enumerate(self._processes)
         return [rank for rank, (host, pid) in every if rank != self.rank and host == here and not _is_alive(pid)]
 
     @contextmanager
-    def together(self) -> Iterator[Ranks]:
+    def run_together(self) -> Iterator[Ranks]:
         """Work is shared out while the context lasts. Who leaves it by an error tells the others, which raise that, wherever they are.
 
         Raises:
             HeadPruneError: Another rank has not come to the end.
         """
         try:
-            with using(self):
+            with _use(self):
                 yield self
         except Exception as error:  # any other BaseException ends the process
             if not self._over:
@@ -216,7 +217,7 @@ class Ranks:
         meeting = Thread(target=meet, daemon=True)
         meeting.start()
         meeting.join(_LOOK)
-        while meeting.is_alive() and not self.lost():
+        while meeting.is_alive() and not self.find_lost():
             meeting.join(_LOOK)
         if None in replies:
             raise self._parted()
@@ -226,11 +227,11 @@ class Ranks:
     def _parted(self) -> LostRankError:
         """The error where another rank is lost."""
         until = time.monotonic() + 1.0  # a process that closed a connection may be about to end
-        while not (gone := self.lost()) and time.monotonic() < until:
+        while not (gone := self.find_lost()) and time.monotonic() < until:
             time.sleep(0.1)
         self._over, self.gone = True, tuple(gone)
         time.sleep(_LINGER)
-        return lost_ranks(gone)
+        return LostRankError(gone)
 
 
 class _Failure:
@@ -271,13 +272,13 @@ def shares(count: int, size: int, costs: Sequence[float] | None = None) -> list[
     """
     if costs is None or len(set(costs)) < 2:
         return [list(range(rank, count, size)) for rank in range(size)]
-    found: list[list[int]] = [[] for _ in range(size)]
+    parts: list[list[int]] = [[] for _ in range(size)]
     sums = [0.0] * size
     for i in sorted(range(count), key=lambda i: (-costs[i], i)):
         least = min(range(size), key=lambda rank: (sums[rank], rank))
-        found[least].append(i)
+        parts[least].append(i)
         sums[least] += costs[i]
-    return [sorted(own) for own in found]
+    return [sorted(own) for own in parts]
 
 
 ALONE = Ranks()
@@ -290,7 +291,7 @@ def current() -> Ranks:
 
 
 @contextmanager
-def using(ranks: Ranks) -> Iterator[None]:
+def _use(ranks: Ranks) -> Iterator[None]:
     """These are the current ones while the context lasts."""
     token = _current.set(ranks)
     try:
@@ -306,7 +307,7 @@ _groups: dict[Any, Any] = {}
 
 
 @contextmanager
-def joined(accelerator: Accelerator | None) -> Iterator[Ranks]:
+def accelerator_ranks(accelerator: Accelerator | None) -> Iterator[Ranks]:
     """Share out the work among an Accelerator's processes while the context lasts; with None, as it was before.
 
     Raises:
@@ -327,12 +328,12 @@ def joined(accelerator: Accelerator | None) -> Iterator[Ranks]:
     world = dist.group.WORLD
     if world not in _groups:
         _groups[world] = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    with Ranks(dist.get_rank(), size, _groups[world]).together() as ranks:
+    with Ranks(dist.get_rank(), size, _groups[world]).run_together() as ranks:
         yield ranks
 
 
 @contextmanager
-def launched() -> Iterator[Ranks]:
+def launcher_ranks() -> Iterator[Ranks]:
     """Share out the work among the processes that a launcher started, while the context lasts; alone, if there are no others.
 
     Each takes a GPU of its own, where there are some.
@@ -340,11 +341,11 @@ def launched() -> Iterator[Ranks]:
     Raises:
         HeadPruneError: The processes do not find each other.
     """
-    found = place()
-    if found is None:
+    numbers = place()
+    if numbers is None:
         yield current()
         return
-    rank, size, local = found
+    rank, size, local = numbers
     devices = torch.cuda.device_count()
     if devices:
         torch.cuda.set_device(local % devices)
@@ -358,7 +359,7 @@ def launched() -> Iterator[Ranks]:
             f"The {size} processes do not find each other: {first_line(error)}.",
             "Check MASTER_ADDR and MASTER_PORT, or start by torchrun.",
         ) from error
-    with ranks.together():
+    with ranks.run_together():
         yield ranks
     dist.destroy_process_group()  # not after an error: it would wait for the others
 
@@ -369,12 +370,12 @@ def place() -> tuple[int, int, int] | None:
     Raises:
         HeadPruneError: A launcher says only a part of it.
     """
-    found = get_cpu_distributed_information()
-    if found.world_size < 2:
+    launcher = get_cpu_distributed_information()
+    if launcher.world_size < 2:
         return None
     if not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
         raise HeadPruneError(
-            f"There are {found.world_size} processes, as WORLD_SIZE or MPI says, but MASTER_ADDR or MASTER_PORT is missing.",
-            f"Start by torchrun --nproc-per-node {found.world_size} -m headprune …, or unset WORLD_SIZE.",
+            f"There are {launcher.world_size} processes, as WORLD_SIZE or MPI says, but MASTER_ADDR or MASTER_PORT is missing.",
+            f"Start by torchrun --nproc-per-node {launcher.world_size} -m headprune …, or unset WORLD_SIZE.",
         )
-    return found.rank, found.world_size, found.local_rank
+    return launcher.rank, launcher.world_size, launcher.local_rank

@@ -8,10 +8,10 @@ method, a search and a whole run use it alike::
         known = work.keyed("score", model, data, config.scoring)                # named by all that the scores depend on
         scores = [known.get(m, partial(score, model, data.score, m, work=work)) for m in config.methods]
         store = work.keyed("prune", model, data, config, scores)                # named by all that the rest depends on
-        found = store.get("search", partial(search, dense, scores, config.budgets, data.choose, store=store))
+        result = store.get("search", partial(search, dense, scores, config.budgets, data.choose, store=store))
         base = store.get("dense", partial(evaluate, model, data.report))
         times = store.get("latency", partial(current().first, "latency", partial(benchmark, models)))  # by one process
-        results = [store.get(f"pruned {plan.kept}", partial(carry_out, plan, store.folder / "content")) for plan in found.plans]
+        results = [store.get(f"pruned {plan.kept}", partial(carry_out, plan, store.folder / "content")) for plan in result.plans]
 
     store = Store()                   # the Python API: in memory, gone with it
     store = Store(Path("work"))       # on disk: after a kill the same calls find what was finished
@@ -38,7 +38,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -74,8 +74,8 @@ class Store:
         self.folder, self._say = folder, say
         self._memory: dict[str, Any] = {}
         self._began = time.monotonic()
-        entries = [_read(path) for path in folder.glob(f"*{SUFFIX}")] if folder else []
-        self.seconds: float = max((head["seconds"] for head, _ in entries if head), default=0.0)
+        entries = map(_read, folder.glob(f"*{SUFFIX}") if folder else ())
+        self.seconds = max((entry.seconds for entry in entries if entry), default=0.0)
 
     def keyed(self, name: str, *facts: Any) -> Store:
         """The store of one computation, in a folder of its own; in memory, if this one is.
@@ -106,9 +106,9 @@ class Store:
             HeadPruneError: It cannot be kept: the disk is full, or no file can hold it.
         """
         ranks = current()
-        found: tuple[T, ...] = ranks.first(f"looking for {name}", partial(self._find, name))
-        if found:
-            return found[0]
+        known: tuple[T, ...] = ranks.first(f"looking for {name}", partial(self._find, name))
+        if known:
+            return known[0]
         result = make()
         return ranks.first(f"keeping {name}", partial(self.keep, name, result))
 
@@ -127,7 +127,7 @@ class Store:
         """
         ranks = current()
         known: dict[str, tuple[T, ...]] = ranks.first(
-            f"looking for {name}", lambda: {key: found for key in parts if (found := self._find(key))}
+            f"looking for {name}", lambda: {key: value for key in parts if (value := self._find(key))}
         )
 
         def part(key: str, make: Callable[[], T]) -> T:
@@ -139,8 +139,7 @@ class Store:
 
     def known(self, name: str) -> Any:
         """What this process finds under a name; None if nothing is kept."""
-        found = self._find(name)
-        return found[0] if found else None
+        return next(iter(self._find(name)), None)
 
     def keep(self, name: str, value: T) -> T:
         """A value as it will be found again under its name, now that it is kept.
@@ -162,8 +161,8 @@ class Store:
         head = json.dumps({"name": name, "seconds": seconds, "value": _plain(value, put, _refused, name)})
         content = head.encode() + b"\n" + bytes_of(tensors)
         write_file(self._path(name), hashlib.sha256(content).digest() + content)
-        found: T = _restored(json.loads(head)["value"], tensors)
-        return found
+        kept: T = _restored(json.loads(head)["value"], tensors)
+        return kept
 
     def forget(self, name: str) -> None:
         """Remove a result, so that it is made again when it is asked for."""
@@ -181,9 +180,10 @@ class Store:
         """What is kept under a name, alone in a tuple; () if there is nothing, or a damaged file."""
         if self.folder is None:
             return (self._memory[name],) if name in self._memory else ()
-        head, content = _read(self._path(name))
-        with suppress(LookupError, TypeError, ValueError, AttributeError, ImportError, HeadPruneError):
-            return (_restored(head["value"], tensors_of(content)),) if head["name"] == name else ()
+        entry = _read(self._path(name))
+        with suppress(Exception):  # whatever it holds: it is made again
+            if entry is not None and entry.name == name:
+                return (_restored(entry.value, tensors_of(entry.tensors)),)
         return ()
 
     def _path(self, name: str) -> Path:
@@ -192,14 +192,24 @@ class Store:
         return self.folder / f"{words}-{hashlib.sha256(name.encode()).hexdigest()[:12]}{SUFFIX}"
 
 
-def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    """What a file of `Store.keep` says, and its tensors' bytes; nothing of a missing or damaged one."""
-    with suppress(OSError, ValueError):
-        seal, content = (sealed := path.read_bytes())[:32], sealed[32:]
-        if hashlib.sha256(content).digest() == seal:
-            head, _, tensors = content.partition(b"\n")
-            return json.loads(head), tensors
-    return {}, b""
+class _Entry(NamedTuple):
+    """What a file of `Store.keep` says."""
+
+    name: str
+    seconds: float
+    value: Any
+    tensors: bytes
+
+
+def _read(path: Path) -> _Entry | None:
+    """What a file says; None if there is none, or a damaged one."""
+    with suppress(OSError, LookupError, TypeError, ValueError, RecursionError):
+        content = path.read_bytes()
+        if hashlib.sha256(content[32:]).digest() == content[:32]:
+            line, _, tensors = content[32:].partition(b"\n")
+            head = json.loads(line)
+            return _Entry(head["name"], float(head["seconds"]), head["value"], tensors)
+    return None
 
 
 def digest(*values: Any) -> str:

@@ -275,7 +275,7 @@ def test_a_full_disk_leaves_the_old_report(error: Exception, here: Path, monkeyp
         assert "The report could not be written (RuntimeError: no such colour); all else is in r." in said
         assert not list((here / "r").rglob(".*"))
         run("report", here / "r")
-    assert (here / "r" / "plan-2.json").exists()
+    assert (here / "r" / "plan-3.json").exists()
     assert (here / "r" / "report.md").is_file()
 
 

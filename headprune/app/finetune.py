@@ -27,7 +27,7 @@ from headprune.evaluation import evaluate
 from headprune.files import atomic_file
 from headprune.fingerprint import fingerprint, versions
 from headprune.inputs import model_device, move
-from headprune.parallel import current, joined
+from headprune.parallel import accelerator_ranks, current
 from headprune.running import Progress, evaluating
 from headprune.store import digest
 
@@ -108,7 +108,7 @@ def finetune(
     order = _Order(train, options)
     held_out = list(choose.batches()) if isinstance(choose, Part) else list(choose)
     loss = DistillationLoss(model, dense, options.mixture)
-    with joined(accelerator) as ranks, _own_random_state(options.seed), evaluating(dense or model):
+    with accelerator_ranks(accelerator) as ranks, _own_random_state(options.seed), evaluating(dense or model):
         ranks.agree("a model", lambda: fingerprint(pruned))
         with evaluating(model):
             loss.prepare(move(order[0], device))

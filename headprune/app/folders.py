@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from headprune.errors import HeadPruneError, Stopped, check_writable
-from headprune.files import digest, read_json, write_json
+from headprune.files import read_json, write_json
 from headprune.locks import BusyError, is_held, is_taken, locked
 from headprune.parallel import current
 from headprune.store import Store
@@ -69,10 +69,10 @@ class Folder:
         """The command (``key`` and ``command``) whose unfinished work is here, if it was interrupted."""
         self._check_own()
         try:
-            found = read_json(self.unfinished / _COMMAND, "command")
+            note = read_json(self.unfinished / _COMMAND, "command")
         except HeadPruneError:
             return None
-        return found if all(isinstance(found.get(name), str) for name in ("key", "command")) else None
+        return note if all(isinstance(note.get(name), str) for name in ("key", "command")) else None
 
     def left_by(self, key: str) -> bool:
         """Whether this very command was interrupted here."""
@@ -220,13 +220,13 @@ class Folder:
 AnyFolder = TypeVar("AnyFolder", bound=Folder)
 
 
-def key_of(*asked: Any) -> str:
+def key_of(*options: Any) -> str:
     """A name for what a command was asked to do; commands with the same name continue each other's work.
 
     Args:
-        asked: Dataclasses of plain values, and such.
+        options: Dataclasses of plain values, and such.
     """
-    return digest(repr(asked))
+    return digest(repr(options))
 
 
 @contextmanager
@@ -262,9 +262,9 @@ def claimed(
             kept = f"What was finished is kept in {folder.unfinished}: the same command continues there."
             raise Stopped(getattr(error, "status", 130), kept if keep else "Nothing was written.") from error
         except BaseException as error:
-            keep = _worth_keeping(folder.unfinished)
             for name in (_COMMAND, _DONE) if ranks.main and isinstance(error, HeadPruneError) else ():
                 (folder.unfinished / name).unlink(missing_ok=True)
+            keep = _worth_keeping(folder.unfinished)
             raise
         finally:
             if ranks.main and not keep:

@@ -50,9 +50,9 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
             if not shared:
                 yield console
                 return
-            from headprune.parallel import launched
+            from headprune.parallel import launcher_ranks
 
-            with launched() as ranks:
+            with launcher_ranks() as ranks:
                 if ranks.main:
                     told_of(console, ranks.size)
                 yield console
@@ -66,10 +66,10 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
         stopped = error if isinstance(error, Stopped) else Stopped()
         if others:
             time.sleep(_LINGER)
-        elif ranks is not None and (gone := ranks.lost()):  # torchrun stops the others then
-            from headprune.parallel import lost_ranks
+        elif ranks is not None and (gone := ranks.find_lost()):  # torchrun stops the others then
+            from headprune.parallel import LostRankError
 
-            lost = lost_ranks(gone)
+            lost = LostRankError(gone)
             fail(console, str(lost.args[0]), lost.hint)
             raise typer.Exit(1) from None
         fail(console, "interrupted." if stopped.status == Stopped().status else "terminated.", stopped.hint)

@@ -49,7 +49,7 @@ class Replay:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self._here = problem, current().here
+        self.problem, self._here = problem, current().local_size
         self.notes: list[str] = []
         self.budget = problem.settings.max_memory or current().first("memory", self._free) // 2
         self.stacks = False

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.app.folders import Folder, claimed
 from headprune.errors import HeadPruneError
-from headprune.parallel import Ranks, current, launched
+from headprune.parallel import Ranks, current, launcher_ranks
 from headprune.scoring import Settings
 from tests.support.zoo import labelled, randomise, text
 
@@ -33,7 +33,7 @@ def small() -> tuple[nn.Module, list[dict[str, Tensor]]]:
 def scored(method: str, count: int = 5, work: str = "", **settings: Any) -> dict[str, Any]:
     """Scores of the small model on its first batches."""
     model, batches = small()
-    with launched():
+    with launcher_ranks():
         found = hp.score(
             model, batches[:count], method, seed=3, settings=Settings(**settings), work=Path(work) if work else None
         )
@@ -46,7 +46,7 @@ def pruned(strategy: str = "auto", effort: str = "normal") -> dict[str, Any]:
     model = model.double()
     batches = [labelled(model, text(rows, 7, seed=rows), seed=rows) for rows in (24, 30, 20, 27, 1)]
     held_out = [labelled(model, text(rows, 7, seed=90 + rows), seed=rows) for rows in (3, 5)]
-    with launched() as ranks:
+    with launcher_ranks() as ranks:
         plans = hp.search(model, batches, [8, 4], choose=held_out, strategy=strategy, effort=effort)
         before = hp.evaluate(model, held_out)
         repair = hp.repair(model, plans[1], batches)
@@ -64,7 +64,7 @@ def pruned(strategy: str = "auto", effort: str = "normal") -> dict[str, Any]:
 
 def together(kind: str) -> Any:
     """Small things that ranks do."""
-    with launched() as ranks:
+    with launcher_ranks() as ranks:
         return KINDS[kind](ranks)
 
 
@@ -211,7 +211,7 @@ def finetuned(dropout: float = 0.1, alpha: float = 0.5, hidden: bool = False, st
         return backward(self, batch)
 
     rowwise.Shared.backward = noting  # type: ignore[method-assign]
-    with launched():
+    with launcher_ranks():
         done = finetune(pruned, dense, batches, batches[:2], options)
     return {
         "weights": torch.cat([p.detach().flatten() for p in done.model.parameters()]),
