@@ -79,6 +79,7 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
     if structure["version"] > VERSION:
         raise ValueError(f"this folder was saved by a newer headprune (structure {structure['version']})")
     made: dict[str, Tensor] = {}
+    here: dict[str, str] = {}  # the names in this model of tensors that differ
     group_of = {name: group[0] for group in structure["shared"] for name in group}
     for saved, entry in structure["modules"].items():
         name = _renamed(model, saved)
@@ -103,6 +104,7 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
             if key not in made:
                 made[key] = _new(held.get(own), shape, next(module.parameters(), None))
             hold(module, own, made[key])
+            here[full] = f"{name}.{own}" if name else own
         vars(module).update(entry.get("numbers", {}))
         edited = Edited(
             frozenset(entry.get("tensors", ())), frozenset(entry.get("numbers", ())), bool(entry.get("stand_in"))
@@ -113,6 +115,7 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
             vars(module)[own] = ConfigView(getattr(module, own), dict(fields))
         for kind, data in entry.get("carried", {}).items():
             CARRIED[kind].from_json(data).carried_by(module)
+    _tie_as_pruned(model, here, structure["shared"])
     vars(model)[_BIASES] = [n for n in (_renamed(model, b) for b in structure["biases"]) if n is not None]
     vars(model)[_GHOSTS] = {n for n in (_renamed(model, g) for g in structure["ghosts"]) if n is not None}
     note_removed(
@@ -121,6 +124,23 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
     note_heads(model, {_renamed(model, n) or n: count for n, count in structure.get("heads", {}).items()})
     if structure.get("repaired"):
         note_was_repaired(model)
+
+
+def _tie_as_pruned(model: nn.Module, here: Mapping[str, str], shared: Sequence[Sequence[str]]) -> None:
+    """Let transformers tie, of the tensors that differ from their class's, only those that are one in the pruned model.
+
+    Layers that share their weights (Zamba 2) may have lost different heads. transformers gave them each other's weights when it loaded the folder.
+
+    Args:
+        here: Names of these tensors in this model, by their names in the structure.
+        shared: Groups of names (in the structure) of one tensor.
+    """
+    tied: dict[str, str] | None = getattr(model, "all_tied_weights_keys", None)
+    if tied is not None:
+        for name in here.values():
+            tied.pop(name, None)
+        for first, *others in ([here[name] for name in group if name in here] or [""] for group in shared):
+            tied.update(dict.fromkeys(others, first))
 
 
 def _renamed(model: nn.Module, saved: str) -> str | None:
