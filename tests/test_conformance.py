@@ -15,12 +15,13 @@ import torch
 import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import headprune as hp
+from tests.support import zoo
 from tests.support.cases import answer, facts, is_built, made, other, without
 from tests.support.grouped import Stack, stacks
-from tests.support.zoo import ZOO
 
 FACTS = facts()
 MASKED = [name for name, row in FACTS.items() if row["only_masked"]]
@@ -179,7 +180,7 @@ def test_heads_that_are_only_masked(name: str) -> None:
     assert everything(model) == before
 
 
-@pytest.mark.parametrize("name", [*ZOO, "falcon", "gpt_oss"])
+@pytest.mark.parametrize("name", [*zoo.ZOO, "falcon", "gpt_oss"])
 def test_traced_without_weights(name: str) -> None:
     """On the meta device the layers are the same, to the last feature."""
     model, example = made(name)
@@ -229,3 +230,19 @@ def test_any_heads_of_any_plain_attention(drawn: tuple[Stack, Tensor, Drop], dat
         same(answer(pruned, x), expected, 1e-9)
         sizes = [shape.parameters(model.width, set(drop[f"layers.{i}"])) for i, shape in enumerate(model.shapes)]
         assert sum(p.numel() for p in pruned.parameters()) == sum(sizes) + outside
+
+
+def test_what_an_older_folders_code_has_loaded_is_pruned_and_saved(tmp_path: Path) -> None:
+    """Its modules run that code's hooks, which read what this version gives them."""
+    folder = Path(__file__).parent / "support" / "saved_by_transformers" / "5.0.0" / "t5"
+    model = tf.AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True).eval()
+    example = load_file(folder.with_suffix(".safetensors"))
+    example.pop("logits")
+    dense, layers = copy.deepcopy(model), hp.find_attention(model, example)
+    drop = {a.name: [0] for a in layers if len(a.units) > 1 and a.prunable}
+    assert len(drop) > 3
+    hp.prune(model, drop, example, layers=layers)
+    with hp.mask(dense, drop, layers=layers):
+        same(answer(model, example), answer(dense, example))
+    for loaded in (hp.load(hp.save(model, tmp_path / "again")), copy.deepcopy(model)):
+        assert torch.equal(answer(loaded, example), answer(model, example))

@@ -14,7 +14,7 @@ from typing import Any
 FILE = "modeling_headprune.py"
 _SOURCES = (
     "standins",
-    "carried",
+    "hooks",
     "empty",
     "structure",
 )  # of headprune.pruned, in the order in which they import each other

@@ -2,18 +2,19 @@
 
 `structure_of` reads the differences off a pruned model; `restructure` gives them to a freshly built dense one, whose weights
 are loaded afterwards. What differs is the shape of tensors, the integers by which modules count heads, modules that were
-replaced (`empty`, `standins`), and what hooks on a module take from what is still computed for all heads (`carried`).
+replaced (`empty`, `standins`), and what hooks take from what is still computed for all heads (`hooks`).
 
 The files of this package, but for `saving`, are copied into every folder that headprune saves (`modeling_headprune.py`), so that transformers can
-load it where headprune is not installed. So they import nothing of headprune but each other.
+load it where headprune is not installed. So they import nothing of headprune but each other, and none of their names occurs twice.
 """
 
-from headprune.pruned.carried import (
-    Carried,
+from headprune.pruned.empty import ConfigView, EmptyAttention, OnlyBias, emptied
+from headprune.pruned.hooks import (
     Edited,
     Features,
     HeadArgument,
     HeadArguments,
+    HookData,
     Narrowing,
     Placement,
     Selection,
@@ -22,7 +23,6 @@ from headprune.pruned.carried import (
     surviving,
     to_ranges,
 )
-from headprune.pruned.empty import ConfigView, EmptyAttention, OnlyBias, emptied
 from headprune.pruned.saving import save_by_headprune
 from headprune.pruned.standins import MultiheadAttention, convert, is_ours, rebuilt, stand_in
 from headprune.pruned.structure import (
@@ -47,7 +47,7 @@ from headprune.pruned.structure import (
 )
 
 __all__ = [
-    "Carried", "ConfigView", "Edited", "EmptyAttention", "Features", "HeadArgument", "HeadArguments", "MultiheadAttention",
+    "ConfigView", "Edited", "EmptyAttention", "Features", "HeadArgument", "HeadArguments", "HookData", "MultiheadAttention",
     "Narrowing", "OnlyBias", "Placement", "Selection", "SharedPositionBias", "Structure", "add_biases", "added_biases", "convert",
     "emptied", "from_ranges", "ghosts", "heads_before", "hold", "home", "is_ours", "note_ghosts", "note_heads", "note_removed", "note_was_repaired", "rebuilt", "remove_biases", "removed", "replace_by_stand_in", "restructure", "save_by_headprune", "set_module",
     "stand_in", "structure_of", "surviving", "to_ranges", "was_repaired",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ from headprune.attention import AttentionLayer, HeadFeatures
 from headprune.inputs import model_device
 from headprune.offload import is_elsewhere, put, value_of, with_numbers
 from headprune.pruned import (
-    Carried,
     ConfigView,
     Edited,
     Features,
     HeadArgument,
     HeadArguments,
+    HookData,
     MultiheadAttention,
     Narrowing,
     OnlyBias,
@@ -134,10 +133,10 @@ class Journal:
             if hasattr(module, name):
                 self._set(module, name, size)
 
-    def _carry(self, module: nn.Module, value: Carried) -> None:
-        """Give a module something that its hooks read (`headprune.structure.Carried`)."""
+    def _carry(self, module: nn.Module, value: HookData) -> None:
+        """Give a module something that its hooks read (`headprune.pruned.hooks`)."""
         before = dict(vars(module))
-        handles = value.carried_by(module)
+        handles = value.attach(module)
         self._undo.append(lambda: _restore(vars(module), before, (value.name, "compute_bias")))
         self._undo.extend(handle.remove for handle in handles)
         self.changes.append(f"{id(module)} {value.name}")
@@ -284,16 +283,16 @@ class Journal:
     def _index_position_bias(self, attention: nn.Module, num_heads: int, kept: Sequence[int]) -> None:
         earlier: SharedPositionBias | None = SharedPositionBias.of(attention)
         if earlier is None:
-            self._carry(attention, SharedPositionBias(num_heads, kept))
+            self._carry(attention, SharedPositionBias(num_heads, tuple(kept)))
         else:  # heads of a second prune count within what the first one kept
-            self._carry(attention, SharedPositionBias(earlier.num_heads, [earlier.kept[h] for h in kept]))
+            self._carry(attention, SharedPositionBias(earlier.num_heads, tuple(earlier.kept[h] for h in kept)))
 
     def _index_arguments(
         self, attention: nn.Module, arguments: tuple[HeadArgument, ...], num_heads: int, kept: Sequence[int]
     ) -> None:
         own, earlier = HeadArguments(arguments, num_heads, tuple(kept)), HeadArguments.of(attention)
         if earlier:  # heads of a second prune count within what the first one kept
-            own = replace(earlier, kept=tuple(earlier.kept[h] for h in kept))
+            own = HeadArguments(earlier.arguments, earlier.num_heads, tuple(earlier.kept[h] for h in kept))
         self._carry(attention, own)
 
 
