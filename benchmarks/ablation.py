@@ -33,15 +33,14 @@ import headprune as hp
 from headprune.app.data import DataOptions, load_parts
 from headprune.app.models import load_model
 from headprune.gates import gated
-from headprune.loss import ExampleLoss
-from headprune.modules import exact_attention
+from headprune.losses import ExampleLoss
+from headprune.running import evaluating, exact_attention
 from headprune.scoring import Settings
 from headprune.scoring.ablation import exact, one_by_one
 from headprune.scoring.base import Problem
 from headprune.scoring.gradient import gate_gradients
 from headprune.scoring.replay import Replay
 from headprune.scoring.sampled import State, estimate, inclusion
-from headprune.trace import evaluating
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"

@@ -45,12 +45,12 @@ from torch.overrides import TorchFunctionMode
 
 import headprune as hp
 from headprune.checkpoint import loading_of
-from headprune.convention import find
+from headprune.conventions import find
 from headprune.errors import first_line
 from headprune.evaluation import evaluate
 from headprune.inputs import call, tensors
 from headprune.latency import flops
-from headprune.modules import exact_attention
+from headprune.running import exact_attention
 from headprune.stock import Counts
 from headprune.surgery import answers
 

@@ -16,7 +16,7 @@ from scipy.stats import spearmanr
 from torch import nn
 
 import headprune as hp
-from headprune.loss import ExampleLoss
+from headprune.losses import ExampleLoss
 from headprune.scoring import Settings
 from headprune.scoring.ablation import exact
 from headprune.scoring.base import Problem

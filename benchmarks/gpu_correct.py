@@ -33,13 +33,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import headprune as hp
 from headprune import memory
-from headprune.loss import ExampleLoss
-from headprune.modules import exact_attention
+from headprune.losses import ExampleLoss
+from headprune.running import evaluating, exact_attention
 from headprune.scoring import Settings
 from headprune.scoring.base import Problem
 from headprune.scoring.gradient import gate_gradients
 from headprune.scoring.replay import Recording, Replay
-from headprune.trace import evaluating
 
 warnings.filterwarnings("ignore")
 TYPES = {"float32": torch.float32, "TF32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

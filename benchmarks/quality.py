@@ -43,9 +43,9 @@ from headprune.app import demo
 from headprune.app.data import DataOptions, Part, Parts, load_parts
 from headprune.app.models import load_model
 from headprune.attention import AttentionLayer, Heads
+from headprune.divergence import Fidelity
 from headprune.errors import first_line
 from headprune.evaluation import Measurement, evaluate
-from headprune.fidelity import Fidelity
 from headprune.fingerprint import fingerprint
 from headprune.gates import mask
 from headprune.planning import GROUPS, SLICES, Order, Search, strategy_named

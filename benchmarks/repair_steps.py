@@ -32,7 +32,7 @@ import headprune as hp
 from headprune.app import demo
 from headprune.app.data import DataOptions, load_parts
 from headprune.app.models import load_model
-from headprune.fidelity import Fidelity
+from headprune.divergence import Fidelity
 from headprune.reference import calibrate, measure
 from headprune.repairing import Refit, checked
 

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
+from headprune.batches import is_empty
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
-from headprune.inputs import Example, tensors
-from headprune.loss import inputs_of
+from headprune.inputs import Example, inputs_of, tensors
 from headprune.plans import PruningPlan
 from headprune.ranks import Ranks, joined
-from headprune.rows import is_empty
 from headprune.trace import find_attention
 
 if TYPE_CHECKING:

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from headprune.arguments import listed, together
+from headprune.batches import cost_of
 from headprune.errors import HeadPruneError
 from headprune.inputs import model_device, move
-from headprune.loss import ExampleLoss, LossFn
-from headprune.modules import exact_attention, uncached, uncompiled
+from headprune.losses import ExampleLoss, LossFn
 from headprune.ranks import current
-from headprune.scoring.base import Progress, cost_of
-from headprune.trace import evaluating
+from headprune.running import Progress, quiet, uncompiled
 from headprune.uncertainty import carried_by, p_value, quantile, spread, wilson
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def evaluate(
 ) -> Measurement:
     """Run a model over labelled batches, and measure how well it does.
 
-    Which label a token's logits are compared with is found by comparing with the model's own loss (`headprune.convention`).
+    Which label a token's logits are compared with is found by comparing with the model's own loss (`headprune.conventions`).
     If that loss cannot be computed from the logits, the model computes it for one example at a time, and there is no accuracy. If
     this loss is found to be a mean over labels, examples weigh by their labels, and there is a perplexity; else each counts once.
 
@@ -131,9 +130,7 @@ def evaluate(
         guesses, truths = ([t.cpu().clone() for t in each] for each in (outcome.predictions, outcome.targets))
         return outcome.loss.cpu().double(), outcome.tokens.cpu(), guesses, truths
 
-    with (
-        together(accelerator, model, kept), evaluating(model), torch.inference_mode(), exact_attention(model), uncached(model),
-    ):  # fmt: skip
+    with together(accelerator, model, kept), quiet(model, exact=False), torch.inference_mode():
         with uncompiled():  # single examples would each be compiled for
             prepared = losses.prepare(kept)
         tasks = [partial(measured_on, batch) for batch in prepared]
@@ -160,7 +157,7 @@ def measurable(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
         HeadPruneError: As `evaluate`.
     """
     device, losses = model_device(model), ExampleLoss(model)
-    with evaluating(model), torch.inference_mode(), exact_attention(model), uncached(model), uncompiled():
+    with quiet(model), torch.inference_mode():
         losses.prepare([move(batch, device) for batch in batches])
     return ("loss", *losses.metrics)
 

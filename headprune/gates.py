@@ -18,7 +18,7 @@ from headprune.arguments import Plan, heads_of, layers_for
 from headprune.attention import AttentionLayer, HeadFeatures, check_heads
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example
-from headprune.modules import exact_attention, uncompiled
+from headprune.running import exact_attention, uncompiled
 
 Fill = Callable[[Tensor, int], Tensor]
 """What takes the place of a head whose gate is 0. Arguments: W_O's input, with the features last, and how many gate vectors

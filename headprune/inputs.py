@@ -62,6 +62,14 @@ def without_labels(model: nn.Module, example: Example) -> Example:
     return {key: value for key, value in example.items() if key not in LABELS}
 
 
+def inputs_of(model: nn.Module, batch: Any) -> Any:
+    """What the model is called with: without labels if it does not take them."""
+    if not isinstance(batch, Mapping):
+        return batch[0] if isinstance(batch, tuple | list) else batch
+    hidden = (*ADDED, *(() if takes(model, "labels") else LABELS))
+    return {k: v for k, v in batch.items() if k not in hidden}
+
+
 def config_fields(model: nn.Module) -> list[tuple[str, Any]]:
     """Names and values of all fields of a model's config, and of the configs in it; [] where there is none."""
     config = getattr(model, "config", None)

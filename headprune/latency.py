@@ -14,13 +14,10 @@ import torch
 from scipy.stats import binom
 from torch import Tensor, nn
 
+from headprune.batches import by_names
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import LABELS, Example, call, model_device, move, tensors, without_labels
-from headprune.modules import exact_attention
-from headprune.rows import by_names
-from headprune.scoring.base import Progress
-from headprune.scoring.gradient import frozen
-from headprune.trace import evaluating
+from headprune.running import Progress, evaluating, exact_attention, frozen, quiet
 from headprune.uncertainty import CONFIDENCE
 
 WARM_UP = 3
@@ -257,7 +254,7 @@ def flops(model: nn.Module, example: Example) -> int:
     plain = sdpa_kernel(SDPBackend.MATH)
     counter = FlopCounterMode(display=False)
     # Without gradients its parameters need none: the counter would ask a view of one for its place in a graph.
-    with evaluating(model), exact_attention(model), frozen(model), torch.no_grad(), plain, counter:
+    with quiet(model), frozen(model), torch.no_grad(), plain, counter:
         call(model, move(example, model_device(model)))
     return int(counter.get_total_flops())
 

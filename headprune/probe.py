@@ -21,11 +21,10 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.facts import compared_config, differences, facts, telling, versions
 from headprune.forms import as_stored, guesses, made, packed, remember, remember_forms, remembered, unpacked
 from headprune.inputs import call, model_device, move, seeded
-from headprune.modules import full_precision, uncompiled
+from headprune.running import attributes_kept, evaluating, full_precision, uncompiled
 from headprune.surgery import answers
 from headprune.surgery.proof import tolerance_of
 from headprune.surgery.watch import gap, largest
-from headprune.trace import attributes_kept, evaluating
 
 __all__ = ["FILE", "answered", "check", "config_of", "edits", "keep", "restore_buffers"]
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.batches import Rows
 from headprune.divergence import IGNORED
 from headprune.inputs import call
 from headprune.memory import is_out_of_memory
 from headprune.outcome import is_wide, loss_in
-from headprune.rows import Rows
 
 LABELS_MEAN, EXAMPLES_MEAN, SUM = "mean over labels", "mean over examples", "sum over examples"
 CLOSE, CLOSE_HALF = (1e-4, 1e-5), (2e-2, 1e-3)  # relative and absolute, by dtype

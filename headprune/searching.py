@@ -18,19 +18,19 @@ from torch import nn
 
 from headprune.arguments import given_to_choose, layers_for, listed, together
 from headprune.attention import AttentionLayer
+from headprune.batches import is_empty
 from headprune.budgets import Budget, Fit, budget_of
 from headprune.budgets.subject import Subject
 from headprune.errors import HeadPruneError
 from headprune.evaluation import measurable
-from headprune.inputs import Example, check_weights, usable, without_labels
-from headprune.loss import LossFn, inputs_of
+from headprune.inputs import Example, check_weights, inputs_of, usable, without_labels
+from headprune.losses import LossFn
 from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
 from headprune.planning.effort import Work, effort_named
 from headprune.planning.search import dense_looks, work_of
 from headprune.plans import Keep, PruningPlan
-from headprune.rows import is_empty
+from headprune.running import Progress
 from headprune.scoring import DEFAULT_METHODS, HeadScores, maskable_of, score
-from headprune.scoring.base import Progress
 from headprune.stock import Counts
 from headprune.trials import Trials
 

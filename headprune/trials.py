@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from torch import nn
 
 from headprune.attention import AttentionLayer, Heads
+from headprune.divergence import Fidelity
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Change, Measurement, compare, evaluate, interval
-from headprune.fidelity import Fidelity
 from headprune.gates import mask
-from headprune.loss import LossFn
+from headprune.losses import LossFn
 from headprune.planning import Order
 from headprune.plans import PruningPlan
 from headprune.reference import Calibration, calibrate, measure

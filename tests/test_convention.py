@@ -17,9 +17,9 @@ import headprune as hp
 from headprune.app.data import DataOptions, load_parts
 from headprune.app.distillation import DistillationLoss, Mixture
 from headprune.app.models import TASKS, LoadedModel
-from headprune.convention import sees_ahead
+from headprune.conventions import sees_ahead
 from headprune.evaluation import evaluate
-from headprune.loss import ExampleLoss
+from headprune.losses import ExampleLoss
 from tests.support.causal import VISION, Labelless, Tensors, Wrapped, gemma3, my_gpt, singles, text_config, texts, tiny
 from tests.support.folders import sentences, tokenizer, write_jsonl
 from tests.support.zoo import labelled, llama, randomise, t5

@@ -14,7 +14,7 @@ from headprune.app.data import DataOptions, load_parts
 from headprune.app.data.encoders.classes import Classes
 from headprune.app.models import TASKS, LoadedModel, load_model
 from headprune.errors import HeadPruneError
-from headprune.loss import ExampleLoss
+from headprune.losses import ExampleLoss
 from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl
 from tests.support.zoo import randomise
 

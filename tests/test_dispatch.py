@@ -31,8 +31,8 @@ from headprune.fingerprint import fingerprint
 from headprune.inputs import without_labels
 from headprune.offload import Offloaded, copied, is_offloaded, put, value_of
 from headprune.reference import blocks
+from headprune.running import blocks_of
 from headprune.scoring import gradient
-from headprune.scoring.gradient import blocks_of
 from headprune.seeing import maps
 from headprune.surgery import proof
 from tests.support import zoo

@@ -10,8 +10,8 @@ from scipy.stats import binom
 from scipy.stats import t as student
 
 import headprune as hp
+from headprune.divergence import Fidelity
 from headprune.evaluation import Change, Measurement, compare, evaluate, interval
-from headprune.fidelity import Fidelity
 from tests.support.zoo import bert, gpt2, labelled, llama, randomise, text
 
 

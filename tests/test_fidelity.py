@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import headprune as hp
-from headprune import fidelity
-from headprune.fidelity import Fidelity
+from headprune import divergence
+from headprune.divergence import Fidelity
 from headprune.gates import mask
 from tests.support import zoo
 from tests.support.problems import small
@@ -42,9 +42,9 @@ def test_the_divergence_is_the_mean_over_examples() -> None:
 def test_answers_too_many_to_keep_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = small()
     size = sum(len(batch["labels"]) for batch in batches) * 2 * 8
-    monkeypatch.setattr(fidelity, "MOST", size)
+    monkeypatch.setattr(divergence, "MOST", size)
     assert Fidelity(model, batches).known
-    monkeypatch.setattr(fidelity, "MOST", size - 1)
+    monkeypatch.setattr(divergence, "MOST", size - 1)
     assert not Fidelity(model, batches).known
 
 

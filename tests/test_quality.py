@@ -14,7 +14,7 @@ import torch
 from quality import METHODS, Cache, Subject, measure, table
 
 import headprune as hp
-from headprune.fidelity import Fidelity
+from headprune.divergence import Fidelity
 from tests.support.checks import hooks
 from tests.support.problems import small
 from tests.support.repairs import refit_of

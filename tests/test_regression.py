@@ -15,12 +15,11 @@ from headprune.app.data import DataOptions
 from headprune.app.models import TASKS, LoadedModel, load_model, numbers_given
 from headprune.app.options import Options
 from headprune.app.workflow.scene import open_scene
-from headprune.divergence import Divergence
+from headprune.batches import Rows
+from headprune.divergence import Divergence, Fidelity
 from headprune.evaluation import evaluate
-from headprune.fidelity import Fidelity
 from headprune.reference.token_weights import probe_of
 from headprune.repairing import repair
-from headprune.rows import Rows
 from tests.support.causal import Labelless, gemma3, text_config, tiny
 from tests.support.folders import tokenizer, write_jsonl
 from tests.support.zoo import randomise, text

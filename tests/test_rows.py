@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune.batches import Rows, by_names, find_rows
 from headprune.latency import shaped
-from headprune.loss import ExampleLoss
-from headprune.rows import Rows, by_names, find_rows
+from headprune.losses import ExampleLoss
 from headprune.scoring import METHODS, Settings
 from headprune.scoring.gradient import separate
 from tests.support.problems import problem

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.batches import find_rows
 from headprune.divergence import Divergence, logits_of
 from headprune.errors import HeadPruneError
 from headprune.inputs import LABELS, call, tensors
-from headprune.loss import ExampleLoss
-from headprune.rows import find_rows
+from headprune.losses import ExampleLoss
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,15 @@ from headprune.app.data import Part
 from headprune.app.distillation import DistillationLoss
 from headprune.app.options import FinetuneOptions
 from headprune.app.rowwise import Shared
+from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
 from headprune.evaluation import evaluate
 from headprune.fingerprint import fingerprint, versions
 from headprune.inputs import model_device, move
 from headprune.jsonio import replacing
 from headprune.ranks import current, joined
-from headprune.rows import apparent_size
-from headprune.scoring.base import Progress
+from headprune.running import Progress, evaluating
 from headprune.scoring.resume import digest
-from headprune.trace import evaluating
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headprune.batches import Rows, apparent_size
 from headprune.ranks import Ranks, current
-from headprune.rows import Rows, apparent_size
 
 _SAME = 1e-4  # relative: how much losses may differ between rows in a batch and rows alone
 

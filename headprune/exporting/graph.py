@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 from headprune.errors import HeadPruneError, first_line
 from headprune.forms import guesses, made, remembered
 from headprune.inputs import LABELS, Example, call, is_encoder_decoder, map_tensors, seeded, tensors, writes
-from headprune.modules import uncompiled
-from headprune.trace import attributes_kept, evaluating
+from headprune.running import attributes_kept, evaluating, uncompiled
 
 BATCH, LENGTH = "batch", "length"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from headprune.errors import HeadPruneError
 from headprune.exporting.engines import Session, session
 from headprune.latency import MIN_RUNS, LatencyRow, bench_calls, example_shape
-from headprune.scoring.base import Progress
+from headprune.running import Progress
 
 
 def time_onnx(

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.gates import gated, mask
-from headprune.inputs import call, doubled, gathered, tensors
-from headprune.loss import inputs_of
+from headprune.inputs import call, doubled, gathered, inputs_of, tensors
 from headprune.planning.effort import spread
 from headprune.planning.units import Unit
 from headprune.reference import OutputProjection
 from headprune.reference.token_weights import probe_of
 from headprune.repairing import Refit, Weights
+from headprune.running import frozen
 from headprune.scoring.base import Store
-from headprune.scoring.gradient import finite, frozen
+from headprune.scoring.gradient import finite
 
 _FIRST_RIDGE = 0.3  # for layers that have lost nothing yet, so that cross-validation has said nothing; see RIDGES
 

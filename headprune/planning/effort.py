@@ -14,10 +14,9 @@ from torch import nn
 
 from headprune import latency
 from headprune.amounts import flops
+from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
-from headprune.inputs import tensors
-from headprune.loss import inputs_of
-from headprune.rows import apparent_size
+from headprune.inputs import inputs_of, tensors
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from headprune.attention import Heads
+from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
-from headprune.loss import ExampleLoss
+from headprune.losses import ExampleLoss
 from headprune.planning.effects import Look, effects
 from headprune.planning.effort import Work, flops_of_pass, spread
 from headprune.planning.order import Order
@@ -24,7 +25,6 @@ from headprune.planning.units import SLICES, Unit
 from headprune.reference import Calibration, calibrate, measure
 from headprune.reference.runner import Runner
 from headprune.repairing import Refit
-from headprune.rows import apparent_size
 
 _LOOKING = ("re-scored", "compensated", "greedy")  # strategies that look at the model
 _SHARE = 1 / 6  # of the kept heads that go before they are looked at again

@@ -11,13 +11,14 @@ from torch import nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import identity
-from headprune.loss import LossFn
+from headprune.losses import LossFn
 from headprune.planning.effects import Look
 from headprune.planning.effort import NORMAL, Effort
 from headprune.planning.order import Order
 from headprune.planning.units import GROUPS, Constraints, Unit, units_of, why_stay
 from headprune.repairing import Refit
-from headprune.scoring.base import Progress, Store
+from headprune.running import Progress
+from headprune.scoring.base import Store
 from headprune.scoring.scores import HeadScores
 
 

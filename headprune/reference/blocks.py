@@ -21,15 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headprune.inputs import call
-from headprune.loss import inputs_of
+from headprune.inputs import call, inputs_of
 from headprune.memory import is_out_of_memory
-from headprune.modules import uncached, wrapped
 from headprune.offload import is_offloaded, loaded
 from headprune.ranks import current
 from headprune.reference.runner import Runner, Seen, Stop
 from headprune.reference.token_weights import probe_of
-from headprune.scoring.gradient import blocks_of, frozen
+from headprune.running import blocks_of, frozen, uncached, wrapped
 from headprune.scoring.kept import OpaqueError, mapped, tensors_in
 
 

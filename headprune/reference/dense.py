@@ -24,7 +24,7 @@ from headprune.reference.mixtures import mixed_texts
 from headprune.reference.moments import FOLDS, Moments, centred
 from headprune.reference.projections import OutputProjection, Values, output_projections
 from headprune.reference.runner import Calls, Runner, weighed
-from headprune.scoring.base import Progress
+from headprune.running import Progress
 
 _MIXTURES, _MOST_EXAMPLES = 2, 4096  # of every example, where there are not many anyway
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.modules import exact_attention
 from headprune.offload import add_stored_biases, is_elsewhere, put
 from headprune.pruned import remove_biases
 from headprune.reference.projections import OutputProjection, Values, is_transposed
+from headprune.running import exact_attention
 
 NewWeights = Mapping[str, tuple[Tensor, Tensor | None]]
 """``{module: (W [in, out], b [out] or None)}``; modules that keep their dense weights are not in it."""

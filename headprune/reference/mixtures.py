@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from headprune.batches import Rows
 from headprune.inputs import LABELS
-from headprune.rows import Rows
 
 BLOCK = 4  # examples that are mixed with one another only, so that they can be left out together
 _TEXT = {"input_ids", "attention_mask", "token_type_ids"}

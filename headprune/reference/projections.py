@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headprune.attention import AttentionLayer, Heads
-from headprune.modules import exact_attention
 from headprune.offload import is_elsewhere, on_disk, place_of, value_of
+from headprune.running import exact_attention
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
+from headprune.batches import cost_of, find_rows, is_empty
 from headprune.divergence import part_of, real_tokens
 from headprune.errors import HeadPruneError, first_line
-from headprune.inputs import call, model_device, move, tensors, usable
-from headprune.loss import inputs_of
+from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
 from headprune.memory import is_out_of_memory
-from headprune.modules import exact_attention, full_precision, uncached, uncompiled
 from headprune.ranks import current
 from headprune.reference.mixtures import Mixed, mixed_texts
 from headprune.reference.moments import FOLDS
 from headprune.reference.projections import OutputProjection, Values, at
 from headprune.reference.token_weights import probe_of, widened
-from headprune.rows import find_rows, is_empty
-from headprune.scoring.base import cost_of
-from headprune.scoring.gradient import checkpointed, frozen, recomputing, unlike
-from headprune.trace import evaluating
+from headprune.running import frozen, quiet
+from headprune.scoring.gradient import checkpointed, recomputing, unlike
 
 T = TypeVar("T")
 OnCall = Callable[[str, Tensor, Tensor], Tensor | None]
@@ -116,9 +113,7 @@ class Runner:
     @contextmanager
     def deterministic_eval(self) -> Iterator[None]:
         """The model without dropout and the like, without a cache, with attention that computes every head by itself."""
-        with (
-            full_precision(), uncompiled(), evaluating(self.model), exact_attention(self.model), uncached(self.model),
-        ):  # fmt: skip
+        with quiet(self.model, attributes=False):
             yield
 
     def first(self, index: int) -> int:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.batches import Rows
 from headprune.divergence import gives_several, logits_of, part_of, real_tokens, regresses
 from headprune.errors import HeadPruneError
 from headprune.inputs import tensors
-from headprune.rows import Rows
 
 
 def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, alone: int | None = None) -> Tensor:

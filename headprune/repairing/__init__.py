@@ -21,18 +21,17 @@ from torch import nn
 
 from headprune.arguments import Plan, given_to_choose, heads_of, layers_for, listed, together
 from headprune.attention import AttentionLayer, Heads, check_heads
-from headprune.fidelity import Fidelity
+from headprune.divergence import Fidelity
 from headprune.fingerprint import known_as
 from headprune.forms import remember
-from headprune.inputs import check_weights
-from headprune.loss import inputs_of
+from headprune.inputs import check_weights, inputs_of
 from headprune.plans import PruningPlan, note_repaired
 from headprune.pruned import save_by_headprune
 from headprune.reference import Calibration, calibrate, measure
 from headprune.repairing.held_out import checked
 from headprune.repairing.refit import Refit
 from headprune.repairing.weights import AnswersRepair, LayerRepair, Repair, Trial, Weights
-from headprune.scoring.base import Progress
+from headprune.running import Progress
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

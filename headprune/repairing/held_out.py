@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headprune.attention import Heads
-from headprune.fidelity import Fidelity
+from headprune.divergence import Fidelity
 from headprune.reference.moments import FOLDS
 from headprune.repairing.refit import Refit
 from headprune.repairing.step import LeftOut, Step

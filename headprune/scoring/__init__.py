@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +12,14 @@ from torch import Tensor, nn
 
 from headprune.arguments import layers_for, listed, together
 from headprune.attention import AttentionLayer
+from headprune.batches import is_empty
 from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import identity
 from headprune.inputs import check_weights, model_device, move, too_long, usable
-from headprune.loss import ExampleLoss, LossFn
+from headprune.losses import ExampleLoss, LossFn
 from headprune.memory import is_out_of_memory
-from headprune.modules import exact_attention, full_precision, uncached, uncompiled
 from headprune.ranks import current
-from headprune.rows import is_empty
+from headprune.running import Progress, quiet
 from headprune.scoring import ablation, gradient, learned, path, random, shapley, statistics
 from headprune.scoring.agreement import agreement
 from headprune.scoring.base import (
@@ -30,7 +29,6 @@ from headprune.scoring.base import (
     Method,
     NotFiniteError,
     Problem,
-    Progress,
     Settings,
     Store,
     method,
@@ -40,7 +38,6 @@ from headprune.scoring.reliability import split_half
 from headprune.scoring.replay import DisagreementError
 from headprune.scoring.resume import DiskStore, Work
 from headprune.scoring.scores import HeadScores, load_scores, save_scores
-from headprune.trace import attributes_kept, evaluating
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -108,11 +105,11 @@ def _scored(
     """`score`, with its arguments checked."""
     losses = ExampleLoss(model, loss_fn, distil=distil, seed=seed)
     kept = _not_empty(model, batches)
-    with _deterministic(model):
+    with quiet(model):
         kept = losses.prepare(kept)
     maskable = maskable_of(model, layers_for(model, layers, batches=kept))
     own = identity(model)  # before anything is swapped: parts of the model may have other names then
-    with _deterministic(model):
+    with quiet(model):
         problem = _problem(model, maskable, kept, losses, seed, settings, progress)
         unfinished = Work(Path(work)) if isinstance(work, str | Path) else work
         store = unfinished.store(problem, chosen.name, own, loss_fn) if unfinished else Store()
@@ -189,18 +186,6 @@ def _scores(chosen: Method, problem: Problem, estimate: Estimate, own: str) -> H
         details={**estimate.details, **({} if reliability is None else {"reliability": reliability})},
         matrix=None if estimate.matrix is None else estimate.matrix.cpu().double(),
     )
-
-
-@contextmanager
-def _deterministic(model: nn.Module) -> Iterator[None]:
-    """A model with the same answers each time: in evaluation mode, not compiled, with separate heads and no cache, without TF32.
-
-    What it keeps of a pass in attributes (D2L's ``attention_weights``) is forgotten: with a graph in them no model can be copied.
-    """
-    with (
-        attributes_kept(model), torch.inference_mode(False), full_precision(), uncompiled(), evaluating(model), exact_attention(model), uncached(model),
-    ):  # fmt: skip
-        yield
 
 
 def _normalised(problem: Problem, estimate: Estimate) -> Estimate:

@@ -6,25 +6,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
+from headprune.batches import Rows, cost_of
 from headprune.errors import HeadPruneError
-from headprune.inputs import tensors
 from headprune.ranks import current
-from headprune.rows import Rows
+from headprune.running import Progress
 from headprune.uncertainty import carried_by, spread
-
-
-class Progress(Protocol):
-    """A callback that is told how far a long run is."""
-
-    def __call__(self, done: int, total: int, note: str = "") -> None:
-        """``done`` of ``total`` steps; ``note`` is more for a person who waits, such as the widest interval so far."""
 
 
 @dataclass(frozen=True)
@@ -144,11 +137,6 @@ class NotFiniteError(HeadPruneError):
         super().__init__(
             f"The loss of {problem.place(batch, row)} is {value}.", "Check its label and text, or use --dtype float32."
         )
-
-
-def cost_of(batch: Any) -> float:
-    """About how long a pass over a batch takes, relative to others."""
-    return float(sum(t.numel() for t in tensors(batch)))
 
 
 class Store:

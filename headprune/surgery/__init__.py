@@ -16,14 +16,14 @@ from headprune.attention import AttentionLayer, check_heads, check_possible
 from headprune.errors import PruneError
 from headprune.forms import remember
 from headprune.inputs import Example, check_model, model_device, move, usable
-from headprune.modules import forget_compiled, full_precision, uncompiled
 from headprune.offload import renewed
 from headprune.plans import PruningPlan
 from headprune.pruned import note_ghosts, note_heads, note_removed, removed, save_by_headprune, structure_of
+from headprune.running import evaluating, forget_compiled, full_precision, uncompiled
 from headprune.surgery.journal import Journal
 from headprune.surgery.proof import Proof, answers, failing_alone, first_exact, inputs_for, references, tolerance_of
 from headprune.surgery.removal import Removal, check_present, left_as_ghosts, ways
-from headprune.trace import evaluating, example_for
+from headprune.trace import example_for
 
 __all__ = ["Proof", "Removal", "answers", "prune", "remove"]
 

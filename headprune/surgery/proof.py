@@ -27,11 +27,10 @@ from headprune.inputs import (
     writes,
 )  # fmt: skip
 from headprune.longer import LONG, longer, position_limit, within_bounds
-from headprune.modules import exact_attention
+from headprune.running import attributes_kept, exact_attention
 from headprune.surgery.journal import Journal
 from headprune.surgery.removal import Removal, ways
 from headprune.surgery.watch import Seen, differing, gap, largest, watching
-from headprune.trace import attributes_kept
 
 _TRIED = "tried before"  # the failure of another removal that makes the same changes
 

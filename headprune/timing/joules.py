@@ -15,7 +15,7 @@ from torch import nn
 
 from headprune import latency
 from headprune.inputs import Example, model_device, move
-from headprune.trace import evaluating
+from headprune.running import evaluating
 
 POWERCAP = Path("/sys/class/powercap")
 ROUNDS, SECONDS = 6, 0.5  # NVML counts anew about every 100 ms

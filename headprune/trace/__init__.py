@@ -22,20 +22,20 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, first_line
 from headprune.forms import as_stored, guesses, made, remembered
 from headprune.inputs import Example, call, check_weights, model_device, move, usable
-from headprune.modules import exact_attention, uncompiled
 from headprune.offload import hook_of, is_elsewhere, is_offloaded, renewed
 from headprune.pruned import EmptyAttention, MultiheadAttention, convert, is_ours
+from headprune.running import quiet
 from headprune.trace.layers import read_layers
 from headprune.trace.meta import Materialised
 from headprune.trace.tracer import Tracer
 
-__all__ = ["attributes_kept", "evaluating", "example_for", "find_attention"]
+__all__ = ["example_for", "find_attention"]
 
 
 def find_attention(model: nn.Module, example: Example | None = None) -> list[AttentionLayer]:
@@ -63,14 +63,7 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
     device = model_device(model)
     with torch.inference_mode(False):
         given = usable(move(example, "cpu" if device.type == "meta" else device))
-    with (
-        torch.inference_mode(False),
-        uncompiled(),
-        evaluating(model),
-        exact_attention(model),
-        attributes_kept(model),
-        torch.enable_grad(),
-    ):
+    with quiet(model), torch.enable_grad():
         try:
             layers = _traced(model, given, buffers=True)
         except Exception:
@@ -107,7 +100,7 @@ def example_for(model: nn.Module) -> Example:
     for form in as_stored(model, [*reversed(remembered(model)), *guesses(model)]):
         example: Example = made(form)
         try:
-            with torch.no_grad(), uncompiled(), evaluating(model), exact_attention(model):
+            with quiet(model), torch.no_grad():
                 call(model, move(example, model_device(model)))
         except Exception:  # a model may refuse an input with any error
             continue
@@ -154,18 +147,6 @@ def _has_no_numbers(model: nn.Module) -> bool:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for every module while the context lasts; afterwards each module has its own mode again."""
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-@contextmanager
 def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
     """Gradients for every parameter (and floating-point buffer) while the context lasts, frozen or not."""
     renewed(model)
@@ -185,36 +166,3 @@ def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
             t.requires_grad_(required)
             if (now := own.get(name)) is not None and now is not t and now.is_leaf:
                 now.requires_grad_(required)
-
-
-@contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of all modules afterwards: one such as D2L's ``attention_weights`` would hold the traced graph."""
-    before = [(m, dict(m.__dict__)) for m in model.modules()]
-    caches = [
-        (v, dict(v)) for _, attributes in before for k, v in attributes.items() if type(v) is dict and k[0] != "_"
-    ]
-    lists = [(v, list(v)) for _, attributes in before for v in attributes.values() if type(v) is list]
-    buffers = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
-    # A model may register hooks on its first run (transformers' `capture_outputs`), and note that in an attribute. Both are
-    # restored, or a later run would register the hooks once more.
-    hooks = [
-        (v, dict(v)) for _, attributes in before for k, v in attributes.items() if "_hooks" in k and isinstance(v, dict)
-    ]
-    copies: dict[int, Tensor] = {}
-    for held, content in buffers:  # a forward may write into them, so it gets copies
-        held.update({k: copies.setdefault(id(b), b.detach().clone()) for k, b in content.items() if b is not None})
-    for cache, content in caches:  # tensors kept from earlier calls have no graph
-        if any(isinstance(v, Tensor) for v in content.values()):
-            cache.clear()
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        for cache, content in (*caches, *buffers, *hooks):
-            cache.clear()
-            cache.update(content)
-        for items, were in lists:
-            items[:] = were

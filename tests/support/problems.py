@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.inputs import first_rows
-from headprune.loss import ExampleLoss
+from headprune.losses import ExampleLoss
 from headprune.scoring import METHODS, Problem, Settings
 from headprune.scoring.base import Estimate, Store
 from tests.support.checks import hooks

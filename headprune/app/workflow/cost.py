@@ -19,14 +19,12 @@ from headprune.app.data import Part
 from headprune.app.workflow.scene import Console, Scene
 from headprune.app.workflow.targets import RANDOM_DRAWS, Goal, trials_of
 from headprune.app.workflow.timing import inputs
+from headprune.batches import cost_of
 from headprune.errors import first_line
-from headprune.inputs import call, model_device, move, tensors, usable
-from headprune.loss import inputs_of
-from headprune.modules import config_kept
+from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
 from headprune.ranks import current
+from headprune.running import config_kept, evaluating
 from headprune.scoring import HeadScores, Settings
-from headprune.scoring.base import cost_of
-from headprune.trace import evaluating
 
 CLOCK: Callable[[], float] = time.perf_counter
 """`benchmarks/estimate.py` takes CPU time instead on a busy machine."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from headprune.app.data.encoders.text import PerTokenEncoder, TextEncoder
-from headprune.convention import find, sees_ahead
+from headprune.conventions import find, sees_ahead
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import model_device
-from headprune.trace import evaluating
+from headprune.running import quiet
 
 _CHATS = "Chats were written out by the tokenizer's chat template; what every speaker says is predicted."
 
@@ -41,7 +41,7 @@ class CausalLM(PerTokenEncoder):
         ids = torch.randint(vocabulary // 4, max(vocabulary // 2, 2), (1, 8), generator=generator)
         ids = ids.to(model_device(self.model))
         example = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        with torch.no_grad(), evaluating(self.model):
+        with quiet(self.model), torch.no_grad():
             if sees_ahead(self.model, example):
                 raise HeadPruneError(
                     f"{type(self.model).__name__}, as it is set up, sees the tokens behind each one: its perplexity on plain "

@@ -55,7 +55,7 @@ class Rows:
             return 0
         raise HeadPruneError(
             f"It is not known whether {_called(path)} has one part for every example.",
-            "Look at it together with its model (headprune.rows.find_rows).",
+            "Look at it together with its model (headprune.batches.find_rows).",
         )
 
     def size(self, batch: Any) -> int:
@@ -107,6 +107,11 @@ def apparent_size(batch: Any) -> int:
 def _first(batch: Any) -> Tensor | None:
     found = {path: t for path, t in _walk(batch) if t.ndim}
     return found[min(found, key=_rank)] if found else None
+
+
+def cost_of(batch: Any) -> float:
+    """About how long a pass over a batch takes, relative to others."""
+    return float(sum(t.numel() for t in tensors(batch)))
 
 
 def by_names(example: Any) -> Rows:

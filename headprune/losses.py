@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headprune.convention import Found, find, hidden_labels, unlabelled
+from headprune.batches import Rows, apparent_size, find_rows
+from headprune.conventions import Found, find, hidden_labels, unlabelled
 from headprune.divergence import IGNORED, Divergence
 from headprune.errors import HeadPruneError
-from headprune.inputs import ADDED, LABELS, call, takes, tensors
+from headprune.inputs import ADDED, LABELS, call, inputs_of, tensors
 from headprune.outcome import BINARY, CLASSES, SQUARED, TOKENS, Outcome, loss_in, no_logits
 from headprune.reduction import LABELS_MEAN, find_reduction
-from headprune.rows import Rows, apparent_size, find_rows
 
 _CHECKED = 4  # batches of which the loss of some examples is compared with the model's own
 
@@ -88,7 +88,7 @@ class ExampleLoss:
 
         Raises:
             HeadPruneError: Batches without labels among others with labels, both ``loss_fn`` and ``distil``, or what
-                `headprune.convention.find` raises.
+                `headprune.conventions.find` raises.
         """
         if not batches:
             return []
@@ -308,11 +308,3 @@ def _probe_examples(batches: Sequence[Mapping[str, Any]], rows: Rows) -> list[An
         if hidden is not None and bool(hidden.any()):
             return [*found, rows.take(batch, [int(hidden.flatten(1).any(1).nonzero()[0])])]
     return found
-
-
-def inputs_of(model: nn.Module, batch: Any) -> Any:
-    """What the model is called with: without labels if it does not take them."""
-    if not isinstance(batch, Mapping):
-        return batch[0] if isinstance(batch, tuple | list) else batch
-    hidden = (*ADDED, *(() if takes(model, "labels") else LABELS))
-    return {k: v for k, v in batch.items() if k not in hidden}
