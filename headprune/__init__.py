@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from headprune.evaluation import evaluate as evaluate
     from headprune.exporting import Exported as Exported
     from headprune.exporting import export as export
-    from headprune.gates import mask as mask
     from headprune.latency import LatencyRow as LatencyRow
     from headprune.latency import Speedup as Speedup
     from headprune.latency import Timing as Timing
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from headprune.streaming import Streamed as Streamed
     from headprune.streaming import cut_checkpoint as cut_checkpoint
     from headprune.surgery import Proof as Proof
+    from headprune.surgery import mask as mask
     from headprune.surgery import prune as prune
     from headprune.timing import Breakdown as Breakdown
     from headprune.timing import breakdown as breakdown
@@ -61,7 +61,6 @@ _HOME = {
     "evaluate": "evaluation",
     "Exported": "exporting",
     "export": "exporting",
-    "mask": "gates",
     "LatencyRow": "latency",
     "Speedup": "latency",
     "Timing": "latency",
@@ -82,6 +81,7 @@ _HOME = {
     "Streamed": "streaming",
     "cut_checkpoint": "streaming",
     "Proof": "surgery",
+    "mask": "surgery",
     "prune": "surgery",
     "Breakdown": "timing",
     "breakdown": "timing",

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.errors import HeadPruneError
-from headprune.longer import _Bounds, longer, position_limit
 from headprune.pruned import HeadArgument, surviving
 from headprune.surgery import proof
-from headprune.surgery.features import Counts, groups_left
 from headprune.surgery.journal import Journal
+from headprune.surgery.longer import _Bounds, longer, position_limit
 from headprune.surgery.proof import (
     Reference,
-    _attempt,
+    _compare,
     _is_distribution,
     _per_head,
     _sure,
@@ -29,7 +28,7 @@ from headprune.surgery.proof import (
     references,
     tolerance_of,
 )
-from headprune.surgery.removal import WIDTHS, Removal, left_as_ghosts, ways
+from headprune.surgery.removal import WIDTHS, HeadCounts, Removal, groups_left, left_as_ghosts, ways
 from headprune.surgery.watch import ROWS, _by_head, _sampled, differing, gap, largest
 from tests.support.zoo import ZOO, bert
 
@@ -61,7 +60,7 @@ class Told(nn.Module):
 def compared(got: list[Any], masked: list[Any], effect: list[float]) -> tuple[float, str]:
     wanted = [torch.as_tensor(m, dtype=torch.float64) for m in masked]
     model = Told(lambda x: tuple(torch.as_tensor(g, dtype=torch.float64) for g in got))
-    return _attempt(model, Journal(), NONE, [Reference({"x": torch.zeros(1)}, wanted, effect, {})], TOLERANCE, set())
+    return _compare(model, Journal(), NONE, [Reference({"x": torch.zeros(1)}, wanted, effect, {})], TOLERANCE, set())
 
 
 @pytest.mark.parametrize(("off", "effect", "fails"), [
@@ -92,7 +91,7 @@ def test_outputs_of_another_form(got: list[Any], masked: list[Any], why: str) ->
     assert bool(found) is bool(why)
 
 
-def test_references_and_failed_attempts() -> None:
+def test_references_and_failed_compares() -> None:
     def up_to_four(x: Tensor) -> Tensor:
         if x.shape[1] > 4:
             raise IndexError("too long\nand more")
@@ -107,8 +106,8 @@ def test_references_and_failed_attempts() -> None:
     with pytest.raises(HeadPruneError, match="does not run on the example: IndexError: too long"):
         references(Told(up_to_four), [[ids(5)], [ids(2)]], {}, [])
     tried: set[tuple[str, ...]] = set()
-    for why in ("the pruned model does not run (IndexError: too long)", "tried before"):
-        assert _attempt(Told(up_to_four), Journal(), NONE, [Reference(ids(5), [], [], {})], TOLERANCE, tried) == (
+    for why in ("the pruned model does not run (IndexError: too long)", "the same changes were tried before"):
+        assert _compare(Told(up_to_four), Journal(), NONE, [Reference(ids(5), [], [], {})], TOLERANCE, tried) == (
             0.0,
             why,
         )
@@ -118,11 +117,11 @@ def test_the_last_way_that_was_really_tried_says_why(monkeypatch: pytest.MonkeyP
     undone: list[int] = []
     monkeypatch.setattr(Journal, "undo", lambda self: undone.append(1))
     for reasons, failure, undos in (
-        (["one", "two", "three", "tried before"], "three", 4),
+        (["one", "two", "three", "the same changes were tried before"], "three", 4),
         (["one", "", "three"], "", 1),
     ):
         told = iter(reasons)
-        monkeypatch.setattr(proof, "_attempt", lambda *given, told=told: (0.5, next(told)))
+        monkeypatch.setattr(proof, "_compare", lambda *given, told=told: (0.5, next(told)))
         cut = proof.first_exact(nn.Identity(), [NONE] * len(reasons), [], TOLERANCE)
         assert (cut.failure, cut.difference, len(undone)) == (failure, 0.5, undos)
         undone.clear()
@@ -273,17 +272,17 @@ def test_which_integers_count_heads(
     layer: hp.AttentionLayer, left: tuple[int, int], fields: dict[str, Any], now: int | None
 ) -> None:
     """One that only looks like a head count, or is as large by chance, stays."""
-    counts = Counts(layer, *left, is_width=lambda name: name != "d_model", beside=False)
-    assert counts.changed(fields) == ({} if now is None else dict.fromkeys(fields, now))
+    counts = HeadCounts(layer, *left, is_width=lambda name: name != "d_model", beside=False)
+    assert counts.changes(fields) == ({} if now is None else dict.fromkeys(fields, now))
 
 
 def test_counts_by_the_place_and_by_groups() -> None:
-    beside = Counts(
+    beside = HeadCounts(
         GROUPED, 6, 2, is_width=lambda name: True, beside=True
     )  # a module there calls the key/value heads its heads
-    assert beside.changed({"num_heads": 4, "n_head": 12, "heads": 5}) == {"num_heads": 2, "n_head": 6}
-    by_group = Counts(GROUPED, 8, 4, is_width=lambda name: True, beside=False, by_group=True)
-    assert by_group.changed({"num_kv_groups": 4, "norm_groups": 12, "group_size": 3, "n_head": 12}) == {
+    assert beside.changes({"num_heads": 4, "n_head": 12, "heads": 5}) == {"num_heads": 2, "n_head": 6}
+    by_group = HeadCounts(GROUPED, 8, 4, is_width=lambda name: True, beside=False, by_group=True)
+    assert by_group.changes({"num_kv_groups": 4, "norm_groups": 12, "group_size": 3, "n_head": 12}) == {
         "norm_groups": 8,
         "group_size": 2,
         "n_head": 8,
