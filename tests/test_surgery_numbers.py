@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.errors import HeadPruneError
-from headprune.pruned import HeadArgument, surviving
+from headprune.pruned.hooks import HeadArgument, surviving
 from headprune.surgery import proof
 from headprune.surgery.journal import Journal
 from headprune.surgery.longer import _Bounds, longer, position_limit

@@ -12,27 +12,10 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, HeadFeatures
 from headprune.inputs import model_device
 from headprune.offload import is_elsewhere, put, value_of, with_numbers
-from headprune.pruned import (
-    ConfigView,
-    Edited,
-    Features,
-    HeadArgument,
-    HeadArguments,
-    HookData,
-    MultiheadAttention,
-    Narrowing,
-    OnlyBias,
-    Placement,
-    Selection,
-    SharedPositionBias,
-    convert,
-    emptied,
-    hold,
-    is_ours,
-    replace_by_stand_in,
-    set_module,
-    surviving,
-)
+from headprune.pruned import MultiheadAttention, convert, hooks, is_ours
+from headprune.pruned.empty import ConfigView, OnlyBias, emptied
+from headprune.pruned.hooks import Features, HeadArgument, surviving
+from headprune.pruned.structure import hold, replace_by_stand_in, set_module
 from headprune.surgery.removal import WIDTHS, HeadCounts, Removal, groups_left
 from headprune.surgery.scratch import placed
 
@@ -76,7 +59,7 @@ class Journal:
             self._slice(model.get_submodule(part.module), surviving(part.features, kept), output=True)
         for part in layer.selections:
             self._select(model.get_submodule(part.module), surviving(part.features, kept))
-        shares_bias = SharedPositionBias.needed_by(attention)
+        shares_bias = hooks.SharedPositionBias.needed_by(attention)
         for table in () if shares_bias else layer.tables:
             owner, _, name = table.name.rpartition(".")
             self._slice_table(model.get_submodule(owner), name, surviving(table.indices, kept), table.dim)
@@ -201,8 +184,8 @@ class Journal:
 
     def _note_edited(self, module: nn.Module, tensors: Sequence[str] = (), numbers: Sequence[str] = ()) -> None:
         """Record which tensors and numbers of a module differ from its class's."""
-        self._remember(module, Edited.name)
-        Edited.add(module, tensors, numbers)
+        self._remember(module, hooks.Edited.name)
+        hooks.Edited.add(module, tensors, numbers)
 
     def _set_config(self, module: nn.Module, counts: HeadCounts) -> None:
         """Give a module a view of its config with its own counts of heads, where it has a config."""
@@ -214,7 +197,7 @@ class Journal:
 
     # -- hooks; the heads of a second prune count within what the first one kept ---------------------------
 
-    def _attach(self, module: nn.Module, data: HookData) -> None:
+    def _attach(self, module: nn.Module, data: hooks.HookData) -> None:
         """Give a module data and the hooks that read it."""
         self._remember(module, data.name, "compute_bias")
         self._undo.extend(handle.remove for handle in data.attach(module))
@@ -222,8 +205,8 @@ class Journal:
 
     def _select(self, module: nn.Module, features: Features) -> None:
         """Pass on only some features of a module's output."""
-        earlier = Selection.of(module)
-        self._attach(module, Selection((*(earlier.stages if earlier else ()), features)))
+        earlier = hooks.Selection.of(module)
+        self._attach(module, hooks.Selection((*(earlier.stages if earlier else ()), features)))
 
     def _place(
         self, module: nn.Module, part: HeadFeatures, stay: Sequence[int], kept: Sequence[int], *, before: bool = False
@@ -232,32 +215,32 @@ class Journal:
 
         In the output of a module that returns its heads side by side; in the input (``before``) of a norm over all heads.
         """
-        earlier = Placement.of(module)
+        earlier = hooks.Placement.of(module)
         computed = sorted(f for h in kept for f in part.features[h])
         target = sorted(f for h in stay for f in part.features[h])
         # The trace before a second prune saw what the first one placed, at the same features.
         width = earlier.width if earlier else sum(map(len, part.features))
-        self._attach(module, Placement(width, tuple(computed.index(f) for f in target), tuple(target), before))
+        self._attach(module, hooks.Placement(width, tuple(computed.index(f) for f in target), tuple(target), before))
 
     def _narrow(self, module: nn.Module, width: int, new: int) -> None:
         """Let the inputs of a module that reads the width of its heads from their shape claim the new width."""
-        earlier = Narrowing.of(module)
-        self._attach(module, Narrowing(earlier.width if earlier else width, new))
+        earlier = hooks.Narrowing.of(module)
+        self._attach(module, hooks.Narrowing(earlier.width if earlier else width, new))
 
     def _index_position_bias(self, attention: nn.Module, num_heads: int, kept: Sequence[int]) -> None:
         """Let a T5-style layer take its heads of the shared bias."""
-        if earlier := SharedPositionBias.of(attention):
+        if earlier := hooks.SharedPositionBias.of(attention):
             num_heads, kept = earlier.num_heads, [earlier.kept[h] for h in kept]
-        self._attach(attention, SharedPositionBias(num_heads, tuple(kept)))
+        self._attach(attention, hooks.SharedPositionBias(num_heads, tuple(kept)))
 
     def _index_arguments(
         self, attention: nn.Module, arguments: tuple[HeadArgument, ...], num_heads: int, kept: Sequence[int]
     ) -> None:
         """Let a module take its heads of arguments that hold something for each."""
-        if earlier := HeadArguments.of(attention):
+        if earlier := hooks.HeadArguments.of(attention):
             arguments, num_heads = earlier.arguments, earlier.num_heads
             kept = [earlier.kept[h] for h in kept]
-        self._attach(attention, HeadArguments(arguments, num_heads, tuple(kept)))
+        self._attach(attention, hooks.HeadArguments(arguments, num_heads, tuple(kept)))
 
     # -- modules ------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from torch import nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.offload import is_elsewhere
-from headprune.pruned import ConfigView, is_ours
+from headprune.pruned import is_ours
+from headprune.pruned.empty import ConfigView
 
 
 @dataclass(frozen=True)
