@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from headprune.evaluation import evaluate as evaluate
     from headprune.exporting import Exported as Exported
     from headprune.exporting import export as export
-    from headprune.gates import mask as mask
     from headprune.latency import LatencyRow as LatencyRow
     from headprune.latency import Speedup as Speedup
     from headprune.latency import Timing as Timing
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from headprune.seeing import attention_weights as attention_weights
     from headprune.seeing import profile_heads as profile_heads
     from headprune.surgery import Proof as Proof
+    from headprune.surgery import mask as mask
     from headprune.timing import Breakdown as Breakdown
     from headprune.timing import breakdown as breakdown
     from headprune.trace import find_attention as find_attention
@@ -59,7 +59,6 @@ _HOME = {
     "evaluate": "evaluation",
     "Exported": "exporting",
     "export": "exporting",
-    "mask": "gates",
     "LatencyRow": "latency",
     "Speedup": "latency",
     "Timing": "latency",
@@ -78,6 +77,7 @@ _HOME = {
     "attention_weights": "seeing",
     "profile_heads": "seeing",
     "Proof": "surgery",
+    "mask": "surgery",
     "prune": "api",
     "Breakdown": "timing",
     "breakdown": "timing",

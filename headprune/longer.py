@@ -119,21 +119,21 @@ def longer(example: Example, limit: int | None = None) -> list[list[Example]]:
     main = _main(example)
     if main is None:
         return []
-    found = []
+    result = []
     for dim in (1, 0) if main.ndim == 3 else (1,):
         lengths = {t.shape[dim] for t in _tokens(example) if t.ndim == main.ndim or dim == 1}
         batch = main.shape[1 - dim]
         choices: list[Example] = []
-        for tried in zip(*map(_targets, lengths), strict=True):
-            new = {n: min(m, limit or m) for n, m in zip(lengths, tried, strict=True) if 1 < n <= LONG}
+        for targets in zip(*map(_targets, lengths), strict=True):
+            new = {n: min(m, limit or m) for n, m in zip(lengths, targets, strict=True) if 1 < n <= LONG}
             new = {n: m for n, m in new.items() if m > n}
             for rows in dict.fromkeys((1, batch)) if new else ():
-                made = _extended(example, new, main, dim, batch, rows)
-                if not any(_same_shapes(made, other) for other in choices):
-                    choices.append(made)
+                extended = _extended(example, new, main, dim, batch, rows)
+                if _shapes(extended) not in map(_shapes, choices):
+                    choices.append(extended)
         if choices:
-            found.append(choices)
-    return found
+            result.append(choices)
+    return result
 
 
 def _targets(length: int) -> tuple[int, ...]:
@@ -160,10 +160,9 @@ def _main(example: Example) -> Tensor | None:
 
 def _tokens(example: Example) -> list[Tensor]:
     """Every sequence of the example: of an encoder, of a decoder; ids, features, or samples of sound."""
-    if not isinstance(example, Mapping):
-        return [t for t in tensors(example) if t.dtype != torch.bool and t.ndim in (2, 3) and t.numel()]
-    named = {k: v for k, v in example.items() if isinstance(v, Tensor) and not re.search("mask|bias|pixel", k)}
-    return [t for t in named.values() if t.dtype != torch.bool and t.ndim in (2, 3) and t.numel()]
+    named = example.items() if isinstance(example, Mapping) else [("", t) for t in tensors(example)]
+    sequences = [t for name, t in named if isinstance(t, Tensor) and not re.search("mask|bias|pixel", name)]
+    return [t for t in sequences if t.dtype != torch.bool and t.ndim in (2, 3) and t.numel()]
 
 
 def _extended(value: Any, new: Mapping[int, int], main: Tensor, dim: int, batch: int, rows: int, name: str = "") -> Any:
@@ -194,8 +193,8 @@ def _extended(value: Any, new: Mapping[int, int], main: Tensor, dim: int, batch:
     return value
 
 
-def _same_shapes(a: Example, b: Example) -> bool:
-    return [t.shape for t in tensors(a)] == [t.shape for t in tensors(b)]
+def _shapes(example: Example) -> list[torch.Size]:
+    return [t.shape for t in tensors(example)]
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from headprune.errors import HeadPruneError, Stopped, check_writable
-from headprune.files import read_json, write_json
+from headprune.files import digest, read_json, write_json
 from headprune.locks import BusyError, is_held, is_taken, locked
 from headprune.parallel import current
 from headprune.store import Store

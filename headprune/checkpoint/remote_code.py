@@ -22,7 +22,7 @@ SIDECAR = "headprune.json"
 FILE = "modeling_headprune.py"
 _SOURCES = (
     "standins",
-    "carried",
+    "hooks",
     "empty",
     "structure",
 )  # of headprune.pruned, in the order in which they import each other

@@ -21,7 +21,7 @@ from headprune.surgery.journal import Journal
 from headprune.surgery.removal import Removal, ways
 from headprune.surgery.watch import Seen, differing, gap, largest, watching
 
-_TRIED = "tried before"  # the failure of another removal that makes the same changes
+_SAME = "the same changes were tried before"  # by another removal
 
 # Relative tolerances of the proof: what summing the same products in another order may change.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -76,7 +76,7 @@ class Reference:
 def references(
     model: nn.Module, inputs: Sequence[Sequence[Example]], drop: Heads, layers: Sequence[AttentionLayer]
 ) -> list[Reference]:
-    """The masked model's answers to its inputs.
+    """The masked model's outputs for its inputs.
 
     Args:
         inputs: The choices for each input, of which the first that the model takes is used. It must take the first input, the
@@ -85,14 +85,14 @@ def references(
     Raises:
         HeadPruneError: The model does not run on the example, or its outputs are not finite.
     """
-    found = []
+    result = []
     with exact_attention(model):  # dense and masked by the same arithmetic
         for number, choices in enumerate(inputs):
             for batch in choices:
                 try:
                     # An index out of range ends all work on a GPU, so it must not get there.
                     with within_bounds(model) if number else nullcontext():
-                        found.append(_reference(model, batch, drop, layers))
+                        result.append(_reference(model, batch, drop, layers))
                     break
                 except HeadPruneError:
                     raise
@@ -103,9 +103,9 @@ def references(
                             "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
                         ) from error
                     # A model may refuse an input that was only derived, or not generate from its example alone.
-    if not any(torch.isfinite(t).any() for t in found[0].masked):
+    if not any(torch.isfinite(t).any() for t in result[0].masked):
         raise HeadPruneError("The masked model's outputs are not finite, so a prune cannot be proved on them.")
-    return found
+    return result
 
 
 def _reference(model: nn.Module, batch: Example, drop: Heads, layers: Sequence[AttentionLayer]) -> Reference:
@@ -115,11 +115,11 @@ def _reference(model: nn.Module, batch: Example, drop: Heads, layers: Sequence[A
             sure = _sure(_answer(model, batch))
             return Reference(batch, sure, [math.inf] * len(sure), {})
         with watching(model, layers, drop, cut=False) as seen:
-            masked = _answer(model, batch)
+            outputs = _answer(model, batch)
     # A model may decide on the length of its output, so a mask may change that too.
-    pairs = zip(masked, _answer(model, batch), strict=True)
+    pairs = zip(outputs, _answer(model, batch), strict=True)
     effect = [largest(m - d) if m.shape == d.shape else math.inf for m, d in pairs]
-    return Reference(batch, masked, effect, seen)
+    return Reference(batch, outputs, effect, seen)
 
 
 def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
@@ -131,12 +131,12 @@ def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
     """
     short = shortened(example, LONG)
     prompt = _prompt(model, short)
-    alone = [example, *variants(short)[:2], *scrambled(short, vocabulary_size(model)), *([prompt] if prompt else [])]
-    return [[each] for each in alone] + longer(example, position_limit(model))
+    single = [example, *variants(short)[:2], *scrambled(short, vocabulary_size(model)), *([prompt] if prompt else [])]
+    return [[each] for each in single] + longer(example, position_limit(model))
 
 
 @dataclass(frozen=True)
-class Cut:
+class Attempt:
     """A removal that was tried on a model.
 
     Attributes:
@@ -152,36 +152,38 @@ class Cut:
     journal: Journal
 
 
-def first_exact(model: nn.Module, removals: Sequence[Removal], reference: Sequence[Reference], tolerance: float) -> Cut:
+def first_exact(
+    model: nn.Module, removals: Sequence[Removal], reference: Sequence[Reference], tolerance: float
+) -> Attempt:
     """Remove heads in the first of several ways that passes the proof; the last that failed, if none does."""
-    tried: set[tuple[str, ...]] = set()
+    changes: set[tuple[str, ...]] = set()
     failed = []
     for removal in removals:
         journal = Journal()
         try:
-            cut = Cut(removal, *_attempt(model, journal, removal, reference, tolerance, tried), journal)
+            attempt = Attempt(removal, *_compare(model, journal, removal, reference, tolerance, changes), journal)
         except BaseException:  # an interrupt must not leave half a prune either
             journal.undo()
             raise
-        if not cut.failure:
-            return cut
+        if not attempt.failure:
+            return attempt
         journal.undo()
-        failed += [cut] if cut.failure != _TRIED else []
+        failed += [attempt] if attempt.failure != _SAME else []
     return failed[-1]
 
 
-def _attempt(
+def _compare(
     model: nn.Module,
     journal: Journal,
     removal: Removal,
     reference: Sequence[Reference],
     tolerance: float,
-    tried: set[tuple[str, ...]],
+    known: set[tuple[str, ...]],
 ) -> tuple[float, str]:
-    """Remove and compare.
+    """Remove heads, and compare the model with the masked one.
 
     Args:
-        tried: The changes of all removals that were tried before; those of this one are added.
+        known: The changes of all removals that were tried before; those of this one are added.
 
     Returns:
         The largest relative difference, and why it failed ("" if it did not).
@@ -189,35 +191,37 @@ def _attempt(
     worst = 0.0
     try:
         journal.remove(model, removal)
-        if (changes := tuple(journal.changes)) in tried:
-            return worst, _TRIED
-        tried.add(changes)
+        if (changes := tuple(journal.changes)) in known:
+            return worst, _SAME
+        known.add(changes)
         for each in reference:
             with watching(model, removal.layers if each.seen else (), removal.drop, cut=True) as seen:
-                got = _answer(model, each.batch)
-            got = got[: len(each.masked)] if isinstance(each.batch, _Prompt) else got
-            if len(got) != len(each.masked) or got[0].shape != each.masked[0].shape:
+                outputs = _answer(model, each.batch)
+            outputs = outputs[: len(each.masked)] if isinstance(each.batch, _Prompt) else outputs
+            if len(outputs) != len(each.masked) or outputs[0].shape != each.masked[0].shape:
                 return worst, "the pruned model's outputs have another shape"
-            for g, e, effect in zip(got, each.masked, each.effect, strict=True):
-                if _per_head(g.shape, e.shape):
+            for got, expected, effect in zip(outputs, each.masked, each.effect, strict=True):
+                if _per_head(got.shape, expected.shape):
                     continue
-                if g.shape != e.shape:
+                if got.shape != expected.shape:
                     return worst, "the pruned model's outputs have another shape"
-                if (difference := gap(g, e)) == math.inf:
+                if (difference := gap(got, expected)) == math.inf:
                     return worst, "the pruned model's outputs are not finite where the masked one's are"
-                scale = max(largest(e), 1e-30)
+                scale = max(largest(expected), 1e-30)
                 worst = max(worst, difference / scale)
                 # A model in which these heads hardly count would pass whatever is done to them.
                 least = tolerance * (FINEST if tolerance < HALF else 1)
                 if difference > max(0.05 * effect, least * scale):
-                    return worst, f"its outputs differ from the masked model's by {worst:.2g} of their largest value"
+                    return worst, _differ_by(worst)
             if why := differing(seen, each.seen, min(LAYERS * tolerance, COARSEST)):
                 return worst, why
     except Exception as error:
         return worst, f"the pruned model does not run ({type(error).__name__}: {first_line(error)})"
-    if worst > tolerance:
-        return worst, f"its outputs differ from the masked model's by {worst:.2g} of their largest value"
-    return worst, ""
+    return worst, _differ_by(worst) if worst > tolerance else ""
+
+
+def _differ_by(share: float) -> str:
+    return f"its outputs differ from the masked model's by {share:.2g} of their largest value"
 
 
 def failing_alone(
@@ -228,14 +232,15 @@ def failing_alone(
     layers: Sequence[AttentionLayer],
     tolerance: float,
 ) -> list[AttentionLayer]:
-    """The layers that fail when pruned alone."""
-    culprits = []
+    """The layers that fail the proof when pruned without the others."""
+    result = []
     for layer in touched:
-        alone = {layer.name: drop[layer.name]}
-        cut = first_exact(model, ways([layer], alone, model), references(model, inputs, alone, layers), tolerance)
-        cut.journal.undo()
-        culprits += [layer] if cut.failure else []
-    return culprits
+        single = {layer.name: drop[layer.name]}
+        reference = references(model, inputs, single, layers)
+        attempt = first_exact(model, ways([layer], single, model), reference, tolerance)
+        attempt.journal.undo()
+        result += [layer] if attempt.failure else []
+    return result
 
 
 def _per_head(got: torch.Size, expected: torch.Size) -> bool:
@@ -292,11 +297,10 @@ def answers(output: Any) -> list[Tensor]:
         output = {k: v for k, v in output.items() if not k.endswith("attentions") and k != "past_key_values"}
     elif hasattr(output, "__dict__") and not isinstance(output, Tensor):
         output = vars(output)
-    found = [t.detach() for t in tensors(output) if t.is_floating_point()]
-    found = found[:1] + [t for t in found[1:] if not _is_distribution(t)]
-    if not found:
+    floats = [t.detach() for t in tensors(output) if t.is_floating_point()]
+    if not floats:
         raise HeadPruneError("The model returns no floating-point tensor that a prune could be proved on.")
-    return [widened(t) for t in found]
+    return [widened(t) for t in floats[:1] + [t for t in floats[1:] if not _is_distribution(t)]]
 
 
 def _is_distribution(t: Tensor) -> bool:

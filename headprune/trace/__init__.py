@@ -29,7 +29,7 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.input_specs import build, of_config, recorded, with_own_dtype
 from headprune.inputs import Example, call, check_weights, model_device, move, usable
 from headprune.offload import hook_of, is_elsewhere, is_offloaded, renewed
-from headprune.pruned import EmptyAttention, convert, is_ours
+from headprune.pruned import EmptyAttention, MultiheadAttention, convert, is_ours
 from headprune.running import quiet
 from headprune.trace.layers import read_layers
 from headprune.trace.meta import Materialised
@@ -75,12 +75,19 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
                     f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
                     "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
                 ) from error
-    if not layers and not any(is_ours(m, EmptyAttention) for m in model.modules()):
+    if not layers and not any(_is_emptied(m) for m in model.modules()):
         raise HeadPruneError(
             f"{type(model).__name__} has no softmax attention that headprune can see.",
             "If attention only runs on longer or other inputs, pass such an example.",
         )
     return layers
+
+
+def _is_emptied(module: nn.Module) -> bool:
+    """Whether a module is an attention layer that has lost all of its heads."""
+    return is_ours(module, EmptyAttention) or (
+        is_ours(module, MultiheadAttention) and getattr(module, "num_heads", 1) == 0
+    )
 
 
 def example_for(model: nn.Module) -> Example:

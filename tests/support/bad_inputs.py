@@ -262,18 +262,18 @@ DOCUMENTS: list[Row] = [
     changed(BY_SCORES, "scores.json", ("scores",), {}, "holds no scores|damaged scores"),
     changed(BY_SCORES, "scores.json", ("scores",), [1], "damaged scores file"),
     changed(BY_SCORES, "scores.json", ("layers",), [], "no layers"),
-    changed(BY_SCORES, "scores.json", ("layers", 0, "name"), 3, "damaged scores file .*no text"),
+    changed(BY_SCORES, "scores.json", ("layers", 0, "name"), 3, "damaged scores file .*name is 3: .* valid string"),
     changed(BY_SCORES, "scores.json", ("layers", 0, "index"), -1, "damaged scores file .*-1"),
     changed(BY_SCORES, "scores.json", ("layers", 0, "index"), True, "damaged scores file .*True"),
     changed(BY_SCORES, "scores.json", ("layers", 0, "num_heads"), 10**12, "damaged scores file"),
     changed(BY_SCORES, "scores.json", ("layers", 0, "num_heads"), 0, "damaged scores file .*0 heads"),
-    changed(BY_SCORES, "scores.json", ("layers", 0, "prunable"), "yes", "prunable is 'yes', not true or false"),
+    changed(BY_SCORES, "scores.json", ("layers", 0, "prunable"), "yes", "prunable is 'yes': Input should be a valid boolean"),
     changed(BY_SCORES, "scores.json", ("layers", 0, "groups"), [[0, 1], [1, 2]], "groups of others"),
     changed(BY_SCORES, "scores.json", ("layers", 0, "projections"), [
         {"module": "m", "features": ["0:99999999999"]}], "are no features"),
     changed(BY_SCORES, "scores.json", ("layers", 0, "projections"), [
         {"module": "m", "features": ["5:-5"]}], "are no features"),
-    changed(BY_SCORES, "scores.json", ("layers", 0, "projections"), [{"module": 1, "features": []}], "no text"),
+    changed(BY_SCORES, "scores.json", ("layers", 0, "projections"), [{"module": 1, "features": []}], "module is 1: .* valid string"),
     changed(BY_SCORES, "scores.json", ("layers", 0, "inner_modules"), GONE, "damaged scores file .*inner_modules"),
     whole(BY_SCORES, "scores.json", NESTED, "not readable .*lists within lists"),
     # run.json

@@ -1,4 +1,4 @@
-"""Plain attention modules, without transformers."""
+"""Plain attention modules, without transformers, and modules that make their heads in ways of their own."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from headprune.input_specs import record
 from tests.support.zoo import randomise
 
 WIDTH, HEADS = 32, 4
+SIZE = WIDTH // HEADS
 
 
 class Attention(nn.Module):
-    """Ordinary attention. ``kill`` is the brute force: this head's result is zero."""
+    """Ordinary attention. ``silent`` is the brute force: these heads' results are zero."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_heads = HEADS
         self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.kill: int | None = None
+        self.silent: tuple[int, ...] = ()
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values ``[batch, heads, tokens, width of a head]``."""
+        return tuple(t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
 
     def attend(self, x: Tensor, **mask: Any) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return self.joined(F.scaled_dot_product_attention(q, k, v, **mask))
+        return self.joined(F.scaled_dot_product_attention(*self.split(x), **mask))
 
     def joined(self, result: Tensor) -> Tensor:
-        if self.kill is not None:
-            result = result.clone()
-            result[:, self.kill] = 0
+        if self.silent:
+            result = result.index_fill(1, torch.tensor(self.silent), 0.0)
         return result.transpose(1, 2).flatten(2)
 
     def forward(self, x: Tensor) -> Tensor:

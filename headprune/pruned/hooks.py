@@ -1,10 +1,15 @@
-"""What pruned modules carry: the hooks that take the kept heads' part of what is still computed for all heads, as data."""
+"""What a pruned module needs beside smaller weights: data that JSON can hold, and forward hooks that read it.
+
+The hooks give a module the kept heads' part of what is still computed for all heads. A model that transformers loaded from a folder runs that
+folder's hooks, perhaps an older version's, which read the data of this file once the model is pruned again. So the attributes' names, the
+fields' names, and the methods that hooks call (`take`, `place`, `compute`) must stay as they are.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -12,30 +17,40 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-class Carried:
-    """Something that a pruned module carries: an attribute called ``name``, and hooks that read it."""
+class HookData:
+    """Data of one kind that a module keeps in the attribute ``name``, for hooks that read it."""
 
     name: ClassVar[str]
 
     @classmethod
     def of(cls, module: nn.Module) -> Any:
-        """What a module carries of this kind; None if it carries nothing."""
+        """A module's data of this kind; None if it has none."""
         return vars(module).get(cls.name)
 
-    def hooks(self, module: nn.Module) -> list[Any]:
-        """Register what reads it; the handles."""
-        return []
-
-    def carried_by(self, module: nn.Module) -> list[Any]:
-        """Give it to a module, with the hooks if it carried none of this kind before; their handles."""
+    def attach(self, module: nn.Module) -> list[Any]:
+        """Give it to a module, and register its hooks unless the module has them already; returns the new hooks' handles."""
         new = self.of(module) is None
         vars(module)[self.name] = self
-        return self.hooks(module) if new else []
+        return self.register(module) if new else []
+
+    def register(self, module: nn.Module) -> list[Any]:
+        """Register the hooks; returns their handles."""
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, indices as ranges."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
+        return {name: to_ranges(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Any:
+        """What `to_json` wrote."""
+        return cls(**{name: from_ranges(value) if isinstance(value, str) else value for name, value in data.items()})
 
 
 @dataclass(frozen=True)
-class Edited(Carried):
-    """Which of a module's tensors and integers are others than its class makes; and whether it is a stand-in that stays."""
+class Edited:
+    """Which tensors and integers of a module differ from its class's; and whether it is a stand-in that stays."""
 
     name = "_headprune_edited"
     tensors: frozenset[str] = frozenset()
@@ -43,18 +58,28 @@ class Edited(Carried):
     stand_in: bool = False
 
     @classmethod
+    def of(cls, module: nn.Module) -> Edited:
+        """What is noted of a module so far."""
+        return vars(module).get(cls.name) or cls()
+
+    @classmethod
     def add(cls, module: nn.Module, tensors: Sequence[str] = (), numbers: Sequence[str] = ()) -> None:
-        """Note more of them."""
-        old = cls.of(module) or cls()
+        """Note more tensors and numbers of a module."""
+        old = cls.of(module)
         vars(module)[cls.name] = cls(old.tensors | set(tensors), old.numbers | set(numbers), old.stand_in)
 
 
 @dataclass(frozen=True)
 class Features:
-    """The features of a tensor's dimension that stay: all but those that belong to removed heads alone."""
+    """The features of a tensor's dimension that stay: all but those of removed heads.
+
+    Attributes:
+        kept: Features of the heads that stay.
+        owned: Features of any head; all others always stay.
+    """
 
     kept: frozenset[int]
-    owned: frozenset[int]  # features that belong to some head; the others always stay
+    owned: frozenset[int]
 
     def index(self, size: int, device: torch.device) -> Tensor:
         """The indices that stay, of ``size``."""
@@ -63,7 +88,7 @@ class Features:
 
 
 def surviving(features: Sequence[Sequence[int]], kept: Sequence[int]) -> Features:
-    """What stays of ``features[head]`` with some heads."""
+    """What stays of ``features[head]`` with the heads ``kept``."""
     return Features(frozenset(i for h in kept for i in features[h]), frozenset(i for own in features for i in own))
 
 
@@ -86,12 +111,7 @@ class HeadArgument:
     features: tuple[tuple[int, ...], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "key": self.key,
-            "dim": self.dim,
-            "folded": self.folded,
-            "features": [list(f) for f in self.features],
-        }
+        return {**vars(self), "features": [list(own) for own in self.features]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeadArgument:
@@ -99,7 +119,7 @@ class HeadArgument:
 
 
 @dataclass(frozen=True)
-class HeadArguments(Carried):
+class HeadArguments(HookData):
     """Which entries of its arguments a pruned attention module takes."""
 
     name = "_headprune_arguments"
@@ -107,7 +127,7 @@ class HeadArguments(Carried):
     num_heads: int
     kept: tuple[int, ...]
 
-    def hooks(self, module: nn.Module) -> list[Any]:
+    def register(self, module: nn.Module) -> list[Any]:
         return [module.register_forward_pre_hook(_take_own_arguments, with_kwargs=True)]
 
     def take(self, value: Any, argument: HeadArgument) -> Any:
@@ -122,11 +142,8 @@ class HeadArguments(Carried):
         return value.index_select(argument.dim, torch.tensor(self.kept, device=value.device))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "arguments": [a.to_json() for a in self.arguments],
-            "num_heads": self.num_heads,
-            "kept": to_ranges(self.kept),
-        }
+        arguments = [argument.to_json() for argument in self.arguments]
+        return {"arguments": arguments, "num_heads": self.num_heads, "kept": to_ranges(self.kept)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeadArguments:
@@ -142,13 +159,17 @@ def _take_own_arguments(attention: nn.Module, args: Any, kwargs: dict[str, Any])
 
 
 @dataclass(frozen=True)
-class Selection(Carried):
-    """Which features of a module's output are passed on, by each prune that it has been through."""
+class Selection(HookData):
+    """Which features of a module's output are passed on.
+
+    Attributes:
+        stages: For each prune that the module has been through; indices count within what the one before kept.
+    """
 
     name = "_headprune_selection"
-    stages: tuple[Features, ...]  # indices count within what the stage before kept
+    stages: tuple[Features, ...]
 
-    def hooks(self, module: nn.Module) -> list[Any]:
+    def register(self, module: nn.Module) -> list[Any]:
         return [module.register_forward_hook(_selected)]
 
     def take(self, output: Tensor) -> Tensor:
@@ -172,7 +193,7 @@ def _selected(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Placement(Carried):
+class Placement(HookData):
     """Where the kept heads belong among the features that a module returned (or took) when it had all heads.
 
     Attributes:
@@ -187,28 +208,16 @@ class Placement(Carried):
     target: tuple[int, ...]
     before: bool = False
 
-    def hooks(self, module: nn.Module) -> list[Any]:
-        return [
-            module.register_forward_pre_hook(_placed_before) if self.before else module.register_forward_hook(_placed)
-        ]
+    def register(self, module: nn.Module) -> list[Any]:
+        if self.before:
+            return [module.register_forward_pre_hook(_placed_before)]
+        return [module.register_forward_hook(_placed)]
 
     def place(self, output: Tensor) -> Tensor:
         """``output``, which has the kept heads, with a place for every head."""
         source, target = (torch.tensor(i, dtype=torch.long, device=output.device) for i in (self.source, self.target))
         whole = output.new_zeros(*output.shape[:-1], self.width)
         return whole.index_copy(-1, target, output.index_select(-1, source))
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "width": self.width,
-            "source": to_ranges(self.source),
-            "target": to_ranges(self.target),
-            "before": self.before,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Placement:
-        return cls(data["width"], from_ranges(data["source"]), from_ranges(data["target"]), data["before"])
 
 
 def _placed(module: nn.Module, args: Any, output: Any) -> Any:
@@ -276,25 +285,18 @@ class _Claims(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class Narrowing(Carried):
+class Narrowing(HookData):
     """What a module's inputs claim about their last dimension: ``claimed`` where it is ``width``."""
 
     name = "_headprune_narrow"
     width: int
     claimed: int
 
-    def hooks(self, module: nn.Module) -> list[Any]:
+    def register(self, module: nn.Module) -> list[Any]:
         return [
             module.register_forward_pre_hook(_narrowed, with_kwargs=True),
-            module.register_forward_hook(_narrow_no_more, always_call=True),
+            module.register_forward_hook(_no_longer_narrow, always_call=True),
         ]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"width": self.width, "claimed": self.claimed}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Narrowing:
-        return cls(data["width"], data["claimed"])
 
 
 def _narrowed(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -319,63 +321,57 @@ def _narrowed(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return given
 
 
-def _narrow_no_more(module: nn.Module, args: Any, output: Any) -> None:
+def _no_longer_narrow(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook: the end of `_narrowed`."""
     claims = vars(module).pop(_CLAIMS, None)
     if claims is not None:
         claims.__exit__(None, None, None)
 
 
-# T5's position bias, the one thing a trace cannot see: the first layer computes a bias for all heads, and every later layer
-# of the stack receives it. A pruned layer must take its own heads out of it, and pass the whole on.
+@dataclass
+class SharedPositionBias(HookData):
+    """Gives a pruned T5-style layer its heads of the shared position bias, and the whole bias to the next layer.
 
-
-class SharedPositionBias(Carried):
-    """Gives a pruned T5-style layer its heads of the shared bias, and the whole bias to the next layer."""
+    This is the one thing that a trace cannot see: the first layer computes a bias for all heads, and every later layer of the stack receives it.
+    """
 
     name = "_headprune_bias"
-
-    def __init__(self, num_heads: int, kept: Sequence[int]) -> None:
-        self.num_heads, self.kept = num_heads, tuple(kept)
-        self.original: Callable[..., Tensor] | None = None  # the module's own compute_bias
-        self.whole: Tensor | None = None
-        self.taken: Tensor | None = None
-        self.dim = 1
+    num_heads: int
+    kept: tuple[int, ...]
+    original: Callable[..., Tensor] | None = field(default=None, init=False)  # the module's own compute_bias
+    whole: Tensor | None = field(default=None, init=False)
+    taken: Tensor | None = field(default=None, init=False)
+    dim: int = field(default=1, init=False)
 
     @staticmethod
     def needed_by(attention: nn.Module) -> bool:
         """Whether a module computes or takes a position bias as T5's do."""
         return hasattr(attention, "compute_bias") and "position_bias" in inspect.signature(attention.forward).parameters
 
-    def hooks(self, module: nn.Module) -> list[Any]:
+    def attach(self, module: nn.Module) -> list[Any]:
+        earlier: SharedPositionBias | None = self.of(module)
+        self.original = earlier.original if earlier else module.compute_bias  # type: ignore[assignment]
+        vars(module)["compute_bias"] = self.compute
+        return super().attach(module)
+
+    def register(self, module: nn.Module) -> list[Any]:
         return [
             module.register_forward_pre_hook(_take_own_bias, with_kwargs=True),
             module.register_forward_hook(_restore_whole_bias, with_kwargs=True),
         ]
 
-    def carried_by(self, module: nn.Module) -> list[Any]:
-        earlier: SharedPositionBias | None = self.of(module)
-        self.original = earlier.original if earlier else module.compute_bias  # type: ignore[assignment]
-        vars(module)["compute_bias"] = self.compute
-        return super().carried_by(module)
-
     def compute(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What takes the place of the module's ``compute_bias``: its heads of the bias."""
         assert self.original is not None
         return self.take(self.original(*args, **kwargs))
 
     def take(self, whole: Tensor) -> Tensor:
+        """The kept heads' part of a bias for all heads, which is remembered."""
         self.whole = whole
         # In LongT5's local attention, blocks come before the heads.
         self.dim = 1 if whole.shape[1] == self.num_heads or whole.ndim < 4 else 2
         self.taken = whole.index_select(self.dim, torch.tensor(self.kept, device=whole.device))
         return self.taken
-
-    def to_json(self) -> dict[str, Any]:
-        return {"num_heads": self.num_heads, "kept": to_ranges(self.kept)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> SharedPositionBias:
-        return cls(data["num_heads"], from_ranges(data["kept"]))
 
 
 def _take_own_bias(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -400,13 +396,14 @@ def _restore_whole_bias(attention: nn.Module, args: Any, kwargs: Any, output: An
     return (hidden, whole, *rest)
 
 
-CARRIED: dict[str, Any] = {
+HOOK_DATA: dict[str, type[HookData]] = {
     "arguments": HeadArguments,
     "selection": Selection,
     "placement": Placement,
     "narrowing": Narrowing,
     "position_bias": SharedPositionBias,
 }
+"""The kinds of data, by their names in a saved structure."""
 
 
 def to_ranges(indices: Sequence[int]) -> str:
