@@ -139,7 +139,6 @@ def test_a_layer_whose_refit_does_no_better(
     assert metrics.budgets[0].repair is not None
     (refitted,) = metrics.budgets[0].repair.layers.values()
     assert refitted.ridge == math.inf
-    assert "∞ to ∞" in (here / "r" / "report.md").read_text()
 
 
 def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:

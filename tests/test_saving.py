@@ -65,7 +65,7 @@ def test_a_half_precision_checkpoint_stays_one(
     parts = load_parts(DataOptions(str(data_folder), limit=24), loaded)
     again = evaluate(loaded.model, parts.report.batches())
     assert again.metrics == pytest.approx(metrics["budgets"][0]["pruned"]["metrics"], rel=1e-6)
-    assert f"saved in {name}, as the checkpoint was stored" in Path("run/report.md").read_text()
+    assert f"Weights are saved in {name}, as the dense checkpoint is" in Path("run/report.md").read_text()
 
     _, further = pruned(folder, data_folder, "--no-repair", output="further")
     assert {t.dtype for t in load_file(further / "model.safetensors").values() if t.numel()} == {dtype}
@@ -76,7 +76,7 @@ def test_a_dtype_that_was_chosen_is_saved(bert_folder: Path, data_folder: Path, 
     metrics, folder = pruned(dense, data_folder, "--dtype", "float32", "--no-repair")
     assert {t.dtype for t in load_file(folder / "model.safetensors").values() if t.numel()} == {torch.float32}
     assert metrics["budgets"][0]["dtype"] == "float32"
-    assert "as the checkpoint was stored" not in Path("run/report.md").read_text()
+    assert "Weights are saved in" not in Path("run/report.md").read_text()
 
 
 def test_a_config_that_names_another_type_than_the_weights_have(bert_folder: Path, here: Path) -> None:

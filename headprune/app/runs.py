@@ -23,7 +23,8 @@ REPORTS = Path("reports")
 # What a run is made of; a new one in its place replaces all of it.
 PARTS = (
     "scores.json", "run.json", "metrics.json", "heads.json", "streamed.json", "plan*.json", "pruned-*", "report.md", "report.html",
-    "importance.png", "agreement.png", "tradeoff.png", "orders.png", "latency.png", "time.png", "heads.png",
+    "tradeoff.png", "orders.png", "importance.png", "heads.png",
+    "agreement.png", "latency.png", "time.png",  # of older versions
 )  # fmt: skip
 
 

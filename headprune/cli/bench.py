@@ -37,7 +37,6 @@ def bench(
         from headprune.app.models import check_length, dummy_input, load_model
         from headprune.app.named import check_source
         from headprune.app.workflow import timing
-        from headprune.timing import energy
         from headprune.trace import find_attention
 
         sizes, tokens = numbers_in("--batch-sizes", batch_sizes), numbers_in("--lengths", lengths)
@@ -77,17 +76,11 @@ def bench(
         except HeadPruneError as error:  # such as a model without attention: its latency is known all the same
             console.say(f"Where the time goes is not known: {error.args[0]}")
         written = timing.time_generation(models, inputs[: len(sizes)], console)
-        used_energy = energy(models, inputs[-1][2])
         before, after = (latency.parameters(loaded.model) for loaded in (first, second))
         tables.print_latency(console, rows)
         console.result(f"Parameters: {before:,} and {after:,} ({after / before - 1:+.1%})")
         tables.print_time(console, parts, rows)
         tables.print_generation(console, written)
-        tables.print_energy(console, used_energy)
-        found: dict[str, list[Any]] = {
-            "time": parts,
-            "generation": written,
-            "energy": [used_energy] if used_energy else [],
-        }
+        found: dict[str, list[Any]] = {"time": parts, "generation": written}
         more = {name: [row.to_json() for row in made] for name, made in found.items() if made}
         console.document({"rows": [row.to_json() for row in rows], **more})

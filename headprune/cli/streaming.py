@@ -95,14 +95,14 @@ def _refuse(budgets: Budgets, loading: Loading, others: dict[str, Any]) -> None:
 
 
 def _print(console: Console, folder: RunFolder) -> None:
+    from headprune.amounts import size
     from headprune.app.documents import StreamedRun
-    from headprune.app.report.numbers import size
     from headprune.cli.tables import print_loading
     from headprune.jsonio import SCHEMA
 
     done = StreamedRun.read(folder.streamed_path)
     console.result(
-        f"Keeps {done.kept} of {done.total} heads; {size(done.left)} of {size(done.weights)} of weights. Not repaired, not measured."
+        f"Keeps {done.kept} of {done.total} heads; {size(done.left, 3)} of {size(done.weights, 3)} of weights. Not repaired, not measured."
     )
     console.result(f"{done.proof.told[0].upper()}{done.proof.told[1:]}")
     model = folder.path / Path(done.checkpoint)
