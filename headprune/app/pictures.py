@@ -32,7 +32,7 @@ def png(figure: Figure) -> bytes:
     size = canvas.get_width_height()
     picture = Image.frombuffer("RGBA", size, bytes(canvas.buffer_rgba())).convert("RGB")
     file = io.BytesIO()
-    few = picture.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few = picture.quantize(_COLOURS, Image.Quantize.MEDIANCUT, kmeans=3, dither=Image.Dither.NONE)
     few.save(file, "PNG", optimize=True)
     return file.getvalue()
 
