@@ -42,7 +42,7 @@ OVER["score"] = ["-o", RUN, "--overwrite"]
 
 # What documents say of time and effort, and what depends on the number of times that a command was typed.
 COSTS = {
-    "seconds", "passes", "latency", "time", "generation", "energy", "environment", "when", "resumed", "command", "commands", "checksum", "checksums",
+    "seconds", "passes", "latency", "time", "generation", "environment", "when", "resumed", "command", "commands", "checksum", "checksums",
 }  # fmt: skip
 
 

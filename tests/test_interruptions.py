@@ -53,7 +53,6 @@ COSTS = (
     "latency",
     "time",
     "generation",
-    "energy",
     "environment",
     "when",
     "resumed",

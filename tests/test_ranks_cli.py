@@ -26,7 +26,6 @@ COSTS = {
     "latency",
     "time",
     "generation",
-    "energy",
     "environment",
     "when",
     "resumed",

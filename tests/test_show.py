@@ -23,6 +23,7 @@ from headprune.app.seeing.cells import resized
 from headprune.app.seeing.labels import printable, token_labels
 from headprune.trace import find_attention
 from tests.support.commands import run
+from tests.support.documents import METRICS
 from tests.support.folders import tokenizer
 from tests.support.reports import reported
 from tests.support.zoo import randomise
@@ -94,7 +95,7 @@ def test_a_text_is_never_markup(bert_folder: Path, tmp_path: Path) -> None:
     console.print(all_heads(heads, sample, 100, True))
     told = console.export_text()
     assert all(label in told for label in labels)
-    written = reported(tmp_path / "r", None, heads=heads.changed(samples=(nasty,)))
+    written = reported(tmp_path / "r", METRICS, heads=heads.changed(samples=(nasty,)))
     assert "one example (`good [bold]film[/] $x$ �[31m <b> |a|`)" in written
 
 

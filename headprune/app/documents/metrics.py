@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
@@ -15,7 +15,7 @@ from headprune.evaluation import Change
 from headprune.latency import LatencyRow
 from headprune.planning.effort import Effort
 from headprune.repairing import AnswersRepair, LayerRepair
-from headprune.timing import Breakdown, EnergyRow, GenerationRow
+from headprune.timing import Breakdown, GenerationRow
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -394,7 +394,6 @@ class Metrics(File):
         curve: The trade-off between heads and the metric.
         time: For each input of ``latency.rows``; none where the device's time cannot be looked into.
         generation: For models that write text.
-        energy: On the largest input; None where the machine does not count it.
         also: Second datasets.
     """
 
@@ -409,7 +408,12 @@ class Metrics(File):
     latency: Latency
     time: tuple[TimeParts, ...] = ()
     generation: tuple[GenerationRow, ...] = ()
-    energy: EnergyRow | None = None
     also: tuple[AlsoData, ...] = ()
     exports: tuple[ExportedModel, ...] = ()
     engines: tuple[EngineLatency, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_energy(cls, data: Any) -> Any:
+        """Older files may hold the energy of a pass, which is not measured any more."""
+        return {name: value for name, value in data.items() if name != "energy"} if isinstance(data, dict) else data

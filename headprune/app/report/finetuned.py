@@ -47,17 +47,16 @@ def _opening(record: FinetuneRecord, pruned: str, teacher: str) -> Strong:
 
 
 def _training(record: FinetuneRecord) -> str:
-    """How long it trained, and which weights were kept."""
-    training, metric, choose = record.training, record.metric, record.parts.choose
+    """What was trained, and which weights were kept."""
+    training, metric, choose, mixture = record.training, record.metric, record.parts.choose, record.options.mixture
     best = next(epoch for epoch in training.history if epoch.step == training.best)
-    kept = (
-        f"the weights after epoch {best.epoch:g}"
-        if training.best
-        else "the weights from before training: it made none better"
-    )
+    kept = f"the weights after epoch {best.epoch:g}{'' if training.best else ' (training made none better)'}"
     values = [(numbers.value(epoch.metrics[metric], metric), epoch.epoch) for epoch in training.history]
     course = ", ".join(f"{value} after {number:g} epoch{'s' * (number != 1)}" for value, number in values)
+    hidden = ", and the relative squared difference of the hidden states" * mixture.hidden_states
     return (
-        f"Trained for {training.steps:,} of {training.planned:,} steps on {training.examples:,} examples an epoch; `finetune.json` has all "
-        f"options. Kept: {kept}, by {metric} on {choose.examples:,} choosing examples ({code(choose.split)}): {course}."
+        f"Loss: {mixture.alpha:g} x divergence from the dense model at temperature {mixture.temperature:g} + {1 - mixture.alpha:g} x the "
+        f"labels' cross-entropy{hidden}. Learning rate {record.options.learning_rate:g}, {training.steps:,} of {training.planned:,} steps on "
+        f"{training.examples:,} examples an epoch. Kept: {kept}, by {metric} on {choose.examples:,} choosing examples "
+        f"({code(choose.split)}): {course}."
     )

@@ -49,7 +49,6 @@ from headprune.plans import PruningPlan
 from headprune.ranks import current
 from headprune.scoring import HeadScores, save_scores
 from headprune.searching import candidates, orders_of
-from headprune.timing import energy
 
 
 @dataclass(frozen=True)
@@ -279,7 +278,7 @@ def _with_exports(job: Job, metrics: Metrics, formats: Sequence[str]) -> Metrics
 
 
 def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult, nn.Module]]) -> dict[str, Any]:
-    """What is measured of time and energy, as fields of `Metrics`; on another machine it is measured again."""
+    """What is measured of time, as fields of `Metrics`; on another machine it is measured again."""
     scene, console, stages = job.scene, job.console, job.stages
     largest = sorted(made, key=lambda pair: -pair[0].kept)
     models = {"dense": scene.model, **{result.name: model for result, model in largest}}
@@ -299,7 +298,6 @@ def _timed(job: Job, environment: Environment, made: Sequence[tuple[BudgetResult
         "generation": lambda: [
             row.to_json() for row in time_generation(models, [s for s in shapes if s[1] == shapes[0][1]], console)
         ],
-        "energy": lambda: (row := energy(models, shapes[-1][2])) and row.to_json(),
     }
 
     def tried(name: str) -> Any:
