@@ -21,7 +21,7 @@ from headprune.app.runs import RunFolder
 from headprune.attention import AttentionLayer
 from headprune.checkpoint.loading import loading_of
 from headprune.checkpoint.reading import _sidecar, weight_files
-from headprune.jsonio import dumps, loads, write_json
+from headprune.files import dumps, loads, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores
 from tests.support.documents import (

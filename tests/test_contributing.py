@@ -17,6 +17,7 @@ from headprune.planning import STRATEGIES
 from headprune.repairing import checked
 from headprune.repairing.steps import STEPS
 from headprune.scoring import METHODS
+from tests.support.documents import GENERATION, METRICS
 from tests.support.repairs import refit_of
 from tests.support.zoo import bert, labelled, text
 
@@ -84,6 +85,18 @@ def test_the_example_of_a_budget_is_held() -> None:
     finally:
         BUDGETS.clear()
         BUDGETS.update(before)
+
+
+def test_the_example_of_a_section_is_reported(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    room: dict[str, Any] = {"__name__": "example"}
+    exec(next(code for code in CODE if "Section(" in code), room)
+    monkeypatch.setattr("headprune.app.report.sections.PRUNED", (room["cache"],))
+    text = report({**METRICS, "generation": [GENERATION]})
+    assert "## The cache\n\n<details>" in text
+    assert (
+        "![bytes of the cache per token, by model](cache.png)\n\n| model | per token |\n|---|---|\n| dense | 12.3 kB |"
+        in text
+    )
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,8 @@ def test_a_part_is_the_same_as_far_as_both_sides_say() -> None:
 def test_the_report_of_a_fine_tuning() -> None:
     text = finetuned.render("r", FinetuneRecord.model_validate(FINETUNE))
     assert (
-        "Kept: the weights after epoch 1, by accuracy on 50 choosing examples (`validation`): 50.0 % before, " in text
+        "Kept: the weights after epoch 1, by accuracy on 50 choosing examples (`validation`): 50.0 % after 0 epochs, "
+        in text
     )
     assert "75.0 % after 1 epoch, 62.5 % after 2 epochs." in text
     assert (
@@ -190,7 +191,7 @@ def test_the_report_of_a_fine_tuning() -> None:
 
 # What no report and no command reads: for people and for other programs.
 FOR_PEOPLE = {
-    "biases", "held_out", "patience", "strength", "train", "weight_decay",
+    "biases", "held_out", "patience", "resumed", "ridge", "strength", "train", "weight_decay",
     "induction", "duplicate", "itself", "next", "previous", "separator", "sink",
 }  # fmt: skip
 

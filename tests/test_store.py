@@ -161,7 +161,7 @@ def test_what_no_file_can_hold_is_said_with_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["subprocess:Popen", "pathlib:PosixPath", "headprune.jsonio:write_bytes", "headprune:x"]
+    "name", ["subprocess:Popen", "pathlib:PosixPath", "headprune.files:write_bytes", "headprune:x"]
 )
 def test_a_file_makes_only_values(name: str, tmp_path: Path) -> None:
     """Somebody else's unfinished work must not choose what runs."""

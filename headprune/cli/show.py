@@ -91,10 +91,11 @@ def _over_data(loaded: LoadedModel, data: DataOptions, console: Console) -> Head
 
 
 def _print(heads: Heads, head: str | None, output: Path | None, profiled: bool, console: Console) -> None:
+    from headprune.app.pictures import save
     from headprune.app.seeing import (
         all_heads,
-        draw_all,
-        draw_head,
+        figure_of_all,
+        figure_of_head,
         figures_of,
         head_named,
         layer_of,
@@ -117,7 +118,7 @@ def _print(heads: Heads, head: str | None, output: Path | None, profiled: bool, 
         if sample is not None and seen is not None:
             console.show(one_head(sample, seen, number, colours))
             if output is not None:
-                draw_head(output, sample, seen, number, f"{name}: {profile.role}")
+                save(figure_of_head(sample, seen, number, f"{name}: {profile.role}"), output)
         elif output is not None:
             raise HeadPruneError(f"There is no sample of {name} to draw.", "Give --text or --image.")
         document = {"head": name, **{f: getattr(profile, f) for f in profile.__dataclass_fields__}}
@@ -125,7 +126,7 @@ def _print(heads: Heads, head: str | None, output: Path | None, profiled: bool, 
         if sample is not None:
             console.show(all_heads(heads, sample, console.out.width, colours))
             if output is not None:
-                draw_all(output, heads, sample)
+                save(figure_of_all(heads, sample), output)
         elif output is not None:
             raise HeadPruneError("There is no sample to draw.", "Give --text or --image.")
         if profiled:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headprune.app.documents import Heads, Positions, Sample, SampleLayer
+from headprune.app.pictures import new_figure
 from headprune.app.seeing.cells import cells, layer_of, resized
-from headprune.files import atomic_file
 from headprune.seeing.roles import MIXED, RULES
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _COLOURS = {
 _CELL, _FRAME, _GAP = 44, 3, 5  # pixels
 
 
-def draw_all(path: Path, heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]] | None = None) -> None:
+def figure_of_all(heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]] | None = None) -> Figure:
     """All heads as small multiples: a row for each layer, keys to the right and queries down, a frame for each role.
 
     Args:
@@ -53,7 +52,7 @@ def draw_all(path: Path, heads: Heads, sample: Sample, drop: Mapping[str, Sequen
             canvas[top + _FRAME : top + _FRAME + _CELL, left + _FRAME : left + _FRAME + _CELL] = inner
             if drop and h in drop.get(profile.name, ()):
                 crosses.append((left + size / 2, top + size / 2))
-    figure, axis = _figure(1.3 + widest * 0.5, 1.5 + len(shown) * 0.5)
+    figure, (axis,) = new_figure(1.3 + widest * 0.5, 1.5 + len(shown) * 0.5)
     axis.imshow(canvas, interpolation="nearest")
     if crosses:
         axis.plot(
@@ -74,7 +73,7 @@ def draw_all(path: Path, heads: Heads, sample: Sample, drop: Mapping[str, Sequen
         handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.01), ncols=columns, fontsize=7, frameon=False
     )
     _titled(axis, sample.title)
-    _save(figure, path)
+    return figure
 
 
 def legend_of(roles: Sequence[str]) -> dict[str, str]:
@@ -86,15 +85,14 @@ def legend_of(roles: Sequence[str]) -> dict[str, str]:
     return {colour: ", ".join(names) for colour, names in families.items()}
 
 
-def draw_head(path: Path, sample: Sample, layer: SampleLayer, head: int, title: str) -> None:
+def figure_of_head(sample: Sample, layer: SampleLayer, head: int, title: str) -> Figure:
     """One head, large: queries down, keys to the right; of a long image, where the held positions look."""
     queries, keys = sample.positions[layer.queries], sample.positions[layer.keys]
     weights = layer.unpacked()[head]
     if layer.rows is not None and keys.grid is not None:
-        _draw_patches(path, queries, keys, layer.rows, weights, title)
-        return
+        return _figure_of_patches(queries, keys, layer.rows, weights, title)
     rows = range(len(queries.labels)) if layer.rows is None else layer.rows
-    figure, axis = _figure(2.6 + 0.2 * max(len(keys.labels), 6), 1.9 + 0.2 * max(len(rows), 6))
+    figure, (axis,) = new_figure(2.6 + 0.2 * max(len(keys.labels), 6), 1.9 + 0.2 * max(len(rows), 6))
     image = axis.imshow(weights, cmap="Blues", vmin=0, vmax=1, aspect="equal")
     plain: dict[str, Any] = {"fontsize": 7, "parse_math": False}
     axis.set_xticks(range(len(keys.labels)), keys.labels, rotation=90, **plain)
@@ -103,20 +101,13 @@ def draw_head(path: Path, sample: Sample, layer: SampleLayer, head: int, title: 
     axis.set_ylabel("token" if keys.grid is None else "position", fontsize=8)
     _titled(axis, title)
     figure.colorbar(image, ax=axis, shrink=0.7).set_label("attention weight", fontsize=8)
-    _save(figure, path)
+    return figure
 
 
-def _draw_patches(
-    path: Path, queries: Positions, keys: Positions, rows: Sequence[int], weights: Any, title: str
-) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def _figure_of_patches(queries: Positions, keys: Positions, rows: Sequence[int], weights: Any, title: str) -> Figure:
     assert keys.grid is not None
     count = keys.grid[0] * keys.grid[1]
-    figure = Figure(figsize=(2.2 * (len(rows) + 1), 2.9), layout="constrained", dpi=130)
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(rows) + 1)
+    figure, axes = new_figure(2.2 * (len(rows) + 1), 2.9, columns=len(rows) + 1)
     if keys.image:
         axes[0].imshow(_decoded(keys.image), cmap="gray")
     axes[0].set_title("the image", fontsize=8)
@@ -131,7 +122,7 @@ def _draw_patches(
         axis.set_axis_off()
     figure.colorbar(image, ax=axes, shrink=0.8).set_label("attention weight", fontsize=8)
     figure.suptitle(title, fontsize=9, parse_math=False)
-    _save(figure, path)
+    return figure
 
 
 def _shade(table: Any) -> Any:
@@ -153,18 +144,3 @@ def _decoded(uri: str) -> Any:
 
 def _titled(axis: Axes, title: str) -> None:
     axis.set_title(title, fontsize=8, loc="left", wrap=True, parse_math=False)
-
-
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained", dpi=130)
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots()
-
-
-def _save(figure: Figure, path: Path) -> None:
-    with atomic_file(path) as file:
-        kind = path.suffix.removeprefix(".")
-        figure.savefig(file, format=kind, metadata={"Software": None} if kind == "png" else None)
