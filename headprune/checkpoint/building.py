@@ -131,12 +131,13 @@ def to_stock(model: nn.Module) -> Any:
 
 
 def _from_config(cls: Any, config: Any, attention: str | None) -> Any:
-    """A model of a class, with an implementation of attention where its parts have that."""
-    try:
-        return cls._from_config(copy.deepcopy(config), attn_implementation=attention)
-    except ValueError:  # a part has another, such as a convolutional backbone: each takes its own
-        config._attn_implementation = None
-        return cls._from_config(config)
+    """A model of a class, with an implementation of attention where its parts have that; no random number is used up."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            return cls._from_config(copy.deepcopy(config), attn_implementation=attention)
+        except ValueError:  # a part has another, such as a convolutional backbone: each takes its own
+            config._attn_implementation = None
+            return cls._from_config(config)
 
 
 def prove_same_answers(model: nn.Module, stock: nn.Module) -> float:
