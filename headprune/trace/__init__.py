@@ -65,11 +65,11 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
         given = usable(move(example, "cpu" if device.type == "meta" else device))
     with quiet(model), torch.enable_grad():
         try:
-            layers = _traced(model, given, buffers=True)
+            layers = _trace(model, given, buffers=True)
         except Exception:
             # Some buffers cannot be differentiated, such as a batch norm's, or the model writes to them.
             try:
-                layers = _traced(model, given, buffers=False)
+                layers = _trace(model, given, buffers=False)
             except Exception as error:
                 raise HeadPruneError(
                     f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
@@ -111,15 +111,16 @@ def example_for(model: nn.Module) -> Example:
     )
 
 
-def _traced(model: nn.Module, example: Example, *, buffers: bool) -> list[AttentionLayer]:
+def _trace(model: nn.Module, example: Example, *, buffers: bool) -> list[AttentionLayer]:
+    """The layers of one traced forward, in which buffers may be differentiated, too."""
     tracer = Tracer(model)
     with ExitStack() as stack:
         stack.enter_context(_differentiable(model, buffers))
         stack.enter_context(tracer.watching())
         if _has_no_numbers(model):
-            stack.enter_context(Materialised(tracer.note_made))
+            stack.enter_context(Materialised(tracer.note_materialised))
         stack.enter_context(tracer)
-        tracer.note_bypass(call(model, example))
+        tracer.note_leaks(call(model, example))
     return read_layers(tracer)
 
 
@@ -153,16 +154,14 @@ def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
     # By place: a hook of accelerate puts other tensors there whenever a module runs.
     places: list[tuple[Any, str]] = [(m._parameters, n) for m in model.modules() for n in m._parameters]
     places += [(m._buffers, n) for m in model.modules() for n in m._buffers] if buffers else []
-    held = [(own, name, own[name]) for own, name in places]
-    before = [
-        (own, n, t, t.requires_grad) for own, n, t in held if t is not None and t.is_floating_point() and t.is_leaf
-    ]
+    held = [(own, name, own[name]) for own, name in places if own[name] is not None]
+    before = [(own, name, t, t.requires_grad) for own, name, t in held if t.is_floating_point() and t.is_leaf]
     try:
-        for *_, t, _ in before:
-            t.requires_grad_(True)
+        for *_, tensor, _ in before:
+            tensor.requires_grad_(True)
         yield
     finally:
-        for own, name, t, required in before:
-            t.requires_grad_(required)
-            if (now := own.get(name)) is not None and now is not t and now.is_leaf:
+        for own, name, tensor, required in before:
+            tensor.requires_grad_(required)
+            if (now := own.get(name)) is not None and now is not tensor and now.is_leaf:
                 now.requires_grad_(required)
