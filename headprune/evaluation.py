@@ -131,7 +131,7 @@ def evaluate(
         guesses, truths = ([t.cpu().clone() for t in each] for each in (outcome.predictions, outcome.targets))
         return outcome.loss.cpu().double(), outcome.tokens.cpu(), guesses, truths
 
-    with together(accelerator, model, kept), quiet(model, exact=False), torch.inference_mode():
+    with together(accelerator, model, kept), quiet(model, exact=False, attributes=False), torch.inference_mode():
         with uncompiled():  # single examples would each be compiled for
             prepared = losses.prepare(kept)
         tasks = [partial(outcome_of, batch) for batch in prepared]

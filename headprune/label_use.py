@@ -95,7 +95,7 @@ def find_label_use(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> L
     Raises:
         HeadPruneError: The model does not run on the examples, labels are no classes of the model, or the way cannot be found.
     """
-    examples = [_most_labelled(batch, rows) for batch in (*batches[:1], *batches[1:][-1:])]
+    examples = [rows.take(batch, [_most_labelled(batch)]) for batch in (*batches[:1], *batches[1:][-1:])]
     asks = any(takes(model, name) for name in LABELS if name in examples[0])
     with torch.no_grad():
         output, gives = _output(model, examples[0], asks)
@@ -111,15 +111,15 @@ def find_label_use(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> L
         use = _by_own_loss(model, examples, able, gives, close) if asks else None
         if use is None:
             return LabelUse(_without_own_loss(model, able, batches), gives_labels=gives)
-        return use if use.convention else replace(use, skipped=_skipped(model, examples[0], rows, close))
+        return use if use.convention else replace(use, skipped=_skipped(model, batches[0], rows, close))
 
 
-def _most_labelled(batch: _Batch, rows: Rows) -> _Batch:
-    """A batch's example with the most labels, alone."""
+def _most_labelled(batch: _Batch) -> int:
+    """The number of a batch's example with the most labels."""
     labels = batch.get("labels")
-    counts = (labels != IGNORED).flatten(1).sum(1) if isinstance(labels, Tensor) and labels.ndim > 1 else None
-    example: _Batch = rows.take(batch, [0 if counts is None else int(counts.argmax())])
-    return example
+    if not isinstance(labels, Tensor) or labels.ndim < 2:
+        return 0
+    return int((labels != IGNORED).flatten(1).sum(1).argmax())
 
 
 def _labelings(model: nn.Module, example: _Batch, able: Sequence[Convention]) -> Iterator[_Batch]:
@@ -198,15 +198,15 @@ def _followed(tables: Sequence[Tensor], able: Sequence[Convention], close: _Clos
     return able[rests.index(min(rests))] if min(rests) < max(1e-2, 5 * close[0]) else None
 
 
-def _skipped(model: nn.Module, example: _Batch, rows: Rows, close: _Close) -> int | None:
-    """`LabelUse.skipped`, from an example twice in a batch, once with its last label alone."""
-    labels = rows.table(example, "labels")
-    if labels is None or labels.is_floating_point() or int((labels != IGNORED).sum()) < 3:
+def _skipped(model: nn.Module, batch: _Batch, rows: Rows, close: _Close) -> int | None:
+    """`LabelUse.skipped`, from two examples, one of them with its last label alone."""
+    labels, first = rows.table(batch, "labels"), _most_labelled(batch)
+    if labels is None or labels.is_floating_point() or int((labels[first] != IGNORED).sum()) < 3:
         return None
     if labels.device.type != "cpu" and IGNORED not in labels:
         return None  # a model that does not know the mark of a missing label would end the process there
-    pair = rows.take(example, [0, 0])
-    pair["labels"][1, (labels[0] != IGNORED).nonzero()[:-1]] = IGNORED
+    pair = rows.take(batch, [first, (first + 1) % len(labels)])
+    pair["labels"][1, (pair["labels"][1] != IGNORED).nonzero()[:-1]] = IGNORED
     parts = [_own_loss(model, part) for part in (pair, *rows.singles(pair))]
     if None in parts:
         return None

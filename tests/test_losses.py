@@ -482,6 +482,15 @@ def test_how_a_custom_loss_is_averaged_is_measured(kind: str, equal: bool) -> No
     assert found.loss.tolist() == pytest.approx(losses, rel=1e-4)
 
 
+def test_a_loss_of_labels_and_of_texts_is_no_mean_over_labels() -> None:
+    """BERT's before fine-tuning: masked tokens, and whether one sentence follows the other."""
+    model, batch = randomise(tf.BertForPreTraining(tf.BertConfig(**tiny()))), texts()
+    batch["next_sentence_label"] = torch.tensor([0, 1, 1, 0])
+    with torch.no_grad():
+        own = [float(model(**row).loss) for row in singles(batch)]
+    assert hp.evaluate(model, [batch]).metrics == {"loss": pytest.approx(sum(own) / 4, rel=1e-4)}
+
+
 def test_where_it_cannot_be_measured_each_example_counts_once() -> None:
     """One label each: every mean is the same, and nothing says that the loss is one of labels."""
     model, batch = Reduced(randomise(my_gpt()), "labels"), texts()
