@@ -137,6 +137,11 @@ def test_another_class_or_number(cut: bool, tmp_path: Path) -> None:
     ):
         with pytest.raises(hp.HeadPruneError, match=told):
             hp.load(tmp_path / "m", model=other)
+    other = Negative(nn.GELU())
+    other.activate, other.forward = nn.functional.gelu, lambda x: other.head(other.activate(other.body(x) + 2.1))
+    del other.activation
+    with pytest.raises(hp.HeadPruneError, match=r"first at activation \(which is not there, saved GELU\)"):
+        hp.load(tmp_path / "m", model=other)
     with pytest.raises(hp.HeadPruneError, match=r"do not fit Linear"):
         hp.load(tmp_path / "m", model=nn.Linear(3, 3))
 

@@ -63,7 +63,7 @@ def write_probe(model: nn.Module, folder: Path) -> None:
         about["scales"] = [largest(a) for a in first]
         about["outputs"] = {name: type(model.get_submodule(name)).__name__ for name in outputs}
         stored |= {f"answer.{i}": _sample(a, ANSWER) for i, a in enumerate(first) if steady[i]}
-        stored |= {f"output.{i}": values[-1] for i, values in enumerate(outputs.values())}
+        stored["outputs"] = torch.stack([_row(values) for values in outputs.values()])
         break
     save_file({k: v.contiguous() for k, v in stored.items()}, str(folder / FILE), metadata={"probe": json.dumps(about)})
 
@@ -137,12 +137,16 @@ def _compare(
     expected, scales = [stored[f"answer.{i}"] for i in kept], [about["scales"][i] for i in kept]
     off = difference([_sample(found[i], ANSWER) for i in kept], expected, scales) if alike else math.inf
     if off > min(tolerance, COARSEST):
-        first, saved = "", about.get("outputs", {})  # folders of older versions have none
-        with module_outputs(model, saved, OUTPUT) as outputs:
+        first, saved, own = (
+            "",
+            about.get("outputs", {}),
+            dict(model.named_modules()),
+        )  # folders of older versions have none
+        with module_outputs(model, [name for name in saved if name in own], OUTPUT) as outputs:
             run(model, example, seed=1)
-        for i, (name, was) in enumerate(saved.items()):
-            if not first and difference(outputs.get(name, [])[-1:], [stored[f"output.{i}"]]) > LAYERS * tolerance:
-                kind = type(model.get_submodule(name)).__name__
+        for name, was, row in zip(saved, saved.values(), stored.get("outputs", ()), strict=False):
+            if not first and difference([_row(outputs.get(name, []))], [row]) > LAYERS * tolerance:
+                kind = type(own[name]).__name__ if name in own else "which is not there"
                 first = f", first at {name or 'its own output'} ({kind}{f', saved {was}' if was != kind else ''})"
         raise HeadPruneError(
             f"The model from {folder} does not answer as the saved one did: by {off:.2g} of the largest value{first} ({why}).",
@@ -177,8 +181,9 @@ def module_outputs(
     for name in names:
 
         def keep(_: nn.Module, given: Any, output: Any, name: str = name) -> None:
-            found = [t.detach().cpu() for t in tensors((given, output)) if t.is_floating_point() and not t.is_nested]
-            seen.setdefault(name, []).extend(_sample(t, numbers) for t in found)
+            found = [t.detach() for t in tensors((given, output)) if t.is_floating_point() and not t.is_nested]
+            if found:
+                seen.setdefault(name, []).extend(_sample(t, numbers).cpu() for t in found)
 
         handles.append(model.get_submodule(name).register_forward_hook(keep))
     try:
@@ -268,6 +273,12 @@ def _sample(t: Tensor, most: int | None) -> Tensor:
     if most is not None and len(flat) > most:
         flat = flat[(torch.arange(most) * 2654435761 % 2**32) * len(flat) >> 32]
     return flat.clone()
+
+
+def _row(outputs: Sequence[Tensor]) -> Tensor:
+    """Numbers of a module's last output, ``[OUTPUT]``; NaN where there are none."""
+    last = outputs[-1].float() if outputs else torch.zeros(0)
+    return nn.functional.pad(last, (0, OUTPUT - len(last)), value=math.nan)
 
 
 def _versions() -> str:

@@ -177,9 +177,8 @@ def check_tied(model: nn.Module, source: str = "The model") -> None:
         HeadPruneError: Two tensors that are one by the config.
     """
     for name, other, one, two in _separate(model):
-        if name not in tied_names(model) or not (
-            one.is_meta or two.is_meta
-        ):  # what is on the meta device cannot be compared
+        compared = not (one.is_meta or two.is_meta)  # what is kept elsewhere has no tensors to compare
+        if name not in tied_names(model) or compared:
             raise HeadPruneError(
                 f"{source} has weights of its own for {name}, but by its config (tie_word_embeddings) these are those of {other}.",
                 "If both are meant, set tie_word_embeddings to false in config.json (in Python model.config.tie_word_embeddings = "
