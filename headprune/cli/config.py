@@ -39,16 +39,17 @@ def options_of(
     Raises:
         HeadPruneError: No dataset; a value that is surely wrong.
     """
-    seed = {"seed": more["seed"]} if "seed" in more and "seed" in typed else {}
-    own = {name: value for name, value in more.items() if name != "seed" or seed}
+    own = {name: value for name, value in more.items() if name != "seed" or "seed" in typed}
+    if "seed" in own:
+        data = replace(data, seed=own["seed"])
     if source is None:
-        options = Options(model or "", replace(data, **seed), loading, **own)
+        options = Options(model or "", data, loading, **own)
     else:
         base = source.read_run().options
         options = replace(
             base,
             model=model or base.model,
-            data=replace(base.data, **_typed(data, typed), **seed),
+            data=replace(base.data, **_typed(data, typed)),
             loading=replace(base.loading, **_typed(loading, typed)),
             **own,
         )

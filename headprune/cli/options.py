@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -151,13 +151,8 @@ def _was_typed(context: typer.Context, name: str) -> bool:
 
 def _parameters(group: Any) -> list[inspect.Parameter]:
     """A parameter for every field of a class that the command line shows."""
-    hints = get_type_hints(group, include_extras=True)
     parameters = []
-    for field in fields(group):
-        kind, *marks = get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else (None,)
-        flag = next((mark for mark in marks if isinstance(mark, Flag)), None)
-        if flag is None:
-            continue
+    for field, kind, flag in _flags(group):
         name = flag.name or f"--{field.name.replace('_', '-')}"
         option = typer.Option(
             name, *filter(None, [flag.short]), help=flag.help, metavar=flag.metavar, rich_help_panel=flag.panel,
@@ -176,11 +171,17 @@ def _parameters(group: Any) -> list[inspect.Parameter]:
     return parameters
 
 
+def _flags(group: Any) -> list[tuple[Field[Any], Any, Flag]]:
+    """The fields of a class that the command line shows, with their types."""
+    hints = get_type_hints(group, include_extras=True)
+    annotated = [(f, get_args(hints[f.name])) for f in fields(group) if get_origin(hints[f.name]) is Annotated]
+    return [(f, kind, mark) for f, (kind, *marks) in annotated for mark in marks if isinstance(mark, Flag)]
+
+
 def _group(kind: Any, given: dict[str, Any]) -> Any:
     """The value of a class, its fields taken out of what was given."""
     values = {}
-    for field in fields(kind):
-        if field.name in given:
-            value = given.pop(field.name)
-            values[field.name] = tuple(value or ()) if isinstance(field.default, tuple) else value
+    for field, _, _ in _flags(kind):
+        value = given.pop(field.name)
+        values[field.name] = tuple(value or ()) if isinstance(field.default, tuple) else value
     return kind(**values)

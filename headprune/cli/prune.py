@@ -110,10 +110,7 @@ def prune(
             """What was asked for, with the scores of a run or with new ones."""
             more: dict[str, Any] = {"seed": seed, **({"distil": True} if distil else {})}
             more |= {} if source else {"keep": next(iter(budgets.texts.get("keep", [])), None)}
-            full = replace(data, also=tuple(also or ())) if source is None else data
-            options = options_of(source, model, full, loading, typed, **more)
-            if source is not None and also:
-                options = replace(options, data=replace(options.data, also=tuple(also)))
+            options = options_of(source, model, replace(data, also=tuple(also or ())), loading, typed, **more)
             return PruneConfig(
                 options, replace(search, seed=options.seed), plan, str(budgets.plan or ""), finetune, methods, source,
                 tuple(export or ()),

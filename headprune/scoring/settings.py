@@ -43,10 +43,14 @@ class Settings:
         Raises:
             HeadPruneError: A number is too small or not finite.
         """
-        least = {"keep": 1, "examples": 2, "max_memory": 1, "steps": 1, "permutations": 1, "sparsity": 0}
+        from headprune.plans import keep_of
+
+        if self.keep is not None:
+            keep_of(self.keep)
+        least = {"examples": 2, "max_memory": 1, "steps": 1, "permutations": 1, "sparsity": 0}
         for name, low in least.items():
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str) and not low <= value < math.inf:
+            if value is not None and not low <= value < math.inf:
                 raise HeadPruneError(f"{name} is {value}.", f"Give {low} or more.")
         if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise HeadPruneError(f"The time to spend is {self.seconds} seconds.", "Give more than 0.")
@@ -91,7 +95,7 @@ def _setting(text: str, name: str, value: str, kind: str) -> Any:
         if name == "keep":
             return int(value) if value.isdigit() else value
         return float(value) if "float" in kind else int(value)
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         example = {"normalise": "normalise", "max_memory": "memory=4GB", "seconds": "time=60"}.get(name, f"{name}=64")
         raise HeadPruneError(
             f"{value!r} is no value for {name} in {text!r}.", f"Write it as {text.partition(':')[0]}:{example}."
