@@ -148,12 +148,13 @@ def read_json(path: Path, kind: str, changed: Callable[[], object] | None = None
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique, parse_int=_integer)
         if _depth(data) >= _DEEPEST:
-            raise ValueError(f"lists within lists, more than {_DEEPEST} deep")
+            raise RecursionError
     except FileNotFoundError:
         raise HeadPruneError(f"There is no file {path}.", f"headprune writes {kind} as {path.name}.") from None
     except (OSError, ValueError, RecursionError) as error:
-        message = f"{path} is not readable as JSON ({first_line(error)})."
-        raise HeadPruneError(message, "Make it again, or pass another file.") from None
+        why = "lists within lists, too deep" if isinstance(error, RecursionError) else first_line(error)
+        hint = "Make it again, or pass another file."
+        raise HeadPruneError(f"{path} is not readable as JSON ({why}).", hint) from None
     if not isinstance(data, dict) or data.get("headprune") != kind:
         raise HeadPruneError(f"{path} does not hold headprune's {kind}.", "Pass a file that headprune wrote.")
     schema = data.get("schema")
