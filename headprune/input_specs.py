@@ -179,7 +179,8 @@ def _spec_of(value: Any, name: str, special: Iterable[int]) -> Spec:
                 specs[str(key)] = _spec_of(each, str(key), special)
         return specs
     if isinstance(value, tuple | list):
-        return type(value)(_spec_of(v, "", special) for v in value)
+        parts = [_spec_of(v, "", special) for v in value]
+        return parts if isinstance(value, list) else tuple(parts)
     if not isinstance(value, Tensor):
         if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
             return value
