@@ -222,7 +222,8 @@ def trainer(model: Any, example: dict[str, Any], folder: Path) -> tf.Trainer:
         disable_tqdm=True, logging_strategy="no", seed=0,
     )  # fmt: skip
     data = rows(example, causal="Causal" in type(model).__name__ or "LMHead" in type(model).__name__)
-    return tf.Trainer(model, arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
+    more = {"data_collator": tf.default_data_collator, "processing_class": tokenizer()}
+    return tf.Trainer(model, arguments, train_dataset=data, eval_dataset=data, **more)
 
 
 TRAINED = [*(f"{name} {kind}" for name in MODELS for kind in KINDS if name != "sliding"), "t5 even", "llama even"]
