@@ -123,7 +123,7 @@ def dumps(data: Any) -> str:
     text = json.dumps(_plain(data, "the document"), indent=1, ensure_ascii=False, allow_nan=False)
     # A file name may hold bytes that are no text. JSON can write them: as escapes.
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return _INTEGERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text)
+    return _INTEGERS.sub(lambda match: " ".join(match[0].split()).replace("[ ", "[").replace(" ]", "]"), text)
 
 
 def loads(text: str) -> Any:
@@ -148,12 +148,13 @@ def read_json(path: Path, kind: str, changed: Callable[[], object] | None = None
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique, parse_int=_integer)
         if _depth(data) >= _DEEPEST:
-            raise ValueError(f"lists within lists, more than {_DEEPEST} deep")
+            raise RecursionError
     except FileNotFoundError:
         raise HeadPruneError(f"There is no file {path}.", f"headprune writes {kind} as {path.name}.") from None
     except (OSError, ValueError, RecursionError) as error:
-        message = f"{path} is not readable as JSON ({first_line(error)})."
-        raise HeadPruneError(message, "Make it again, or pass another file.") from None
+        why = "lists within lists, too deep" if isinstance(error, RecursionError) else first_line(error)
+        hint = "Make it again, or pass another file."
+        raise HeadPruneError(f"{path} is not readable as JSON ({why}).", hint) from None
     if not isinstance(data, dict) or data.get("headprune") != kind:
         raise HeadPruneError(f"{path} does not hold headprune's {kind}.", "Pass a file that headprune wrote.")
     schema = data.get("schema")
@@ -179,10 +180,10 @@ def checksum(data: Mapping[str, Any]) -> str:
 def stored_checksum(path: Path) -> str | None:
     """The checksum that a document holds; None without a document, or where it holds none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    stored = found.get(CHECKSUM) if isinstance(found, dict) else None
+    stored = document.get(CHECKSUM) if isinstance(document, dict) else None
     return stored if isinstance(stored, str) else None
 
 
@@ -205,18 +206,18 @@ def _plain(value: Any, where: str) -> Any:
     raise HeadPruneError(f"In {where} is a {type(value).__name__}, which JSON cannot hold.", "Please report this.")
 
 
-def _float_or_dict(found: dict[str, Any]) -> Any:
+def _float_or_dict(value: dict[str, Any]) -> Any:
     """A dict of a document, or the float that it stands for."""
-    name = found.get("float") if len(found) == 1 else None
-    return _FLOATS.get(name, found) if isinstance(name, str) else found
+    name = value.get("float") if len(value) == 1 else None
+    return _FLOATS.get(name, value) if isinstance(name, str) else value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Any:
     """As `_float_or_dict`; a key that stands there twice is refused, since a reader would have to guess which value is meant."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r:.60} stands there twice")
-    return _float_or_dict(found)
+    return _float_or_dict(value)
 
 
 def _integer(digits: str) -> int:
@@ -237,8 +238,8 @@ def _depth(value: Any) -> int:
 
 def digest(parts: str | Path | Iterable[str | bytes | memoryview | Path], length: int = 16) -> str:
     """Hexadecimal SHA-256 of a text, of a file's content, or of several such and bytes, in order."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for part in (parts,) if isinstance(parts, str | Path) else parts:
         content = part.read_bytes() if isinstance(part, Path) else part
-        found.update(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
-    return found.hexdigest()[:length]
+        sha.update(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+    return sha.hexdigest()[:length]

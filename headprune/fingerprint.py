@@ -101,7 +101,7 @@ def versions() -> tuple[str, ...]:
 
 def _named_bytes(model: nn.Module, widened: bool) -> Iterator[str | memoryview]:
     """What `fingerprint` is the digest of."""
-    seen: set[object] = set()
+    read: set[object] = set()
     stored = Offloaded(model) if is_dispatched(model) else None
     for name, tensor in _plain_tensors(model.state_dict()):
         if not tensor.numel():
@@ -113,9 +113,9 @@ def _named_bytes(model: nn.Module, widened: bool) -> Iterator[str | memoryview]:
             where = stored.place(name)
             with suppress(KeyError):  # its numbers are nowhere
                 tensor = stored[name]
-        if tensor.device.type == "meta" or where in seen:
+        if tensor.device.type == "meta" or where in read:
             continue  # no bytes, or those of a weight that is tied to this one
-        seen.add(where)
+        read.add(where)
         yield tensor_bytes(tensor.float() if half else tensor)
 
 
@@ -138,8 +138,8 @@ def _digest_of(settings: Any) -> str:
 def _comparable(value: Any) -> Any:
     """A config without what differs between equal models."""
     if isinstance(value, Mapping):
-        found = {str(k): _comparable(v) for k, v in value.items() if not str(k).startswith("_") and k not in _LEFT_OUT}
-        if found.get("problem_type") == "single_label_classification":  # set by a classifier's first loss
-            found["problem_type"] = None
-        return found
+        fields = {str(k): _comparable(v) for k, v in value.items() if not str(k).startswith("_") and k not in _LEFT_OUT}
+        if fields.get("problem_type") == "single_label_classification":  # set by a classifier's first loss
+            fields["problem_type"] = None
+        return fields
     return [_comparable(v) for v in value] if isinstance(value, list | tuple) else value

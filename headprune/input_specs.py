@@ -174,21 +174,22 @@ def _spec_of(value: Any, name: str, special: Iterable[int]) -> Spec:
         _NoSpecError: There is none.
     """
     if isinstance(value, Mapping):
-        found = {}
+        specs = {}
         for key, each in value.items():
             with suppress(_NoSpecError):  # such as a cache, without which the model may run
-                found[str(key)] = _spec_of(each, str(key), special)
-        return found
+                specs[str(key)] = _spec_of(each, str(key), special)
+        return specs
     if isinstance(value, tuple | list):
-        return type(value)(_spec_of(v, "", special) for v in value)
+        parts = [_spec_of(v, "", special) for v in value]
+        return parts if isinstance(value, list) else tuple(parts)
     if not isinstance(value, Tensor):
         if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
             return value
         raise _NoSpecError
     t = value.detach().cpu()
     if t.is_floating_point() and len(set(t.flatten()[:4096].tolist())) > 8:  # not a mask
-        known = t.float()[torch.isfinite(t.float())]
-        mean, std = (known.mean().item(), known.std().item()) if len(known) > 1 else (0.0, 1.0)
+        finite = t.float()[torch.isfinite(t.float())]
+        mean, std = (finite.mean().item(), finite.std().item()) if len(finite) > 1 else (0.0, 1.0)
         return Noise(tuple(t.shape), mean, std, str(t.dtype).removeprefix("torch."))
     if t.numel() > STORED or t.is_complex():
         raise _NoSpecError

@@ -114,14 +114,16 @@ def to_stock(model: nn.Module) -> Any:
         NotStockError: The class cannot represent it, or does not give its answers.
     """
     why = None
-    for found in stock_configs(model):
+    for candidate in stock_configs(model):
         try:
-            stock = _filled(model, found)
+            stock = _filled(model, candidate)
             prove_same_answers(model, stock)
         except NotStockError as error:
             why = why or error
         except Exception as error:
-            why = why or NotStockError(f"{found.cls.__name__} with {found.fields} does not run: {first_line(error)}.")
+            why = why or NotStockError(
+                f"{candidate.cls.__name__} with {candidate.fields} does not run: {first_line(error)}."
+            )
         else:
             add_record(stock, record_of(model))
             record_specs(stock, recorded(model))
@@ -154,14 +156,16 @@ def prove_same_answers(model: nn.Module, stock: nn.Module) -> float:
     coarser = tolerance_of(stock) > tolerance_of(model)  # in half precision it takes pixels as such
     for spec in with_own_dtype(model, [*recorded(model), *of_config(model)]):
         try:
-            with module_outputs(model, names) as inner:
+            with module_outputs(model, names) as model_outputs:
                 expected = run(model, build(spec))
         except Exception:
             continue
-        with module_outputs(stock, names) as inner_of_stock:
+        with module_outputs(stock, names) as stock_outputs:
             answers = run(stock, build(with_own_dtype(stock, [spec])[-1 if coarser else 0]))
-        found, wanted = ([t for values in seen.values() for t in values] for seen in (inner_of_stock, inner))
-        off, within = difference(answers, expected), difference(found, wanted)
+        inner_stock, inner_model = (
+            [t for values in outputs.values() for t in values] for outputs in (stock_outputs, model_outputs)
+        )
+        off, within = difference(answers, expected), difference(inner_stock, inner_model)
         if off > tolerance or within > min(LAYERS * tolerance, COARSEST):
             raise NotStockError(
                 f"{type(stock).__name__} has the model's weights and gives other answers, by {max(off, within):.2g} of the largest."
@@ -170,26 +174,26 @@ def prove_same_answers(model: nn.Module, stock: nn.Module) -> float:
     raise NotStockError("It is not known what the model takes, so it cannot be compared with its stock class.")
 
 
-def _filled(model: Any, found: StockConfig) -> Any:
+def _filled(model: Any, target: StockConfig) -> Any:
     """A model of the stock class with the pruned model's own tensors."""
     state, stored = model.state_dict(), Offloaded(model)
     other: dict[str, Tensor] = {}
-    for name, (dim, kept) in found.cuts.items():
+    for name, (dim, kept) in target.cuts.items():
         whole = stored[name]
         other[name] = whole.index_select(dim, torch.tensor(kept, device=whole.device))
-    for name in found.zeros:
+    for name in target.zeros:
         weight = stored[f"{name.rpartition('.')[0]}.weight"]
-        other[name] = weight.new_zeros(found.shapes[name])
-    computed = {name: state.pop(name) for name in found.computed}
+        other[name] = weight.new_zeros(target.shapes[name])
+    computed = {name: state.pop(name) for name in target.computed}
     if not is_dispatched(model):
-        return _with_state(model, found, {**state, **other}, computed).to(model_device(model))
+        return _with_state(model, target, {**state, **other}, computed).to(model_device(model))
 
     # The instance is dispatched as the model is; `state` has placeholders for what is kept elsewhere.
     from accelerate import init_empty_weights
     from accelerate.hooks import add_hook_to_module
 
     with init_empty_weights():
-        stock = _with_state(model, found, {**state, **other}, computed)
+        stock = _with_state(model, target, {**state, **other}, computed)
     for name, module in copied(model).named_modules():
         if (hook := vars(module).get("_hf_hook")) is not None:  # it finds the weights by their names
             add_hook_to_module(stock.get_submodule(name), hook)
@@ -200,7 +204,7 @@ def _filled(model: Any, found: StockConfig) -> Any:
     return stock
 
 
-def _with_state(model: Any, found: StockConfig, state: dict[str, Tensor], computed: Mapping[str, Tensor]) -> Any:
+def _with_state(model: Any, target: StockConfig, state: dict[str, Tensor], computed: Mapping[str, Tensor]) -> Any:
     """A model of a stock class with these tensors, which it shares; in everything else like a model.
 
     Args:
@@ -212,12 +216,12 @@ def _with_state(model: Any, found: StockConfig, state: dict[str, Tensor], comput
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        stock = _from_config(found.cls, found.config, getattr(found.config, "_attn_implementation", None))
+        stock = _from_config(target.cls, target.config, getattr(target.config, "_attn_implementation", None))
     own, tolerance = dict(stock.named_buffers()), tolerance_of(model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name not in state}
     for name, buffer in {**buffers, **computed}.items():
         if name in own and not _close(own[name], buffer, tolerance):
-            raise NotStockError(f"{found.cls.__name__} computes another {name}.")
+            raise NotStockError(f"{target.cls.__name__} computes another {name}.")
     stock.load_state_dict(state, assign=True)
     stock.tie_weights()
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}

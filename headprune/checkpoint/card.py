@@ -118,8 +118,8 @@ def replaceable(card: bytes | None) -> bool:
     if card is None:
         return True
     before, after = _MARK.split("{}")
-    found = re.fullmatch(f"(.*){re.escape(before)}([0-9a-f]+){re.escape(after)}", card.decode("utf-8", "replace"), re.S)
-    return found is not None and found[2] == digest(found[1])
+    match = re.fullmatch(f"(.*){re.escape(before)}([0-9a-f]+){re.escape(after)}", card.decode("utf-8", "replace"), re.S)
+    return match is not None and match[2] == digest(match[1])
 
 
 def upload(
@@ -243,9 +243,9 @@ def _metadata(card: bytes | None) -> dict[str, Any]:
     import yaml
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-    found = REGEX_YAML_BLOCK.search((card or b"").decode("utf-8-sig", "replace"))
+    match = REGEX_YAML_BLOCK.search((card or b"").decode("utf-8-sig", "replace"))
     with suppress(yaml.YAMLError, ValueError, RecursionError):  # a date of month 13 is a ValueError
-        data = yaml.safe_load(found[2]) if found else None
+        data = yaml.safe_load(match[2]) if match else None
         return data if isinstance(data, dict) else {}
     return {}
 

@@ -83,8 +83,8 @@ def is_checkpoint(path: str | Path) -> bool:
 
 def about(path: str | Path) -> dict[str, Any]:
     """The ``about`` that `save` stored."""
-    found: dict[str, Any] = _sidecar(Path(path)).get("about", {})
-    return found
+    stored: dict[str, Any] = _sidecar(Path(path)).get("about", {})
+    return stored
 
 
 def damaged(path: str | Path, error: BaseException) -> HeadPruneError | None:
@@ -118,11 +118,11 @@ def _sidecar(path: Path) -> dict[str, Any]:
     Raises:
         HeadPruneError: It is damaged.
     """
-    found = read_json(path / SIDECAR, "checkpoint")
-    counts, steps, files = found.get("heads", {}), found.get("removed", []), found.get("files", {})
+    sidecar = read_json(path / SIDECAR, "checkpoint")
+    counts, steps, files = sidecar.get("heads", {}), sidecar.get("removed", []), sidecar.get("files", {})
     right = {
-        "about": isinstance(found.get("about", {}), dict),
-        "fingerprint": isinstance(found.get("fingerprint"), str),
+        "about": isinstance(sidecar.get("about", {}), dict),
+        "fingerprint": isinstance(sidecar.get("fingerprint"), str),
         "heads": isinstance(counts, dict) and all(type(n) is int and n > 0 for n in counts.values()),
         "removed": isinstance(steps, list)
         and all(isinstance(s, dict) and all(map(_are_heads, s.values())) for s in steps),
@@ -130,8 +130,8 @@ def _sidecar(path: Path) -> dict[str, Any]:
     }
     for name, fine in right.items():
         if not fine:
-            raise HeadPruneError(f"{path / SIDECAR} is damaged: {name} is {found.get(name)!r:.60}.", "Save it again.")
-    return found
+            raise HeadPruneError(f"{path / SIDECAR} is damaged: {name} is {sidecar.get(name)!r:.60}.", "Save it again.")
+    return sidecar
 
 
 def _are_heads(value: Any) -> bool:
@@ -292,10 +292,10 @@ def _places(model: Any, device_map: str | Mapping[str, Any], max_memory: Any) ->
         if device_map != "sequential":
             low = device_map == "balanced_low_0"
             memory = get_balanced_memory(model, memory, no_split_module_classes=whole, low_zero=low)
-        found: dict[str, Any] = infer_auto_device_map(model, memory, no_split_module_classes=whole)
+        places: dict[str, Any] = infer_auto_device_map(model, memory, no_split_module_classes=whole)
     except (ValueError, RuntimeError, KeyError) as error:
         raise HeadPruneError(f"The device map does not work: {first_line(error)}.", "Try auto.") from error
-    return found
+    return places
 
 
 def _place(places: Mapping[str, Any], name: str) -> Any:

@@ -121,7 +121,7 @@ def _compare(
         else "Load it with the same library versions, or pass model= built as the saved one was."
     )  # fmt: skip
     try:
-        found = run(model, example)
+        actual = run(model, example)
     except Exception as error:
         if "not implemented for" in str(error):
             _warn(f"{folder}: whether the model answers as it did is not checked ({first_line(error)})")
@@ -133,9 +133,9 @@ def _compare(
     tolerance = tolerance_of(model) * (OTHER_DEVICE if model_device(model).type != about["device"] else 1)
     pairs = list(enumerate(about["answers"]))
     kept = [i for i, shape in pairs if shape is not None]
-    alike = len(found) == len(pairs) and all(list(found[i].shape) == about["answers"][i] for i in kept)
+    alike = len(actual) == len(pairs) and all(list(actual[i].shape) == about["answers"][i] for i in kept)
     expected, scales = [stored[f"answer.{i}"] for i in kept], [about["scales"][i] for i in kept]
-    off = difference([_sample(found[i], ANSWER) for i in kept], expected, scales) if alike else math.inf
+    off = difference([_sample(actual[i], ANSWER) for i in kept], expected, scales) if alike else math.inf
     if off > min(tolerance, COARSEST):
         first, saved, own = (
             "",
@@ -176,33 +176,33 @@ def module_outputs(
     Args:
         numbers: How many of each tensor, at most; all, by default.
     """
-    seen: dict[str, list[Tensor]] = {}
+    outputs: dict[str, list[Tensor]] = {}
     handles = []
     for name in names:
 
         def keep(_: nn.Module, given: Any, output: Any, name: str = name) -> None:
-            found = [t.detach() for t in tensors((given, output)) if t.is_floating_point() and not t.is_nested]
-            if found:
-                seen.setdefault(name, []).extend(_sample(t, numbers).cpu() for t in found)
+            floats = [t.detach() for t in tensors((given, output)) if t.is_floating_point() and not t.is_nested]
+            if floats:
+                outputs.setdefault(name, []).extend(_sample(t, numbers).cpu() for t in floats)
 
         handles.append(model.get_submodule(name).register_forward_hook(keep))
     try:
-        yield seen
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()
 
 
-def difference(found: Sequence[Tensor], expected: Sequence[Tensor], scales: Sequence[float] = ()) -> float:
+def difference(actual: Sequence[Tensor], expected: Sequence[Tensor], scales: Sequence[float] = ()) -> float:
     """The largest difference between tensors, as a share of each expected one's largest value; infinite for other numbers or shapes.
 
     Args:
         scales: The largest values, where they are known.
     """
-    if [t.shape for t in found] != [t.shape for t in expected]:
+    if [t.shape for t in actual] != [t.shape for t in expected]:
         return math.inf
     scales = scales or [largest(t) for t in expected]
-    pairs = zip(found, expected, scales, strict=True)
+    pairs = zip(actual, expected, scales, strict=True)
     return max((gap(a.double(), b.double()) / max(scale, 1e-30) for a, b, scale in pairs), default=0.0)
 
 
@@ -217,10 +217,10 @@ def config_edits(folder: Path) -> str:
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json; empty if there is none, or if it cannot be read."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 @contextmanager
@@ -248,15 +248,15 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _store_buffers(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, tuple[str, int]]:
     """Buffers that are not in the file of weights: name -> (key of its content in ``stored``, number of its tensor)."""
-    persistent, numbers, found = set(model.state_dict()), dict[int, int](), dict[str, tuple[str, int]]()
+    persistent, numbers, places = set(model.state_dict()), dict[int, int](), dict[str, tuple[str, int]]()
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in persistent or buffer.is_meta or buffer.layout != torch.strided:
             continue
         # Layers often have equal masks: one copy is enough in the file.
         key = f"buffer.{digest([f'{tuple(buffer.shape)}:{buffer.dtype};', tensor_bytes(buffer)])}"
         stored.setdefault(key, buffer.detach().cpu().contiguous().clone())
-        found[name] = (key, numbers.setdefault(id(buffer), len(numbers)))
-    return found
+        places[name] = (key, numbers.setdefault(id(buffer), len(numbers)))
+    return places
 
 
 def _edits(saved: Any, now: Any, where: str = "") -> list[str]:

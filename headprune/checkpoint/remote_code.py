@@ -91,16 +91,16 @@ def auto_classes(cls: type) -> dict[str, str]:
     from transformers.models.auto import modeling_auto
 
     kind = cls.config_class.model_type  # type: ignore[attr-defined]
-    found = {}
+    classes = {}
     for name, auto in vars(modeling_auto).items():
         mapping = getattr(auto, "_model_mapping", None)
         named = getattr(mapping, "_model_mapping", {}).get(kind) if isinstance(auto, type) else None
         options = (named,) if isinstance(named, str) else tuple(named or ())
         if cls.__name__ in options:
-            found[name] = cls.__name__
+            classes[name] = cls.__name__
         elif name == "AutoModel" and options and hasattr(sys.modules[cls.__module__], options[0]):
-            found[name] = options[0]
-    return found
+            classes[name] = options[0]
+    return classes
 
 
 def auto_map(cls: type) -> dict[str, str]:

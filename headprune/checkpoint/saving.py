@@ -188,8 +188,8 @@ def check_tied(model: nn.Module, source: str = "The model") -> None:
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Tensors that transformers tied: name -> the name of the one that is saved."""
-    found: dict[str, str] | None = getattr(model, "all_tied_weights_keys", None)
-    return {} if found is None else found
+    names: dict[str, str] | None = getattr(model, "all_tied_weights_keys", None)
+    return {} if names is None else names
 
 
 def file_digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:

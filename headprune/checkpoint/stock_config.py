@@ -128,7 +128,7 @@ def stock_configs(model: nn.Module, built: Built | None = None) -> Iterator[Stoc
         raise NotStockError(f"{cls.__name__} cannot be built: {first_line(error)}.") from error
     ratios = _ratios(model, dense, structure)
     _check_even(dense, ratios)
-    built, found, why = {} if built is None else built, False, ""
+    built, any_fits, why = {} if built is None else built, False, ""
     for change in _changes(base, set().union(*ratios.values()), structure["biases"]):
         fields = ", ".join(f"{name}={value}" for (_, name), value in change.items())
         key = tuple(change.items())
@@ -143,10 +143,10 @@ def stock_configs(model: nn.Module, built: Built | None = None) -> Iterator[Stoc
         except Exception as error:  # whatever a class or its config objects to
             why = why or f"{fields} is refused: {first_line(error.__cause__ or error)}"
         else:
-            found = True
+            any_fits = True
             shapes = {name: tensor.shape for name, tensor in like.state_dict().items()}
             yield StockConfig(cls, config, *fit, shapes, fields)
-    if not found:
+    if not any_fits:
         raise NotStockError(
             f"{cls.__name__} cannot represent it: {why or 'its config has no number of heads'}".rstrip(".") + "."
         )
@@ -217,7 +217,7 @@ def _meta_copy(model: nn.Module) -> nn.Module:
 
 def _ratios(model: nn.Module, dense: nn.Module, structure: Structure) -> dict[str, frozenset[Fraction]]:
     """For every module that changed, by what its sizes and numbers did."""
-    own, found = dict(model.named_modules()), {}
+    own, ratios = dict(model.named_modules()), {}
     for name, module in dense.named_modules():
         entry = structure["modules"].get(name, {})
         pairs = [(getattr(own[name], n), getattr(module, n, None)) for n in entry.get("numbers", ())]
@@ -227,10 +227,10 @@ def _ratios(model: nn.Module, dense: nn.Module, structure: Structure) -> dict[st
         for tensor, shape in entry.get("tensors", {}).items():
             old = {**module._parameters, **module._buffers}.get(tensor)
             pairs += [] if old is None else list(zip(shape, old.shape, strict=False))
-        found[name] = frozenset(
+        ratios[name] = frozenset(
             Fraction(new, old) for new, old in pairs if isinstance(old, int) and old and new and new != old
         )
-    return found
+    return ratios
 
 
 def _check_even(dense: nn.Module, ratios: Mapping[str, frozenset[Fraction]]) -> None:
@@ -288,12 +288,12 @@ def _share(value: int, ratio: Fraction) -> int:
 
 def _widths(parts: Sequence[Any], new: Change) -> Change:
     """A head's width, said in so many words where a class would divide by the number of heads."""
-    found: dict[Field, int] = {}
+    widths: dict[Field, int] = {}
     for i, name in new:
         whole, heads, width = (_value(parts[i], field) for field in ("hidden_size", name, "head_dim"))
         if type(width) is not int and isinstance(whole, int) and isinstance(heads, int) and whole % heads == 0:
-            found[i, "head_dim"] = min(whole // heads, found.get((i, "head_dim"), whole))
-    return dict(found)
+            widths[i, "head_dim"] = min(whole // heads, widths.get((i, "head_dim"), whole))
+    return dict(widths)
 
 
 def _value(config: Any, name: str) -> Any:
@@ -361,9 +361,9 @@ def _cut(
 
 def _kept_heads(structure: Structure) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Modules that take the kept heads' part of something for all heads: name -> (heads, which are kept)."""
-    found = {}
+    heads = {}
     for name, entry in structure["modules"].items():
         for kind in ("position_bias", "arguments"):
             if (data := entry.get("carried", {}).get(kind)) is not None:
-                found[name] = data["num_heads"], from_ranges(data["kept"])
-    return found
+                heads[name] = data["num_heads"], from_ranges(data["kept"])
+    return heads
