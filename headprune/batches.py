@@ -155,9 +155,14 @@ def find_rows(model: nn.Module, batches: Sequence[Any], answers: Answers) -> Row
         certain = path == lead or (dims[:1] == [0] and _name(path) in names)
         if dims and not certain and (len(dims) > 1 or len({size for _, size in shapes}) == 1):
             doubtful[path] = len(dims) > 1
+    holding = [path for path, dim in layout.items() if dim is not None and path != lead]
+    if (
+        not doubtful
+        or max(sizes) == 1
+        or (list(doubtful) == holding and not doubtful[holding[0]] and len(holding) == 1)
+    ):
+        return Rows(layout)  # labels count the examples, and only one tensor can hold them
     smallest = min(range(len(batches)), key=lambda i: sizes[i] or math.inf)
-    if not doubtful or max(sizes) == 1:
-        return Rows(layout)
     for tried in (layout, {path: None if path in doubtful and path != lead else dim for path, dim in layout.items()}):
         agrees = _agrees(batches[smallest], tried, sizes[smallest], answers)
         if agrees or (agrees is None and not any(doubtful.values())):

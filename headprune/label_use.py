@@ -33,7 +33,7 @@ from headprune.divergence import IGNORED, gives_several, regresses
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import LABELS, call, is_encoder_decoder, takes, too_long, unlabelled
 
-_DRAWS = 3  # other labels that an example is given
+_DRAWS = 4  # other labels that an example is given
 _LEAST_CHANGE = 1e-3  # nats; a loss that other labels change by less shows nothing
 _CHANCE = 0.5  # share of the labels that may equal the input by chance
 _Batch = Mapping[str, Any]
@@ -95,11 +95,12 @@ def find_label_use(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> L
     Raises:
         HeadPruneError: The model does not run on the examples, labels are no classes of the model, or the way cannot be found.
     """
-    examples = [rows.take(batch, [_most_labelled(batch)]) for batch in (*batches[:1], *batches[1:][-1:])]
-    asks = any(takes(model, name) for name in LABELS if name in examples[0])
+    batch, row = _most_labelled(batches)
+    example = rows.take(batch, [row])
+    asks = any(takes(model, name) for name in LABELS if name in example)
     with torch.no_grad():
-        output, gives = _output(model, examples[0], asks)
-        able, logits = conventions(output, examples[0]), logits_in(output)
+        output, gives = _output(model, example, asks)
+        able, logits = conventions(output, example), logits_in(output)
         close = (1e-4, 1e-5) if logits is None or logits.dtype in (torch.float32, torch.float64) else (2e-2, 1e-3)
         if logits is not None and able and able[0].what == CLASSES:
             odd = next((b for b in batches if unknown_label(b["labels"], logits.shape[-1]) is not None), None)
@@ -107,19 +108,26 @@ def find_label_use(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> L
                 if not asks or _own_loss(model, odd) is None:
                     refuse_unknown(odd["labels"], logits.shape[-1])
                 able = []
-        examples = [LabelUse(None, gives_labels=gives).of_real_tokens(model, each, rows, 1) for each in examples]
-        use = _by_own_loss(model, examples, able, gives, close) if asks else None
+        example, batch = (
+            LabelUse(None, gives_labels=gives).of_real_tokens(model, b, rows, 1) for b in (example, batch)
+        )
+        use = _by_own_loss(model, example, output, able, gives, close) if asks else None
         if use is None:
             return LabelUse(_without_own_loss(model, able, batches), gives_labels=gives)
-        return use if use.convention else replace(use, skipped=_skipped(model, batches[0], rows, close))
+        if use.convention is not None and not use.own and not _holds(model, use.convention, batch, rows, close):
+            use = replace(use, convention=use.convention if len(able) == 1 else None, own=True)
+        return use if use.convention else replace(use, skipped=_skipped(model, batch, row, rows, close))
 
 
-def _most_labelled(batch: _Batch) -> int:
-    """The number of a batch's example with the most labels."""
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.ndim < 2:
-        return 0
-    return int((labels != IGNORED).flatten(1).sum(1).argmax())
+def _most_labelled(batches: Sequence[_Batch]) -> tuple[_Batch, int]:
+    """The example with the most labels: its batch, and its number there."""
+    batch, row, most = batches[0], 0, -1
+    for each in batches:
+        labels = each.get("labels")
+        counts = (labels != IGNORED).flatten(1).sum(1) if isinstance(labels, Tensor) and labels.ndim > 1 else None
+        if counts is not None and int(counts.max()) > most:
+            batch, row, most = each, int(counts.argmax()), int(counts.max())
+    return batch, row
 
 
 def _labelings(model: nn.Module, example: _Batch, able: Sequence[Convention]) -> Iterator[_Batch]:
@@ -144,30 +152,29 @@ def _labelings(model: nn.Module, example: _Batch, able: Sequence[Convention]) ->
 
 
 def _by_own_loss(
-    model: nn.Module, examples: Sequence[_Batch], able: Sequence[Convention], gives: bool, close: _Close
+    model: nn.Module, example: _Batch, plain: Any, able: Sequence[Convention], gives: bool, close: _Close
 ) -> LabelUse | None:
-    """The convention that gives the model's own loss, or what else is known of that loss; None if there is none."""
-    tables = []  # for every example [labelings, own loss and conventions]
-    for example in examples:
-        plain = None if gives else call(model, unlabelled(example))
-        losses: list[list[float]] = []
-        for number, batch in enumerate(_labelings(model, example, able)):
-            with suppress(*([HeadPruneError] if number else [])):  # a model may not take every class as a label
-                output = _labelled(model, batch)
-                if (own := loss_in(output)) is not None:  # else no label counts
-                    mine = (_loss_by(c, output if plain is None else plain, batch) for c in able)
-                    losses.append([float(own.double().mean()), *mine])
-        if losses:
-            tables.append(torch.tensor(losses, dtype=torch.float64))
-    if not tables:
+    """The convention that gives the model's own loss, or what else is known of that loss; None if there is none.
+
+    Args:
+        plain: The model's output without labels; not looked at if it needs them (``gives``).
+    """
+    losses: list[list[float]] = []  # [labelings, own loss and conventions]
+    for number, labelled in enumerate(_labelings(model, example, able)):
+        with suppress(*([HeadPruneError] if number else [])):  # a model may not take every class as a label
+            output = _labelled(model, labelled)
+            if (own := loss_in(output)) is not None:  # else no label counts
+                mine = (_loss_by(c, output if gives else plain, labelled) for c in able)
+                losses.append([float(own.double().mean()), *mine])
+    if not losses:
         return None
-    fits = _apart(torch.stack([table[0] for table in tables]), close) <= 1
+    table = torch.tensor(losses, dtype=torch.float64)
+    fits = _apart(table[:1], close) <= 1
     if bool(fits.any()):
-        best = int(_apart(torch.cat(tables), close).where(fits, math.inf).argmin())
-        return LabelUse(able[best], gives_labels=gives)
+        return LabelUse(able[int(_apart(table, close).where(fits, math.inf).argmin())], gives_labels=gives)
     if len(able) == 1:  # one label per example, or the start and end of an answer: there is no choice
         return LabelUse(able[0], own=True, gives_labels=gives)
-    convention = _followed(tables, able, close) if _per_token(able) else _declared(model, able)
+    convention = _followed(table, able, close) if _per_token(able) else _declared(model, able)
     return LabelUse(convention, own=True, gives_labels=gives)
 
 
@@ -176,20 +183,34 @@ def _per_token(able: Sequence[Convention]) -> bool:
     return len(able) == 2 and able[0].what == CLASSES
 
 
+def _holds(model: nn.Module, convention: Convention, batch: _Batch, rows: Rows, close: _Close) -> bool:
+    """Whether a convention gives the model's own loss of a batch, or of each of its examples, if it is averaged otherwise."""
+
+    def near(part: _Batch) -> bool | None:
+        output = _labelled(model, part)
+        if (own := loss_in(output)) is None:
+            return None
+        outcome = convention.outcome(output, _unmasked(part))
+        mine = (outcome.loss.double() * outcome.tokens).sum() / outcome.tokens.sum()
+        return float(_apart(torch.stack([own.double().mean(), mine])[None], close)) <= 1
+
+    return bool(near(batch)) or all(near(row) is not False for row in rows.singles(batch))
+
+
 def _apart(table: Tensor, close: _Close) -> Tensor:
     """How far conventions are at most from the own loss ``[conventions]``, in multiples of what rounding may do."""
     own, mine = table[:, :1], table[:, 1:]
     return ((mine - own).abs() / (close[1] + close[0] * own.abs())).nan_to_num(math.inf, math.inf).amax(0)
 
 
-def _followed(tables: Sequence[Tensor], able: Sequence[Convention], close: _Close) -> Convention | None:
+def _followed(table: Tensor, able: Sequence[Convention], close: _Close) -> Convention | None:
     """The convention whose loss changes with an example's labels as the own loss does.
 
     A router's loss, or smoothed labels, only add a factor and a constant to these changes.
     """
-    if min(len(torch.unique(table, dim=0)) for table in tables) < _DRAWS:
+    if len(torch.unique(table, dim=0)) < _DRAWS:
         return None  # any two losses lie on a line
-    own, *mine = torch.cat([table - table.mean(0) for table in tables]).T
+    own, *mine = (table - table.mean(0)).T
     rests = []
     for x in mine:
         slope = float(x @ own / (x @ x).clamp(min=1e-30))
@@ -198,9 +219,9 @@ def _followed(tables: Sequence[Tensor], able: Sequence[Convention], close: _Clos
     return able[rests.index(min(rests))] if min(rests) < max(1e-2, 5 * close[0]) else None
 
 
-def _skipped(model: nn.Module, batch: _Batch, rows: Rows, close: _Close) -> int | None:
+def _skipped(model: nn.Module, batch: _Batch, first: int, rows: Rows, close: _Close) -> int | None:
     """`LabelUse.skipped`, from two examples, one of them with its last label alone."""
-    labels, first = rows.table(batch, "labels"), _most_labelled(batch)
+    labels = rows.table(batch, "labels")
     if labels is None or labels.is_floating_point() or int((labels[first] != IGNORED).sum()) < 3:
         return None
     if labels.device.type != "cpu" and IGNORED not in labels:
@@ -219,10 +240,15 @@ def _skipped(model: nn.Module, batch: _Batch, rows: Rows, close: _Close) -> int 
     return best if best < len(weights) and abs(float(ways[best])) <= close[1] + close[0] * abs(together) else None
 
 
+def _unmasked(batch: _Batch) -> dict[str, Any]:
+    """A batch whose padding is not known, so that it is a place for an answer, as in a model's own loss."""
+    return {key: value for key, value in batch.items() if key != "attention_mask"}
+
+
 def _loss_by(convention: Convention, output: Any, example: _Batch) -> float:
-    """An example's loss by a convention, its padding no less than other tokens; infinite if its logits do not fit."""
+    """An example's loss by a convention; infinite if its logits do not fit."""
     try:
-        return float(convention.outcome(output, {k: v for k, v in example.items() if k != "attention_mask"}).loss[0])
+        return float(convention.outcome(output, _unmasked(example)).loss[0])
     except HeadPruneError:
         return math.inf
 
