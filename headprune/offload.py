@@ -261,10 +261,12 @@ def loaded(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def with_numbers(module: nn.Module) -> nn.Module:
     """A module whose tensors without entries, which stand for weights that are gone, are not on the meta device: they are saved, too."""
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.is_meta and not buffer.numel():
-                part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta and not buffer.numel():
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    for child in module._modules.values():  # `modules()` leaves out what holds such tensors
+        if child is not None:
+            with_numbers(child)
     return module
 
 
