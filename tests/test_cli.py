@@ -48,7 +48,6 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
         "heads.json",
         "heads.png",
         "importance.png",
-        "agreement.png",
     }
     result = run("prune", "--keep", "50%")
     assert "tiny-bert-1/report.md" in result.stdout
@@ -61,11 +60,8 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
         "heads.json",
         "heads.png",
         "importance.png",
-        "agreement.png",
         "tradeoff.png",
         "orders.png",
-        "latency.png",
-        "time.png",
         "plan.json",
         "metrics.json",
         "pruned-4",

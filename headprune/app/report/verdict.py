@@ -139,9 +139,9 @@ def _outcome(metrics: Metrics, budget: BudgetResult) -> Outcome:
 
 def _limit(metrics: Metrics, budget: BudgetResult) -> float:
     """The loss that must be ruled out: what the user allowed, or what is tolerated."""
-    given = budget.budget
-    if limits_metric([budget]) and given is not None and given.limit is not None:
-        return given.limit if metrics.metric != "loss" else _as_share(metrics, given.limit)
+    limit = budget.budget.limit if budget.budget else None
+    if limits_metric([budget]) and limit is not None:
+        return limit if metrics.metric != "loss" else _as_share(metrics, limit)
     return _margin(metrics)
 
 

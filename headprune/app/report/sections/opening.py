@@ -52,7 +52,7 @@ def _of_scores(documents: Documents) -> list[Block]:
     return [
         Strong("Nothing is pruned yet: this run has only scored the heads.", "Next, to keep half of them:"),
         Commands([f"headprune prune --keep 50%{where}"]),
-        picture(documents),
+        *[picture(documents)] * bool(documents.scores),
         Bullets([*map(_extremes, documents.rankings), *[Strong("Caution:", warning)] * bool(warning)]),
     ]
 
