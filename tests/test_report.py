@@ -233,9 +233,11 @@ def test_commands_to_paste_overwrite_nothing(report: Any) -> None:
     run = copy.deepcopy(RUN)
     run["commands"] = ["headprune score 'm y' -o r --overwrite -q", "headprune prune --keep 2 --overwrite"]
     run["environment"]["threads"] = 1
+    run["notes"] = ["1. a", "# b", "2.5 c"]
     text = report(METRICS, run=run)
     assert "```\nheadprune score 'm y' -o r -q\nheadprune prune --keep 2\n```" in text
     assert "1 thread," in text
+    assert "\n- 1\\. a\n- \\# b\n- 2\\.5 c\n" in text
 
 
 @pytest.mark.parametrize("folder", REPORTS, ids=lambda p: p.name)

@@ -9,7 +9,7 @@ from headprune.amounts import in_line
 from headprune.app.report.content import Block, Bullets, CommandLines, Figure, Section, Strong, Table, code, spans
 
 _MARKS = re.compile(r"([\\`<\[*~$]|&(?=[\w#])|(?<!\w)_|_(?!\w))")
-_AT_START = re.compile(r"^([#>+-]|\d+(?=[.)]))")
+_AT_START = re.compile(r"^(\d*)([#>+\-.)])")
 
 
 def render(sections: Sequence[Section], note: str = "") -> str:
@@ -51,7 +51,7 @@ def block_of(block: Block) -> str:
             return f"![{text_of(block.alt)}]({block.file})"
         case Strong():
             return f"**{text_of(block.lead)}** {text_of(block.text)}".rstrip()
-    return _AT_START.sub(r"\\\1", text_of(block))
+    return _AT_START.sub(r"\1\\\2", text_of(block))
 
 
 def text_of(text: str) -> str:
