@@ -1,4 +1,4 @@
-"""Amounts and texts as people read them. No amount is ever written as a power of ten, and no text gives a terminal orders."""
+"""Amounts and texts as people read them: no amount as a power of ten, no text with codes that a terminal would obey."""
 
 from __future__ import annotations
 

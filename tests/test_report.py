@@ -208,15 +208,12 @@ def test_what_holds_of_all_models_is_said_once(report: Any) -> None:
 
 def test_what_the_removed_heads_did(report: Any) -> None:
     """Counted by hand: heads 1 and 2 went, which are one of the broad heads and one of the two that look ahead."""
-    from headprune.app.documents import Heads
-
-    heads = Heads.model_validate(HEADS)
-    text = report(METRICS, heads=heads)
+    text = report(METRICS, heads=HEADS)
     rows = re.findall(r"^\| ([a-z ]+) \| (\d) \| (\d) \| (.*) \|$", text.partition("## What the heads do")[2], re.M)
     assert rows == [
         ("next token", "2", "1", "L0.H2: 90% is there"), ("broad", "1", "1", "L0.H1: 96% is there"), ("mixed", "1", "0", "L0.H3: 10% is there"),
     ]  # fmt: skip
-    assert "removed to keep" not in report(None, SCORES, heads=heads).partition("## What the heads do")[2]
+    assert "removed to keep" not in report(None, SCORES, heads=HEADS).partition("## What the heads do")[2]
 
 
 @pytest.mark.parametrize(("model", "title"), [
@@ -236,9 +233,11 @@ def test_commands_to_paste_overwrite_nothing(report: Any) -> None:
     run = copy.deepcopy(RUN)
     run["commands"] = ["headprune score 'm y' -o r --overwrite -q", "headprune prune --keep 2 --overwrite"]
     run["environment"]["threads"] = 1
+    run["notes"] = ["1. a", "# b", "2.5 c"]
     text = report(METRICS, run=run)
     assert "```\nheadprune score 'm y' -o r -q\nheadprune prune --keep 2\n```" in text
     assert "1 thread," in text
+    assert "\n- 1\\. a\n- \\# b\n- 2\\.5 c\n" in text
 
 
 @pytest.mark.parametrize("folder", REPORTS, ids=lambda p: p.name)

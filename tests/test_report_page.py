@@ -13,13 +13,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from headprune.app.documents import Heads, LayerProfile, Positions, Sample, SampleLayer
-from headprune.seeing import HeadProfile
 from tests.support.commands import run as command
-from tests.support.documents import HOSTILE, LAYER, METRICS, RUN, heads_document, scores_of
+from tests.support.documents import HOSTILE, METRICS, RUN, heads_document, large_heads_document, scores_of
 from tests.support.reports import reported
 
 REPORTS = sorted((Path(__file__).parent.parent / "reports").glob("*/"))
@@ -160,9 +157,7 @@ def test_scores_alone_plans_alone_and_heads_that_were_not_seen(tmp_path: Path) -
     assert found.heads == [
         ["head", "with 2", "role"], ["L0.H0", "kept", ""], ["L0.H1", "pruned", ""], ["L0.H2", "pruned", ""], ["L0.H3", "kept", ""]
     ]  # fmt: skip
-    layers = (LayerProfile(name=LAYER.name, index=0, kind="encoder", heads=(), unseen="no softmax"),)
-    unseen = Heads(examples=1, tokens=2, unit="tokens", layers=layers, samples=())
-    found = page(tmp_path, METRICS, SCORES, heads=unseen)
+    found = page(tmp_path, METRICS, SCORES, heads=heads_document(unseen="no softmax", samples=0))
     assert found.data["reasons"] == ["no softmax"] * 4
     assert "The weights of 1 layer cannot be seen: no softmax" in found.text
 
@@ -187,13 +182,5 @@ def test_a_large_run_has_a_page_below_two_megabytes(tmp_path: Path) -> None:
     metrics["budgets"] = [
         {**metrics["budgets"][0], "kept": kept, "total": 1024, "drop": drop} for kept in (768, 512, 256)
     ]
-    profile = HeadProfile(900, 1.2345, role="attends to the previous token", because="0.81 of its attention goes to it")
-    weights = np.random.default_rng(0).random((32, 32, 32), np.float32)
-    sample = Sample(title="", positions={"input": Positions(labels=("token",) * 32)}, layers=tuple(
-        SampleLayer.packed(n, weights, "input", "input") for n in range(32)
-    ))  # fmt: skip
-    heads = Heads(examples=1, tokens=2, unit="tokens", samples=(sample,), layers=tuple(
-        LayerProfile(name=f"layer.{i}", index=i, kind="decoder", heads=(profile,) * 32) for i in range(32)
-    ))  # fmt: skip
-    page(tmp_path, metrics, run=run, heads=heads)
+    page(tmp_path, metrics, run=run, heads=large_heads_document(32, 32, 32))
     assert 1_400_000 < (tmp_path / "r" / "report.html").stat().st_size < 2_000_000

@@ -17,7 +17,6 @@ from rich.console import Console as RichConsole
 import headprune as hp
 from headprune.app.console import Console
 from headprune.app.runs import RunFolder
-from headprune.app.workflow.results import mean_of
 from headprune.cli import tables
 from tests.support.documents import MEASURED, METRICS, RUN, SPEED, TIMING, TRAINED, repaired
 
@@ -164,10 +163,10 @@ def test_a_change_of_perplexity_fits_the_mean_it_stands_beside(report: Any) -> N
     """Chosen heads with a perplexity of 60 are worse than draws of 10, 20 and 300 by the loss, and better than their arithmetic mean."""
     data = documents((2, 0.0, 0.001, "no"), metric="perplexity")
     (budget,) = data["budgets"]
-    draws = [hp.Measurement({}, np.log([p, p]), np.zeros(2), np.ones(2)) for p in (10.0, 20.0, 300.0)]
+    draws = hp.Measurement({}, np.full(2, np.log([10, 20, 300]).mean()), np.zeros(2), np.ones(2))
     chosen = hp.Measurement({}, np.log([60.0, 60.0]), np.zeros(2), np.ones(2))
     budget["random"] = [10.0, 20.0, 300.0]
-    budget["over_random"] = asdict(hp.compare(mean_of(draws), chosen, "perplexity"))
+    budget["over_random"] = asdict(hp.compare(draws, chosen, "perplexity"))
     budget["pruned"]["metrics"] = {"perplexity": 60.0}
     text = report(data)
     assert "60 against 39.15: +53.3%" in text

@@ -22,9 +22,9 @@ def methods(manner: Manner) -> None:
 
         found = [{"name": m.name, "about": m.about, "unit": m.unit} for m in METHODS.values()]
         strategies = [{"name": s.name, "about": s.about} for s in STRATEGIES.values()]
-        console.table(_table(found, "method", "what it is", "unit"))
+        console.show(_table(found, "method", "what it is", "unit"))
         console.result("")
-        console.table(_table(strategies, "strategy", "how heads are picked by their scores"))
+        console.show(_table(strategies, "strategy", "how heads are picked by their scores"))
         console.document({"methods": found, "strategies": strategies})
 
 

@@ -130,7 +130,7 @@ def _print(heads: Heads, head: str | None, output: Path | None, profiled: bool, 
         elif output is not None:
             raise HeadPruneError("There is no sample to draw.", "Give --text or --image.")
         if profiled:
-            console.table(role_table(heads))
+            console.show(role_table(heads))
         console.result(f"\nRoles on {what}; docs/heads.md says when a head has one:")
         for line in role_counts(heads):
             console.result(line)

@@ -28,16 +28,16 @@ def print_table(console: Console, title: str, content: Table, without: Sequence[
     """
     from rich.table import Table
 
-    table, shown = Table(title=title, title_justify="left", box=None), []
+    table, columns = Table(title=title, title_justify="left", box=None), []
     for i, column in enumerate(zip(content.head, *content.rows, strict=True)):
         if column[0] not in without:
             longest = max(len(word) for cell in column for word in cell.split() or [""])
             table.add_column(column[0], overflow="fold", min_width=longest)
-            shown.append(i)
+            columns.append(i)
     for i, row in enumerate(content.rows):
-        table.add_row(*(row[k] for k in shown), style="bold" if i == content.strong else None)
+        table.add_row(*(row[k] for k in columns), style="bold" if i == content.strong else None)
     console.result("")
-    console.table(table)
+    console.show(table)
 
 
 def print_scores(console: Console, scores: list[HeadScores]) -> None:
@@ -57,14 +57,14 @@ def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> 
 
     rows = [(f"L{a.index}", s.values[a.name].tolist(), drop.get(a.name, [])) for a in s.layers]
     console.result("")
-    console.table(heat_map(f"{s.method}: {s.unit}; {s.basis}", rows, s.signed))
+    console.show(heat_map(f"{s.method}: {s.unit}; {s.basis}", rows, s.signed))
 
 
-def print_plan(console: Console, fitted: Fit, scores: list[HeadScores], told: set[str]) -> None:
-    """A plan, and those of its notes that were not told yet."""
+def print_plan(console: Console, fitted: Fit, scores: list[HeadScores], printed: set[str]) -> None:
+    """A plan, and those of its notes that were not printed yet."""
     plan = fitted.plan
-    notes = [note for note in plan.notes if note not in told]
-    told.update(notes)
+    notes = [note for note in plan.notes if note not in printed]
+    printed.update(notes)
     for s in scores:
         if s.method == plan.method:
             _print_heat(console, s, plan.drop)
@@ -186,8 +186,8 @@ def print_time(
     if rows:
         print_table(console, "Where the dense model's time goes", time_table(rows, metrics))
         for row in rows:
-            if told := disturbance(row, timed):
-                console.result(told)
+            if text := disturbance(row, timed):
+                console.result(text)
 
 
 def print_generation(console: Console, rows: Sequence[GenerationRow]) -> None:

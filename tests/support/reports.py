@@ -13,7 +13,7 @@ from tests.support.documents import METRICS, RUN
 
 
 def reported(
-    folder: Path, metrics: dict[str, Any] | None = METRICS, *scores: HeadScores, run: dict[str, Any] = RUN, heads: Heads | None = None
+    folder: Path, metrics: dict[str, Any] | None = METRICS, *scores: HeadScores, run: dict[str, Any] = RUN, heads: Heads | dict[str, Any] | None = None
 ) -> str:  # fmt: skip
     """The report.md that `headprune report` writes into a folder of these documents; report.html lies beside it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -25,6 +25,6 @@ def reported(
     if scores:
         save_scores(folder / "scores.json", scores)
     if heads is not None:
-        heads.write(folder / "heads.json")
+        write_json(folder / "heads.json", "heads", heads if isinstance(heads, dict) else heads.to_json())
     command("report", folder, "-q")
     return (folder / "report.md").read_text()

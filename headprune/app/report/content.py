@@ -57,7 +57,7 @@ class Bullets:
 
 
 @dataclass(frozen=True)
-class Commands:
+class CommandLines:
     """Lines to type."""
 
     lines: Sequence[str]
@@ -86,7 +86,7 @@ class Figure:
     draw: Callable[[], Drawing]
 
 
-Block = str | Strong | Bullets | Commands | Table | Figure
+Block = str | Strong | Bullets | CommandLines | Table | Figure
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 
 from headprune.amounts import in_line
-from headprune.app.report.content import Block, Bullets, Commands, Figure, Section, Strong, Table, code, spans
+from headprune.app.report.content import Block, Bullets, CommandLines, Figure, Section, Strong, Table, code, spans
 
 _MARKS = re.compile(r"([\\`<\[*~$]|&(?=[\w#])|(?<!\w)_|_(?!\w))")
-_AT_START = re.compile(r"^([#>+-]|\d+(?=[.)]))")
+_AT_START = re.compile(r"^(\d*)([#>+\-.)])")
 
 
 def render(sections: Sequence[Section], note: str = "") -> str:
@@ -43,7 +43,7 @@ def block_of(block: Block) -> str:
             return "\n".join([lines[0], f"{'|---' * len(block.head)}|", *lines[1:]])
         case Bullets():
             return "\n".join(f"- {block_of(line)}" for line in block.lines)
-        case Commands():
+        case CommandLines():
             longest = max((len(run) for line in block.lines for run in re.findall("`+", line)), default=0)
             fence = "`" * max(3, 1 + longest)
             return "\n".join([fence, *map(in_line, block.lines), fence])
@@ -51,7 +51,7 @@ def block_of(block: Block) -> str:
             return f"![{text_of(block.alt)}]({block.file})"
         case Strong():
             return f"**{text_of(block.lead)}** {text_of(block.text)}".rstrip()
-    return _AT_START.sub(r"\\\1", text_of(block))
+    return _AT_START.sub(r"\1\\\2", text_of(block))
 
 
 def text_of(text: str) -> str:

@@ -16,7 +16,7 @@ TOLERATED = {"accuracy": 0.025}
 TOLERATED_SHARE = 0.05
 
 
-class Outcome(Enum):
+class Conclusion(Enum):
     """What can be said of a run's heads."""
 
     CAN_GO = "a loss above the margin is ruled out"
@@ -35,7 +35,7 @@ class Verdict:
         tolerated: The loss that a recommendation must rule out, in the unit of `loss_within`.
     """
 
-    outcome: Outcome
+    conclusion: Conclusion
     budget: BudgetResult
     recommended: bool
     tolerated: float
@@ -48,12 +48,12 @@ def judge(metrics: Metrics) -> Verdict:
     budget was itself a limit of what is lost, that limit is the margin, on the reporting part.
     """
     if _guesses(metrics):
-        return Verdict(Outcome.GUESSING, _mildest(metrics, metrics.budgets), False, _margin(metrics))
-    for outcome in (Outcome.CAN_GO, Outcome.UNSURE, Outcome.COSTS):
-        if budgets := [b for b in metrics.budgets if _outcome(metrics, b) is outcome]:
-            recommended = outcome is Outcome.CAN_GO
+        return Verdict(Conclusion.GUESSING, _mildest(metrics, metrics.budgets), False, _margin(metrics))
+    for conclusion in (Conclusion.CAN_GO, Conclusion.UNSURE, Conclusion.COSTS):
+        if budgets := [b for b in metrics.budgets if _conclusion(metrics, b) is conclusion]:
+            recommended = conclusion is Conclusion.CAN_GO
             budget = min(budgets, key=lambda b: b.kept) if recommended else _mildest(metrics, budgets)
-            return Verdict(outcome, budget, recommended, _limit(metrics, budget))
+            return Verdict(conclusion, budget, recommended, _limit(metrics, budget))
     raise ValueError("no budgets")
 
 
@@ -131,17 +131,17 @@ def headline_row(latency: Latency) -> LatencyRow:
     return min(rows, key=lambda row: abs(row.length - latency.typical_length))
 
 
-def _outcome(metrics: Metrics, budget: BudgetResult) -> Outcome:
+def _conclusion(metrics: Metrics, budget: BudgetResult) -> Conclusion:
     if loss_within(metrics, budget.change) <= _limit(metrics, budget):
-        return Outcome.CAN_GO
-    return Outcome.COSTS if budget.change.verdict == "worse" else Outcome.UNSURE
+        return Conclusion.CAN_GO
+    return Conclusion.COSTS if budget.change.verdict == "worse" else Conclusion.UNSURE
 
 
 def _limit(metrics: Metrics, budget: BudgetResult) -> float:
     """The loss that must be ruled out: what the user allowed, or what is tolerated."""
-    given = budget.budget
-    if limits_metric([budget]) and given is not None and given.limit is not None:
-        return given.limit if metrics.metric != "loss" else _as_share(metrics, given.limit)
+    limit = budget.budget.limit if budget.budget else None
+    if limits_metric([budget]) and limit is not None:
+        return limit if metrics.metric != "loss" else _as_share(metrics, limit)
     return _margin(metrics)
 
 

@@ -33,40 +33,40 @@ def figure_of_all(heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]
     Args:
         drop: Heads to cross out, by layer.
     """
+    from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
-    shown = [(profile, layer) for profile in heads.layers if (layer := layer_of(sample, profile.index)) is not None]
-    widest = max(len(profile.heads) for profile, _ in shown)
+    rows = [(profile, layer) for profile in heads.layers if (layer := layer_of(sample, profile.index)) is not None]
+    widest = max(len(profile.heads) for profile, _ in rows)
     step = _CELL + 2 * _FRAME + _GAP
-    canvas = np.ones((len(shown) * step, widest * step, 3), np.float32)
+    canvas = np.ones((len(rows) * step, widest * step, 3), np.float32)
     crosses: list[tuple[float, float]] = []
-    used: list[str] = []
-    for i, (profile, layer) in enumerate(shown):
+    roles: list[str] = []
+    for i, (profile, layer) in enumerate(rows):
         for h, table in enumerate(cells(sample, layer)):
             role = profile.heads[h].role
-            used.append(role)
+            roles.append(role)
             top, left = i * step, h * step
             size = _CELL + 2 * _FRAME
-            canvas[top : top + size, left : left + size] = _rgb(_COLOURS.get(role, "#bbbbbb"))
+            canvas[top : top + size, left : left + size] = to_rgb(_COLOURS.get(role, _COLOURS[MIXED]))
             inner = _shade(resized(table, _CELL, _CELL))
             canvas[top + _FRAME : top + _FRAME + _CELL, left + _FRAME : left + _FRAME + _CELL] = inner
             if drop and h in drop.get(profile.name, ()):
                 crosses.append((left + size / 2, top + size / 2))
-    figure, (axis,) = new_figure(1.3 + widest * 0.5, 1.5 + len(shown) * 0.5)
+    figure, (axis,) = new_figure(1.3 + widest * 0.5, 1.5 + len(rows) * 0.5)
     axis.imshow(canvas, interpolation="nearest")
     if crosses:
         axis.plot(
             *zip(*crosses, strict=True), "x", color="black", markersize=20, markeredgewidth=1.4, alpha=0.75, ls=""
         )
-    axis.set_xticks([h * step + step / 2 for h in range(widest)], [f"H{h}" for h in range(widest)], fontsize=7)
-    axis.set_yticks(
-        [i * step + step / 2 for i in range(len(shown))], [f"L{profile.index}" for profile, _ in shown], fontsize=7
-    )
+    across, down = ([i * step + step / 2 for i in range(count)] for count in (widest, len(rows)))
+    axis.set_xticks(across, [f"H{h}" for h in range(widest)], fontsize=7)
+    axis.set_yticks(down, [f"L{profile.index}" for profile, _ in rows], fontsize=7)
     axis.tick_params(length=0)
     axis.xaxis.tick_top()
     for spine in axis.spines.values():
         spine.set_visible(False)
-    patches = [Patch(color=colour, label=label) for colour, label in legend_of(used).items()]
+    patches = [Patch(color=colour, label=label) for colour, label in legend_of(roles).items()]
     widest_label = 2.4 if any(", " in str(patch.get_label()) for patch in patches) else 1.5
     columns = max(1, min(len(patches), int((1.3 + widest * 0.5) / widest_label)))
     axis.legend(
@@ -112,8 +112,8 @@ def _figure_of_patches(queries: Positions, keys: Positions, rows: Sequence[int],
         axes[0].imshow(_decoded(keys.image), cmap="gray")
     axes[0].set_title("the image", fontsize=8)
     top = float(weights[:, -count:].max()) or 1.0
-    for axis, row, seen in zip(axes[1:], rows, weights, strict=True):
-        image = axis.imshow(seen[-count:].reshape(keys.grid), cmap="Blues", vmin=0, vmax=top)
+    for axis, row, row_weights in zip(axes[1:], rows, weights, strict=True):
+        image = axis.imshow(row_weights[-count:].reshape(keys.grid), cmap="Blues", vmin=0, vmax=top)
         axis.set_title(f"from {queries.labels[row]}", fontsize=8, parse_math=False)
         place = row - (len(queries.labels) - count)
         if place >= 0 and queries.grid == keys.grid:
@@ -130,10 +130,6 @@ def _shade(table: Any) -> Any:
     from matplotlib import colormaps
 
     return colormaps["Blues"](np.sqrt(np.clip(table, 0, 1)))[..., :3]
-
-
-def _rgb(colour: str) -> tuple[float, ...]:
-    return tuple(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
 
 
 def _decoded(uri: str) -> Any:

@@ -135,11 +135,11 @@ def _score(scores: HeadScores, layer: str, head: int) -> str:
 def _attention(documents: Documents) -> dict[str, Any]:
     """Why every head has its role, and what it attends to in the samples."""
     heads, layers = documents.heads, documents.run.model.layers
-    found: dict[str, Any] = {"layers": [[f"L{layer.index}", layer.num_heads] for layer in layers]}
+    facts: dict[str, Any] = {"layers": [[f"L{layer.index}", layer.num_heads] for layer in layers]}
     if heads is None:
-        return {**found, "reasons": [], "samples": []}
+        return {**facts, "reasons": [], "samples": []}
     reasons = [_reason(heads, layer.name, h) for layer in layers for h in range(layer.num_heads)]
-    return {**found, "reasons": reasons, "samples": heads.samples}
+    return {**facts, "reasons": reasons, "samples": heads.samples}
 
 
 def _reason(heads: Heads, name: str, head: int) -> str:

@@ -223,7 +223,7 @@ function attention(i) {
   const top = range(width).reduce((best, key) => (weight(query, key) > weight(query, best) ? key : best), 0);
   const all = drawn(count, width, "--accent", "Attention of every query (rows) to every key (columns)", shade);
   parts.push(element("p", {}, `Most to “${keys.labels[top]}” (${weight(query, top).toFixed(2)}).`), element("div", { class: "matrix" }, all));
-  parts.push(element("p", { class: "muted" }, "All queries (downwards) by all keys (to the right); darker for larger weights (square root)."));
+  parts.push(element("p", { class: "muted" }, "All queries (downwards) by all keys (to the right): the stronger the colour, the larger the weight (square root)."));
   return parts;
 }
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 
 from headprune import amounts
 from headprune.app.documents import Heads, Metrics, Run
 from headprune.app.report import verdict
 from headprune.app.report.content import Block, Documents, Figure, Section, Table, code, notes_by_size
-from headprune.app.seeing import figure_of_all
+from headprune.app.seeing import by_role, figure_of_all
 
 
 def roles(documents: Documents) -> Section | None:
@@ -43,13 +42,10 @@ def roles(documents: Documents) -> Section | None:
 def _role_table(metrics: Metrics | None, heads: Heads) -> Table:
     """The roles, those of most heads first."""
     budgets = verdict.largest_first(metrics) if metrics is not None else []
-    profiles = [(layer, h, profile) for layer in heads.layers for h, profile in enumerate(layer.heads)]
     rows = []
-    for role, count in Counter(profile.role for *_, profile in profiles).most_common():
-        of_role = [each for each in profiles if each[2].role == role]
-        gone = (sum(h in b.drop.get(layer.name, ()) for layer, h, _ in of_role) for b in budgets)
-        layer, h, clearest = max(of_role, key=lambda each: each[2].clarity)
-        rows.append((role, str(count), *map(str, gone), f"L{layer.index}.H{h}: {clearest.because}"))
+    for role, addresses, example in by_role(heads):
+        gone = (sum(h in b.drop.get(name, ()) for name, h in addresses) for b in budgets)
+        rows.append((role, str(len(addresses)), *map(str, gone), example))
     return Table(("role", "heads", *(f"removed to keep {b.kept}" for b in budgets), "clearest example"), rows)
 
 

@@ -70,11 +70,8 @@ def picture(documents: Documents) -> Figure:
     metrics = documents.metrics
     budget = verdict.judge(metrics).budget if metrics is not None else None
     crosses = "; crosses mark the heads that went" * (budget is not None)
-    return Figure(
-        "importance.png",
-        f"importance of every head{crosses}",
-        partial(_draw, documents.rankings or list(documents.scores), budget),
-    )
+    draw = partial(_draw, documents.rankings or list(documents.scores), budget)
+    return Figure("importance.png", f"importance of every head{crosses}", draw)
 
 
 def _draw(scores: Sequence[HeadScores], budget: BudgetResult | None) -> Drawing:

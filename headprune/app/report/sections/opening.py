@@ -9,7 +9,7 @@ from fractions import Fraction
 from headprune.amounts import head_count
 from headprune.app.documents import BudgetResult, Metrics, Run
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Block, Bullets, Commands, Documents, Section, Strong, capital, code, listed
+from headprune.app.report.content import Block, Bullets, CommandLines, Documents, Section, Strong, capital, code, listed
 from headprune.app.report.sections import sizes
 from headprune.app.report.sections.cautions import cautions, shortened
 from headprune.app.report.sections.importance import method_line, picture
@@ -51,8 +51,8 @@ def _of_scores(documents: Documents) -> list[Block]:
     warning = shortened(run.parts.score, "scored")
     return [
         Strong("Nothing is pruned yet: this run has only scored the heads.", "Next, to keep half of them:"),
-        Commands([f"headprune prune --keep 50%{where}"]),
-        picture(documents),
+        CommandLines([f"headprune prune --keep 50%{where}"]),
+        *[picture(documents)] * bool(documents.scores),
         Bullets([*map(_extremes, documents.rankings), *[Strong("Caution:", warning)] * bool(warning)]),
     ]
 
@@ -76,7 +76,7 @@ def headline(run: Run, metrics: Metrics) -> str:
     dense, pruned = (numbers.value(m.metrics[metric], metric) for m in (metrics.dense, b.pruned))
     cost, speed = _cost(b.change, metric), _speed(run, metrics, b)
     heads, beside = _heads(b), _beside(b)
-    if result.outcome is verdict.Outcome.GUESSING:
+    if result.conclusion is verdict.Conclusion.GUESSING:
         level = numbers.value(metrics.dense.guessing or 0.0, metric)
         return (
             f"The dense model is no better than guessing ({metric} {dense}; a model that knows nothing has {level}), so this run "
@@ -84,10 +84,10 @@ def headline(run: Run, metrics: Metrics) -> str:
         )
     possible = f"a loss of up to {numbers.loss(b.change, metric)} is possible"
     against = f"{metric} {pruned} against {dense} ({cost}), {speed}"
-    if result.outcome is verdict.Outcome.UNSURE:
+    if result.conclusion is verdict.Conclusion.UNSURE:
         few = f"{b.change.examples:,} examples are too few to say whether heads can go"
         return f"{few}: without {heads}{beside}, {against}; {possible}."
-    if result.outcome is verdict.Outcome.COSTS:
+    if result.conclusion is verdict.Conclusion.COSTS:
         if len(metrics.budgets) > 1:
             return f"Every plan worsens the {metric}; the mildest removes {heads}{beside}: {against}."
         return f"Removing {heads} worsens the {metric}{beside}: {against}."
@@ -139,7 +139,7 @@ def _heads(budget: BudgetResult) -> str:
 def rule(metrics: Metrics) -> str:
     """By what rule a model is recommended, or why none is."""
     result = verdict.judge(metrics)
-    if result.outcome is verdict.Outcome.GUESSING:
+    if result.conclusion is verdict.Conclusion.GUESSING:
         return "None is recommended: the dense model is no better than guessing."
     set_by_user = " (your limit)" if verdict.limits_metric(metrics.budgets) else ""
     limit = f"a loss above {numbers.amount(result.tolerated, metrics.metric)}{set_by_user} is ruled out at 95 %"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from headprune.app.documents import Metrics
 from headprune.app.report import numbers
-from headprune.app.report.content import Bullets, Commands, Documents, Section, code
+from headprune.app.report.content import Bullets, CommandLines, Documents, Section, code
 
 
 def trust(documents: Documents) -> Section:
@@ -85,4 +85,4 @@ def reproduce(documents: Documents) -> Section:
     versions = f"Python {environment.python}, torch {environment.torch}, transformers {environment.transformers}, {environment.system}"
     repeats = "Scores, plans and metrics repeat from the seed; timings do not."
     facts = f"Took {took}. {versions}; seed {run.options.seed}; model fingerprint `{run.model.fingerprint}`. {repeats}"
-    return Section("Reproduce", [Commands([*dict.fromkeys(map(numbers.to_repeat, run.commands))]), facts])
+    return Section("Reproduce", [CommandLines([*dict.fromkeys(map(numbers.to_repeat, run.commands))]), facts])
