@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, first_line
 from headprune.offload import execution_device, renewed
 
 LABELS = ("labels", "start_positions", "end_positions")
@@ -27,6 +27,14 @@ def call(model: nn.Module, example: Example, **extra: Any) -> Any:
     if isinstance(example, Tensor):
         return model(example, **extra)
     return model(*example, **extra)
+
+
+def does_not_run(error: Exception) -> HeadPruneError:
+    """The error for an example that a model refuses."""
+    return HeadPruneError(
+        f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
+        "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
+    )
 
 
 def takes(model: nn.Module, name: str) -> bool:

@@ -17,7 +17,6 @@ from headprune.errors import HeadPruneError
 from headprune.pruned.hooks import HeadArgument, surviving
 from headprune.surgery import proof
 from headprune.surgery.journal import Journal
-from headprune.surgery.longer import _Bounds, longer, position_limit
 from headprune.surgery.proof import (
     Reference,
     _compare,
@@ -28,6 +27,7 @@ from headprune.surgery.proof import (
     references,
     tolerance_of,
 )
+from headprune.surgery.proof_inputs import _Bounds, longer, position_limit
 from headprune.surgery.removal import WIDTHS, HeadCounts, Removal, groups_left, left_as_ghosts, ways
 from headprune.surgery.watch import ROWS, _by_head, _sampled, differing, gap, largest
 from tests.support.zoo import ZOO, bert

@@ -1,4 +1,4 @@
-"""Longer inputs than the example, for a proof that must hold beyond its length."""
+"""Inputs for the proof, derived from the example: other shapes, padding, other content, more tokens, and a prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headprune.inputs import Example, config_fields, model_device, tensors
+from headprune.inputs import (
+    Example,
+    config_fields,
+    model_device,
+    scrambled,
+    shortened,
+    tensors,
+    variants,
+    vocabulary_size,
+    writes,
+)
 
 LENGTH = 64  # tokens of the longer input, if the example is short; a longer example is doubled
 LONG = 4096  # examples with more tokens (or samples of sound) are not made longer: that would cost too much
@@ -19,6 +29,30 @@ LONG = 4096  # examples with more tokens (or samples of sound) are not made long
 _LIMIT = re.compile(
     r"position_embeddings|n_positions|(source|target)_positions|n_ctx$|max_seq|seq_length|sequence_length"
 )
+
+
+class Prompt(dict[str, Any]):
+    """An example from which the model generates token by token, with a cache."""
+
+
+def _prompt(model: nn.Module, example: Example) -> Prompt | None:
+    """The part of an example from which the model generates text; None if it cannot."""
+    if not isinstance(example, Mapping) or "input_ids" not in example or not writes(model):
+        return None
+    return Prompt({k: v for k, v in example.items() if not k.startswith(("decoder_", "labels"))})
+
+
+def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
+    """Inputs for the proof: the example, versions with other shapes and padding, random content, more tokens, and a prompt.
+
+    If all tokens of the example are alike, attention is uniform, which hides errors; if it is short, errors that only affect
+    later tokens are hidden. What is derived from a text has at most `LONG` tokens: with padding many models build a mask of tokens x
+    tokens. Each input is a list of choices: a model may refuse some, and the first that it takes is used.
+    """
+    short = shortened(example, LONG)
+    prompt = _prompt(model, short)
+    single = [example, *variants(short)[:2], *scrambled(short, vocabulary_size(model)), *([prompt] if prompt else [])]
+    return [[each] for each in single] + longer(example, position_limit(model))
 
 
 def longer(example: Example, limit: int | None = None) -> list[list[Example]]:
