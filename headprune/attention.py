@@ -228,7 +228,7 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
     Raises:
         HeadPruneError: An unknown layer, a head that does not exist, or a head listed twice.
     """
-    found: Heads = {}
+    result: Heads = {}
     if not isinstance(heads, Mapping):
         raise HeadPruneError(
             f"{type(heads).__name__} does not say which heads.", "Give a plan, or a dict {layer_name: [head, …]}."
@@ -249,13 +249,12 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
                 raise HeadPruneError(
                     f"Layer {name} has no head {h}.", f"It has {layer.num_heads}: 0 to {layer.num_heads - 1}."
                 )
-        twice = sorted({h for h in listed if listed.count(h) > 1})
-        if twice:
-            raise HeadPruneError(f"Layer {name}: head {twice[0]} is listed twice.")
-        if layer.name in found:
+        if repeats := sorted({h for h in listed if listed.count(h) > 1}):
+            raise HeadPruneError(f"Layer {name}: head {repeats[0]} is listed twice.")
+        if layer.name in result:
             raise HeadPruneError(f"Layer {name} is named twice.", "Put its heads in one list.")
-        found[layer.name] = sorted(listed)
-    return {layer.name: found[layer.name] for layer in layers if found.get(layer.name)}
+        result[layer.name] = sorted(listed)
+    return {layer.name: result[layer.name] for layer in layers if result.get(layer.name)}
 
 
 def layer_named(text: str, layers: Sequence[AttentionLayer]) -> AttentionLayer:
@@ -267,18 +266,17 @@ def layer_named(text: str, layers: Sequence[AttentionLayer]) -> AttentionLayer:
     for layer in layers:
         if text in (layer.name, f"L{layer.index}"):
             return layer
+    addresses = _addresses([layer.index for layer in layers]) if layers else ""
     raise HeadPruneError(
         f"There is no attention layer named {text!r} in this model.",
-        f"This model has {_layers_there([layer.index for layer in layers])} (`headprune inspect` lists them)."
-        if layers
-        else "It has none.",
+        f"This model has {addresses} (`headprune inspect` lists them)." if layers else "It has none.",
     )
 
 
-def _layers_there(indices: Sequence[int]) -> str:
+def _addresses(indices: Sequence[int]) -> str:
     """The short addresses of layers, for a message.
 
-    >>> _layers_there([0, 1, 2]), _layers_there([0, 2, 4]), _layers_there([0])
+    >>> _addresses([0, 1, 2]), _addresses([0, 2, 4]), _addresses([0])
     ('layers L0 to L2', 'layers L0, L2, L4', 'one layer, L0')
     """
     first, last = indices[0], indices[-1]
