@@ -257,24 +257,14 @@ def test_a_subclass_of_torchs_attention_is_seen() -> None:
     assert [a.prunable for a in hp.find_attention(randomise(model), X)] == [True, True]
 
 
-class Classifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.head = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), nn.Linear(16, 3)
-        nn.init.normal_(self.encoder.self_attn.out_proj.weight, std=1e-3)  # a budget of 5 points can be met
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(x).mean(1))
-
-
 def test_what_support_a_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The document's own code: a declared stand-in, on a class that headprune has never seen."""
     monkeypatch.setattr("headprune.pruned.standins._RULES", {})
     text = (Path(__file__).parents[1] / "docs" / "support-a-model.md").read_text()
     blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
-    loader, other_loader = ([(torch.randn(100, 5, 16), torch.randint(3, (100,))) for _ in range(2)] for _ in range(2))
+    loader, other_loader = ([(torch.randn(100, 5, 32), torch.randint(3, (100,))) for _ in range(2)] for _ in range(2))
     names: dict[str, Any] = {
-        "__name__": "yours", "nn": nn, "model": Classifier().eval(), "example": loader[0][0], "loader": loader, "other_loader": other_loader,
+        "__name__": "yours", "nn": nn, "model": TorchEncoder().eval(), "example": loader[0][0], "loader": loader, "other_loader": other_loader,
         "other_batches": [{"x": x, "labels": y} for x, y in other_loader],
     }  # fmt: skip
     for block in blocks:
