@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from tests.support import odd
-from tests.support.cases import made
+from tests.support.cases import answer, made, without
 from tests.support.plain import HEADS, SIZE, WIDTH, Attention, model_of, noise
 from tests.support.zoo import TorchEncoder, bert, gpt2, llama, randomise
 
@@ -54,6 +54,20 @@ def test_heads_that_cannot_be_removed(kind: type[Attention], reason: str) -> Non
     assert second.prunable
     with pytest.raises(hp.HeadPruneError, match="Layer 0 cannot be masked"), hp.mask(model, {"0": [1]}, X):
         pass
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("kv", "groups", "gate"), [
+    (4, 0, 1), (4, 0, 8), (4, 0, 4), (1, 0, 0), (1, 0, 1), (1, 0, 8), (1, 0, 4), (4, 1, 0), (4, 2, 0), (4, 4, 8),
+])  # fmt: skip
+def test_key_value_heads_are_counted_by_their_values(kv: int, groups: int, gate: int, fused: bool) -> None:
+    """A gate over all heads was taken for values, and a convolution for one key/value head: multi-query, where four were."""
+    model = nn.Sequential(randomise(odd.Valued(kv, groups, gate, fused)))
+    (layer,) = hp.find_attention(model, X)
+    assert layer.num_kv_heads == kv
+    drop = {"0": list(layer.units[0])}
+    with hp.mask(model, drop, layers=[layer]):
+        torch.testing.assert_close(answer(model, X), answer(without(model, [layer], drop), X))
 
 
 class Both(Attention):
