@@ -17,7 +17,6 @@ import smollm2
 import torch
 import transformers
 
-from headprune.files import write_json
 import headprune as hp
 
 ROOT = Path(__file__).parent.parent

@@ -25,6 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers as tf
+from headprune.reference import calibrate, measure
 from scores import MINILM, LeftOutError, about, say
 from torch import Tensor, nn
 
@@ -33,7 +34,6 @@ from headprune.app import demo
 from headprune.app.data import DataOptions, load_parts
 from headprune.app.models import load_model
 from headprune.divergence import Fidelity
-from headprune.reference import calibrate, measure
 from headprune.repairing import Refit, checked
 
 Batch = dict[str, Tensor]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
 
 from headprune.errors import HeadPruneError
 from headprune.pruned import HeadArgument, from_ranges, to_ranges
@@ -29,7 +29,6 @@ def _indices(text: Any) -> Any:
     return from_ranges(text)
 
 
-Count = Annotated[int, Field(ge=0, le=_MOST)]
 Indices = Annotated[tuple[int, ...], BeforeValidator(_indices), PlainSerializer(to_ranges)]
 
 
@@ -110,11 +109,11 @@ class AttentionLayer:
     """
 
     name: str
-    index: Count
+    index: int
     kind: str
-    num_heads: Count
-    num_kv_heads: Count
-    head_dim: Count
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
     groups: tuple[tuple[int, ...], ...] = ()
     prunable: bool = True
     reason: str = ""
@@ -129,7 +128,7 @@ class AttentionLayer:
     inner_modules: tuple[str, ...] = ()
     side_modules: tuple[str, ...] = ()
     bypass: str = "ghost"
-    output_arity: Count = 0
+    output_arity: int = 0
 
     def __repr__(self) -> str:
         """One line with the most important fields; `to_json` has all."""
@@ -185,11 +184,7 @@ class AttentionLayer:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AttentionLayer:
-        """What `to_json` wrote. A file from before a field was traced lacks it; a prune that needs it fails its proof.
-
-        Raises:
-            ValueError: What is wrong, in one line.
-        """
+        # A file from before a field was traced lacks it; a prune that needs it fails its proof.
         if missing := {"output_projection", "projections", "inner_modules", "groups"} - set(data):
             raise ValueError(f"{min(missing)} is missing")
         try:
@@ -198,6 +193,9 @@ class AttentionLayer:
             fault = error.errors()[0]
             place = " › ".join(map(str, fault["loc"]))
             raise ValueError(f"{place} is {fault['input']!r:.60}: {fault['msg']}") from None
+        for number in (layer.index, layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.output_arity):
+            if not 0 <= number <= _MOST:
+                raise ValueError(f"{number} is no number from 0 to {_MOST}")
         grouped = sorted(h for group in layer.groups for h in group)
         if layer.num_heads < 1 or (grouped and grouped != [*range(layer.num_heads)]):
             raise ValueError(f"layer {layer.name} has {layer.num_heads} heads, and groups of others")
@@ -228,7 +226,7 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
     Raises:
         HeadPruneError: An unknown layer, a head that does not exist, or a head listed twice.
     """
-    found: Heads = {}
+    result: Heads = {}
     if not isinstance(heads, Mapping):
         raise HeadPruneError(
             f"{type(heads).__name__} does not say which heads.", "Give a plan, or a dict {layer_name: [head, …]}."
@@ -249,13 +247,12 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
                 raise HeadPruneError(
                     f"Layer {name} has no head {h}.", f"It has {layer.num_heads}: 0 to {layer.num_heads - 1}."
                 )
-        twice = sorted({h for h in listed if listed.count(h) > 1})
-        if twice:
-            raise HeadPruneError(f"Layer {name}: head {twice[0]} is listed twice.")
-        if layer.name in found:
+        if repeats := sorted({h for h in listed if listed.count(h) > 1}):
+            raise HeadPruneError(f"Layer {name}: head {repeats[0]} is listed twice.")
+        if layer.name in result:
             raise HeadPruneError(f"Layer {name} is named twice.", "Put its heads in one list.")
-        found[layer.name] = sorted(listed)
-    return {layer.name: found[layer.name] for layer in layers if found.get(layer.name)}
+        result[layer.name] = sorted(listed)
+    return {layer.name: result[layer.name] for layer in layers if result.get(layer.name)}
 
 
 def layer_named(text: str, layers: Sequence[AttentionLayer]) -> AttentionLayer:
@@ -267,18 +264,17 @@ def layer_named(text: str, layers: Sequence[AttentionLayer]) -> AttentionLayer:
     for layer in layers:
         if text in (layer.name, f"L{layer.index}"):
             return layer
+    addresses = _addresses([layer.index for layer in layers]) if layers else ""
     raise HeadPruneError(
         f"There is no attention layer named {text!r} in this model.",
-        f"This model has {_layers_there([layer.index for layer in layers])} (`headprune inspect` lists them)."
-        if layers
-        else "It has none.",
+        f"This model has {addresses} (`headprune inspect` lists them)." if layers else "It has none.",
     )
 
 
-def _layers_there(indices: Sequence[int]) -> str:
+def _addresses(indices: Sequence[int]) -> str:
     """The short addresses of layers, for a message.
 
-    >>> _layers_there([0, 1, 2]), _layers_there([0, 2, 4]), _layers_there([0])
+    >>> _addresses([0, 1, 2]), _addresses([0, 2, 4]), _addresses([0])
     ('layers L0 to L2', 'layers L0, L2, L4', 'one layer, L0')
     """
     first, last = indices[0], indices[-1]

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.inputs import config_fields, first_rows, is_encoder_decoder
-from headprune.longer import shortened
+from headprune.inputs import config_fields, first_rows, is_encoder_decoder, shortened
 from headprune.pruned import home
 
 _SPECS = "_headprune_input_specs"  # the attribute of a model

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, first_line
 from headprune.offload import execution_device, renewed
 
 LABELS = ("labels", "start_positions", "end_positions")
@@ -27,6 +27,14 @@ def call(model: nn.Module, example: Example, **extra: Any) -> Any:
     if isinstance(example, Tensor):
         return model(example, **extra)
     return model(*example, **extra)
+
+
+def does_not_run(error: Exception) -> HeadPruneError:
+    """The error for an example that a model refuses."""
+    return HeadPruneError(
+        f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
+        "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
+    )
 
 
 def takes(model: nn.Module, name: str) -> bool:
@@ -197,3 +205,87 @@ def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, tuple | list):
         return [t for v in value for t in tensors(v)]
     return []
+
+
+def variants(example: Example) -> list[Example]:
+    """Differently shaped versions of an example, most different first.
+
+    In this order, as far as the example allows: fewer tokens and one padded position; one padded position; one row less. A
+    model that fixes its input's shape may refuse some: the caller tries them in turn.
+    """
+    found: list[Example] = []
+    if isinstance(example, Mapping) and isinstance(ids := example.get("input_ids"), Tensor) and ids.ndim == 2:
+        shorter = max(2, (ids.shape[1] * 3) // 5)
+        if shorter < ids.shape[1]:
+            cut = {k: _cut(k, v, ids, shorter) for k, v in example.items()}
+            if isinstance(mask := cut.get("attention_mask"), Tensor) and mask.ndim == 2:
+                cut["attention_mask"] = mask = mask.clone()
+                mask[0, -1] = 0
+            found.append(cut)
+    if (padded := _padded(example)) is not None:
+        found.append(padded)
+    batch = {t.shape[0] for t in tensors(example) if t.ndim}
+    if len(batch) == 1 and (rows := batch.pop()) > 1:
+        found.append(first_rows(example, rows - 1))
+    return found
+
+
+def shortened(example: Example, most: int) -> Example:
+    """The first ``most`` tokens of a text, ``input_ids`` and what is as long; any other example as it is."""
+    ids = example.get("input_ids") if isinstance(example, Mapping) else None
+    if not isinstance(example, Mapping) or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] <= most:
+        return example
+    return {k: _cut(k, v, ids, most) for k, v in example.items()}
+
+
+def _cut(name: str, value: Any, ids: Tensor, length: int) -> Any:
+    """The first tokens of an argument that has as many as ``ids``."""
+    same = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == ids.shape
+    return value[:, :length] if same and not name.startswith("decoder_") else value
+
+
+def _padded(example: Example) -> Example | None:
+    """The example with the last token of its first row flipped in every mask: padding, if it was none. None without a mask."""
+    changed = False
+
+    def other(value: Any) -> Any:
+        nonlocal changed
+        if not isinstance(value, Tensor) or value.ndim != 2 or value.shape[1] < 3 or value.numel() == 0:
+            return value
+        if value.dtype != torch.bool and bool(((value != 0) & (value != 1)).any()):
+            return value
+        changed = True
+        value = value.clone()
+        value[0, -1] = value[0, -1] == 0
+        return value
+
+    if isinstance(example, Mapping):
+        made: Example = {k: other(v) if "mask" in k else v for k, v in example.items()}
+    elif isinstance(example, tuple | list):
+        made = tuple(other(v) if isinstance(v, Tensor) and not v.is_floating_point() else v for v in example)
+    else:
+        return None
+    return made if changed else None
+
+
+def scrambled(example: Example, vocabulary: int) -> list[Example]:
+    """The example with random content: token ids below ``vocabulary``, or noise with the same standard deviation."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(t: Tensor) -> Tensor:
+        return torch.randn(t.shape, generator=generator).to(t.device, t.dtype) * t.float().std().to(t.dtype)
+
+    if isinstance(example, Mapping):
+        changed = {}
+        for key, value in example.items():
+            if key == "input_ids" and isinstance(value, Tensor) and vocabulary:
+                ids = torch.randint(0, vocabulary, value.shape, generator=generator).to(value.device, value.dtype)
+                # The first few ids mostly mark padding and ends: they stay where they are, and none are added.
+                changed[key] = torch.where((ids >= 5) & (value >= 5), ids, value)
+            elif key in ("pixel_values", "inputs_embeds", "input_features") and isinstance(value, Tensor):
+                changed[key] = noise(value)
+        return [{**example, **changed}] if changed else []
+    if isinstance(example, Tensor):
+        return [noise(example)] if example.is_floating_point() else []
+    first, *rest = example
+    return [(noise(first), *rest)] if isinstance(first, Tensor) and first.is_floating_point() else []

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from headprune.checkpoint.reading import _sidecar, weight_files
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from headprune.app.folders import Folder
 from headprune.app.runs import RunFolder
 from headprune.attention import AttentionLayer
 from headprune.checkpoint.loading import loading_of
-from headprune.checkpoint.reading import _sidecar, weight_files
 from headprune.files import dumps, loads, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headprune.inputs import first_rows, tensors
-from headprune.longer import scrambled, variants
+from headprune.inputs import first_rows, scrambled, tensors, variants
 from tests.support.zoo import text
 
 

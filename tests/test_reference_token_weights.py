@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from headprune.reference.token_weights import across as _across
+from headprune.reference.token_weights import noise as _noise
+from headprune.reference.token_weights import probe_of
 from torch import Tensor
 
 import headprune as hp
 from headprune.batches import Rows
 from headprune.planning.effects import effects
 from headprune.planning.units import Unit
-from headprune.reference.token_weights import across as _across
-from headprune.reference.token_weights import noise as _noise
-from headprune.reference.token_weights import probe_of
 from tests.support.folders import common
 from tests.support.problems import small
 from tests.support.repairs import refit_of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from tests.support import odd
-from tests.support.cases import made
+from tests.support.cases import answer, made, without
 from tests.support.plain import HEADS, SIZE, WIDTH, Attention, model_of, noise
 from tests.support.zoo import TorchEncoder, bert, gpt2, llama, randomise
 
@@ -54,6 +54,20 @@ def test_heads_that_cannot_be_removed(kind: type[Attention], reason: str) -> Non
     assert second.prunable
     with pytest.raises(hp.HeadPruneError, match="Layer 0 cannot be masked"), hp.mask(model, {"0": [1]}, X):
         pass
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("kv", "groups", "gate"), [
+    (4, 0, 1), (4, 0, 8), (4, 0, 4), (1, 0, 0), (1, 0, 1), (1, 0, 8), (1, 0, 4), (4, 1, 0), (4, 2, 0), (4, 4, 8),
+])  # fmt: skip
+def test_key_value_heads_are_counted_by_their_values(kv: int, groups: int, gate: int, fused: bool) -> None:
+    """A gate over all heads was taken for values, and a convolution for one key/value head: multi-query, where four were."""
+    model = nn.Sequential(randomise(odd.Valued(kv, groups, gate, fused)))
+    (layer,) = hp.find_attention(model, X)
+    assert layer.num_kv_heads == kv
+    drop = {"0": list(layer.units[0])}
+    with hp.mask(model, drop, layers=[layer]):
+        torch.testing.assert_close(answer(model, X), answer(without(model, [layer], drop), X))
 
 
 class Both(Attention):
@@ -257,24 +271,14 @@ def test_a_subclass_of_torchs_attention_is_seen() -> None:
     assert [a.prunable for a in hp.find_attention(randomise(model), X)] == [True, True]
 
 
-class Classifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.head = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), nn.Linear(16, 3)
-        nn.init.normal_(self.encoder.self_attn.out_proj.weight, std=1e-3)  # a budget of 5 points can be met
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(x).mean(1))
-
-
 def test_what_support_a_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The document's own code: a declared stand-in, on a class that headprune has never seen."""
     monkeypatch.setattr("headprune.pruned.standins._RULES", {})
     text = (Path(__file__).parents[1] / "docs" / "support-a-model.md").read_text()
     blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
-    loader, other_loader = ([(torch.randn(100, 5, 16), torch.randint(3, (100,))) for _ in range(2)] for _ in range(2))
+    loader, other_loader = ([(torch.randn(100, 5, 32), torch.randint(3, (100,))) for _ in range(2)] for _ in range(2))
     names: dict[str, Any] = {
-        "__name__": "yours", "nn": nn, "model": Classifier().eval(), "example": loader[0][0], "loader": loader, "other_loader": other_loader,
+        "__name__": "yours", "nn": nn, "model": TorchEncoder().eval(), "example": loader[0][0], "loader": loader, "other_loader": other_loader,
         "other_batches": [{"x": x, "labels": y} for x, y in other_loader],
     }  # fmt: skip
     for block in blocks:

@@ -19,7 +19,6 @@ import math
 import os
 import platform
 import re
-import re
 import subprocess
 import sys
 import tempfile

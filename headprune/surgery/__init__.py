@@ -22,8 +22,9 @@ from headprune.plans import PruningPlan
 from headprune.pruned import note_ghosts, note_heads, note_removed, removed, structure_of
 from headprune.running import evaluating, forget_compiled, full_precision, uncompiled
 from headprune.surgery.journal import Journal
-from headprune.surgery.proof import Proof, answers, failing_alone, first_exact, inputs_for, references, tolerance_of
-from headprune.surgery.removal import Removal, check_present, left_as_ghosts, ways
+from headprune.surgery.proof import Proof, answers, failing_alone, prove
+from headprune.surgery.proof_inputs import inputs_for
+from headprune.surgery.removal import Removal, check_present, left_as_ghosts
 from headprune.trace import example_for
 
 __all__ = ["Proof", "Removal", "answers", "mask", "prune", "remove"]
@@ -93,16 +94,13 @@ def prune(
         check_possible(layer, drop[layer.name])
         check_present(model, layer)
 
-    tolerance = tolerance_of(model)
     with torch.inference_mode(False), full_precision(), uncompiled(), evaluating(model), torch.no_grad():
         inputs = inputs_for(model, usable(move(example, model_device(model))))
-        reference = references(model, inputs, drop, layers)
-        attempt = first_exact(model, ways(touched, drop, model), reference, tolerance)
-        if attempt.failure:
-            failing = failing_alone(model, touched, drop, inputs, layers, tolerance)
-            names = ", ".join(layer.name for layer in failing[:3]) or "these layers together"
+        cut = prove(model, touched, drop, inputs, layers)
+        if cut.failure:
+            names = ", ".join(failing_alone(model, touched, drop, inputs, layers)[:3]) or "these layers together"
             raise PruneError(
-                f"The heads of {names} cannot be removed exactly: {attempt.failure}. The model is unchanged.",
+                f"The heads of {names} cannot be removed exactly: {cut.failure}. The model is unchanged.",
                 "Mask them instead (headprune.mask), or leave that layer out of the plan.",
             )
     if whole:
@@ -110,9 +108,9 @@ def prune(
     forget_compiled()
     for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of what it replaced
         model.get_submodule(name).train(training)
-    _note(model, attempt.removal)
+    _note(model, cut.removal)
     input_specs.record(model, example)
-    return Proof(attempt.difference, tolerance, len(reference), left_as_ghosts(touched, drop))
+    return Proof(cut.difference, cut.tolerance, cut.inputs, left_as_ghosts(touched, drop))
 
 
 def remove(model: nn.Module, removal: Removal) -> None:

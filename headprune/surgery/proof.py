@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError, first_line
 from headprune.gates import mask
-from headprune.inputs import Example, call, seeded, tensors, vocabulary_size, widened, writes
-from headprune.longer import LONG, longer, position_limit, scrambled, shortened, variants, within_bounds
+from headprune.inputs import Example, call, does_not_run, seeded, tensors, widened
 from headprune.running import attributes_kept, exact_attention
 from headprune.surgery.journal import Journal
+from headprune.surgery.proof_inputs import Prompt, within_bounds
 from headprune.surgery.removal import Removal, ways
 from headprune.surgery.watch import Seen, differing, gap, largest, watching
 
@@ -98,10 +98,7 @@ def references(
                     raise
                 except Exception as error:
                     if number == 0:
-                        raise HeadPruneError(
-                            f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
-                            "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
-                        ) from error
+                        raise does_not_run(error) from error
                     # A model may refuse an input that was only derived, or not generate from its example alone.
     if not any(torch.isfinite(t).any() for t in result[0].masked):
         raise HeadPruneError("The masked model's outputs are not finite, so a prune cannot be proved on them.")
@@ -111,7 +108,7 @@ def references(
 def _reference(model: nn.Module, batch: Example, drop: Heads, layers: Sequence[AttentionLayer]) -> Reference:
     """What the pruned model has to return for one input."""
     with mask(model, drop, layers=layers):
-        if isinstance(batch, _Prompt):
+        if isinstance(batch, Prompt):
             sure = _sure(_answer(model, batch))
             return Reference(batch, sure, [math.inf] * len(sure), {})
         with watching(model, layers, drop, cut=False) as seen:
@@ -120,19 +117,6 @@ def _reference(model: nn.Module, batch: Example, drop: Heads, layers: Sequence[A
     pairs = zip(outputs, _answer(model, batch), strict=True)
     effect = [largest(m - d) if m.shape == d.shape else math.inf for m, d in pairs]
     return Reference(batch, outputs, effect, seen)
-
-
-def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
-    """Inputs for the proof: the example, versions with other shapes and padding, random content, more tokens, and a prompt.
-
-    If all tokens of the example are alike, attention is uniform, which hides errors; if it is short, errors that only affect
-    later tokens are hidden. What is derived from a text has at most `LONG` tokens: with padding many models build a mask of tokens x
-    tokens. Each input is a list of choices: a model may refuse some, and the first that it takes is used.
-    """
-    short = shortened(example, LONG)
-    prompt = _prompt(model, short)
-    single = [example, *variants(short)[:2], *scrambled(short, vocabulary_size(model)), *([prompt] if prompt else [])]
-    return [[each] for each in single] + longer(example, position_limit(model))
 
 
 @dataclass(frozen=True)
@@ -144,12 +128,44 @@ class Attempt:
         difference: The largest relative difference from the masked model's outputs.
         failure: Why it is not exact, and then the model is unchanged; "" if it is, and then the heads are gone.
         journal: Takes the removal back.
+        tolerance: What the difference had to stay under.
+        inputs: How many inputs were compared.
     """
 
     removal: Removal
     difference: float
     failure: str
     journal: Journal
+    tolerance: float
+    inputs: int
+
+
+def prove(
+    model: nn.Module,
+    touched: Sequence[AttentionLayer],
+    drop: Heads,
+    inputs: Sequence[Sequence[Example]],
+    layers: Sequence[AttentionLayer],
+) -> Attempt:
+    """Remove the heads of the layers ``touched`` in the first way that passes the proof.
+
+    Args:
+        inputs: As `references` takes them.
+        layers: All layers of the model.
+    """
+    heads = {layer.name: drop[layer.name] for layer in touched}
+    reference = references(model, inputs, heads, layers)
+    return first_exact(model, ways(touched, heads, model), reference, tolerance_of(model))
+
+
+def failing_alone(model: nn.Module, touched: Sequence[AttentionLayer], drop: Heads, *context: Any) -> list[str]:
+    """The names of the layers that fail the proof without the others; ``context`` is what else `prove` takes."""
+    names = []
+    for layer in touched:
+        attempt = prove(model, [layer], drop, *context)
+        attempt.journal.undo()
+        names += [layer.name] if attempt.failure else []
+    return names
 
 
 def first_exact(
@@ -161,7 +177,8 @@ def first_exact(
     for removal in removals:
         journal = Journal()
         try:
-            attempt = Attempt(removal, *_compare(model, journal, removal, reference, tolerance, changes), journal)
+            result = _compare(model, journal, removal, reference, tolerance, changes)
+            attempt = Attempt(removal, *result, journal, tolerance, len(reference))
         except BaseException:  # an interrupt must not leave half a prune either
             journal.undo()
             raise
@@ -197,7 +214,7 @@ def _compare(
         for each in reference:
             with watching(model, removal.layers if each.seen else (), removal.drop, cut=True) as seen:
                 outputs = _answer(model, each.batch)
-            outputs = outputs[: len(each.masked)] if isinstance(each.batch, _Prompt) else outputs
+            outputs = outputs[: len(each.masked)] if isinstance(each.batch, Prompt) else outputs
             if len(outputs) != len(each.masked) or outputs[0].shape != each.masked[0].shape:
                 return worst, "the pruned model's outputs have another shape"
             for got, expected, effect in zip(outputs, each.masked, each.effect, strict=True):
@@ -224,43 +241,13 @@ def _differ_by(share: float) -> str:
     return f"its outputs differ from the masked model's by {share:.2g} of their largest value"
 
 
-def failing_alone(
-    model: nn.Module,
-    touched: Sequence[AttentionLayer],
-    drop: Heads,
-    inputs: Sequence[Sequence[Example]],
-    layers: Sequence[AttentionLayer],
-    tolerance: float,
-) -> list[AttentionLayer]:
-    """The layers that fail the proof when pruned without the others."""
-    result = []
-    for layer in touched:
-        single = {layer.name: drop[layer.name]}
-        reference = references(model, inputs, single, layers)
-        attempt = first_exact(model, ways([layer], single, model), reference, tolerance)
-        attempt.journal.undo()
-        result += [layer] if attempt.failure else []
-    return result
-
-
 def _per_head(got: torch.Size, expected: torch.Size) -> bool:
     """Whether a tensor only has fewer heads than before, such as attention weights and caches."""
     fewer = [g < e for g, e in zip(got, expected, strict=False) if g != e]
     return len(got) == len(expected) > 2 and fewer == [True]
 
 
-class _Prompt(dict[str, Any]):
-    """An example from which the model generates token by token, with a cache."""
-
-
-def _prompt(model: nn.Module, example: Example) -> _Prompt | None:
-    """The part of an example from which the model generates text; None if it cannot."""
-    if not isinstance(example, Mapping) or "input_ids" not in example or not writes(model):
-        return None
-    return _Prompt({k: v for k, v in example.items() if not k.startswith(("decoder_", "labels"))})
-
-
-def _continued(model: nn.Module, prompt: _Prompt) -> list[Tensor]:
+def _continued(model: nn.Module, prompt: Prompt) -> list[Tensor]:
     """The scores of three tokens that the model generates, greedily and with a cache."""
     pad = getattr(cast(Any, model).config, "pad_token_id", None)
     out = cast(Any, model).generate(
@@ -283,7 +270,7 @@ def _answer(model: nn.Module, batch: Example) -> list[Tensor]:
     """What the model answers, with the same random numbers each time: some models draw noise even in evaluation mode."""
     # Some modules keep what a long input made them compute, such as other frequencies or a wider mask.
     with attributes_kept(model), seeded(model, 0):
-        if isinstance(batch, _Prompt):
+        if isinstance(batch, Prompt):
             return _continued(model, batch)
         return answers(call(model, batch))
 

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from headprune.attention import AttentionLayer
-from headprune.errors import HeadPruneError, first_line
+from headprune.errors import HeadPruneError
 from headprune.input_specs import build, of_config, recorded, with_own_dtype
-from headprune.inputs import Example, call, check_weights, model_device, move, usable
+from headprune.inputs import Example, call, check_weights, does_not_run, model_device, move, usable
 from headprune.offload import hook_of, is_elsewhere, is_offloaded, renewed
 from headprune.pruned import EmptyAttention, MultiheadAttention, convert, is_ours
 from headprune.running import quiet
@@ -71,10 +71,7 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
             try:
                 layers = _trace(model, given, buffers=False)
             except Exception as error:
-                raise HeadPruneError(
-                    f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
-                    "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
-                ) from error
+                raise does_not_run(error) from error
     if not layers and not any(_is_emptied(m) for m in model.modules()):
         raise HeadPruneError(
             f"{type(model).__name__} has no softmax attention that headprune can see.",

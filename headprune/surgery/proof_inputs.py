@@ -1,4 +1,4 @@
-"""Other inputs than the example, for a proof that must hold on them too: of other shapes and contents, and longer."""
+"""Inputs for the proof, derived from the example: other shapes, padding, other content, more tokens, and a prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headprune.inputs import Example, config_fields, first_rows, model_device, tensors
+from headprune.inputs import (
+    Example,
+    config_fields,
+    model_device,
+    scrambled,
+    shortened,
+    tensors,
+    variants,
+    vocabulary_size,
+    writes,
+)
 
 LENGTH = 64  # tokens of the longer input, if the example is short; a longer example is doubled
 LONG = 4096  # examples with more tokens (or samples of sound) are not made longer: that would cost too much
@@ -21,88 +31,28 @@ _LIMIT = re.compile(
 )
 
 
-def variants(example: Example) -> list[Example]:
-    """Differently shaped versions of an example, most different first.
-
-    In this order, as far as the example allows: fewer tokens and one padded position; one padded position; one row less. A
-    model that fixes its input's shape may refuse some: the caller tries them in turn.
-    """
-    found: list[Example] = []
-    if isinstance(example, Mapping) and isinstance(ids := example.get("input_ids"), Tensor) and ids.ndim == 2:
-        shorter = max(2, (ids.shape[1] * 3) // 5)
-        if shorter < ids.shape[1]:
-            cut = {k: _cut(k, v, ids, shorter) for k, v in example.items()}
-            if isinstance(mask := cut.get("attention_mask"), Tensor) and mask.ndim == 2:
-                cut["attention_mask"] = mask = mask.clone()
-                mask[0, -1] = 0
-            found.append(cut)
-    if (padded := _padded(example)) is not None:
-        found.append(padded)
-    batch = {t.shape[0] for t in tensors(example) if t.ndim}
-    if len(batch) == 1 and (rows := batch.pop()) > 1:
-        found.append(first_rows(example, rows - 1))
-    return found
+class Prompt(dict[str, Any]):
+    """An example from which the model generates token by token, with a cache."""
 
 
-def shortened(example: Example, most: int) -> Example:
-    """The first ``most`` tokens of a text, ``input_ids`` and what is as long; any other example as it is."""
-    ids = example.get("input_ids") if isinstance(example, Mapping) else None
-    if not isinstance(example, Mapping) or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] <= most:
-        return example
-    return {k: _cut(k, v, ids, most) for k, v in example.items()}
-
-
-def _cut(name: str, value: Any, ids: Tensor, length: int) -> Any:
-    """The first tokens of an argument that has as many as ``ids``."""
-    same = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == ids.shape
-    return value[:, :length] if same and not name.startswith("decoder_") else value
-
-
-def _padded(example: Example) -> Example | None:
-    """The example with the last token of its first row flipped in every mask: padding, if it was none. None without a mask."""
-    changed = False
-
-    def other(value: Any) -> Any:
-        nonlocal changed
-        if not isinstance(value, Tensor) or value.ndim != 2 or value.shape[1] < 3 or value.numel() == 0:
-            return value
-        if value.dtype != torch.bool and bool(((value != 0) & (value != 1)).any()):
-            return value
-        changed = True
-        value = value.clone()
-        value[0, -1] = value[0, -1] == 0
-        return value
-
-    if isinstance(example, Mapping):
-        made: Example = {k: other(v) if "mask" in k else v for k, v in example.items()}
-    elif isinstance(example, tuple | list):
-        made = tuple(other(v) if isinstance(v, Tensor) and not v.is_floating_point() else v for v in example)
-    else:
+def _prompt(model: nn.Module, example: Example) -> Prompt | None:
+    """The part of an example from which the model generates text; None if it cannot."""
+    if not isinstance(example, Mapping) or "input_ids" not in example or not writes(model):
         return None
-    return made if changed else None
+    return Prompt({k: v for k, v in example.items() if not k.startswith(("decoder_", "labels"))})
 
 
-def scrambled(example: Example, vocabulary: int) -> list[Example]:
-    """The example with random content: token ids below ``vocabulary``, or noise with the same standard deviation."""
-    generator = torch.Generator().manual_seed(0)
+def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
+    """Inputs for the proof: the example, versions with other shapes and padding, random content, more tokens, and a prompt.
 
-    def noise(t: Tensor) -> Tensor:
-        return torch.randn(t.shape, generator=generator).to(t.device, t.dtype) * t.float().std().to(t.dtype)
-
-    if isinstance(example, Mapping):
-        changed = {}
-        for key, value in example.items():
-            if key == "input_ids" and isinstance(value, Tensor) and vocabulary:
-                ids = torch.randint(0, vocabulary, value.shape, generator=generator).to(value.device, value.dtype)
-                # The first few ids mostly mark padding and ends: they stay where they are, and none are added.
-                changed[key] = torch.where((ids >= 5) & (value >= 5), ids, value)
-            elif key in ("pixel_values", "inputs_embeds", "input_features") and isinstance(value, Tensor):
-                changed[key] = noise(value)
-        return [{**example, **changed}] if changed else []
-    if isinstance(example, Tensor):
-        return [noise(example)] if example.is_floating_point() else []
-    first, *rest = example
-    return [(noise(first), *rest)] if isinstance(first, Tensor) and first.is_floating_point() else []
+    If all tokens of the example are alike, attention is uniform, which hides errors; if it is short, errors that only affect
+    later tokens are hidden. What is derived from a text has at most `LONG` tokens: with padding many models build a mask of tokens x
+    tokens. Each input is a list of choices: a model may refuse some, and the first that it takes is used.
+    """
+    short = shortened(example, LONG)
+    prompt = _prompt(model, short)
+    single = [example, *variants(short)[:2], *scrambled(short, vocabulary_size(model)), *([prompt] if prompt else [])]
+    return [[each] for each in single] + longer(example, position_limit(model))
 
 
 def longer(example: Example, limit: int | None = None) -> list[list[Example]]:
