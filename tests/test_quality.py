@@ -22,7 +22,9 @@ from tests.support.problems import small
 def subject() -> Subject:
     model, batches = small()
     layers = hp.find_attention(model, {k: v for k, v in batches[0].items() if k != "labels"})
-    return Subject("tiny", model, layers, lambda draw: batches[:2], batches[2:3], batches[2:], "accuracy", (4, 2), "few")
+    return Subject(
+        "tiny", model, layers, lambda draw: batches[:2], batches[2:3], batches[2:], "accuracy", (4, 2), "few"
+    )
 
 
 def options(**more: object) -> argparse.Namespace:
