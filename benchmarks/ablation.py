@@ -23,6 +23,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 warnings.filterwarnings("ignore")
 
+import real
 import torch
 import transformers
 from document import replace_section
@@ -113,11 +114,8 @@ def replayed(device: str, small: bool = False) -> list[str]:
 
 def minilm(folder: Path, device: str, examples: int) -> tuple[Any, Any, list[Any]]:
     """The model, its layers, and labelled batches of the training part."""
-    from headprune.app.data import DataOptions, load_parts
-    from headprune.app.models import load_model
-
-    loaded = load_model(str(folder), device=device, dtype="float32")
-    parts = load_parts(DataOptions(str(folder / "data"), limit=examples), loaded)
+    loaded, parts = real.load("minilm", folder, limit=examples, report_limit=1)
+    loaded.model.to(device).float()
     batches = [{name: value.to(device) for name, value in batch.items()} for batch in parts.score.batches()]
     return loaded.model, hp.find_attention(loaded.model, batches[0]), batches
 

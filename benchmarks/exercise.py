@@ -16,7 +16,6 @@ import copy
 import json
 import math
 import os
-import platform
 import re
 import textwrap
 import time
@@ -34,6 +33,7 @@ import exercise_pictures as pictures
 import exercise_translator as translator
 import jinja2
 import numpy as np
+import real
 import torch
 import transformers
 from scipy.stats import spearmanr
@@ -45,7 +45,6 @@ ROOT = Path(__file__).parent.parent
 HOME = ROOT / "docs" / "exercise"
 FIGURES = HOME / "figures.json"
 DOCUMENTS = {"en": ROOT / "docs" / "exercise.md", "zh": ROOT / "docs" / "exercise.zh.md"}
-MINILM = ROOT.parent / "shared" / "real" / "minilm-rt"
 STAGES = ("see", "d2l", "bert", "examples", "speed")
 NUMBER = 7394  # the translator's example: seven thousand three hundred ninety four
 SENTENCE = "the movie is not as bad as you might expect , but it never makes you laugh ."
@@ -226,13 +225,8 @@ def outcome(measured: hp.Measurement, dense: hp.Measurement | None = None) -> di
 
 
 def changed(change: hp.Change) -> dict[str, Any]:
-    return {
-        "value": change.value,
-        "low": change.low,
-        "high": change.high,
-        "p": change.p_value,
-        "verdict": change.verdict,
-    }
+    names = {"value": "value", "low": "low", "high": "high", "p": "p_value", "verdict": "verdict"}
+    return {short: getattr(change, name) for short, name in names.items()}
 
 
 def random_plans(subject: Subject, keep: int) -> list[hp.PruningPlan]:
@@ -716,13 +710,9 @@ def draw(figures: Mapping[str, Any]) -> None:
 
 
 def about() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "headprune": hp.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-        "cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 1),
+        "headprune": hp.__version__, "torch": torch.__version__, "transformers": transformers.__version__, "cpu": real.chip(),
+        "cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1),
     }  # fmt: skip
 
 
@@ -740,7 +730,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--render", action="store_true", help="only the documents, from the figures that are there")
     parser.add_argument("--quick", action="store_true", help="BERT on fewer examples; the documents say how many")
-    parser.add_argument("--minilm", type=Path, default=MINILM)
+    parser.add_argument("--minilm", type=Path, default=real.MINILM)
     options = parser.parse_args()
     figures = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
     if not options.render:

@@ -22,9 +22,10 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import real
 import torch
 import transformers as tf
-from scores import MINILM, say
+from real import MINILM, say
 from torch import nn
 from typer.testing import CliRunner
 
@@ -81,7 +82,7 @@ def measured(name: str, model: Path, data: Path, examples: int, keep: list[str],
         result = CliRunner().invoke(app, [*map(str, asked)])
         assert result.exit_code == 0, result.output
         found = json.loads((Path(folder) / "run" / "metrics.json").read_text())
-    unit = one_pass(model, data, examples)
+    unit = one_pass(name, examples)
     stages = {label: (seconds / unit, run / examples) for label, (seconds, run) in meter.stages.items()}
     say(f"\n{name}, {examples:,} examples, keep {', '.join(keep)}: a pass takes {unit:.2f} s of CPU time\n")
     say("| stage | passes' time | forward passes |\n|:--|--:|--:|")
@@ -91,14 +92,10 @@ def measured(name: str, model: Path, data: Path, examples: int, keep: list[str],
     return {"examples": examples, "keep": keep, "pass_seconds": unit, "stages": stages, "accuracy": accuracy}
 
 
-def one_pass(model: Path, data: Path, examples: int) -> float:
+def one_pass(name: str, examples: int) -> float:
     """CPU seconds of one forward pass over the scoring examples: the least of three."""
-    from headprune.app.data import DataOptions, load_parts
-    from headprune.app.models import load_model
-
-    loaded = load_model(str(model), device="cpu", dtype="float32")
-    batches = list(load_parts(DataOptions(str(data), limit=examples), loaded).score.batches())
-    times = []
+    loaded, parts = real.load(name, limit=examples)
+    batches, times = list(parts.score.batches()), []
     for _ in range(3):
         started = time.process_time()
         with torch.inference_mode():
@@ -122,7 +119,7 @@ def main() -> None:
         found["digits"] = measured("digits", model, data, given.limit or 1000, keep, ["ablation", "gradient"])
     if "minilm" in (given.which or ["minilm"]) and MINILM.exists():
         data = MINILM / "data"
-        found["minilm"] = measured("minilm-rt", MINILM, data, given.limit or 1024, given.keep or ["36"], ["gradient"])
+        found["minilm"] = measured("minilm", MINILM, data, given.limit or 1024, given.keep or ["36"], ["gradient"])
     print(json.dumps(found))
 
 

@@ -22,7 +22,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,15 @@ warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
 
 import baselines
 import numpy as np
+import real
 import smollm2
 import torch
 import transformers
 from document import replace_section
-from scores import MINILM, LeftOutError, about, number, say
+from real import LeftOutError, about, number, say
 from torch import nn
 
 import headprune as hp
-from headprune.app import demo
-from headprune.app.data import DataOptions, Part, Parts, load_parts
-from headprune.app.models import load_model
 from headprune.evaluation import evaluate
 from headprune.fingerprint import fingerprint
 
@@ -133,41 +132,17 @@ def layers_of(model: nn.Module, batch: Batch) -> list[hp.AttentionLayer]:
     return [layer for layer in hp.find_attention(model, example) if layer.maskable]
 
 
-def drawn(part: Part, draw: int, count: int) -> list[Batch]:
-    """``count`` examples from where the draws before end; the part's rows were shuffled."""
-    rows = slice(draw * count, (draw + 1) * count)
-    if rows.stop > len(part):
-        raise SystemExit(f"{len(part)} examples are too few for draw {draw + 1} of {count}")
-    return list(replace(part, rows=part.rows[rows], features=part.features[rows]).batches())
-
-
-def of_parts(title: str, loaded: Any, parts: Parts, count: int, counts: tuple[int, ...]) -> Subject:
+def of_parts(name: str, count: int, counts: tuple[int, ...], options: argparse.Namespace) -> Subject:
+    loaded, parts = real.load(name, options.minilm, **({"batch_size": 100} if name == "digits" else {}))
     report = list(parts.report.batches())
     data = (
         f"{count} examples a draw of the {parts.score.split} split, {len(parts.choose)} of {parts.choose.split} to choose by, "
         f"all {len(parts.report):,} of {parts.report.split} reported"
     )
     return Subject(
-        title, loaded.model, layers_of(loaded.model, report[0]), lambda draw: drawn(parts.score, draw, count),
+        real.TITLES[name], loaded.model, layers_of(loaded.model, report[0]), lambda draw: real.drawn(parts.score, draw, count),
         list(parts.choose.batches()), report, "accuracy", counts, data,
     )  # fmt: skip
-
-
-def minilm(options: argparse.Namespace) -> Subject:
-    path = options.minilm or MINILM
-    if not path.is_dir():
-        raise LeftOutError("minilm-rt is not there (--minilm PATH); benchmarks/build_minilm_rt.py builds it")
-    loaded = load_model(str(path), device="cpu")
-    # As many of each split as there are: draws are cut from them here.
-    parts = load_parts(DataOptions(str(path / "data"), limit=10**6, report_limit=10**6), loaded)
-    return of_parts("minilm-rt (BERT on Rotten Tomatoes)", loaded, parts, 1024, (54, 36, 24, 18, 12, 6))
-
-
-def digits(options: argparse.Namespace) -> Subject:
-    model_path, data_path, _ = demo.prepare(demo.HOME, lambda done, total: None)
-    loaded = load_model(str(model_path), device="cpu")
-    parts = load_parts(DataOptions(str(data_path), limit=10**6, report_limit=10**6, batch_size=100), loaded)
-    return of_parts("ViT on digits (the demo's)", loaded, parts, 320, (18, 12, 7, 6, 4))
 
 
 def smollm(options: argparse.Namespace) -> Subject:
@@ -191,7 +166,11 @@ def smollm(options: argparse.Namespace) -> Subject:
     )  # fmt: skip
 
 
-SUBJECTS: dict[str, Callable[[argparse.Namespace], Subject]] = {"minilm": minilm, "digits": digits, "smollm2": smollm}
+SUBJECTS: dict[str, Callable[[argparse.Namespace], Subject]] = {
+    "minilm": partial(of_parts, "minilm", 1024, (54, 36, 24, 18, 12, 6)),
+    "digits": partial(of_parts, "digits", 320, (18, 12, 7, 6, 4)),
+    "smollm2": smollm,
+}
 
 
 # -- measuring ---------------------------------------------------------------------------------
@@ -366,9 +345,7 @@ def main() -> None:
             parts += ["", f"### {key}", "", f"Left out: {error}."]
             continue
         parts += ["", *table(subject, measure(key, subject, options, cache))]
-    where = about("quality.py")
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    text = "\n".join([*parts, "", f"`{where['command']}`: {versions}; {where['machine']}."])
+    text = "\n".join([*parts, "", about("quality.py")])
     print(text)
     partial = options.only or options.methods or options.counts or options.draws < DRAWS
     if partial and not options.cached:

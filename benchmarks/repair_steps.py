@@ -17,21 +17,20 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import real
 import torch
 import transformers as tf
-from scores import MINILM, LeftOutError, about, say
+from real import LeftOutError, about, say
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.app import demo
-from headprune.app.data import DataOptions, load_parts
-from headprune.app.models import load_model
 from headprune.fidelity import Fidelity
 from headprune.reference import calibrate, measure
 from headprune.repairing import Refit, checked
@@ -111,32 +110,18 @@ def gpt() -> Subject:
     return Subject(model.eval(), parts, (12, 8, 5, 3))
 
 
-def minilm() -> Subject:
-    if not MINILM.is_dir():
-        raise LeftOutError("minilm-rt is not there; benchmarks/build_minilm_rt.py builds it")
-    return _loaded(MINILM, MINILM / "data", 1024, (54, 36, 18, 9))
-
-
-def digits() -> Subject:
-    model, data, _ = demo.prepare(demo.HOME, lambda done, total: None)
-    return _loaded(model, data, 320, (18, 12, 7, 4))
-
-
-def _loaded(model: Path, data: Path, count: int, keeps: tuple[int, ...]) -> Subject:
+def of_parts(name: str, count: int, keeps: tuple[int, ...]) -> Subject:
     """Draws have no scoring example in common."""
-    loaded = load_model(str(model), device="cpu")
-    parts = load_parts(DataOptions(str(data), limit=10**6, report_limit=10**6, batch_size=64), loaded)
+    loaded, parts = real.load(name, batch_size=64)
     choose, unseen = list(parts.choose.batches()), list(parts.report.batches())
-
-    def of_draw(draw: int) -> tuple[list[Batch], list[Batch], list[Batch]]:
-        own = slice(draw * count, (draw + 1) * count)
-        score = replace(parts.score, rows=parts.score.rows[own], features=parts.score.features[own])
-        return list(score.batches()), choose, unseen
-
-    return Subject(loaded.model, of_draw, keeps)
+    return Subject(loaded.model, lambda draw: (real.drawn(parts.score, draw, count), choose, unseen), keeps)
 
 
-SUBJECTS: dict[str, Callable[[], Subject]] = {"gpt": gpt, "digits": digits, "minilm": minilm}
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "gpt": gpt,
+    "digits": partial(of_parts, "digits", 320, (18, 12, 7, 4)),
+    "minilm": partial(of_parts, "minilm", 1024, (54, 36, 18, 9)),
+}
 
 
 # -- measuring ---------------------------------------------------------------------------------
@@ -222,7 +207,7 @@ def main() -> None:
     models = {
         name: summary([r for r in rows if r["model"] == name]) for name in dict.fromkeys(r["model"] for r in rows)
     }
-    print(json.dumps({**about("repair_steps.py"), "all": summary(rows), "models": models}))
+    print(json.dumps({"about": about("repair_steps.py"), "all": summary(rows), "models": models}))
 
 
 if __name__ == "__main__":
