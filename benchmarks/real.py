@@ -50,6 +50,11 @@ def load(name: str, minilm: Path | None = None, **options: Any) -> tuple[Any, Pa
         data = model / "data"
         if not model.is_dir():
             raise LeftOutError("minilm-rt is not there (--minilm PATH); benchmarks/build_minilm_rt.py builds it")
+    return load_folder(model, data, **options)
+
+
+def load_folder(model: Path, data: Path, **options: Any) -> tuple[Any, Parts]:
+    """As `load`, of any folders."""
     loaded = load_model(str(model), device="cpu")
     return loaded, load_parts(DataOptions(str(data), **{"limit": MANY, "report_limit": MANY, **options}), loaded)
 
