@@ -7,7 +7,7 @@ the class has the pruned model's tensors (`statement`); `stock_instance` makes a
 
 from headprune.stock.counts import Counts, alike
 from headprune.stock.instance import built, prove, stock_instance
-from headprune.stock.statement import CannotStateError, Statement, configs_in, dense_class, on_meta, pattern, statements
+from headprune.stock.statement import CannotStateError, Statement, configs_in, dense_class, pattern, statements
 
 __all__ = [
     "CannotStateError",
@@ -17,7 +17,6 @@ __all__ = [
     "built",
     "configs_in",
     "dense_class",
-    "on_meta",
     "pattern",
     "prove",
     "statements",
