@@ -1,7 +1,7 @@
-"""What ablation and gradients cost, and whether an estimate from few examples holds.
+"""What ablation costs, and whether an estimate from few examples holds.
 
     python benchmarks/ablation.py                       # all, and the section of docs/benchmarks.md; about half an hour
-    python benchmarks/ablation.py --only replayed       # prints one part: replayed, gradients, few
+    python benchmarks/ablation.py --only replayed       # prints one part: replayed, few
     python benchmarks/ablation.py --device cuda         # on a GPU, where replay stacks more
 
 Every ratio is of times taken in turn in this one run; `headprune.score` is timed with everything that it does. minilm-rt is looked for
@@ -23,6 +23,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 warnings.filterwarnings("ignore")
 
+import real
 import torch
 import transformers
 from document import replace_section
@@ -30,9 +31,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import headprune as hp
-from headprune.app.data import DataOptions, load_parts
-from headprune.app.models import load_model
-from headprune.gates import gated
 from headprune.scoring import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -111,54 +109,15 @@ def replayed(device: str, small: bool = False) -> list[str]:
     ]
 
 
-# -- gradients ---------------------------------------------------------------------------------
+# -- few examples ------------------------------------------------------------------------------
 
 
 def minilm(folder: Path, device: str, examples: int) -> tuple[Any, Any, list[Any]]:
     """The model, its layers, and labelled batches of the training part."""
-
-    loaded = load_model(str(folder), device=device, dtype="float32")
-    parts = load_parts(DataOptions(str(folder / "data"), limit=examples), loaded)
+    loaded, parts = real.load("minilm", folder, limit=examples, report_limit=1)
+    loaded.model.to(device).float()
     batches = [{name: value.to(device) for name, value in batch.items()} for batch in parts.score.batches()]
     return loaded.model, hp.find_attention(loaded.model, batches[0]), batches
-
-
-def bertology(model: Any, layers: Any, batches: list[Any]) -> Tensor:
-    """transformers' run_bertology.py for v5: eager attention, one gate per head, gradients of the weights too."""
-
-    gates = {a.name: torch.ones(a.num_heads, requires_grad=True, device=model.device) for a in layers}
-    total = torch.zeros(sum(a.num_heads for a in layers), device=model.device)
-    model.set_attn_implementation("eager")
-    for batch in batches:
-        with gated(model, layers, gates):
-            model(**batch).loss.backward()
-        total += torch.cat([gate.grad.abs() for gate in gates.values()])
-    model.zero_grad()
-    model.set_attn_implementation("sdpa")
-    return total
-
-
-def gradients(folder: Path, device: str, examples: int = 256) -> list[str]:
-    model, layers, batches = minilm(folder, device, examples)
-    runs = (
-        partial(losses, model, batches),
-        partial(hp.score, model, batches, "gradient", layers=layers),
-        partial(bertology, model, layers, batches),
-    )
-    in_turn(device, 1, *runs)  # for warm-up
-    plain, ours, theirs = in_turn(device, 5, *runs)
-    return [
-        f"minilm-rt, 72 heads, {examples} sentences, batches of 32. Timed in turn; median (minimum to maximum) of 5 rounds:",
-        "",
-        "| | ratio |",
-        "|---|---|",
-        f"| scores by gradient / plain forward pass | {ratio(ours, plain)} |",
-        f"| run_bertology's loop for v5 (eager, gradients of weights) / plain forward pass | {ratio(theirs, plain)} |",
-        f"| scores by gradient / run_bertology's loop | {ratio(ours, theirs)} |",
-    ]
-
-
-# -- few examples ------------------------------------------------------------------------------
 
 
 def few(folder: Path, device: str, examples: int = 512, share: float = 0.08, draws: int = 10) -> list[str]:
@@ -185,7 +144,7 @@ def few(folder: Path, device: str, examples: int = 512, share: float = 0.08, dra
     ]
 
 
-PARTS = {"replayed": "Exact ablation, replayed", "gradients": "Gradients", "few": "Ablation of few examples"}
+PARTS = {"replayed": "Exact ablation, replayed", "few": "Ablation of few examples"}
 
 
 def main() -> None:
@@ -198,9 +157,7 @@ def main() -> None:
     lines = []
     for name in given.only:
         left_out = ["Left out: minilm-rt is not there."] if name != "replayed" and not given.minilm.is_dir() else None
-        found = left_out or (
-            replayed(given.device) if name == "replayed" else globals()[name](given.minilm, given.device)
-        )
+        found = left_out or (replayed(given.device) if name == "replayed" else few(given.minilm, given.device))
         lines += [f"### {PARTS[name]}", "", *found, ""]
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {given.device}, 1 thread"
     text = "\n".join([*lines, f"`python benchmarks/ablation.py`, {versions}."])

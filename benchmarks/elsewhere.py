@@ -16,11 +16,11 @@ from typing import Any
 import smollm2
 import torch
 import transformers
+from real import MINILM
 
 import headprune as hp
 
 ROOT = Path(__file__).parent.parent
-MINILM = ROOT.parent / "shared" / "real" / "minilm-rt"
 BASE = ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0")
 ONNXRUNTIME, OPENVINO, LLAMA_CPP = "onnxruntime==1.32.0", "openvino==2026.4.1", "xllamacpp==2026.10.11549"
 KINDS = ("uniform", "uneven", "emptied", "repaired")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import statistics
 import tempfile
@@ -21,12 +20,12 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import real
 import smollm2
 import torch
 from document import replace_section
 
 import headprune as hp
-from headprune.app.models import load_model
 from headprune.exporting import export, llama_cpp, time_onnx
 
 ROOT = Path(__file__).parent.parent
@@ -48,17 +47,14 @@ def variants(dense: Any, batches: list[Any], keep: dict[str, str]) -> Iterator[t
 
 def onnx(minilm: Path) -> list[str]:
     """minilm-rt in PyTorch, onnxruntime and OpenVINO, a batch of 8 x 128 tokens."""
-    loaded = load_model(str(minilm), device="cpu", dtype="float32")
-    rows = [json.loads(line) for line in (minilm / "data" / "train.jsonl").read_text().splitlines()[:128]]
-    batches = []
-    for start in range(0, 128, 16):
-        part = rows[start : start + 16]
-        coded = loaded.processor([r["text"] for r in part], return_tensors="pt", padding=True)
-        batches.append({**coded, "labels": torch.tensor([r["label"] for r in part])})
+    loaded, parts = real.load("minilm", minilm, limit=128, report_limit=1)
+    batches = list(parts.score.batches())
     ids = torch.randint(1000, 2000, (8, 128))
     example = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "attention_mask": torch.ones_like(ids)}
     models = dict(
-        variants(loaded.model, batches, {"75 % of heads": "75%", "50 % of heads": "50%", "25 % of heads": "25%"})
+        variants(
+            loaded.model.float(), batches, {"75 % of heads": "75%", "50 % of heads": "50%", "25 % of heads": "25%"}
+        )
     )
     with tempfile.TemporaryDirectory() as folder:
         times = {"PyTorch": hp.benchmark(models, example)}

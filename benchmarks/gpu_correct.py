@@ -225,13 +225,12 @@ def kernels(options: argparse.Namespace) -> list[str]:
 
 
 def speed(options: argparse.Namespace) -> list[str]:
-    """Replayed ablation against a plain loop; a gradient pass against a forward pass; few examples against all."""
+    """Replayed ablation against a plain loop; few examples against all."""
     import ablation
 
     lines = ablation.replayed(options.device, small=options.small)
     if options.minilm:
         count = 32 if options.small else 512
-        lines += ["", *ablation.gradients(options.minilm, options.device, count)]
         lines += ["", *ablation.few(options.minilm, options.device, count, 0.08)]
     return lines
 

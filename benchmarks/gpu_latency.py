@@ -33,14 +33,9 @@ import headprune as hp
 warnings.filterwarnings("ignore")
 
 
-def without(model: Any, layers: Sequence[hp.AttentionLayer], share: float, seed: int | None = None) -> tuple[Any, Any]:
-    """A copy that keeps a share of its heads, proved, and what went: the same in every layer, or drawn at random over all."""
-    drop: dict[str, list[int]] = {a.name: [] for a in layers}
-    going = [(a.name, unit) for a in layers for unit in a.units[round(share * len(a.units)) :]]
-    if seed is not None:
-        going = random.Random(seed).sample([(a.name, unit) for a in layers for unit in a.units], len(going))
-    for name, unit in going:
-        drop[name] += unit
+def without(model: Any, layers: Sequence[hp.AttentionLayer], share: float) -> tuple[Any, Any]:
+    """A copy that keeps a share of its heads in every layer, proved, and what went."""
+    drop = {a.name: [h for unit in a.units[round(share * len(a.units)) :] for h in unit] for a in layers}
     other = copy.deepcopy(model)
     hp.prune(other, drop, fed(model, 2, 16), layers=layers)
     return other, drop
@@ -59,13 +54,9 @@ def versions(shape: str, kind: str, shares: Sequence[float], options: argparse.N
     model = built(shape, options, kind)
     layers = hp.find_attention(model, fed(model, 2, 16))
     found = {f"{share:.0%}": without(model, layers, share) for share in shares}
-    if len(shares) > 2:
-        found["50% uneven"] = without(model, layers, 0.5, seed=0)
     yield model, layers, {n: m for n, (m, _) in found.items()}, {n: drop for n, (_, drop) in found.items()}
     del model, found
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 # -- the whole command -----------------------------------------------------------------------------

@@ -12,33 +12,30 @@ checkout; left out if it is in neither place) and SmolLM2. Methods are those of 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
 import os
-import platform
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import real
 import smollm2
 import torch
 import transformers
 from document import replace_section
+from real import number, say
 from torch import Tensor
 
 import headprune as hp
-from headprune.app import demo
-from headprune.app.data import DataOptions, Part, load_parts
-from headprune.app.models import load_model
 from headprune.errors import first_line
 from headprune.inputs import call
 from headprune.scoring import METHODS, Settings
@@ -50,7 +47,6 @@ EXCLUDED = {"smollm2": {"shapley", "l0", "dsp", "mean-ablation", "resample-ablat
 # These are run on the first draw of examples alone, for the same reason.
 ONCE = {"minilm": {"shapley", "mean-ablation", "resample-ablation"}, "smollm2": {"ablation", "integrated-gradients"}}
 COMPARED = ("ablation", "gradient")  # what every other method's ranks are compared with
-MINILM = Path(__file__).resolve().parents[2] / "shared" / "real" / "minilm-rt"
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 PERMUTATIONS = 16  # for Shapley values: enough to see their cost, and how unsure they still are
 QUICK = 1.0  # seconds: a method that takes less is timed three times
@@ -67,51 +63,31 @@ class Subject:
     examples: str
 
 
-class LeftOutError(Exception):
-    """A model that is not here; the message says how to get it."""
-
-
-def digits(options: argparse.Namespace) -> Subject:
-    model_path, data_path, _ = demo.prepare(demo.HOME, lambda done, total: None)
-    loaded = load_model(str(model_path), device="cpu")
-    parts = load_parts(DataOptions(str(data_path), limit=2 * options.digits, report_limit=1), loaded)
-    first, second = halves(parts.score, options.digits, 100)
-    return Subject("ViT on digits (the demo's)", loaded.model, first, second, f"{options.digits} images")
-
-
-def minilm(options: argparse.Namespace) -> Subject:
-    path = options.minilm or MINILM
-    if not path.is_dir():
-        where = "--minilm PATH" if options.minilm is None else options.minilm.name
-        raise LeftOutError(f"no model at {where}; benchmarks/build_minilm_rt.py builds it")
-    loaded = load_model(str(path), device="cpu")
-    parts = load_parts(DataOptions(str(path / "data"), limit=2 * options.sentences, report_limit=1), loaded)
-    first, second = halves(parts.score, options.sentences, 32)
-    title = "minilm-rt (BERT on Rotten Tomatoes)"
-    return Subject(title, loaded.model, first, second, f"{options.sentences} sentences")
+def of_parts(name: str, options: argparse.Namespace) -> Subject:
+    count, batch_size, what = (
+        (options.digits, 100, "images") if name == "digits" else (options.sentences, 32, "sentences")
+    )
+    loaded, parts = real.load(name, options.minilm, limit=2 * count, report_limit=1, batch_size=batch_size)
+    first, second = (real.drawn(parts.score, draw, count) for draw in (0, 1))
+    return Subject(real.TITLES[name], loaded.model, first, second, f"{count} {what}")
 
 
 def smollm(options: argparse.Namespace) -> Subject:
     try:
         model, tokenizer = smollm2.load()
     except ModuleNotFoundError as error:
-        raise LeftOutError(str(error)) from None
+        raise real.LeftOutError(str(error)) from None
     count, length = options.windows, options.length
     windows = smollm2.text(tokenizer, 2 * count, length, skip=-(-smollm2.REPORT * smollm2.LENGTH // length))
     batches = [[{"input_ids": w, "labels": w} for w in half.split(4)] for half in windows.split(count)]
     return Subject("SmolLM2-135M-Instruct on IMDB's reviews", model, *batches, f"{count} windows of {length} tokens")
 
 
-SUBJECTS: dict[str, Callable[[argparse.Namespace], Subject]] = {"digits": digits, "minilm": minilm, "smollm2": smollm}
-
-
-def halves(part: Part, count: int, batch_size: int) -> tuple[list[Batch], list[Batch]]:
-    """The part's first ``count`` examples and the ``count`` after them; its rows were shuffled."""
-    if len(part) < 2 * count:
-        raise SystemExit(f"there are {len(part)} examples for two draws, not 2 x {count}")
-    cuts = (slice(0, count), slice(count, 2 * count))
-    draws = [replace(part, rows=part.rows[c], features=part.features[c], batch_size=batch_size) for c in cuts]
-    return list(draws[0].batches()), list(draws[1].batches())
+SUBJECTS: dict[str, Callable[[argparse.Namespace], Subject]] = {
+    "digits": partial(of_parts, "digits"),
+    "minilm": partial(of_parts, "minilm"),
+    "smollm2": smollm,
+}
 
 
 def forward_seconds(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
@@ -187,7 +163,7 @@ def examine(key: str, subject: Subject, options: argparse.Namespace) -> dict[str
             say(f"{said}, {time.perf_counter() - begun:.0f} s")
     heads = sum(layer.num_heads for layer in layers if layer.maskable)
     return {
-        "title": subject.title, "examples": subject.examples, "heads": heads, "trace_seconds": trace, "about": about(),
+        "title": subject.title, "examples": subject.examples, "heads": heads, "trace_seconds": trace, "about": real.about("scores.py"),
         "methods": methods,
     }  # fmt: skip
 
@@ -198,24 +174,6 @@ def first_row(scores: hp.HeadScores, timing: dict[str, float]) -> dict[str, Any]
     return {**timing, "values": scores.flat().tolist(), "stderr": stderr, "why_no_stderr": scores.details.get("stderr")}
 
 
-def about(script: str = "scores.py") -> dict[str, Any]:
-    """Where this runs. No path and no date."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        chip = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        chip = platform.processor() or platform.machine()
-    words = ["PATH" if "/" in word else word for word in sys.argv[1:]]
-    return {
-        "command": shlex.join(["python", f"benchmarks/{script}", *words]),
-        "versions": {
-            "headprune": hp.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-            "scipy": importlib.metadata.version("scipy"), "Python": platform.python_version(),
-        },
-        "machine": f"{chip}, {os.cpu_count()} cores, torch on {torch.get_num_threads()} thread(s)",
-    }  # fmt: skip
-
-
 def spearman(a: Sequence[float] | None, b: Sequence[float] | None) -> float | None:
     """Rank correlation; None where there is nothing to compare or nothing to rank."""
     from scipy.stats import spearmanr
@@ -223,13 +181,6 @@ def spearman(a: Sequence[float] | None, b: Sequence[float] | None) -> float | No
     if a is None or b is None or len(set(a)) < 2 or len(set(b)) < 2:
         return None
     return float(spearmanr(a, b).statistic)
-
-
-def number(value: float | None, form: str = ".3g") -> str:
-    if value is None or not math.isfinite(value):
-        return "–"
-    text = format(value, form)
-    return f"{float(text):.0f}" if "e+" in text else text  # 410, not 4.1e+02
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
@@ -282,8 +233,7 @@ def section(document: Mapping[str, Any]) -> str:
     lines = []
     runs: dict[str, list[str]] = {}
     for key, found in there.items():
-        versions = ", ".join(f"{name} {version}" for name, version in found["about"]["versions"].items())
-        runs.setdefault(f"`{found['about']['command']}`: {versions}; {found['about']['machine']}.", []).append(key)
+        runs.setdefault(found["about"], []).append(key)
     lines += ["Made by:", "", *(f"- {', '.join(keys)} {run}" for run, keys in runs.items())]
     for key, found in document["models"].items():
         if "left_out" in found:
@@ -295,10 +245,6 @@ def section(document: Mapping[str, Any]) -> str:
         if missing:
             lines.append(f"- Not run on this model: {', '.join(f'`{name}`' for name in missing)}.")
     return "\n".join(lines)
-
-
-def say(text: str, end: str = "\n") -> None:
-    print(text, end=end, file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -326,7 +272,7 @@ def main() -> None:
             continue
         try:
             document["models"][key] = examine(key, SUBJECTS[key](options), options)
-        except LeftOutError as error:
+        except real.LeftOutError as error:
             document["models"][key] = {"left_out": str(error)}
             say(f"{key} is left out: {error}")
         if options.json:  # after each model, so that a run that is stopped loses one

@@ -25,6 +25,7 @@ def test_the_tests_of_a_room_guard_it(room: str, tmp_path: Path) -> None:
             (tmp_path / tree / "headprune" / name / "a.py").write_text("a = 1\n")
     (tmp_path / "copy" / "headprune" / room / "a.py").write_text("a = 2\n")
     assert mutations.changed(tmp_path / "copy", tmp_path / "original") == room
+    assert mutations.changed(tmp_path / "copy", tmp_path / "copy") == ""
     assert all(list((ROOT / "tests").glob(pattern)) for pattern in mutations.ROOMS[room])
     assert f'"headprune/{room}"' in (ROOT / "cosmic-ray.toml").read_text()
 

@@ -8,7 +8,6 @@ Writes its section of docs/tests.md. A session begins anew when the code of thes
 from __future__ import annotations
 
 import argparse
-import filecmp
 import math
 import os
 import shutil
@@ -41,19 +40,22 @@ def wilson(good: int, of_all: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def changed(tree: Path, original: Path) -> str:
-    """The room of the file that is not as in the checkout."""
-    for room in ROOMS:
-        for file in (tree / "headprune" / room).rglob("*.py"):
-            if not filecmp.cmp(file, original / file.relative_to(tree), shallow=False):
-                return room
-    return "planning"
+    """The room of the first file of the rooms that is another one in a copy; "" if all are the same."""
+    now, before = (
+        {
+            file.relative_to(root): file.read_bytes()
+            for room in ROOMS
+            for file in (root / "headprune" / room).rglob("*.py")
+        }
+        for root in (tree, original)
+    )
+    return next((path.parts[1] for path in {**now, **before} if now.get(path) != before.get(path)), "")
 
 
 def test() -> int:
     """Run the tests of the room that cosmic-ray has changed; called in the copy."""
-    files = [
-        str(path) for glob in ROOMS[changed(ROOT, ROOT.parents[2])] for path in sorted((ROOT / "tests").glob(glob))
-    ]
+    room = changed(ROOT, ROOT.parents[2]) or "planning"
+    files = [str(path) for glob in ROOMS[room] for path in sorted((ROOT / "tests").glob(glob))]
     options = ["-x", "-q", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider", "-W", "ignore"]
     return subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, check=False).returncode
 
@@ -61,11 +63,10 @@ def test() -> int:
 def run(minutes: float) -> Path:
     """Try changes for so long; gives cosmic-ray's session."""
     tree, before, session = CACHE / "tree", CACHE / "before", CACHE / "session.sqlite"
-    rooms = [f"headprune/{room}" for room in ROOMS]
-    if not all(before.joinpath(room).is_dir() and not filecmp.dircmp(ROOT / room, before / room, shallow=False).diff_files for room in rooms):  # fmt: skip
+    if changed(ROOT, before):
         shutil.rmtree(CACHE, ignore_errors=True)
-        for room in rooms:
-            shutil.copytree(ROOT / room, before / room)
+        for room in ROOMS:
+            shutil.copytree(ROOT / "headprune" / room, before / "headprune" / room)
     shutil.rmtree(tree, ignore_errors=True)  # a change may be left in it
     tree.mkdir(parents=True)
     subprocess.run(f"git ls-files -co --exclude-standard -z | xargs -0 cp --parents -t {tree}", shell=True, cwd=ROOT)

@@ -34,8 +34,8 @@ def fatal(path: Path) -> HeadPruneError | None:
                 opened = line.count(b"[") + line.count(b"{")
                 if depth == 0 and opened <= _DEEPEST and opened == line.count(b"]") + line.count(b"}"):
                     continue  # a whole object, as nearly every line of JSON lines is
-                for found in _BRACKETS.finditer(line):
-                    depth += (found[0] in (b"[", b"{")) - (found[0] in (b"]", b"}"))
+                for token in _BRACKETS.finditer(line):
+                    depth += (token[0] in (b"[", b"{")) - (token[0] in (b"]", b"}"))
                     if depth > _DEEPEST:
                         return _unreadable(file, number, f"there are values within values, more than {_DEEPEST:,} deep")
     return None

@@ -111,15 +111,15 @@ def _load_file(path: Path, streaming: bool = False) -> Any:
     )
 
 
-def _first_broken(path: Path) -> HeadPruneError | None:
+def unreadable_file(path: Path) -> HeadPruneError | None:
     """The error for the first file, of a folder or itself, that cannot be read by itself; None without one.
 
     The library's error for a folder does not name the file.
     """
     for file in files_in(path, *BUILDERS):
         try:
-            if BUILDERS[file.suffix.lower()] != "parquet" and (found := broken_line(file)):
-                return found
+            if BUILDERS[file.suffix.lower()] != "parquet" and (problem := broken_line(file)):
+                return problem
             for _ in _load_file(file, streaming=True).with_format("arrow").iter(1000):
                 pass
         except Exception as error:
@@ -157,8 +157,8 @@ def _unreadable(dataset: str, error: Exception) -> HeadPruneError:
     if (elsewhere := _of_the_cache(path, error)) is not None:
         return elsewhere
     if path.exists():
-        if found := _first_broken(path):
-            return found
+        if problem := unreadable_file(path):
+            return problem
         if path.is_dir() and glob.has_magic(str(path.resolve())):
             return HeadPruneError(
                 f"{path} cannot be read as a dataset: the library takes *, ? and [ in {path.resolve()} for patterns of names.",

@@ -1,6 +1,6 @@
 """What a run will cost, roughly: two passes timed, times the passes that are counted before the work.
 
-To be within half; `benchmarks/estimate.py` compares it with real runs on five models.
+To be within half; `benchmarks/passes.py` compares it with real runs on five models.
 """
 
 from __future__ import annotations
