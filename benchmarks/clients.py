@@ -20,23 +20,24 @@ import elsewhere
 import torch
 import transformers
 from document import replace_section
+from export_files import table
 
 import headprune as hp
-from headprune.app.data.part import content_hash
 
 TEXTS = ["a wonderful film", "dull, lifeless and far too long for what it has to say"]
 BERT, LLAMA = elsewhere.MODELS
 
-# What runs before each client's own lines: `folder` (or file), `inputs` (padded ids and mask), `expected` (logits, float32).
-_TORCH = """
+# What runs before each client's own lines: `folder`, `inputs` (padded ids and mask), `expected` (logits, float32).
+_BEFORE = """
 import json, sys, tempfile
 import torch, transformers
 transformers.utils.logging.set_verbosity_error()
-folder, given = sys.argv[1], json.load(open(sys.argv[2]))
-auto = getattr(transformers, given["auto"])
-tokenizer = transformers.AutoTokenizer.from_pretrained(given["tokenizer"])
-inputs = {name: torch.tensor(value) for name, value in given["inputs"].items()}
-expected = torch.tensor(given["expected"])
+folder, texts, name = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+auto = getattr(transformers, name)
+tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+expected = torch.load(sys.argv[4])
 
 
 def loaded(where=None, **more):
@@ -45,26 +46,12 @@ def loaded(where=None, **more):
 
 def off(model):
     with torch.no_grad():
-        return told(model(**inputs).logits)
+        compare(model(**inputs).logits)
 
 
-def told(logits):
+def compare(logits):
     kept = inputs["attention_mask"].bool() if logits.dim() == 3 else slice(None)
     print("off", float((logits[kept] - expected[kept]).abs().max() / expected[kept].abs().max()))
-"""
-_NUMPY = """
-import json, sys
-from pathlib import Path
-import numpy as np
-file, given = Path(sys.argv[1]), json.load(open(sys.argv[2]))
-arrays = {name: np.asarray(value, np.int64) for name, value in given["inputs"].items()}
-arrays["position_ids"] = np.broadcast_to(np.arange(arrays["input_ids"].shape[1]), arrays["input_ids"].shape)
-expected = np.asarray(given["expected"], np.float32)
-
-
-def told(logits):
-    kept = arrays["attention_mask"].astype(bool) if expected.ndim == 3 else slice(None)
-    print("off", float(np.abs(logits[kept] - expected[kept]).max() / np.abs(expected[kept]).max()))
 """
 
 
@@ -73,17 +60,14 @@ class Client:
     """One way to run a model.
 
     Attributes:
-        packages: What its environment has, beside `elsewhere.BASE` where ``on_base``.
-        code: Prints ``off SHARE`` (of the largest logit) or ``runs WHAT`` as its last line.
-        to: The format that `headprune export` writes for it; None for the folder itself.
+        code: Prints ``off SHARE`` (of the largest logit) or ``runs WHAT`` as its last line; or one of `elsewhere.WAYS`.
+        packages: What its environment has, beside `elsewhere.BASE`.
     """
 
     name: str
     code: str
     packages: tuple[str, ...] = ()
     models: tuple[str, ...] = elsewhere.MODELS
-    to: str | None = None
-    on_base: bool = True
 
 
 CLIENTS = (
@@ -101,34 +85,29 @@ assert texts[0] == texts[1], texts
 print("runs the same tokens")
 """, models=(LLAMA,)),
     Client("transformers: `pipeline(folder)`", """
-task = "text-classification" if "Classification" in given["auto"] else "text-generation"
-more = {"max_new_tokens": 4} if task == "text-generation" else {}
-found = transformers.pipeline(task, folder, trust_remote_code=True, dtype=torch.float32)(given["texts"], **more)
-if task == "text-classification":
-    shares = [one["score"] for one in found]
-    assert max(abs(a - float(b)) for a, b in zip(shares, expected.softmax(-1).amax(-1))) < 1e-5, found
+task = "text-classification" if "Classification" in name else "text-generation"
+found = transformers.pipeline(task, folder, trust_remote_code=True, dtype=torch.float32)(texts)
+shares = [one["score"] for one in found if "score" in one]
+assert all(abs(a - float(b)) < 1e-5 for a, b in zip(shares, expected.softmax(-1).amax(-1))), found
 print("runs", len(found))
 """),
     Client("transformers: `Trainer`, saved and resumed", """
 rows = [{**{name: value[i] for name, value in inputs.items()}, "labels": torch.tensor(i)} for i in (0, 1)] * 4
 there = tempfile.mkdtemp()
+more = {"save_steps": 1, "per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, "seed": 0, "learning_rate": 1e-4}
 
 
-def trained(steps, **more):
-    options = transformers.TrainingArguments(
-        there, max_steps=steps, save_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True, seed=0, learning_rate=1e-4,
-    )
-    trainer = transformers.Trainer(loaded(), options, train_dataset=rows)
-    trainer.train(**more)
-    return trainer
+def trained(**resume):
+    trainer = transformers.Trainer(loaded(), transformers.TrainingArguments(there, max_steps=2, **more), train_dataset=rows)
+    trainer.train(**resume)
+    return trainer.model.eval()
 
 
-whole = trained(2).model.eval()
-resumed = trained(2, resume_from_checkpoint=there + "/checkpoint-1").model.eval()
+whole, resumed = trained(), trained(resume_from_checkpoint=there + "/checkpoint-1")
 saved = loaded(there + "/checkpoint-2")
 with torch.no_grad():
     expected = whole(**inputs).logits
-    told(torch.stack([resumed(**inputs).logits - expected, saved(**inputs).logits - expected]).abs().amax(0) + expected)
+    compare(torch.stack([resumed(**inputs).logits - expected, saved(**inputs).logits - expected]).abs().amax(0) + expected)
 """, models=(BERT,)),
     Client('accelerate: `device_map="auto"`', 'off(loaded(device_map="auto"))', models=(BERT,)),
     Client("accelerate: `init_empty_weights`, `load_checkpoint_and_dispatch`", """
@@ -141,7 +120,7 @@ off(load_checkpoint_and_dispatch(model.float(), folder, device_map={"": "cpu"}, 
 """),
     Client("PEFT: LoRA trained a step, saved, loaded by the folder's path", """
 import peft
-kind = "SEQ_CLS" if "Classification" in given["auto"] else "CAUSAL_LM"
+kind = "SEQ_CLS" if "Classification" in name else "CAUSAL_LM"
 model = peft.get_peft_model(loaded(), peft.LoraConfig(target_modules="all-linear", r=2, task_type=kind)).train()
 labels = torch.tensor([0, 1]) if kind == "SEQ_CLS" else inputs["input_ids"]
 model(**inputs, labels=labels).loss.backward()
@@ -149,7 +128,7 @@ torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step
 there = tempfile.mkdtemp()
 model.eval().save_pretrained(there)
 assert json.load(open(there + "/adapter_config.json"))["base_model_name_or_path"] == folder
-again = getattr(peft, given["auto"].replace("Auto", "AutoPeft")).from_pretrained(there, trust_remote_code=True, dtype=torch.float32)
+again = getattr(peft, name.replace("Auto", "AutoPeft")).from_pretrained(there, trust_remote_code=True, dtype=torch.float32)
 with torch.no_grad():
     expected = model(**inputs).logits
 off(again.eval())
@@ -161,171 +140,84 @@ states = loaded().base_model(**inputs).last_hidden_state
 weights = inputs["attention_mask"][..., None].float()
 own = (states * weights).sum(1) / weights.sum(1)
 expected = own.detach()
-told(torch.tensor(found.encode(given["texts"])))
+compare(torch.tensor(found.encode(texts)))
 """, packages=("sentence-transformers==6.2.0",), models=(BERT,)),
-    Client("lm-eval: `HFLM(folder)`, a task of its own", """
-import os
-import lm_eval
+    Client("lm-eval: `HFLM(folder)`, texts as a task gives them", """
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
-here = tempfile.mkdtemp()
-with open(here + "/rows.jsonl", "w") as out:
-    for text in given["texts"]:
-        out.write(json.dumps({"text": text}) + "\\n")
-with open(here + "/own.yaml", "w") as out:
-    out.write(f'''
-task: own
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {here}/rows.jsonl}}}}
-test_split: test
-output_type: loglikelihood
-doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
-target_delimiter: ""
-metric_list: [{{metric: perplexity, aggregation: perplexity, higher_is_better: false}}]
-''')
-os.environ["HF_DATASETS_CACHE"] = here
 model = HFLM(pretrained=folder, trust_remote_code=True, device="cpu", dtype="float32", batch_size=1)
-done = lm_eval.simple_evaluate(model, tasks=["own"], task_manager=TaskManager(include_path=here), bootstrap_iters=0)
-found = done["results"]["own"]["perplexity,none"]
-context = [model.prefix_token_id]
+found = [x[0] for x in model.loglikelihood([Instance("loglikelihood", {}, ("", text), 0) for text in texts])]
 sums = []
-for text in given["texts"]:
-    ids = torch.tensor([context + tokenizer(text, add_special_tokens=False)["input_ids"]])
-    rows = loaded()(input_ids=ids).logits[0].log_softmax(-1)
-    sums.append(float(rows[:-1].gather(1, ids[0, 1:, None]).sum()))
-own = float(torch.tensor(sums).mean().neg().exp())
-print("off", abs(found - own) / own)
+for text in texts:
+    ids = torch.tensor([[model.prefix_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]])
+    sums.append(float(loaded()(input_ids=ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None]).sum()))
+print("off", max(abs(a - b) / abs(b) for a, b in zip(found, sums)))
 """, packages=("lm-eval[hf]==0.4.13",), models=(LLAMA,)),
     Client("`torch.export`", """
-model = loaded(use_cache=False) if "Causal" in given["auto"] else loaded()
+model = loaded(use_cache=False) if "Causal" in name else loaded()
 off(torch.export.export(model, (), kwargs=inputs).module())
 """, models=(BERT,)),
-    Client("onnxruntime: `headprune export --to onnx`", """
-import onnxruntime
-file = next(file.glob("*.onnx")) if file.is_dir() else file
-session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-told(session.run(None, {one.name: arrays[one.name] for one in session.get_inputs()})[0])
-""", packages=(elsewhere.ONNXRUNTIME,), to="onnx", on_base=False),
-    Client("OpenVINO: `headprune export --to openvino`", """
-import openvino
-core = openvino.Core()
-core.set_property("CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-model = core.compile_model(str(next(file.glob("*.xml")) if file.is_dir() else file), "CPU")
-told(model({one.get_any_name(): arrays[one.get_any_name()] for one in model.inputs})[0])
-""", packages=(elsewhere.OPENVINO,), to="openvino", on_base=False),
-    Client("llama.cpp: `headprune export --to gguf`", """
-import xllamacpp
-settings = xllamacpp.CommonParams()
-settings.model.path = str(file)
-settings.n_ctx = settings.n_batch = settings.n_ubatch = 128
-settings.n_parallel = settings.cpuparams.n_threads = 1
-settings.n_gpu_layers = 0
-settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-settings.warmup = settings.fit_params = False
-settings.verbosity = -1
-server = xllamacpp.Server(settings)
-most = 0.0
-for i, mask in enumerate(arrays["attention_mask"]):
-    ids = arrays["input_ids"][i, : mask.sum()].tolist()
-    answer = server.handle_completions({"prompt": ids, "n_predict": 1, "n_probs": 1000, "temperature": 0})
-    own = expected[i, len(ids) - 1].astype(np.float64)
-    own -= own.max() + np.log(np.exp(own - own.max()).sum())
-    for one in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
-        most = max(most, abs(one["logprob"] - own[one["id"]]))
-print("nats", most)
-""", packages=(elsewhere.LLAMA_CPP, "numpy==2.4.6"), models=(LLAMA,), to="gguf", on_base=False),
+    Client("onnxruntime: `headprune export --to onnx`", "onnxruntime", (elsewhere.ONNXRUNTIME,)),
+    Client("OpenVINO: `headprune export --to openvino`", "openvino", (elsewhere.OPENVINO,)),
+    Client("llama.cpp: `headprune export --to gguf`", "llama.cpp", (elsewhere.LLAMA_CPP,), (LLAMA,)),
 )  # fmt: skip
 
-# Not run: PyPI's vllm (0.33.0) is built for CUDA and needs torch 2.14 and transformers before 5.21.
-VLLM = (
-    "| vLLM, on paper | – | untried: its Llama takes stock folders | refused: `DeciLMAttention` gets `config.num_attention_heads` in "
-    "every layer; only key/value heads vary (`block_configs`) | untried: `block_configs` has `no_op`, which headprune does not write "
-    "| refused, as uneven |"
-)
 
-
-def given_to(made: elsewhere.Made, file: Path) -> None:
-    """What every client is given, as JSON: inputs, and the answers that `headprune.load` gives to them."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(made.folder)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    inputs = tokenizer(TEXTS, padding=True, padding_side="right", return_tensors="pt")
-    model = hp.load(made.folder).float()
-    with torch.no_grad():
-        expected = model(**inputs).logits
-    auto = f"AutoModelFor{'SequenceClassification' if made.model == BERT else 'CausalLM'}"
-    file.write_text(
-        json.dumps(
-            {
-                "auto": auto,
-                "texts": TEXTS,
-                "tokenizer": str(made.folder),
-                "inputs": {name: value.tolist() for name, value in inputs.items()},
-                "expected": expected.tolist(),
-            }
-        )
-    )
-
-
-def tried(client: Client, work: Path, made: elsewhere.Made, given: Path) -> str:
+def tried(client: Client, work: Path, model: elsewhere.Pruned) -> str:
     """What came of it, in a cell."""
-    base = elsewhere.environment(work, "base", elsewhere.BASE) if client.on_base else None
-    name = "-".join("".join(c if c.isalnum() else " " for c in client.packages[0]).split()) if client.packages else ""
-    python = elsewhere.environment(work, name, client.packages, base) if name else base
-    assert python is not None
-    file, why = (made.folder, "") if client.to is None else made.exported(client.to)
-    if file is None:
-        return f"refused: {why.removeprefix('headprune: ')[:110]}"
-    done = elsewhere.run(python, "-c", (_TORCH if client.on_base else _NUMPY) + client.code, file, given)
-    if done.returncode:
-        (work / "failed.log").open("a").write(f"== {client.name}, {made.model} {made.kind}\n{done.stderr}\n")
-        return f"**fails**: {(done.stderr.strip().splitlines() or ['?'])[-1][:110]}"
-    what, _, value = done.stdout.strip().splitlines()[-1].partition(" ")
-    if what == "runs":
-        return "works"
-    unit, most = (" nats", 1e-3) if what == "nats" else ("", 1e-4)
-    number = float(value)
-    return (
-        "works, to the bit"
-        if number == 0
-        else f"{'works' if number < most else '**other answers**'}, {number:.0e}{unit} off"
-    )
+    python = elsewhere.environment(work, "base", elsewhere.BASE)
+    if client.packages:
+        python = elsewhere.environment(work, client.packages[0].partition("=")[0], client.packages, python)
+    tokenizer, reference = transformers.AutoTokenizer.from_pretrained(model.folder), hp.load(model.folder).float()
+    with torch.no_grad():
+        if client.code in elsewhere.WAYS:
+            answers = [reference(**tokenizer(text, return_tensors="pt")).logits[0].tolist() for text in TEXTS]
+            label = {"label": 0} if model.model == BERT else {}
+            examples = [{"text": t, "expected": a, **label} for t, a in zip(TEXTS, answers, strict=True)]
+            result = model.evaluated(python, client.code, examples)
+            if "why" in result:
+                return result["why"]
+            number = result["off"]
+        else:
+            tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+            inputs = tokenizer(TEXTS, padding=True, padding_side="right", return_tensors="pt")
+            torch.save(reference(**inputs).logits, work / "expected.pt")
+            auto = f"AutoModelFor{'SequenceClassification' if model.model == BERT else 'CausalLM'}"
+            code = _BEFORE + client.code
+            done = elsewhere.run(python, "-c", code, model.folder, json.dumps(TEXTS), auto, work / "expected.pt")
+            if done.returncode:
+                return f"**fails**: {elsewhere.reason(done)}"
+            what, _, value = done.stdout.strip().splitlines()[-1].partition(" ")
+            if what == "runs":
+                return "works"
+            number = float(value)
+    unit, most = (" nats", 1e-3) if client.code == "llama.cpp" else ("", 1e-4)
+    if number == 0:
+        return "works, to the bit"
+    return f"{'works' if number < most else '**other answers**'}, {number:.0e}{unit} off"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=elsewhere.ROOT / "build" / "elsewhere", help="keeps what was made")
-    parser.add_argument("--minilm", type=Path, default=elsewhere.MINILM, help="the folder of minilm-rt")
     parser.add_argument("--model", choices=elsewhere.MODELS, action="append", help="only this one")
     parser.add_argument("--only", default="", help="clients whose name holds this")
     parser.add_argument("--document", action="store_true", help="write the table into docs/deploy.md")
     options = parser.parse_args()
     work = options.work.resolve()
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    found = work / "clients.json"  # of what was tried before, unless the client or the model has changed since
-    known = json.loads(found.read_text()) if found.is_file() else {}
-    for model in options.model or elsewhere.MODELS:
-        for made in elsewhere.made(work, model, options.minilm.resolve()):
-            given = work / f"{made.folder.parent.name}-given.json"
-            given_to(made, given)
-            for client in CLIENTS:
-                if model in client.models and options.only in client.name:
-                    key = content_hash([str(client), made.kind, (made.folder / "headprune.json").read_text()])
-                    cell = known.get(key) or tried(client, work, made, given).replace("|", "\\|")
-                    if cell.startswith("works"):
-                        known[key] = cell
-                        found.write_text(json.dumps(known))
-                    rows.setdefault((client.name, model), {})[made.kind] = cell
-                    print(f"{client.name}, {model}, {made.kind}: {cell}", flush=True)
-    order = {client.name: i for i, client in enumerate(CLIENTS)}
-    lines = [f"| client | model | {' | '.join(elsewhere.KINDS)} |", "|---" * (2 + len(elsewhere.KINDS)) + "|"]
-    for (name, model), cells in sorted(rows.items(), key=lambda row: order[row[0][0]]):
-        lines.append(f"| {name} | {model} | {' | '.join(cells.get(kind, 'untried') for kind in elsewhere.KINDS)} |")
+    models = {name: elsewhere.pruned(work, name) for name in options.model or elsewhere.MODELS}
+    lines = []
+    for client in (client for client in CLIENTS if options.only in client.name):
+        for name in (name for name in models if name in client.models):
+            cells = [tried(client, work, model) for model in models[name]]
+            lines.append(f"| {client.name} | {name} | {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
     packages = dict.fromkeys((*elsewhere.BASE, *(p for client in CLIENTS for p in client.packages)))
-    lines += [VLLM, "", f"{', '.join(packages)}. headprune could not be imported. “off”: the largest difference from "]
-    lines[-1] += "`headprune.load`'s logits as a share of the largest logit, or of log-probabilities in nats."
-    text = "\n".join(lines)
+    about = (
+        f"{', '.join(packages)}. headprune could not be imported. “off”: the largest difference from `headprune.load`'s logits as a share of "
+        "the largest logit, or of log-probabilities in nats."
+    )
+    text = table(f"| client | model | {' | '.join(elsewhere.KINDS)} |", lines, about)
     print(f"\n{text}")
     if options.document:
         replace_section(elsewhere.ROOT / "docs" / "deploy.md", "clients", text)

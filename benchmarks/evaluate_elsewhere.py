@@ -1,15 +1,17 @@
-"""Measures a model where headprune is not installed: one way, one file, and examples as they lie in the data.
+"""Measures a model where headprune is not installed, without padding: `without_headprune.py` and `clients.py` run it.
 
     python evaluate_elsewhere.py (transformers|onnxruntime|openvino|llama.cpp) MODEL TOKENIZER EXAMPLES.json MAX_LENGTH
 
-Run by `without_headprune.py`, which compares what it prints with the report: accuracy and loss, each over all examples. Nothing of
-headprune's is imported. The examples go through the model one at a time, without padding.
+Prints accuracy and loss over all examples; of examples with the answers that are expected (``"expected"``: logits by token, or of the text),
+also how far the model's are off, at most: as a share of the largest, or in nats where an engine tells log-probabilities alone.
 """
 
 import json
 import math
 import sys
 from pathlib import Path
+
+import numpy as np
 
 
 def by_transformers(folder, classes):
@@ -28,50 +30,32 @@ def by_transformers(folder, classes):
 
 
 def by_onnxruntime(file, classes):
-    import numpy as np
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(str(_in(file, "*.onnx")), providers=["CPUExecutionProvider"])
-
-    def logits(ids):
-        given = _inputs(ids, {i.name: i.shape for i in session.get_inputs()})
-        return np.asarray(session.run(None, given)[0][0], np.float64)
-
-    return logits
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    names = [i.name for i in session.get_inputs()]
+    return lambda ids: np.asarray(session.run(None, inputs(ids, names))[0][0], np.float64)
 
 
-def by_openvino(file, classes):
-    import numpy as np
+def by_openvino(folder, classes):
     import openvino
 
     core = openvino.Core()
     core.set_property("CPU", {"INFERENCE_PRECISION_HINT": "f32"})  # it may take bfloat16 otherwise
-    model = core.compile_model(str(_in(file, "*.xml")), "CPU")
-
-    def logits(ids):
-        given = _inputs(ids, {i.get_any_name(): None for i in model.inputs})
-        return np.asarray(model(given)[0][0], np.float64)
-
-    return logits
+    model = core.compile_model(str(next(Path(folder).glob("*.xml"))), "CPU")
+    names = [i.get_any_name() for i in model.inputs]
+    return lambda ids: np.asarray(model(inputs(ids, names))[0][0], np.float64)
 
 
-def _in(file, pattern):
-    """The file itself, or the one in a folder."""
-    return next(Path(file).glob(pattern)) if Path(file).is_dir() else file
-
-
-def _inputs(ids, wanted):
-    import numpy as np
-
+def inputs(ids, names):
     one = np.asarray([ids], np.int64)
     known = {"input_ids": one, "attention_mask": np.ones_like(one), "token_type_ids": np.zeros_like(one)}
     known["position_ids"] = np.arange(len(ids))[None]
-    return {name: known[name] for name in wanted}
+    return {name: known[name] for name in names}
 
 
 def by_llama_cpp(file, classes):
-    """Log-probabilities of every token after those before it; logits are not told."""
-    import numpy as np
+    """Log-probabilities after every token; logits are not told."""
     import xllamacpp
 
     settings = xllamacpp.CommonParams()
@@ -85,41 +69,32 @@ def by_llama_cpp(file, classes):
     settings.verbosity = -1
     server = xllamacpp.Server(settings)
 
-    def logits(ids):
+    def log_probabilities(ids):
         rows = []
-        for end in range(1, len(ids)):
-            row = np.full(max(ids) + 1, -math.inf)
-            for likeliest in (4000, 200_000):  # all tokens, if the true one is not among the first
-                asked = {
-                    "prompt": ids[:end],
-                    "n_predict": 1,
-                    "n_probs": likeliest,
-                    "temperature": 0,
-                    "cache_prompt": True,
-                }
-                answer = server.handle_completions(asked)
-                for told in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
-                    if told["id"] < len(row):
-                        row[told["id"]] = told["logprob"]
-                if math.isfinite(row[ids[end]]):
-                    break
+        for end in range(1, len(ids) + 1):
+            request = {"prompt": ids[:end], "n_predict": 1, "n_probs": 200_000, "temperature": 0, "cache_prompt": True}
+            answer = server.handle_completions(request)
+            tokens = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+            row = np.full(max(token["id"] for token in tokens) + 1, -math.inf)
+            row[[token["id"] for token in tokens]] = [token["logprob"] for token in tokens]
             rows.append(row)
-        return np.stack([*rows, rows[-1]])  # what comes after the last token is not asked
+        return np.stack(rows)
 
-    logits.are_log_probabilities = True
-    return logits
+    return log_probabilities
 
 
 WAYS = {
-    "transformers": by_transformers,
-    "onnxruntime": by_onnxruntime,
-    "openvino": by_openvino,
-    "llama.cpp": by_llama_cpp,
-}
+    "transformers": by_transformers, "onnxruntime": by_onnxruntime, "openvino": by_openvino, "llama.cpp": by_llama_cpp,
+}  # fmt: skip
+
+
+def normal(rows):
+    """Log-probabilities of logits, ``[..., labels]``; of log-probabilities the same."""
+    most = rows.max(-1, keepdims=True)
+    return rows - most - np.log(np.exp(rows - most).sum(-1, keepdims=True))
 
 
 def main():
-    import numpy as np
     import transformers
 
     way, model, tokenizer_folder, file, length = sys.argv[1:]
@@ -127,24 +102,25 @@ def main():
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
     examples = json.loads(Path(file).read_text(encoding="utf-8"))
     classes = "label" in examples[0]
-    logits = WAYS[way](model, classes)
-    done = getattr(logits, "are_log_probabilities", False)
-
-    def log_probability(row, label):
-        row = np.asarray(row, np.float64)
-        return row[label] - (0 if done else row.max() + np.log(np.exp(row - row.max()).sum()))
-
+    answer = WAYS[way](model, classes)
     right = tokens = 0
-    loss = 0.0
+    loss = off = 0.0
     for example in examples:
         ids = tokenizer(example["text"], truncation=True, max_length=int(length))["input_ids"]
-        rows = logits(ids)
-        pairs = [(rows, example["label"])] if classes else list(zip(rows[:-1], ids[1:], strict=True))
-        for row, label in pairs:
-            loss -= float(log_probability(row, label))
+        rows = answer(ids)
+        if "expected" in example:
+            expected = np.asarray(example["expected"])
+            if way == "llama.cpp":
+                size = min(rows.shape[-1], expected.shape[-1])
+                gaps = np.abs(rows[:, :size] - normal(expected)[:, :size])
+                off = max(off, gaps[np.isfinite(gaps)].max())
+            else:
+                off = max(off, np.abs(rows - expected).max() / np.abs(expected).max())
+        for row, label in [(rows, example["label"])] if classes else zip(rows[:-1], ids[1:], strict=True):
+            loss -= float(normal(row)[label])
             right += int(np.argmax(row) == label)
             tokens += 1
-    print(json.dumps({"accuracy": right / tokens, "loss": loss / tokens, "examples": len(examples)}))
+    print(json.dumps({"accuracy": right / tokens, "loss": loss / tokens, "examples": len(examples), "off": float(off)}))
 
 
 if __name__ == "__main__":

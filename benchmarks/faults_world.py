@@ -199,9 +199,9 @@ def make(world: Path) -> None:
     """A classifier ``m`` with a layer of four heads, data ``d``, and a language model ``l`` that llama.cpp reads."""
     import transformers as tf
 
+    from tests.support.decoders import bytewise
     from tests.support.folders import common, sentences, tokenizer, write_jsonl
     from tests.support.zoo import randomise
-    from tests.test_exporting_gguf import bytewise
 
     config = tf.BertConfig(**common(num_hidden_layers=1, hidden_size=16, intermediate_size=8))
     randomise(tf.BertForSequenceClassification(config)).save_pretrained(world / "m")

@@ -19,8 +19,8 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            help="onnx (a file for onnxruntime and others), openvino (a folder), gguf (llama.cpp; Llama-like decoders), or stock "
-            "(transformers without any option)."
+            help="onnx (a file for onnxruntime and others), openvino (a folder), gguf (llama.cpp; Llama-like decoders), stock "
+            "(transformers without any option), or another of `headprune methods`."
         ),
     ],
     manner: Manner,
@@ -33,9 +33,6 @@ def export(
             help="What weights are stored in: float32, float16 or bfloat16 (gguf alone) [as in MODEL; onnx: float32]."
         ),
     ] = None,
-    pad: Annotated[
-        bool, typer.Option("--pad", help="stock: fill uneven models up with heads of zeros, which saves nothing.")
-    ] = False,
     task: Task = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     trust_remote_code: Trust = False,
@@ -49,8 +46,7 @@ def export(
         model = resolved(model)
         source = Path(model.rstrip("/"))
         file = output or (source.parent if source.is_dir() else Path()) / f"{source.name}{chosen.suffix}"
-        options = {name: value for name, value in {"pad": pad}.items() if value}
-        exporting.check_asked(file, to, dtype or "float32", overwrite, options)
+        exporting.check_place(file, to, dtype or "float32", overwrite)
         loaded = load_model(
             model, task=task, device="cpu", trust_remote_code=trust_remote_code, any_task=True,
             with_processor=chosen.tokenizer or None,
@@ -67,7 +63,6 @@ def export(
             dtype=dtype or (stored if chosen.as_stored and stored in chosen.dtypes else "float32"),
             name=loaded.name,
             overwrite=overwrite,
-            **options,
         )
         for note in done.notes:
             console.say(note)
