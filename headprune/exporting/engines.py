@@ -23,7 +23,7 @@ from headprune.scoring.base import Progress
 
 
 class Session(nn.Module):
-    """A file loaded by the engine that its name says, on the CPU, as a model: its outputs in their order, for named inputs.
+    """An exported file in the engine that its name says, as a model on the CPU: named inputs give the file's outputs, in their order.
 
     Args:
         path: An ONNX file (``.onnx``); an OpenVINO model (``.xml``), or the folder that it is in.
@@ -159,7 +159,7 @@ def complete(
         errors="replace",
         check=False,
     )
-    if ended.returncode == 0:
+    if ended.returncode == 0 and ended.stdout:
         version, answers = json.loads(ended.stdout.splitlines()[-1])
         return version, answers
     log = [line.strip() for line in ended.stderr.splitlines() if line.strip()] or [f"it ended with {ended.returncode}"]
@@ -171,7 +171,7 @@ def complete(
 
 
 def _answer() -> None:
-    """Print llama.cpp's answers to the requests that stdin has. Its source is run by another Python, so it needs nothing of this file."""
+    """Print llama.cpp's answers to the requests on stdin. `complete` runs its source in another Python, so it uses nothing of this file."""
     import json
     import sys
 
@@ -197,7 +197,7 @@ def _answer() -> None:
 
 
 def log_probabilities(answer: dict[str, Any]) -> dict[int, float]:
-    """Of the tokens that could have been the first to be generated, as far as llama.cpp told them.
+    """Log-probabilities that tokens had to be generated first, by their ids, as far as llama.cpp lists them.
 
     Raises:
         HeadPruneError: The answer has none.

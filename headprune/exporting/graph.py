@@ -200,7 +200,7 @@ def _examples(model: nn.Module, processor: Any) -> Iterator[Example]:
 
 
 def _without_labels(model: nn.Module, example: Mapping[str, Any]) -> dict[str, Any]:
-    """Without labels; where a decoder reads its tokens off them, with these tokens."""
+    """An example without labels; a decoder that reads its tokens off the labels gets these tokens."""
     kept = {k: v for k, v in example.items() if k not in LABELS}
     labels = example.get("labels")
     reads = is_encoder_decoder(model) and not any(k.startswith("decoder_input") for k in kept)
@@ -208,7 +208,7 @@ def _without_labels(model: nn.Module, example: Mapping[str, Any]) -> dict[str, A
 
 
 def _two_rows(example: Example) -> Example:
-    """With two rows where there is one: torch.export takes 1 for a size that is fixed."""
+    """An example with two rows where it has one: torch.export takes 1 for a size that is fixed."""
     if any(len(t) != 1 for t in tensors(example) if t.ndim):
         return example
     two: Example = map_tensors(example, lambda t: torch.cat([t, t.roll(1, -1)]) if t.ndim else t)
