@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -155,32 +154,6 @@ def bench(
             if progress:
                 progress(i + 1, len(inputs))
     return rows
-
-
-def bench_calls(
-    calls: Mapping[str, Callable[[], object]],
-    batch: int,
-    length: int,
-    *,
-    min_runs: int = MIN_RUNS,
-    min_seconds: float | None = None,
-) -> LatencyRow:
-    """Time functions against each other, as `benchmark` does models.
-
-    Args:
-        calls: By name; the others are compared with the first.
-        batch, length: What the row says of their input.
-    """
-    times = in_turn(
-        {name: partial(_clocked, once) for name, once in calls.items()}, min_runs, MIN_SECONDS if min_seconds is None else min_seconds
-    )  # fmt: skip
-    return _row(batch, length, times)
-
-
-def _clocked(once: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    once()
-    return (time.perf_counter() - start) * 1000
 
 
 def in_turn(arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds: float) -> dict[str, list[float]]:

@@ -20,8 +20,8 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            help="onnx (a file for onnxruntime and others), openvino (a folder), gguf (llama.cpp; Llama-like decoders), or stock "
-            "(transformers without any option)."
+            help="onnx (a file for onnxruntime and others), openvino (a folder), gguf (llama.cpp; Llama-like decoders), stock "
+            "(transformers without any option), or another of `headprune methods`."
         ),
     ],
     manner: Manner,
@@ -47,7 +47,7 @@ def export(
         model = resolved(model)
         source = Path(model.rstrip("/"))
         file = output or (source.parent if source.is_dir() else Path()) / f"{source.name}{chosen.suffix}"
-        exporting.check_asked(file, to, dtype or "float32", overwrite)
+        exporting.check_place(file, to, dtype or "float32", overwrite)
         loaded = load_model(
             model, LoadOptions(task, device="cpu", trust_remote_code=trust_remote_code), any_task=True,
             with_processor=chosen.tokenizer or None,

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headprune.input_specs import record
 from tests.support.zoo import randomise
 
 WIDTH, HEADS = 32, 4
@@ -77,7 +76,7 @@ class Summed(nn.Module):
         return {"summed": self.outer(hidden).sum(1), "x": hidden if scale is None else hidden * scale}
 
 
-def summed() -> nn.Module:
-    model = randomise(Summed())
-    record(model, {"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))})
+def summed(kind: type[nn.Module] = Summed, rows: int = 2, **more: Tensor) -> nn.Module:
+    model = randomise(kind())
+    record(model, {"x": torch.randn(rows, 5, 8, generator=torch.Generator().manual_seed(0)), **more})
     return model

@@ -26,7 +26,7 @@ def check(formats: Sequence[str]) -> None:
         HeadPruneError: An unknown format, or one whose packages are not installed.
     """
     for name in formats:
-        format_named(name).check_installed()
+        format_named(name)
 
 
 def export_models(context: PruneContext, results: Sequence[BudgetResult]) -> tuple[ExportedModel, ...]:
