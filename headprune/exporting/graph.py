@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from headprune.errors import HeadPruneError, first_line
 from headprune.input_specs import build, of_config, recorded
 from headprune.inputs import LABELS, Example, call, is_encoder_decoder, map_tensors, tensors, writes
-from headprune.running import attributes_kept, uncompiled
+from headprune.running import attributes_kept, uncached, uncompiled
 
 BATCH, LENGTH = "batch", "length"
 

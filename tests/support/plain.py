@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headprune.input_specs import record
 from tests.support.zoo import randomise
 
 WIDTH, HEADS = 32, 4
