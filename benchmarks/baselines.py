@@ -24,14 +24,13 @@ from transformers.pytorch_utils import Conv1D
 from headprune.attention import AttentionLayer, Heads
 from headprune.fingerprint import fingerprint
 from headprune.gates import gated, zero_gates
-from headprune.inputs import call
-from headprune.loss import ExampleLoss, inputs_of
-from headprune.modules import exact_attention
+from headprune.inputs import call, inputs_of
+from headprune.losses import ExampleLoss
 from headprune.planning import GROUPS, Search, arrange
+from headprune.running import evaluating, exact_attention
 from headprune.scoring.base import Problem
 from headprune.scoring.gradient import gate_gradients
 from headprune.scoring.scores import HeadScores
-from headprune.trace import evaluating
 
 Batch = Mapping[str, Any]
 KWON_BATCH = 32  # examples per gradient in Kwon's main.py

@@ -44,14 +44,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import headprune as hp
-from headprune.checkpoint import loading_of
-from headprune.convention import find
+from headprune.checkpoint import StockCounts, load_call
 from headprune.errors import first_line
 from headprune.evaluation import evaluate
 from headprune.inputs import call, tensors
 from headprune.latency import flops
-from headprune.modules import exact_attention
-from headprune.stock import Counts
+from headprune.running import exact_attention
 from headprune.surgery import answers
 
 STATUSES = ("exact", "in part", "masked", "refused", "no attention", "not built", "too slow", "WRONG", "CRASH")
@@ -225,7 +223,8 @@ def examine(model_type: str, whole: Container[str]) -> dict[str, Any]:
 
 
 def loss_of(model_type: str) -> str:
-    """How a causal language model of this type compares logits with labels, and whether `evaluate` gives its own loss.
+    """How a causal language model of this type compares logits with labels, and whether `evaluate` gives its own loss of a batch and of
+    each of its examples.
 
     The token that the labels are of (``"next"``, ``"same"``), ``"own"`` where the loss is none of its logits' cross-entropies;
     ``"WRONG …"``; "" where there is no such model, or it was not built.
@@ -246,14 +245,17 @@ def loss_of(model_type: str) -> str:
     if own is None:
         return ""
     try:
+        measured = evaluate(model, [batch])
         with torch.no_grad():
-            known = find(model, [batch], [{k: v[i : i + 1] for k, v in batch.items()} for i in range(3)])
-            measured = evaluate(model, [batch]).metrics["loss"]
+            each = [float(call(model, {k: v[i : i + 1] for k, v in batch.items()}).loss) for i in range(len(labels))]
     except Exception as error:
         return f"WRONG: {why(error)}"
-    if abs(measured - float(own)) > 1e-5 * max(1.0, float(own)):
-        return f"WRONG: {measured:.6f}, its own is {float(own):.6f}"
-    return "own" if known.convention is None else "next" if known.convention.ahead else "same"
+    for mine, owns in ((measured.metrics["loss"], float(own)), *zip(measured.loss, each, strict=True)):
+        if abs(mine - owns) > 1e-5 * max(1.0, owns):
+            return f"WRONG: {mine:.6f}, its own is {owns:.6f}"
+    if "accuracy" not in measured.metrics:
+        return "own"
+    return "same" if measured.tokens.sum() == int((labels != -100).sum()) else "next"
 
 
 def trial(model: nn.Module, example: dict[str, Any]) -> dict[str, Any]:
@@ -380,7 +382,7 @@ def folder_of(pruned: nn.Module, example: dict[str, Any]) -> str:
                     found.append(f"WRONG: {name} gives other answers")
             except Exception as error:
                 found.append(f"not {name}: {why(error)}")
-        stock = not loading_of(folder).remote
+        stock = not load_call(folder).remote
         load.pop("trust_remote_code")
         try:
             loaded = transformers.AutoModel.from_pretrained(folder, **load).eval()
@@ -396,10 +398,10 @@ def folder_of(pruned: nn.Module, example: dict[str, Any]) -> str:
 def uniform_folder(model: nn.Module, layers: list[Any], example: dict[str, Any]) -> str:
     """`folder_of` a prune that leaves a number of heads that the stock class can have; "" if there is none."""
     able = [layer for layer in layers if layer.prunable and len(layer.units) > 1]
-    counts = Counts.of(model, layers)
+    counts = StockCounts.of(model, layers)
     for gone in range(1, max((len(layer.units) for layer in able), default=0)) if counts else ():
         drop = {a.name: sorted(h for unit in a.units[: min(gone, len(a.units) - 1)] for h in unit) for a in able}
-        if counts.statement(drop) is None:
+        if counts.config_without(drop) is None:
             continue
         pruned = copy.deepcopy(model)
         try:

@@ -1,6 +1,6 @@
 """What is tried where headprune is not installed: environments without it, and models that its command line prunes for them.
 
-`clients.py` and `without_headprune.py` use it. Everything lies under one work folder, so that a second run finds what is there.
+`clients.py` uses it. Everything lies under one work folder, so that a second run finds what is there.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import export_gguf
 import smollm2
+import torch
+import transformers
+from real import MINILM
 
-from headprune.app.data import load_parts
-from headprune.app.documents import Cut, Metrics, Run
-from headprune.app.models import dummy_input, load_model
-from headprune.jsonio import write_json
-from headprune.trace import find_attention
+import headprune as hp
 
 ROOT = Path(__file__).parent.parent
-MINILM = ROOT.parent / "shared" / "real" / "minilm-rt"
 BASE = ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0")
 ONNXRUNTIME, OPENVINO, LLAMA_CPP = "onnxruntime==1.32.0", "openvino==2026.4.1", "xllamacpp==2026.10.11549"
 KINDS = ("uniform", "uneven", "emptied", "repaired")
@@ -64,40 +61,20 @@ def run(python: Path, *arguments: object, threads: int = 1) -> subprocess.Comple
 
 @dataclass(frozen=True)
 class Made:
-    """A model that `headprune prune` made.
-
-    Attributes:
-        kind: One of `KINDS`.
-        folder: With the model; ``metrics`` and ``run`` are what the run says of it.
-    """
+    """A model that `headprune prune` made: of which model, one of `KINDS`, and its folder."""
 
     model: str
     kind: str
     folder: Path
-    metrics: Metrics
-    run: Run
-
-    @property
-    def reported(self) -> dict[str, float]:
-        """The metrics of the pruned model on the reporting part."""
-        return self.metrics.budgets[0].pruned.metrics
 
     def exported(self, to: str) -> tuple[Path | None, str]:
         """The model for another engine, written by `headprune export`; None and the reason where that is refused."""
         file = self.folder.with_name(f"{self.folder.name}.{to}")
         if not file.exists():
-            made = _headprune("export", self.folder, "--to", to, "-o", file, "--dtype", "float32")
-            if made.returncode:
-                return None, (made.stderr.strip().splitlines() or ["no reason given"])[-1]
+            done = _headprune("export", self.folder, "--to", to, "-o", file, "--dtype", "float32")
+            if done.returncode:
+                return None, (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         return file, ""
-
-    def examples(self) -> list[dict[str, Any]]:
-        """The reporting part as it lies in the data: its texts and labels."""
-        loaded = load_model(str(self.folder), device="cpu")
-        parts = load_parts(self.run.options.data, loaded)
-        assert self.run.parts.same(Cut.of(parts)), "the data is not what it was"
-        lines = (Path(self.run.options.data.dataset) / f"{parts.report.split}.jsonl").read_text().splitlines()
-        return [json.loads(lines[row]) for row in parts.report.rows]
 
 
 def made(work: Path, model: str, minilm: Path = MINILM) -> list[Made]:
@@ -112,8 +89,7 @@ def made(work: Path, model: str, minilm: Path = MINILM) -> list[Made]:
             done = _headprune("prune", dense, *what)
             if done.returncode:
                 raise RuntimeError(done.stderr)
-        metrics = Metrics.read(output / "metrics.json")
-        found.append(Made(model, kind, output / metrics.budgets[0].checkpoint, metrics, Run.read(output / "run.json")))
+        found.append(Made(model, kind, next(p for p in output.glob("pruned-*") if p.is_dir() and not p.suffix)))
     return found
 
 
@@ -122,8 +98,10 @@ def _plans(work: Path, model: str, dense: Path) -> dict[str, Path]:
     found = {kind: work / "plans" / f"{model}-{kind}.json" for kind in KINDS}
     if all(path.is_file() for path in found.values()):
         return found
-    loaded = load_model(str(dense), device="cpu")
-    layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
+    auto = (
+        transformers.AutoModelForCausalLM if model != "minilm-rt" else transformers.AutoModelForSequenceClassification
+    )
+    layers = hp.find_attention(auto.from_pretrained(dense), {"input_ids": torch.ones(2, 8, dtype=torch.long)})
 
     def without(share: float, layer: Any) -> list[int]:
         return sorted(head for unit in layer.units[: round(share * len(layer.units))] for head in unit)
@@ -136,8 +114,9 @@ def _plans(work: Path, model: str, dense: Path) -> dict[str, Path]:
         "emptied": {layer.name: list(range(layer.num_heads)) for layer in (middle, last)},
         "repaired": uneven | {middle.name: list(range(middle.num_heads))},
     }
+    (work / "plans").mkdir(parents=True, exist_ok=True)
     for kind, drop in drops.items():
-        write_json(found[kind], "plan", {"drop": {name: heads for name, heads in drop.items() if heads}})
+        hp.PruningPlan({name: heads for name, heads in drop.items() if heads}).save(found[kind])
     return found
 
 
@@ -145,10 +124,10 @@ def _smollm2(work: Path) -> tuple[Path, Path]:
     """SmolLM2's folder, and one of texts: IMDB's reviews."""
     folder, data = work / "SmolLM2-135M", work / "reviews"
     if not (data / "test.jsonl").is_file():
-        model, tokenizer = export_gguf.load()
+        model, tokenizer = smollm2.load(digits=True)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        reviews = smollm2._shuffled_reviews()
+        reviews = smollm2.reviews()
         data.mkdir(exist_ok=True)
         for split in ("train", "validation", "test"):
             rows = [json.dumps({"text": next(reviews)[:300]}) for _ in range(20)]

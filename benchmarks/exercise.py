@@ -16,7 +16,6 @@ import copy
 import json
 import math
 import os
-import platform
 import re
 import textwrap
 import time
@@ -34,6 +33,7 @@ import exercise_pictures as pictures
 import exercise_translator as translator
 import jinja2
 import numpy as np
+import real
 import torch
 import transformers
 from scipy.stats import spearmanr
@@ -45,7 +45,6 @@ ROOT = Path(__file__).parent.parent
 HOME = ROOT / "docs" / "exercise"
 FIGURES = HOME / "figures.json"
 DOCUMENTS = {"en": ROOT / "docs" / "exercise.md", "zh": ROOT / "docs" / "exercise.zh.md"}
-MINILM = ROOT.parent / "shared" / "real" / "minilm-rt"
 STAGES = ("see", "d2l", "bert", "examples", "speed")
 NUMBER = 7394  # the translator's example: seven thousand three hundred ninety four
 SENTENCE = "the movie is not as bad as you might expect , but it never makes you laugh ."
@@ -226,13 +225,8 @@ def outcome(measured: hp.Measurement, dense: hp.Measurement | None = None) -> di
 
 
 def changed(change: hp.Change) -> dict[str, Any]:
-    return {
-        "value": change.value,
-        "low": change.low,
-        "high": change.high,
-        "p": change.p_value,
-        "verdict": change.verdict,
-    }
+    names = {"value": "value", "low": "low", "high": "high", "p": "p_value", "verdict": "verdict"}
+    return {short: getattr(change, name) for short, name in names.items()}
 
 
 def random_plans(subject: Subject, keep: int) -> list[hp.PruningPlan]:
@@ -450,17 +444,17 @@ def bert(path: Path) -> tuple[nn.Module, Any, list[hp.AttentionLayer]]:
     return model, tokenizer, hp.find_attention(model, dict(tokenizer(["a b", "c d"], return_tensors="pt")))
 
 
-def bert_subject(path: Path, quick: bool) -> tuple[Subject, Any]:
+def bert_subject(path: Path) -> tuple[Subject, Any]:
     model, tokenizer, layers = bert(path)
-    sizes = {"score": 48, "choose": 64, "report": 256} if quick else {"score": 128, "choose": 256, "report": 768}
+    sizes = {"score": 128, "choose": 256, "report": 768}
     return Subject(
         "BERT", model, layers, **(parts := bert_parts(path, tokenizer, sizes)), fresh=parts["report"],
         methods=(
-            "ablation", "mean-ablation", "logits", *(() if quick else ("integrated-gradients", "signed-gradient")), "gradient",
-            "fisher", "output-norm", "weight-norm", "entropy",
+            "ablation", "mean-ablation", "logits", "integrated-gradients", "signed-gradient", "gradient", "fisher", "output-norm",
+            "weight-norm", "entropy",
         ),
-        keep=(18, 36), draws=3 if quick else 6, repaired=3, repair={"mixtures": False, "answers": False}, read=as_it_is,
-        curve=tuple(range(12 if quick else 6, 73, 12 if quick else 6)),
+        keep=(18, 36), draws=6, repaired=3, repair={"mixtures": False, "answers": False}, read=as_it_is,
+        curve=tuple(range(6, 73, 6)),
     ), tokenizer  # fmt: skip
 
 
@@ -648,10 +642,6 @@ def claims(figures: Mapping[str, Any]) -> dict[str, bool]:
         )
         > 0.85
         and x["sources"]["ablation"]["trained"] < x["sources"]["ablation"]["few"],
-        "controlled ablation orders the heads as reliably as ablation": abs(
-            again["controlled"]["mean"][-1] - again["ablation"]["mean"][-1]
-        )
-        < 0.1,
         "for one number, launch overhead takes most of the time": max(shares[0], key=shares[0].get)
         == "launch overhead",
         "in BERT, feed-forward layers take most of the time": max(shares[3], key=shares[3].get) == "feed-forward",
@@ -720,13 +710,9 @@ def draw(figures: Mapping[str, Any]) -> None:
 
 
 def about() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "headprune": hp.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-        "cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 1),
+        "headprune": hp.__version__, "torch": torch.__version__, "transformers": transformers.__version__, "cpu": real.chip(),
+        "cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1),
     }  # fmt: skip
 
 
@@ -743,15 +729,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--render", action="store_true", help="only the documents, from the figures that are there")
-    parser.add_argument("--quick", action="store_true", help="BERT on fewer examples; the documents say how many")
-    parser.add_argument("--minilm", type=Path, default=MINILM)
+    parser.add_argument("--minilm", type=Path, default=real.MINILM)
     options = parser.parse_args()
     figures = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
     if not options.render:
         for stage in STAGES:
             if stage in options.only:
-                stage_of(stage, figures, options.minilm, options.quick)
-                figures.setdefault("about", {})[stage] = {**about(), "quick": options.quick}
+                stage_of(stage, figures, options.minilm)
+                figures.setdefault("about", {})[stage] = about()
                 HOME.mkdir(parents=True, exist_ok=True)
                 FIGURES.write_text(json.dumps(short(figures), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     missing = [stage for stage in STAGES if stage not in figures.get("about", {})]
@@ -766,16 +751,16 @@ def main() -> None:
         raise SystemExit("The documents' prose says what is not so any more: " + "; ".join(wrong))
 
 
-def stage_of(stage: str, figures: Figures, minilm: Path, quick: bool) -> None:
+def stage_of(stage: str, figures: Figures, minilm: Path) -> None:
     """Put the figures of a stage into ``figures``."""
     if stage == "see":
         figures.setdefault("d2l", {}).update(see_translator(translator_subject()))
-        figures.setdefault("bert", {}).update(see_bert(*bert_subject(minilm, quick)))
+        figures.setdefault("bert", {}).update(see_bert(*bert_subject(minilm)))
     elif stage == "d2l":
         subject = translator_subject()
         figures["d2l"].update(study(subject, figures["d2l"]["profiles"]), pairs=pairs_in(subject))
     elif stage == "bert":
-        subject, _ = bert_subject(minilm, quick)
+        subject, _ = bert_subject(minilm)
         figures["bert"].update(study(subject, figures["bert"]["profiles"]))
     elif stage == "examples":
         figures["examples"] = of_examples(minilm)

@@ -5,24 +5,18 @@ Every example's effects are computed once and kept in `.headprune/exercise/`; th
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from scipy.stats import spearmanr
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import headprune as hp
-from headprune.loss import ExampleLoss
-from headprune.scoring import Settings
-from headprune.scoring.ablation import exact
-from headprune.scoring.base import Problem
-from headprune.scoring.gradient import gate_gradients
-from headprune.scoring.replay import Replay
-from headprune.scoring.sampled import State
+from headprune.gates import gated
 
 HOME = Path(__file__).parent.parent / ".headprune" / "exercise"
 SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -37,21 +31,37 @@ def effects_of(name: str, model: nn.Module, layers: Sequence[hp.AttentionLayer],
     path = HOME / f"{name}.npz"
     if not path.exists():
         HOME.mkdir(parents=True, exist_ok=True)
-        every = {distil: _problem(model, layers, batches, distil) for distil in (False, True)}
-        slopes, answers = gate_gradients(every[False]), exact(every[True], Replay(every[True]))
-        ablation = exact(every[False], Replay(every[False]))
-        found = {"ablation": ablation, "logits": answers, "gradient": slopes}
-        np.savez(path, loss=slopes.losses, **{k: v.effects.numpy() for k, v in found.items()})
-    found = dict(np.load(path))
-    return {**found, "expected": -found["gradient"], "gradient": np.abs(found["gradient"])}
+        parts = [_effects(model, layers, batch) for batch in batches]
+        np.savez(path, **{key: np.concatenate([part[key] for part in parts]) for key in parts[0]})
+    return dict(np.load(path))
 
 
-def _problem(model: nn.Module, layers: Sequence[hp.AttentionLayer], batches: Sequence[Any], distil: bool) -> Problem:
-    losses = ExampleLoss(model, distil=distil)
-    kept = losses.prepare(list(batches))
-    return Problem(
-        model, layers, [(batch, losses.rows.size(batch)) for batch in kept], losses, 0, lambda *_: None, Settings(), rows=losses.rows
-    )  # fmt: skip
+def _effects(model: nn.Module, layers: Sequence[hp.AttentionLayer], batch: dict[str, Tensor]) -> Effects:
+    """Of one batch, by a forward pass for every head; the gradient by a gate for every example and head."""
+    inputs, labels = {k: v for k, v in batch.items() if k != "labels"}, batch["labels"]
+
+    def answered() -> Tensor:
+        logits: Tensor = model(**inputs)["logits"]
+        return logits.log_softmax(-1)
+
+    def losses(log: Tensor) -> Tensor:
+        each = F.nll_loss(log.flatten(0, -2), labels.flatten(), reduction="none")
+        return each.view(len(labels), -1).mean(1)
+
+    with torch.no_grad():
+        dense, ablated, moved = answered(), [], []
+        for layer in layers:
+            for head in range(layer.num_heads):
+                with hp.mask(model, {layer.name: [head]}, layers=layers):
+                    found = answered()
+                ablated.append((losses(found) - losses(dense)).double())
+                kl = (dense.exp() * (dense - found)).sum(-1)
+                moved.append(kl.view(len(labels), -1).mean(1).double())
+    gates = {a.name: torch.ones(len(labels), a.num_heads, requires_grad=True) for a in layers}
+    with gated(model, layers, gates):
+        slopes = torch.autograd.grad(losses(answered()).sum(), list(gates.values()))
+    found = {"loss": losses(dense), "ablation": torch.stack(ablated, 1), "logits": torch.stack(moved, 1)}
+    return {k: v.numpy() for k, v in {**found, "gradient": torch.cat(slopes, 1).abs()}.items()}
 
 
 def rho(a: np.ndarray, b: np.ndarray) -> float:
@@ -64,13 +74,12 @@ def reliability(effects: Effects) -> dict[str, Any]:
     ``needed`` is the n at which it is 0.8, between the sizes by Spearman's and Brown's formula; beyond them, from the largest.
     """
     rng, found = np.random.default_rng(0), {}
-    for method in (*METHODS, "controlled"):
-        each = effects.get(method, effects["ablation"])
-        of = _controlled(effects) if method == "controlled" else lambda rows, each=each: each[rows].mean(0)
+    for method in METHODS:
+        each = effects[method]
         sizes, means, sds = [n for n in SIZES if 2 * n <= len(each)], [], []
         for n in sizes:
             rows = [rng.permutation(len(each)) for _ in range(SPLITS)]
-            drawn = [rho(of(r[:n]), of(r[n : 2 * n])) for r in rows]
+            drawn = [rho(each[r[:n]].mean(0), each[r[n : 2 * n]].mean(0)) for r in rows]
             means.append(float(np.mean(drawn)))
             sds.append(float(np.std(drawn)))
         enough = next((i for i, mean in enumerate(means) if mean >= RELIABLE), len(sizes) - 1)
@@ -79,19 +88,6 @@ def reliability(effects: Effects) -> dict[str, Any]:
             "examples": sizes, "mean": means, "sd": sds, "needed": max(float(f"{needed:.1g}"), sizes[0]), "seen": means[enough] >= RELIABLE,
         }  # fmt: skip
     return found
-
-
-def _controlled(effects: Effects) -> Callable[[np.ndarray], np.ndarray]:
-    """Scores by `Settings(examples=n // 8)`: gradients of all n examples, and ablation of an eighth of them."""
-
-    def scores(rows: np.ndarray) -> np.ndarray:
-        expected, exact = (torch.from_numpy(effects[k][rows]) for k in ("expected", "ablation"))
-        empty = State.empty(expected, int(rows[0]))
-        state = empty.grown(torch.full_like(empty.wanted, len(rows) / 8))
-        looked = state.uniforms[:, None] < state.inclusion()
-        return dataclasses.replace(state, effects=exact.where(looked, torch.nan)).each().mean(0).numpy()
-
-    return scores
 
 
 def signs(effects: Effects) -> dict[str, Any]:

@@ -258,13 +258,7 @@ def parts() -> dict[str, list[int]]:
     numbers = list(range(1, LARGEST + 1))
     random.Random(0).shuffle(numbers)
     ends = [0, TRAINED, TRAINED + SCORED, TRAINED + SCORED + CHOSEN, LARGEST]
-    return dict(
-        zip(
-            ("train", "score", "choose", "report"),
-            (numbers[a:b] for a, b in pairwise(ends)),
-            strict=True,
-        )
-    )
+    return dict(zip(("train", "score", "choose", "report"), (numbers[a:b] for a, b in pairwise(ends)), strict=True))
 
 
 def trained(

@@ -1,7 +1,7 @@
 """A benchmark on a lent GPU, in parts: each is run once and stored, so that a second call goes on where the first was stopped.
 
-``--work DIR`` holds one JSON file a part. ``--pack FILE`` is one file with all of them, read at the start and written after every part,
-for machines that give back only a few files. A part that fails is written too, with its error, and tried again by the next call.
+``--work FILE`` holds the parts that are done; it is read first and written after every part. A part that fails is written too, with its
+error, and tried again by the next call.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,23 @@ os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # of the code in saved fold
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout need not be installed
 
 import torch
-import transformers
+import transformers as tf
 from document import replace_section
 
 import headprune as hp
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "gpu.md"
-Found = dict[str, Any]
+TYPES = {"float32": torch.float32, "TF32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LITTLE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
+LITTLE_LLAMA = {**LITTLE, "num_key_value_heads": 2, "vocab_size": 1000}
+SHAPES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {  # config, model, sizes, sizes to try the script
+    "BERT-base": (tf.BertConfig, tf.BertForSequenceClassification, {"max_position_embeddings": 4096}, LITTLE),
+    "ViT-B": (tf.ViTConfig, tf.ViTForImageClassification, {}, {**LITTLE, "image_size": 32, "patch_size": 8}),
+}
+for _name, _wide, _layers, _inner in (("Llama-1B", 2048, 16, 8192), ("Llama-8B", 4096, 32, 14336)):
+    _sizes = {**LLAMA, "hidden_size": _wide, "num_hidden_layers": _layers, "intermediate_size": _inner}
+    SHAPES[_name] = (tf.LlamaConfig, tf.LlamaForCausalLM, _sizes, LITTLE_LLAMA)
 
 
 @dataclass(frozen=True)
@@ -40,160 +48,103 @@ class Part:
     """A part of a benchmark.
 
     Attributes:
-        run: Gives what was found, as JSON holds it.
-        told: What a document says of it, in lines.
+        run: Gives the lines of the document.
         seconds: That it takes on a GPU, about; it is not begun when fewer are left.
     """
 
-    name: str
     title: str
-    run: Callable[[argparse.Namespace], Found]
-    told: Callable[[Found], list[str]]
+    run: Callable[[argparse.Namespace], list[str]]
     seconds: float
 
 
-def parser(about: str) -> argparse.ArgumentParser:
-    """The options that both benchmarks have."""
-    made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--work", type=Path, required=True, help="a folder, with a JSON file for each part that is done")
-    made.add_argument("--pack", type=Path, help="one file with all parts, read first and written after every part")
-    made.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
-    made.add_argument("--small", action="store_true", help="tiny models and few rounds: to try the script")
-    made.add_argument("--only", nargs="+", help="names of parts")
-    made.add_argument("--seconds", type=float, default=570, help="no part is begun that would end later")
-    made.add_argument("--minilm", type=Path, help="the folder of minilm-rt, which holds its data too")
-    made.add_argument(
-        "--document", action="store_true", help="write the section of docs/gpu.md from what is there; run nothing"
-    )
-    return made
-
-
-def run(parts: list[Part], options: argparse.Namespace, section: str, heading: str) -> None:
-    """Run the parts that are missing, or write the document."""
-    options.work.mkdir(parents=True, exist_ok=True)
-    _unpack(options)
+def main(parts: Mapping[str, Part], about: str, section: str, heading: str) -> None:
+    """Run the parts that are missing, or write a section of docs/gpu.md from what is there."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="a JSON file with the parts that are done")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
+    parser.add_argument("--small", action="store_true", help="tiny models and few rounds: to try the script")
+    parser.add_argument("--only", nargs="+", choices=list(parts), help="these parts")
+    parser.add_argument("--seconds", type=float, default=570, help="no part is begun that would end later")
+    parser.add_argument("--minilm", type=Path, help="the folder of minilm-rt, which holds its data too")
+    parser.add_argument("--document", action="store_true", help="write the section from what is there; run nothing")
+    options = parser.parse_args()
+    known = json.loads(options.work.read_text()) if options.work.exists() else {}
     if options.document:
-        replace_section(DOCUMENT, section, "\n".join(_document(parts, options, heading)))
+        replace_section(ROOT / "docs" / "gpu.md", section, "\n".join(_document(parts, known, heading)))
         return
-    names = [part.name for part in parts]
-    if unknown := set(options.only or ()) - set(names):
-        sys.exit(f"no parts {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     end = time.monotonic() + options.seconds
-    print(json.dumps(environment(options.device)), flush=True)
-    for part in parts:
-        file = options.work / f"{part.name}.json"
-        done = file.exists() and "error" not in json.loads(file.read_text())
-        if done or (options.only and part.name not in options.only):
+    for name in options.only or parts:
+        if "lines" in known.get(name, {}):
             continue
-        left = end - time.monotonic()
-        if left < part.seconds and not options.small:
-            print(f"{part.name}: not begun, {left:.0f} s are left and it takes about {part.seconds:.0f}", flush=True)
+        if end - time.monotonic() < parts[name].seconds and not options.small:
+            print(f"{name}: not begun, it takes about {parts[name].seconds:.0f} s", flush=True)
             continue
-        _do(part, options, file)
-    missing = [p.name for p in parts if not _known(options, p)]
+        known[name] = _run(parts[name], options)
+        options.work.write_text(json.dumps(known))
+        print(f"== {name}", *_lines(known[name]), sep="\n", flush=True)
+    missing = [name for name in parts if "lines" not in known.get(name, {})]
     print(f"still to run: {', '.join(missing)}" if missing else "all parts are done", flush=True)
 
 
-def _do(part: Part, options: argparse.Namespace, file: Path) -> None:
-    start = time.monotonic()
-    found: Found
+def _run(part: Part, options: argparse.Namespace) -> dict[str, Any]:
     try:
-        found = part.run(options)
+        found: dict[str, Any] = {"lines": part.run(options)}
     except Exception as error:
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}"[:500]}
-    noted = {"seconds": round(time.monotonic() - start, 1), "environment": environment(options.device)}
-    if taken := found.keys() & noted.keys():
-        raise KeyError(f"The part {part.name} must not use the names {sorted(taken)}")
-    found |= noted
-    written = file.with_suffix(".part")
-    written.write_text(json.dumps(found, indent=1))
-    os.replace(written, file)
-    if options.pack:
-        every = {f.stem: json.loads(f.read_text()) for f in sorted(options.work.glob("*.json"))}
-        options.pack.write_text(json.dumps(every))
-    print(f"== {part.name}: {found['seconds']} s", flush=True)
-    print("\n".join(_told(part, found)), flush=True)
-    if torch.cuda.is_available():
+    where = f"the CPU ({platform.machine()}), to try the script"
+    if options.device.startswith("cuda"):
+        where = torch.cuda.get_device_name(0)
         torch.cuda.empty_cache()
+    versions = f"torch {torch.__version__}, transformers {tf.__version__}, Python {platform.python_version()}"
+    return found | {"where": f"{where}, {versions}, headprune {hp.__version__}"}
 
 
-def _unpack(options: argparse.Namespace) -> None:
-    if options.pack and options.pack.exists():
-        for name, found in json.loads(options.pack.read_text()).items():
-            if not (options.work / f"{name}.json").exists():
-                (options.work / f"{name}.json").write_text(json.dumps(found))
+def _lines(found: Mapping[str, Any]) -> list[str]:
+    return found.get("lines") or [f"**Failed**: {found['error']}" if "error" in found else "Not run yet."]
 
 
-def _known(options: argparse.Namespace, part: Part) -> Found | None:
-    file = options.work / f"{part.name}.json"
-    found: Found = json.loads(file.read_text()) if file.exists() else {"error": ""}
-    return None if "error" in found else found
-
-
-def _told(part: Part, found: Found) -> list[str]:
-    return [f"**Failed**: {found['error']}"] if "error" in found else part.told(found)
-
-
-def _document(parts: list[Part], options: argparse.Namespace, heading: str) -> list[str]:
+def _document(parts: Mapping[str, Part], known: Mapping[str, Any], heading: str) -> list[str]:
     lines = [f"## {heading}", ""]
-    places: list[str] = []
-    for part in parts:
-        file = options.work / f"{part.name}.json"
-        if not file.exists():
-            lines += [f"### {part.title}", "", "Not run yet.", ""]
-            continue
-        found = json.loads(file.read_text())
-        lines += [f"### {part.title}", "", *_told(part, found), ""]
-        about = found["environment"]
-        places.append(
-            f"{about['device']}, torch {about['torch']}, transformers {about['transformers']}, Python {about['python']}, "
-            f"headprune {about['headprune']} (code {about['code']})"
-        )
-    lines.append(f"Measured on {'; '.join(dict.fromkeys(places)) or 'nothing yet'}.")
-    return lines
-
-
-def environment(device: str) -> Found:
-    """Where this runs, and the GPU's clocks and power now."""
-    from headprune.fingerprint import versions
-
-    on_gpu = device.startswith("cuda")
-    return {
-        "device": torch.cuda.get_device_name(0) if on_gpu else f"the CPU ({platform.machine()}), to try the script",
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if on_gpu else None,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "headprune": hp.__version__,
-        "code": versions()[1],
-        "gpu": gpu_state() if on_gpu else {},
-        "load": os.getloadavg()[0],
-    }
-
-
-_ASKED = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_event_reasons.active", "driver_version")
-
-
-def gpu_state() -> Found:
-    """Clocks in MHz, power in W, temperature in °C, as nvidia-smi gives them; {} where it does not."""
-    asked = ["nvidia-smi", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits", "-i", "0"]
-    try:
-        line = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return {}
-    return dict(zip(_ASKED, (value.strip() for value in line.split(",")), strict=False))
-
-
-def synchronize(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
+    for name, part in parts.items():
+        lines += [f"### {part.title}", "", *_lines(known.get(name, {})), ""]
+    places = dict.fromkeys(found["where"] for found in known.values())
+    return [*lines, f"Measured on {'; '.join(places) or 'nothing yet'}."]
 
 
 def table(heads: list[str], rows: list[list[str]]) -> list[str]:
     """Lines of a table; the first column is text, the others are numbers."""
-    return [
-        f"| {' | '.join(heads)} |",
-        f"|---|{'---:|' * (len(heads) - 1)}",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
+    return [f"| {' | '.join(row)} |" for row in (heads, ["---", *["---:"] * (len(heads) - 1)], *rows)]
+
+
+# -- models and inputs -----------------------------------------------------------------------------
+
+
+def built(shape: str, options: argparse.Namespace, kind: str = "float32", attention: str = "sdpa") -> Any:
+    """A model of a common shape, made on the device; its weights are random, and large enough for heads to matter."""
+    config, cls, large, small = SHAPES[shape]
+    torch.manual_seed(0)
+    with torch.device(options.device), torch.no_grad():
+        sizes = config(**(small if options.small else large))
+        model = cls._from_config(sizes, attn_implementation=attention, dtype=TYPES[kind])
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(std=1.2 / p.shape[-1] ** 0.5)
+    return model.eval()
+
+
+def texts(rows: int, tokens: int, batches: int, device: str, padded: bool = True) -> list[dict[str, Any]]:
+    """Labelled batches; every second text of a batch is padded by a quarter."""
+    generator, found = torch.Generator().manual_seed(0), []
+    for _ in range(batches):
+        ids = torch.randint(5, 1000, (rows, tokens), generator=generator)
+        batch = {"input_ids": ids, "labels": torch.randint(0, 2, (rows,), generator=generator)}
+        if padded:
+            batch["attention_mask"] = torch.ones_like(ids)
+            batch["attention_mask"][1::2, tokens - tokens // 4 :] = 0
+        found.append({name: value.to(device) for name, value in batch.items()})
+    return found
+
+
+def unlabelled(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name != "labels"}

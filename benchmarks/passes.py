@@ -1,18 +1,21 @@
-"""What `headprune prune` costs, stage by stage, in forward passes of the dense model over the scoring examples.
+"""What `headprune prune` costs, stage by stage, in forward passes of the dense model; and whether it takes as long as it says, on five models.
 
-    python benchmarks/passes.py                          # the demo's ViT; and minilm-rt, where ../shared/real/minilm-rt is
-    python benchmarks/passes.py minilm --keep 36         # one of them, with other budgets
+    python benchmarks/passes.py                          # about an hour of one core
+    python benchmarks/passes.py minilm --keep 36         # one of them (digits, minilm, bert, llama, t5), with other budgets
+    python benchmarks/passes.py --quick                  # few examples
 
 A stage is what the command line shows as one line; its cost is CPU time of this process, divided by that of one forward pass
-over the scoring examples (measured before, and after, by the same clock, so that a busy machine changes little). Beside it
-stands how many passes were really run. The last line of stdout is one JSON document.
+over the scoring examples (measured by the same clock, so that a busy machine changes little). Beside it stands how many passes were really
+run. What the run was said to take is meant to be within half of what it took. The last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import random
+import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,128 +23,185 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
+import real
 import torch
-from scores import MINILM, say
+import transformers as tf
+from real import MINILM, ROOT, say
 from torch import nn
+from typer.testing import CliRunner
 
 from headprune.app import demo
-from headprune.app.data import DataOptions
-from headprune.app.runs import RunFolder
-from headprune.app.workflow import Goal, Options, PruneRun, open_scene, prune_run
-from headprune.budgets import budget_of
-from headprune.inputs import tensors
+from headprune.app.console import Console
+from headprune.cli import app
 
-Progress = Callable[..., None]
+UNITS = {"s": 1, "min": 60, "h": 3600}
+TOLD = re.compile(r"Roughly ([\d.]+) (\w+): ([\d,]+) forward passes")
+Words = list[str]
 
 
 class Meter:
-    """Stands in for the console: every stage that a run tells of is metered, and what comes between two of them."""
+    """Meters every stage that the command tells of, and what comes between two of them."""
 
     def __init__(self) -> None:
-        self.stages: list[tuple[str, float, float]] = []  # (label, CPU seconds, examples run through the model)
-        self.examples = 0.0
-        self._since = time.process_time(), 0.0
+        self.stages: dict[str, list[float]] = {}  # CPU seconds, and examples that were run through the model
+        self.since, self.examples, self.track, self.say = time.process_time(), 0.0, Console.track, Console.say
+        self.told, self.began = 0.0, 0.0
 
-    def say(self, text: str) -> None:
-        """A line for the user."""
+    def close(self, label: str) -> None:
+        now, stage = time.process_time(), self.stages.setdefault(label, [0.0, 0.0])
+        stage[0] += now - self.since
+        stage[1] += self.examples
+        self.since, self.examples = now, 0.0
+
+    def count(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(module, tf.PreTrainedModel) and getattr(output, "logits", None) is not None:
+            self.examples += len(output.logits)
 
     @contextmanager
-    def track(self, label: str) -> Iterator[Progress]:
-        """A stage."""
-        self._close("between stages")
-        yield lambda done, total, note="": None
-        self._close(label)
+    def running(self) -> Iterator[None]:
+        """Count while the context lasts."""
+        meter = self
 
-    @contextmanager
-    def counting(self, kind: type[nn.Module]) -> Iterator[None]:
-        """Count the examples that models of a kind are run on."""
+        @contextmanager
+        def track(console: Console, label: str) -> Iterator[Any]:
+            meter.close("between stages")
+            with meter.track(console, label) as progress:
+                yield progress
+            meter.close(label)
 
-        def count(module: nn.Module, args: Any, output: Any) -> None:
-            if type(module) is kind:
-                logits = getattr(output, "logits", None)
-                self.examples += len(logits if logits is not None else tensors(output)[0])
+        def said(console: Console, text: str) -> None:
+            if found := TOLD.search(text):
+                meter.told, meter.began = float(found[1]) * UNITS[found[2]], time.monotonic()
+            meter.say(console, text)
 
-        handle = nn.modules.module.register_module_forward_hook(count)
+        handle = nn.modules.module.register_module_forward_hook(self.count)
+        Console.track, Console.say = track, said  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
+            Console.track, Console.say = self.track, self.say  # type: ignore[method-assign]
             handle.remove()
-            self._close("between stages")
-
-    def _close(self, label: str) -> None:
-        seconds, examples = self._since
-        self._since = time.process_time(), self.examples
-        self.stages.append((label, self._since[0] - seconds, self._since[1] - examples))
+            self.close("between stages")
 
 
-def one_pass(model: nn.Module, batches: list[Any]) -> float:
-    """CPU seconds of one forward pass: the least of three."""
-    found = []
+# -- models ------------------------------------------------------------------------------------
+
+
+def minilm(home: Path, quick: bool) -> Words:
+    """The fine-tuned BERT on its sentences."""
+    sizes = ["-L", "96", "--report-limit", "200"] if quick else ["-L", "1024"]
+    return [str(MINILM), "-d", str(MINILM / "data"), *sizes, "-m", "gradient", "--keep", "36"]
+
+
+def digits(home: Path, quick: bool) -> Words:
+    """The demo's ViT on scikit-learn's digits, with ablation too."""
+    model, data, _ = demo.prepare(ROOT / demo.HOME, lambda done, total: None)
+    keep = [word for count in demo.KEEP for word in ("--keep", str(count))]
+    return [str(model), "-d", str(data), "-L", "200" if quick else "1000", "-m", "ablation", "-m", "gradient", *keep]
+
+
+def bert(home: Path, quick: bool) -> Words:
+    """A random BERT of 6 x 8 heads on random texts."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 6, "intermediate_size": 1024}
+    return written(home, "BertForSequenceClassification", sizes, "label", 96 if quick else 512)
+
+
+def llama(home: Path, quick: bool) -> Words:
+    """A random Llama of 8 x 8 query heads, 4 of keys and values in each layer."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 8, "intermediate_size": 768}
+    return written(home, "LlamaForCausalLM", {**sizes, "num_key_value_heads": 4}, "", 64 if quick else 256)
+
+
+def t5(home: Path, quick: bool) -> Words:
+    """A random T5 of 4 + 4 layers of 8 heads, on pairs of random texts."""
+    sizes = {"d_model": 192, "d_kv": 24, "num_heads": 8, "num_layers": 4, "num_decoder_layers": 4, "d_ff": 512}
+    return written(
+        home, "T5ForConditionalGeneration", {**sizes, "decoder_start_token_id": 0}, "target", 64 if quick else 256
+    )
+
+
+SUBJECTS: dict[str, Callable[[Path, bool], Words]] = {
+    "digits": digits,
+    "minilm": minilm,
+    "bert": bert,
+    "llama": llama,
+    "t5": t5,
+}
+
+
+def written(home: Path, cls: str, sizes: dict[str, Any], answer: str, examples: int) -> Words:
+    """A random model in a folder with a tokenizer and random data; and the arguments of the run."""
+    from tests.support.folders import WORDS, tokenizer, write_jsonl
+
+    torch.manual_seed(0)
+    words, rng, kind = tokenizer(), random.Random(0), getattr(tf, cls)
+    words.model_max_length = 128
+    kind(kind.config_class(**sizes, vocab_size=len(words), pad_token_id=0)).save_pretrained(home / "model")
+    words.save_pretrained(home / "model")
+    for split, count in (("train", examples), ("validation", examples // 2), ("test", examples)):
+        rows: list[dict[str, Any]] = [
+            {"text": " ".join(rng.choices(WORDS, k=rng.randint(6, 60)))} for _ in range(count)
+        ]
+        for row in rows:
+            if answer == "label":
+                row["label"] = int(row["text"].count("good") > row["text"].count("bad"))
+            elif answer:
+                row["source"], row[answer] = row.pop("text"), " ".join(rng.choices(WORDS, k=20))
+        write_jsonl(home / "data" / f"{split}.jsonl", rows)
+    return [str(home / "model"), "-d", str(home / "data"), "-L", str(examples), "--keep", "50%"]
+
+
+# -- measuring ---------------------------------------------------------------------------------
+
+
+def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A whole `headprune prune`, by stage."""
+    meter = Meter()
+    with tempfile.TemporaryDirectory() as folder:
+        typed = SUBJECTS[name](Path(folder), options.quick)
+        if options.keep:
+            typed = typed[: typed.index("--keep")] + [word for k in options.keep for word in ("--keep", k)]
+        with meter.running():
+            result = CliRunner().invoke(app, ["prune", *typed, "-o", str(Path(folder) / "run"), "--dtype", "float32"])
+        assert result.exit_code == 0, result.output
+        took = time.monotonic() - meter.began
+        found = json.loads((Path(folder) / "run" / "metrics.json").read_text())
+        unit, examples = one_pass(Path(typed[0]), Path(typed[2]), int(typed[4]))
+    stages = {label: (seconds / unit, run / examples) for label, (seconds, run) in meter.stages.items()}
+    say(
+        f"\n{name}, {examples:,} examples: a pass takes {unit:.2f} s of CPU time; told {meter.told:.0f} s, took {took:.0f} s\n"
+    )
+    say("| stage | passes' time | forward passes |\n|:--|--:|--:|")
+    for label, (cost, run) in (*stages.items(), ("all", tuple(map(sum, zip(*stages.values(), strict=True))))):
+        say(f"| {label} | {cost:.1f} | {run:.1f} |")
+    accuracy = {b["kept"]: b["pruned"]["metrics"].get("accuracy") for b in found["budgets"]}
+    facts = {"examples": examples, "pass_seconds": unit, "stages": stages, "accuracy": accuracy}
+    return {**facts, "told": meter.told, "took": took, "told by took": round(meter.told / took, 2)}
+
+
+def one_pass(model: Path, data: Path, limit: int) -> tuple[float, int]:
+    """CPU seconds of one forward pass over the scoring examples (the least of three), and how many these are."""
+    loaded, parts = real.load_folder(model, data, limit=limit)
+    batches, times = list(parts.score.batches()), []
     for _ in range(3):
         started = time.process_time()
         with torch.inference_mode():
             for batch in batches:
-                model(**batch)
-        found.append(time.process_time() - started)
-    return min(found)
-
-
-def measured(name: str, options: Options, keep: list[str], methods: list[str]) -> dict[str, Any]:
-    """A whole `headprune prune`, by stage."""
-    meter = Meter()
-    scene = open_scene(options, meter)
-    scene.model.eval()
-    batches = list(scene.parts.score.batches())
-    unit, examples = one_pass(scene.model, batches), len(scene.parts.score)
-    meter.stages.clear()
-    started = time.process_time()
-    with tempfile.TemporaryDirectory() as folder, meter.counting(type(scene.model)):
-        goal = Goal(tuple(budget_of(f"keep {k}") for k in keep))
-        found = prune_run(PruneRun(options, goal, methods), RunFolder(Path(folder) / "run"), meter)
-    seconds = time.process_time() - started
-    unit = min(unit, one_pass(scene.model, batches))
-    stages: dict[str, list[float]] = {}
-    for label, spent, run in meter.stages:
-        both = stages.setdefault(label, [0.0, 0.0])
-        both[0] += spent / unit
-        both[1] += run / examples
-    say(f"\n{name}, {examples:,} examples, keep {', '.join(keep)}: a pass takes {unit:.2f} s of CPU time\n")
-    say("| stage | passes' time | forward passes |\n|:--|--:|--:|")
-    for label, (cost, run) in stages.items():
-        say(f"| {label} | {cost:.1f} | {run:.1f} |")
-    total = [sum(each[i] for each in stages.values()) for i in range(2)]
-    say(f"| all | {total[0]:.1f} | {total[1]:.1f} |")
-    return {
-        "examples": examples, "keep": keep, "pass_seconds": unit, "cpu_seconds": seconds, "passes_time": total[0],
-        "forward_passes": total[1], "stages": {k: {"passes_time": a, "forward_passes": b} for k, (a, b) in stages.items()},
-        "accuracy": {b.kept: b.pruned.metrics.get("accuracy") for b in found.budgets},
-        "strategy": found.budgets[0].strategy, "method": found.budgets[0].method,
-    }  # fmt: skip
+                loaded.model(**batch)
+        times.append(time.process_time() - started)
+    return min(times), len(parts.score)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", nargs="*", help="[both]")
+    parser.add_argument("which", nargs="*", help=f"{', '.join(SUBJECTS)} [all]")
     parser.add_argument("--keep", action="append", help="Heads to keep; repeatable.")
-    parser.add_argument("--limit", "-L", type=int, help="Scoring examples [1024; 1000 of the digits].")
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    which = given.which or ["digits", *(["minilm"] if MINILM.exists() else [])]
+    parser.add_argument("--quick", action="store_true", help="few examples")
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
-    found = {}
-    if "digits" in which:
-        model, data, _ = demo.prepare(demo.HOME, lambda done, total: None)
-        options = Options(
-            str(model), DataOptions(str(data), limit=given.limit or 1000, seed=given.seed), seed=given.seed
-        )
-        found["digits"] = measured("digits", options, given.keep or list(demo.KEEP), ["ablation", "gradient"])
-    if "minilm" in which:
-        data = DataOptions(str(MINILM / "data"), limit=given.limit or 1024, seed=given.seed)
-        options = Options(str(MINILM), data, seed=given.seed)
-        found["minilm"] = measured("minilm-rt", options, given.keep or ["36"], ["gradient"])
-    print(json.dumps(found))
+    names = [n for n in options.which or SUBJECTS if n != "minilm" or MINILM.exists()]
+    print(json.dumps({name: measured(name, options) for name in names}))
 
 
 if __name__ == "__main__":

@@ -13,15 +13,17 @@ To add a method, write a function like `Run` below and put it into `METHODS`.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,35 +32,25 @@ warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
 
 import baselines
 import numpy as np
+import real
 import smollm2
 import torch
 import transformers
 from document import replace_section
-from scores import MINILM, LeftOutError, about, number, say
+from real import LeftOutError, about, number, say
 from torch import nn
 
 import headprune as hp
-from headprune import reference
-from headprune.app import demo
-from headprune.app.data import DataOptions, Part, Parts, load_parts
-from headprune.app.models import load_model
-from headprune.attention import AttentionLayer, Heads
-from headprune.errors import first_line
-from headprune.evaluation import Measurement, evaluate
-from headprune.fidelity import Fidelity
+from headprune.evaluation import evaluate
 from headprune.fingerprint import fingerprint
-from headprune.gates import mask
-from headprune.planning import GROUPS, SLICES, Order, Search, strategy_named
-from headprune.planning.effort import effort_named
-from headprune.repairing import Refit, checked
-from headprune.scoring import Settings
 
 Batch = dict[str, Any]
 DRAWS = 3
 DENSE = "dense"
 
 Run = Callable[
-    [nn.Module, Sequence[Batch], Sequence[Batch], Sequence[AttentionLayer], int, int], AbstractContextManager[nn.Module]
+    [nn.Module, Sequence[Batch], Sequence[Batch], Sequence[hp.AttentionLayer], int, int],
+    AbstractContextManager[nn.Module],
 ]
 """``run(model, score, choose, layers, keep, seed)``: a context that gives the model to measure, with at most ``keep`` heads.
 
@@ -80,128 +72,28 @@ def ranked(name: str) -> Run:
     """headprune's scores by one method, and its plan."""
 
     def run(model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
-        scores = hp.score(model, score, name, layers=layers, seed=seed, settings=Settings(keep=keep))
+        scores = hp.score(model, score, name, layers=layers, seed=seed)
         return baselines.applied(model, layers, baselines.Baseline(hp.plan(scores, keep).drop))
 
     return run
 
 
-class Statistics:
-    """What repair is fitted from, made once for a draw; its seconds count for everyone who uses it."""
+def searched(strategy: str) -> Run:
+    """What `headprune prune --keep N` does: its search by a strategy, and all of its repair, for each count alone."""
 
-    def __init__(self) -> None:
-        self.known: tuple[tuple[int, int], Refit, float] | None = None
+    def run(model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
+        (plan,) = hp.search(model, score, keep, choose=choose, strategy=strategy, layers=layers, seed=seed)
+        smaller = copy.deepcopy(model)
+        hp.repair(smaller, plan, score, choose=choose, layers=layers)
+        return baselines.applied(smaller, layers, baselines.Baseline(plan.drop))
 
-    def get(self, model: nn.Module, score: Any, layers: Any, seed: int) -> Refit:
-        key = id(model), seed
-        if self.known and self.known[0] == key:
-            baselines.gradients.saved += self.known[2]
-        else:
-            started = time.perf_counter()
-            calibration = reference.calibrate(model, layers, score)
-            refit = Refit(reference.measure(calibration, answers=False))
-            self.known = key, refit, time.perf_counter() - started
-        return self.known[1]
+    return run
 
 
-STATISTICS = Statistics()
-
-
-class Searched:
-    """headprune's strategies that run the model: one search for all the counts of a draw, as its plans are nested.
-
-    Args:
-        strategy: Of `headprune.planning`.
-        repair: Whether the kept heads are refitted, in the search and after it (without the last step).
-        kinds: How heads that share key/value heads go; of several, what does best on the choosing part at a count, as
-            `headprune prune` does it.
-        effort: How much work the search may be (`headprune.planning.effort`).
-    """
-
-    def __init__(
-        self,
-        strategy: str,
-        repair: bool = True,
-        kinds: Sequence[str] = (GROUPS, SLICES),
-        effort: str = "normal",
-    ) -> None:
-        self.strategy, self.repair, self.kinds = strategy, repair, kinds
-        self.effort = effort_named(effort)
-        self.known: dict[tuple[int, int], tuple[list[Order], float]] = {}
-
-    def __call__(self, model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
-        drops = self.drops(model, score, layers, keep, seed)
-        refit = STATISTICS.get(model, score, layers, seed) if self.repair else None
-        return repaired(model, layers, nearest(model, layers, drops, refit, choose), refit)
-
-    def drops(self, model: nn.Module, score: Any, layers: Any, keep: int, seed: int) -> list[Heads]:
-        """The plans at a count, of every kind."""
-        key = id(model), seed
-        if key in self.known:
-            baselines.gradients.saved += self.known[key][1]
-        else:
-            refit = STATISTICS.get(model, score, layers, seed) if self.repair else None
-            started = time.perf_counter()
-            search = Search(layers, seed=seed, model=model, batches=score, refit=refit, effort=self.effort)
-            levels = LEVELS[sum(layer.num_heads for layer in layers)]
-            kinds = self.kinds if any(layer.groups for layer in layers) else self.kinds[:1]
-            orders = [strategy_named(self.strategy).run(replace(search, kind=kind), levels) for kind in kinds]
-            self.known[key] = orders, time.perf_counter() - started
-        return [order.plan(keep).drop for order in self.known[key][0]]
-
-
-class Auto:
-    """What `headprune prune --keep N` does: of several orders the one that the choosing part says is best at a count.
-
-    Args:
-        whole: Whether repair is what is reported: with the step towards the dense model's answers, and without those steps
-            that do no better on the choosing part (`headprune.repairing.held_out`).
-    """
-
-    def __init__(self, *searches: Searched, whole: bool = True) -> None:
-        self.searches, self.whole = searches, whole
-
-    def __call__(self, model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
-        drops = [drop for search in self.searches for drop in search.drops(model, score, layers, keep, seed)]
-        gradient = hp.score(model, score, "gradient", layers=layers, seed=seed)
-        drops.append(hp.plan(gradient, keep).drop)
-        refit = STATISTICS.get(model, score, layers, seed)
-        others = Fidelity(model, choose) if self.whole else None
-        return repaired(model, layers, nearest(model, layers, drops, refit, choose), refit, others)
-
-
-def nearest(model: nn.Module, layers: Any, drops: Sequence[Heads], refit: Refit | None, choose: Any) -> Heads:
-    """The plan whose answers, repaired, stay nearest to the dense model's; by the loss, where these are too many to keep."""
-    fidelity = Fidelity(model, choose)
-
-    def distance(drop: Heads) -> float:
-        with repaired(model, layers, drop, refit) as pruned:
-            return fidelity.divergence() if fidelity.known else evaluate(pruned, choose).metrics["loss"]
-
-    return min(drops, key=distance) if len(drops) > 1 else drops[0]
-
-
-@contextmanager
-def repaired(
-    model: nn.Module, layers: Any, drop: Heads, refit: Refit | None, choose: Fidelity | None = None
-) -> Iterator[nn.Module]:
-    """The model without these heads, the others refitted: layer by layer, or by all of repair, which ``choose`` checks."""
-    weights = (checked(refit.with_answers(), drop, choose) if choose else refit.fitted(drop)) if refit else None
-    with refit.applied(weights) if refit and weights else nullcontext(), mask(model, drop, layers=layers):
-        yield model
-
-
-RESCORED, COMPENSATED = map(Searched, ("re-scored", "compensated"))
-LEVELS = {72: [54, 36, 24, 18, 12, 6], 24: [18, 12, 7, 6, 4], 270: [234, 204, 135, 69]}
 METHODS: dict[str, Run] = {
     **{name: public(method) for name, method in baselines.METHODS.items()},
-    **{f"headprune {name}": ranked(name) for name in ("gradient", "fisher", "l0")},
-    "headprune re-scored, no repair": Searched("re-scored", repair=False),
-    "headprune compensated": COMPENSATED,
-    "headprune re-scored": RESCORED,
-    "headprune auto, no last step": Auto(RESCORED, COMPENSATED, whole=False),
-    "headprune auto, high effort": Auto(*(Searched(s, effort="high") for s in ("re-scored", "compensated"))),
-    "headprune auto": Auto(RESCORED, COMPENSATED),
+    "headprune gradient": ranked("gradient"),
+    **{f"headprune {strategy}": searched(strategy) for strategy in ("compensated", "auto")},
 }
 
 
@@ -221,7 +113,7 @@ class Subject:
 
     title: str
     model: nn.Module
-    layers: list[AttentionLayer]
+    layers: list[hp.AttentionLayer]
     score: Callable[[int], list[Batch]]
     choose: list[Batch]
     report: list[Batch]
@@ -235,46 +127,22 @@ class Subject:
         return sum(layer.num_heads for layer in self.layers)
 
 
-def layers_of(model: nn.Module, batch: Batch) -> list[AttentionLayer]:
+def layers_of(model: nn.Module, batch: Batch) -> list[hp.AttentionLayer]:
     example = {k: v for k, v in batch.items() if k != "labels"}
     return [layer for layer in hp.find_attention(model, example) if layer.maskable]
 
 
-def drawn(part: Part, draw: int, count: int) -> list[Batch]:
-    """``count`` examples from where the draws before end; the part's rows were shuffled."""
-    rows = slice(draw * count, (draw + 1) * count)
-    if rows.stop > len(part):
-        raise SystemExit(f"{len(part)} examples are too few for draw {draw + 1} of {count}")
-    return list(replace(part, rows=part.rows[rows], features=part.features[rows]).batches())
-
-
-def of_parts(title: str, loaded: Any, parts: Parts, count: int, counts: tuple[int, ...]) -> Subject:
+def of_parts(name: str, count: int, counts: tuple[int, ...], options: argparse.Namespace) -> Subject:
+    loaded, parts = real.load(name, options.minilm, **({"batch_size": 100} if name == "digits" else {}))
     report = list(parts.report.batches())
     data = (
         f"{count} examples a draw of the {parts.score.split} split, {len(parts.choose)} of {parts.choose.split} to choose by, "
         f"all {len(parts.report):,} of {parts.report.split} reported"
     )
     return Subject(
-        title, loaded.model, layers_of(loaded.model, report[0]), lambda draw: drawn(parts.score, draw, count),
+        real.TITLES[name], loaded.model, layers_of(loaded.model, report[0]), lambda draw: real.drawn(parts.score, draw, count),
         list(parts.choose.batches()), report, "accuracy", counts, data,
     )  # fmt: skip
-
-
-def minilm(options: argparse.Namespace) -> Subject:
-    path = options.minilm or MINILM
-    if not path.is_dir():
-        raise LeftOutError("minilm-rt is not there (--minilm PATH); benchmarks/build_minilm_rt.py builds it")
-    loaded = load_model(str(path), device="cpu")
-    # As many of each split as there are: draws are cut from them here.
-    parts = load_parts(DataOptions(str(path / "data"), limit=10**6, report_limit=10**6), loaded)
-    return of_parts("minilm-rt (BERT on Rotten Tomatoes)", loaded, parts, 1024, (54, 36, 24, 18, 12, 6))
-
-
-def digits(options: argparse.Namespace) -> Subject:
-    model_path, data_path, _ = demo.prepare(demo.HOME, lambda done, total: None)
-    loaded = load_model(str(model_path), device="cpu")
-    parts = load_parts(DataOptions(str(data_path), limit=10**6, report_limit=10**6, batch_size=100), loaded)
-    return of_parts("ViT on digits (the demo's)", loaded, parts, 320, (18, 12, 7, 6, 4))
 
 
 def smollm(options: argparse.Namespace) -> Subject:
@@ -298,7 +166,11 @@ def smollm(options: argparse.Namespace) -> Subject:
     )  # fmt: skip
 
 
-SUBJECTS: dict[str, Callable[[argparse.Namespace], Subject]] = {"minilm": minilm, "digits": digits, "smollm2": smollm}
+SUBJECTS: dict[str, Callable[[argparse.Namespace], Subject]] = {
+    "minilm": partial(of_parts, "minilm", 1024, (54, 36, 24, 18, 12, 6)),
+    "digits": partial(of_parts, "digits", 320, (18, 12, 7, 6, 4)),
+    "smollm2": smollm,
+}
 
 
 # -- measuring ---------------------------------------------------------------------------------
@@ -330,7 +202,7 @@ class Cache:
                 file.write(start + json.dumps(row).encode() + b"\n")
 
 
-def measured(metric: str, found: Measurement) -> dict[str, Any]:
+def measured(metric: str, found: hp.Measurement) -> dict[str, Any]:
     """What a row keeps of a measurement: the metric, and each example's part in it, so that differences can be paired."""
     row: dict[str, Any] = {"metric": metric, "value": found.metrics[metric], "loss": found.metrics["loss"]}
     if metric == "accuracy":
@@ -356,7 +228,7 @@ def measure(key: str, subject: Subject, options: argparse.Namespace, cache: Cach
                 with context as pruned:
                     values = measured(subject.metric, evaluate(pruned, subject.report))
             except Exception as error:  # one method's failure must not lose the others' hours
-                say(f"{key}, {method}, {keep}: {type(error).__name__}: {first_line(error)}")
+                say(f"{key}, {method}, {keep}: {type(error).__name__}: {error}")
                 return
             found = {**name, "seconds": round(seconds, 3), **values}
             cache.add(found)
@@ -380,22 +252,6 @@ def measure(key: str, subject: Subject, options: argparse.Namespace, cache: Cach
 
 
 # -- the document ------------------------------------------------------------------------------
-
-
-INTRODUCTION = [
-    "How good a model is after pruning by each method, without any training. Each method gets the scoring examples and a number of heads.",
-    "",
-    "- The public methods are re-implementations of what their authors' code computes (`benchmarks/baselines.py`).",
-    "- One search by headprune serves all counts of a draw. Its seconds are those of the whole search.",
-    "- `headprune auto` is what `prune --keep N` does for each count alone. It compares the orders of two searches and the gradient's order, "
-    "and takes the one whose answers stay nearest to the dense model's on the choosing part.",
-    "- The repair of `headprune auto` ends with a step that moves all W_O together towards the dense model's answers. The rows of single "
-    "searches and `no last step` are without this step, and so are language models.",
-    "- The seconds were taken while other work ran on the same machine, so they are upper bounds.",
-    "",
-    "Kwon's rescaling on minilm-rt is from one draw. On a second draw, our re-implementation answered with a single class at 24 heads and "
-    "fewer. It is not known whether the authors' code would do the same.",
-]
 
 
 def each(row: Mapping[str, Any]) -> np.ndarray:
@@ -476,13 +332,12 @@ def main() -> None:
     parser.add_argument("--cached", action="store_true", help="measure nothing; write what is in the --json file")
     parser.add_argument("--threads", type=int, default=1, help="torch's")
     parser.add_argument("--minilm", type=Path, help="where minilm-rt is")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks.md"))
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
     started, cache = time.monotonic(), Cache(options.json)
-    parts = ["## Quality by heads kept", "", *INTRODUCTION]
+    parts: list[str] = []
     for key in options.only or SUBJECTS:
         try:
             subject = SUBJECTS[key](options)
@@ -490,15 +345,13 @@ def main() -> None:
             parts += ["", f"### {key}", "", f"Left out: {error}."]
             continue
         parts += ["", *table(subject, measure(key, subject, options, cache))]
-    where = about("quality.py")
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    text = "\n".join([*parts, "", f"`{where['command']}`: {versions}; {where['machine']}."])
+    text = "\n".join([*parts, "", about("quality.py")])
     print(text)
     partial = options.only or options.methods or options.counts or options.draws < DRAWS
     if partial and not options.cached:
         say("printed only: the document takes all models, methods and counts")
     else:
-        replace_section(options.output, "quality", text)
+        replace_section(Path("docs/benchmarks.md"), "quality", text)
     print(json.dumps({"seconds": round(time.monotonic() - started), "rows": len(cache.rows)}))
 
 

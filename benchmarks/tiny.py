@@ -114,14 +114,7 @@ class _Recipe:
         return self.heads * self.head_dim
 
 
-_RECIPES = (
-    _Recipe(4, 16, 2),
-    _Recipe(4, 128, 2),
-    _Recipe(4, 64, 2),
-    _Recipe(4, 48, 2),
-    _Recipe(4, 32, 4),
-    _Recipe(8, 16, 2),
-)
+_RECIPES = tuple(_Recipe(*s) for s in ((4, 16, 2), (4, 128, 2), (4, 64, 2), (4, 48, 2), (4, 32, 4), (8, 16, 2)))
 
 
 def _model(model_type: str, recipe: _Recipe, classes: Any = MODEL_MAPPING) -> tuple[nn.Module, PretrainedConfig]:
@@ -151,11 +144,8 @@ def _without_timm(config: Any, recipe: _Recipe) -> None:
     """Put transformers' own ResNet where a backbone of the timm library is the default."""
     config.use_timm_backbone = False
     config.backbone = None
-    config.backbone_config = tiny_config(
-        CONFIG_MAPPING["resnet"],
-        recipe,
-        {"out_features": ["stage2", "stage3", "stage4"], "hidden_sizes": [16, 32, 48, 64]},
-    )
+    given = {"out_features": ["stage2", "stage3", "stage4"], "hidden_sizes": [16, 32, 48, 64]}
+    config.backbone_config = tiny_config(CONFIG_MAPPING["resnet"], recipe, given)
 
 
 def _sizes(config: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
@@ -187,14 +177,8 @@ def _shrunk(config: PretrainedConfig, recipe: _Recipe) -> dict[str, Any]:
         k: v for k, v in vars(config).items() if not k.startswith("_") and k not in ("dtype", "transformers_version")
     }
     made: dict[str, Any] = {}
-    width = next(
-        (
-            fields[k]
-            for k in ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "hidden_dim", "emb_dim")
-            if type(fields.get(k)) is int
-        ),
-        None,
-    )
+    wide = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "hidden_dim", "emb_dim")
+    width = next((fields[k] for k in wide if type(fields.get(k)) is int), None)
     heads = next(
         (v for k, v in fields.items() if type(v) is int and v > 1 and _HEADS.search(k) and not _KV.search(k)), None
     )
@@ -329,14 +313,8 @@ def _split(total: int, parts: int) -> list[int]:
 
 def _layers(config: Any, name: str, recipe: _Recipe) -> int:
     """Two layers, or as many as are needed for every kind of layer to be there."""
-    kinds = next(
-        (
-            getattr(config, n)
-            for n in ("layer_types", "layers_block_type")
-            if isinstance(getattr(config, n, None), list | tuple)
-        ),
-        None,
-    )
+    listed = [getattr(config, n, None) for n in ("layer_types", "layers_block_type")]
+    kinds = next((value for value in listed if isinstance(value, list | tuple)), None)
     if kinds and name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
         seen = [kinds.index(k) + 1 for k in set(kinds)]
         return min(len(kinds), max(recipe.layers, *seen)) if seen else recipe.layers
@@ -357,20 +335,23 @@ def _list_divisor(fields: dict[str, Any]) -> int:
     return divisor
 
 
+_DEPTHS = {
+    "depths",
+    "blocks_per_stage",
+    "stage_num_blocks",
+    "num_block_repeats",
+    "block_sizes",
+    "n_attn_blocks",
+    "depth",
+}
+
+
 def _shrunk_list(name: str, value: list[int], divisor: int) -> list[int]:
     if _KEEP.search(name):
         return value
     if name in ("image_size", "input_size"):
         return [IMAGE] * len(value)
-    if name in (
-        "depths",
-        "blocks_per_stage",
-        "stage_num_blocks",
-        "num_block_repeats",
-        "block_sizes",
-        "n_attn_blocks",
-        "depth",
-    ):
+    if name in _DEPTHS:
         return [min(v, 3 if name == "depth" else 2) for v in value]
     if name in ("conv_dim", "tdnn_dim"):
         return [32] * len(value)

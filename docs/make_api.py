@@ -30,7 +30,7 @@ GROUPS = {
         "breakdown",
         "Breakdown",
     ],
-    "Save, load and export": ["save", "load", "cut_checkpoint", "Streamed", "export", "Exported"],
+    "Save, load and export": ["save", "load", "export", "Exported"],
     "Errors": ["HeadPruneError", "PruneError"],
 }
 HEAD = """# Python API

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from headprune.api import prune as prune
+    from headprune.api import repair as repair
     from headprune.attention import AttentionLayer as AttentionLayer
     from headprune.checkpoint import load as load
     from headprune.checkpoint import save as save
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from headprune.evaluation import evaluate as evaluate
     from headprune.exporting import Exported as Exported
     from headprune.exporting import export as export
-    from headprune.gates import mask as mask
     from headprune.latency import LatencyRow as LatencyRow
     from headprune.latency import Speedup as Speedup
     from headprune.latency import Timing as Timing
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from headprune.pruned import stand_in as stand_in
     from headprune.repairing import Repair as Repair
     from headprune.repairing import Trial as Trial
-    from headprune.repairing import repair as repair
     from headprune.scoring import HeadScores as HeadScores
     from headprune.scoring import score as score
     from headprune.scoring.agreement import agreement as agreement
@@ -40,10 +40,8 @@ if TYPE_CHECKING:
     from headprune.seeing import HeadProfile as HeadProfile
     from headprune.seeing import attention_weights as attention_weights
     from headprune.seeing import profile_heads as profile_heads
-    from headprune.streaming import Streamed as Streamed
-    from headprune.streaming import cut_checkpoint as cut_checkpoint
     from headprune.surgery import Proof as Proof
-    from headprune.surgery import prune as prune
+    from headprune.surgery import mask as mask
     from headprune.timing import Breakdown as Breakdown
     from headprune.timing import breakdown as breakdown
     from headprune.trace import find_attention as find_attention
@@ -61,7 +59,6 @@ _HOME = {
     "evaluate": "evaluation",
     "Exported": "exporting",
     "export": "exporting",
-    "mask": "gates",
     "LatencyRow": "latency",
     "Speedup": "latency",
     "Timing": "latency",
@@ -71,7 +68,7 @@ _HOME = {
     "plan": "planning",
     "Repair": "repairing",
     "Trial": "repairing",
-    "repair": "repairing",
+    "repair": "api",
     "HeadScores": "scoring",
     "agreement": "scoring",
     "score": "scoring",
@@ -79,10 +76,9 @@ _HOME = {
     "HeadProfile": "seeing",
     "attention_weights": "seeing",
     "profile_heads": "seeing",
-    "Streamed": "streaming",
-    "cut_checkpoint": "streaming",
     "Proof": "surgery",
-    "prune": "surgery",
+    "mask": "surgery",
+    "prune": "api",
     "Breakdown": "timing",
     "breakdown": "timing",
     "find_attention": "trace",

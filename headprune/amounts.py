@@ -1,4 +1,4 @@
-"""Amounts and texts as people read them. No amount is ever written as a power of ten, and no text gives a terminal orders."""
+"""Amounts and texts as people read them: no amount as a power of ten, no text with codes that a terminal would obey."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 _TIMES = ((86400.0, "day"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 _OPERATIONS = ((1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"))
-_BYTES = ((1e9, "GB"), (1e6, "MB"))
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
 
 
 # Codes that terminals obey, halves of characters, line separators, and marks that turn the order of a line around.
@@ -80,17 +80,17 @@ def flops(count: float, to: int = 2) -> str:
     return _in_units(count, _OPERATIONS, to)
 
 
-def size(count: float) -> str:
-    """Bytes, to two digits.
+def size(count: float, to: int = 2) -> str:
+    """Bytes, to so many digits.
 
-    >>> size(6.4e8), size(1.24e9), size(9.99e10), size(8.1e11)
-    ('640 MB', '1.2 GB', '100 GB', '810 GB')
+    >>> size(6.4e8), size(9.99e10), size(8.1e11), size(512, 3), size(912_808, 3), size(1.23e12, 3), size(0)
+    ('640 MB', '100 GB', '810 GB', '512 bytes', '913 kB', '1.23 TB', '0 bytes')
     """
-    return _in_units(count, _BYTES, 2)
+    return _in_units(count, _BYTES, to)
 
 
 def _in_units(count: float, units: Sequence[tuple[float, str]], to: int) -> str:
-    """In the largest unit that it reaches once it is rounded."""
+    """In the largest unit that the rounded number reaches."""
     rounded = float(f"{count:.{to}g}")
     unit, name = next((pair for pair in units if rounded >= pair[0]), units[-1])
     return f"{digits(rounded / unit, to)} {name}"

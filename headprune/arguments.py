@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
+from headprune.batches import is_empty
 from headprune.errors import HeadPruneError
-from headprune.fingerprint import fingerprint
-from headprune.inputs import Example, tensors
-from headprune.loss import inputs_of
+from headprune.files import digest
+from headprune.fingerprint import fingerprint, tensor_bytes
+from headprune.inputs import Example, inputs_of, tensors
+from headprune.parallel import Ranks, accelerator_ranks
 from headprune.plans import PruningPlan
-from headprune.ranks import Ranks, joined
-from headprune.rows import is_empty
 from headprune.trace import find_attention
 
 if TYPE_CHECKING:
@@ -50,20 +48,20 @@ def given_to_choose(choose: Iterable[Any], batches: Sequence[Any]) -> list[Any]:
     Raises:
         HeadPruneError: There are none, or one is in ``batches`` too.
     """
-    found = [batch for batch in listed(choose, "choose") if not is_empty(batch)]
-    if not found:
+    kept = [batch for batch in listed(choose, "choose") if not is_empty(batch)]
+    if not kept:
         raise HeadPruneError(
             "choose= holds no examples.",
             "Pass other batches than batches=; a generator gives its batches only once, so not the same one twice.",
         )
     known = {content_of([batch]) for batch in batches}
-    twice = [i for i, batch in enumerate(found) if content_of([batch]) in known]
+    twice = [i for i, batch in enumerate(kept) if content_of([batch]) in known]
     if twice:
         raise HeadPruneError(
             f"Batch {twice[0]} of choose= is one of batches=, too: it would choose by what was fitted to it.",
             "Pass batches of other examples, or leave out choose=.",
         )
-    return found
+    return kept
 
 
 @contextmanager
@@ -80,7 +78,7 @@ def together(accelerator: Accelerator | None, model: nn.Module, batches: Sequenc
         raise HeadPruneError(
             "The model is wrapped for training on several processes.", "Pass accelerator.unwrap_model(model)."
         )
-    with joined(accelerator) as ranks:
+    with accelerator_ranks(accelerator) as ranks:
         if accelerator is not None:
             ranks.agree("a model", lambda: fingerprint(model))
             ranks.agree("batches", lambda: content_of(batches))
@@ -88,14 +86,16 @@ def together(accelerator: Accelerator | None, model: nn.Module, batches: Sequenc
 
 
 def content_of(batches: Sequence[Any]) -> str:
-    """A hash of all tensors in batches."""
-    made = hashlib.sha256()
-    for batch in batches:
-        for tensor in tensors(batch):
-            made.update(f"{tuple(tensor.shape)}:{tensor.dtype};".encode())
-            made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        made.update(b"|")
-    return made.hexdigest()[:16]
+    """The digest of all tensors in batches."""
+
+    def parts() -> Iterator[str | memoryview]:
+        for batch in batches:
+            for tensor in tensors(batch):
+                yield f"{tuple(tensor.shape)}:{tensor.dtype};"
+                yield tensor_bytes(tensor)
+            yield "|"
+
+    return digest(parts())
 
 
 def heads_of(plan: Plan) -> Mapping[str, Sequence[int]]:

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
 
 from headprune.errors import HeadPruneError
 from headprune.pruned import HeadArgument, from_ranges, to_ranges
 
 Heads = dict[str, list[int]]
 """Heads by layer: ``{layer_name: [head, ...]}``."""
+
+_MOST = 2**24  # features that a projection, or entries that a table, may have; more would only fill memory
+
+
+def _indices(text: Any) -> Any:
+    """As `from_ranges`, for the text of a file, in which a few characters could make it fill the memory."""
+    if not isinstance(text, str):
+        return text
+    runs = [[int(end) for end in run.split(":")] for run in text.split(",") if run]
+    if not all(0 <= start < stop for start, stop in runs) or sum(stop - start for start, stop in runs) > _MOST:
+        raise ValueError(f"{text!r:.60} are no features")
+    return from_ranges(text)
+
+
+Indices = Annotated[tuple[int, ...], BeforeValidator(_indices), PlainSerializer(to_ranges)]
 
 
 @dataclass(frozen=True)
@@ -28,16 +46,8 @@ class HeadFeatures:
     """
 
     module: str
-    features: tuple[tuple[int, ...], ...]
+    features: tuple[Indices, ...]
     dim: int = -1
-
-    def to_json(self) -> dict[str, Any]:
-        dim = {} if self.dim == -1 else {"dim": self.dim}
-        return {"module": self.module, **dim, "features": [to_ranges(f) for f in self.features]}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> HeadFeatures:
-        return cls(_text(data["module"]), tuple(map(_indices, data["features"])), _whole(data.get("dim", -1), -8))
 
 
 @dataclass(frozen=True)
@@ -54,14 +64,7 @@ class HeadTable:
 
     name: str
     dim: int
-    indices: tuple[tuple[int, ...], ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "dim": self.dim, "indices": [to_ranges(i) for i in self.indices]}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> HeadTable:
-        return cls(_text(data["name"]), _whole(data["dim"], -8), tuple(map(_indices, data["indices"])))
+    indices: tuple[Indices, ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,22 +179,23 @@ class AttentionLayer:
         return f"L{self.index}.H{head}"
 
     def to_json(self) -> dict[str, Any]:
-        found = asdict(self)
-        for name in _PARTS:
-            parts = getattr(self, name)
-            found[name] = [part.to_json() for part in parts] if isinstance(parts, tuple) else parts and parts.to_json()
-        return {**found, "output_inside": self.output_inside, "concatenates": self.concatenates}
+        data: dict[str, Any] = _LAYER.dump_python(self, mode="json")
+        return {**data, "output_inside": self.output_inside, "concatenates": self.concatenates}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AttentionLayer:
-        if missing := _REQUIRED - set(data):
-            raise KeyError(min(missing))
-        found = {f.name: _as_tuples(_checked(f.name, f.type, data[f.name])) for f in fields(cls) if f.name in data}
-        for name, kind in _PARTS.items():
-            # A file from before a field was traced lacks it; a prune that needs it fails its proof.
-            if parts := data.get(name):
-                found[name] = kind.from_json(parts) if isinstance(parts, Mapping) else tuple(map(kind.from_json, parts))
-        layer = cls(**found)
+        # A file from before a field was traced lacks it; a prune that needs it fails its proof.
+        if missing := {"output_projection", "projections", "inner_modules", "groups"} - set(data):
+            raise ValueError(f"{min(missing)} is missing")
+        try:
+            layer = _LAYER.validate_json(json.dumps(data), strict=True)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            place = " › ".join(map(str, fault["loc"]))
+            raise ValueError(f"{place} is {fault['input']!r:.60}: {fault['msg']}") from None
+        for number in (layer.index, layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.output_arity):
+            if not 0 <= number <= _MOST:
+                raise ValueError(f"{number} is no number from 0 to {_MOST}")
         grouped = sorted(h for group in layer.groups for h in group)
         if layer.num_heads < 1 or (grouped and grouped != [*range(layer.num_heads)]):
             raise ValueError(f"layer {layer.name} has {layer.num_heads} heads, and groups of others")
@@ -200,12 +204,7 @@ class AttentionLayer:
         return layer
 
 
-# Fields of an AttentionLayer that hold values of another class: one of them or None, or a tuple of them.
-_PARTS: dict[str, type[HeadFeatures | HeadTable | HeadArgument]] = {
-    "output_projection": HeadFeatures, "gate": HeadFeatures, "projections": HeadFeatures, "values": HeadFeatures,
-    "selections": HeadFeatures, "tables": HeadTable, "arguments": HeadArgument,
-}  # fmt: skip
-_REQUIRED = {"output_projection", "projections", "inner_modules", "groups"}  # fields that every file has
+_LAYER = TypeAdapter(AttentionLayer)
 
 
 def is_inside(name: str, module: str) -> bool:
@@ -227,7 +226,7 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
     Raises:
         HeadPruneError: An unknown layer, a head that does not exist, or a head listed twice.
     """
-    found: Heads = {}
+    result: Heads = {}
     if not isinstance(heads, Mapping):
         raise HeadPruneError(
             f"{type(heads).__name__} does not say which heads.", "Give a plan, or a dict {layer_name: [head, …]}."
@@ -248,13 +247,12 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
                 raise HeadPruneError(
                     f"Layer {name} has no head {h}.", f"It has {layer.num_heads}: 0 to {layer.num_heads - 1}."
                 )
-        twice = sorted({h for h in listed if listed.count(h) > 1})
-        if twice:
-            raise HeadPruneError(f"Layer {name}: head {twice[0]} is listed twice.")
-        if layer.name in found:
+        if repeats := sorted({h for h in listed if listed.count(h) > 1}):
+            raise HeadPruneError(f"Layer {name}: head {repeats[0]} is listed twice.")
+        if layer.name in result:
             raise HeadPruneError(f"Layer {name} is named twice.", "Put its heads in one list.")
-        found[layer.name] = sorted(listed)
-    return {layer.name: found[layer.name] for layer in layers if found.get(layer.name)}
+        result[layer.name] = sorted(listed)
+    return {layer.name: result[layer.name] for layer in layers if result.get(layer.name)}
 
 
 def layer_named(text: str, layers: Sequence[AttentionLayer]) -> AttentionLayer:
@@ -266,18 +264,17 @@ def layer_named(text: str, layers: Sequence[AttentionLayer]) -> AttentionLayer:
     for layer in layers:
         if text in (layer.name, f"L{layer.index}"):
             return layer
+    addresses = _addresses([layer.index for layer in layers]) if layers else ""
     raise HeadPruneError(
         f"There is no attention layer named {text!r} in this model.",
-        f"This model has {_layers_there([layer.index for layer in layers])} (`headprune inspect` lists them)."
-        if layers
-        else "It has none.",
+        f"This model has {addresses} (`headprune inspect` lists them)." if layers else "It has none.",
     )
 
 
-def _layers_there(indices: Sequence[int]) -> str:
+def _addresses(indices: Sequence[int]) -> str:
     """The short addresses of layers, for a message.
 
-    >>> _layers_there([0, 1, 2]), _layers_there([0, 2, 4]), _layers_there([0])
+    >>> _addresses([0, 1, 2]), _addresses([0, 2, 4]), _addresses([0])
     ('layers L0 to L2', 'layers L0, L2, L4', 'one layer, L0')
     """
     first, last = indices[0], indices[-1]
@@ -308,46 +305,3 @@ def check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:
             "but groups must stay equal.",
             f"Drop whole groups (such as heads {', '.join(map(str, part))}) or the same number of heads from each.",
         )
-
-
-def _as_tuples(value: Any) -> Any:
-    """Lists as tuples, at every depth."""
-    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
-
-
-_MOST = 2**24  # features that a projection, or entries that a table, may have; more would only fill memory
-
-
-def _checked(name: str, kind: Any, value: Any) -> Any:
-    """A value of a file, where a field has a plain type; `AttentionLayer.from_json` looks at the others."""
-    if kind == "int":
-        return _whole(value)
-    if kind == "str":
-        return _text(value)
-    if kind == "bool" and type(value) is not bool:
-        raise TypeError(f"{name} is {value!r:.60}, not true or false")
-    if name in ("inner_modules", "side_modules"):
-        return [_text(part) for part in value]
-    if name == "groups":
-        return [[_whole(h) for h in group] for group in value]
-    return value
-
-
-def _whole(value: Any, least: int = 0) -> int:
-    if type(value) is not int or not least <= value <= _MOST:
-        raise ValueError(f"{value!r:.60} is no number from {least} to {_MOST}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.60} is no text")
-    return value
-
-
-def _indices(text: Any) -> tuple[int, ...]:
-    """As `from_ranges`, which a few characters could make fill the memory."""
-    runs = [[int(end) for end in run.split(":")] for run in _text(text).split(",") if run]
-    if not all(0 <= start < stop for start, stop in runs) or sum(stop - start for start, stop in runs) > _MOST:
-        raise ValueError(f"{text!r:.60} are no features")
-    return from_ranges(text)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headprune.batches import Rows, apparent_size
 from headprune.errors import HeadPruneError
-from headprune.inputs import ADDED, DRAWN, KNOWN, LABELS, call, is_encoder_decoder
-from headprune.rows import Rows
+from headprune.inputs import (
+    ADDED,
+    DRAWN,
+    KNOWN,
+    LABELS,
+    call,
+    inputs_of,
+    is_encoder_decoder,
+    model_device,
+    move,
+    tensors,
+    widened,
+)
+from headprune.parallel import current
+from headprune.running import quiet
 
 IGNORED = -100
 # Methods of transformers' models of sound: how many frames come of so many samples.
@@ -35,7 +51,7 @@ class Divergence:
             gradient keeps its size (section 2.1 there). Squared differences have none.
 
     Attributes:
-        rows: How examples lie in the batches; by names alone, until somebody has looked (`headprune.rows.find_rows`).
+        rows: How examples lie in the batches; by names alone, until somebody has looked (`headprune.batches.find_rows`).
     """
 
     def __init__(self, model: nn.Module, seed: int, temperature: float = 1.0) -> None:
@@ -45,26 +61,26 @@ class Divergence:
         self.compares_numbers = False
         self.about = "divergence (KL in nats) from the dense model's answers"
 
-    def taught(self, batch: Mapping[str, Any], start: int) -> dict[str, Any]:
+    def with_answers(self, batch: Mapping[str, Any], start: int) -> dict[str, Any]:
         """A batch with the dense model's answers, ``start`` being the number of its first example."""
         with torch.no_grad():
             known = self._logits(batch)
-        made = {**batch, KNOWN: known}
+        batch = {**batch, KNOWN: known}
         if self._are_numbers(known):
             self.compares_numbers = True
             self.about = "squared difference from the dense model's answers"
-            return made
+            return batch
         if self._several:
-            return made
+            return batch
         # The same draws for an example in whatever batch, with whatever padding.
         chances = known.double().softmax(-1).cumsum(-1).cpu()
-        counted = self._counted(made, chances[..., 0])
+        counted = self._counted(batch, chances[..., 0])
         drawn = torch.zeros(chances.shape[:-1], dtype=torch.long)
         for i, (rows, real) in enumerate(zip(chances, counted, strict=True)):
             numbers = np.random.default_rng((self.seed, start + i)).random(int(real.sum()))
             uniform = torch.from_numpy(numbers)[:, None]
             drawn[i][real] = (rows[real].reshape(-1, rows.shape[-1]) < uniform).sum(-1).clamp(max=rows.shape[-1] - 1)
-        return {**made, DRAWN: drawn.to(known.device)}
+        return {**batch, DRAWN: drawn.to(known.device)}
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``; differentiable under grad mode."""
@@ -109,10 +125,6 @@ class Divergence:
     def _are_numbers(self, logits: Tensor) -> bool:
         return self._regresses or (logits.shape[-1] == 1 and not self._several)
 
-    @property
-    def _labels_pad(self) -> bool:
-        return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
-
     def mean(self, each: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``: the mean of ``[batch, tokens]`` over each example's real tokens."""
         if each.ndim == 1:
@@ -130,7 +142,7 @@ class Divergence:
         """``[batch, (tokens,) classes]``, in float32 or wider."""
         if not isinstance(batch, Mapping):
             raise HeadPruneError("Batches without labels must be dicts.", "Give dicts that the model accepts.")
-        hidden = (*ADDED, *(() if self._labels_pad else LABELS))
+        hidden = (*ADDED, *(() if is_encoder_decoder(self.model) else LABELS))
         return logits_of(call(self.model, {k: v for k, v in batch.items() if k not in hidden}), batch)
 
 
@@ -197,11 +209,11 @@ def part_of(output: Any, name: str) -> Any:
 
     The attribute counts first: ``output.loss = …`` on an output that had no loss sets no entry in older versions of transformers.
     """
-    found = getattr(output, name, None)
-    return output.get(name) if found is None and isinstance(output, Mapping) else found
+    part = getattr(output, name, None)
+    return output.get(name) if part is None and isinstance(output, Mapping) else part
 
 
-def logits_of(output: Any, batch: Mapping[str, Any]) -> Tensor:
+def logits_of(output: Any, batch: Any) -> Tensor:
     """``[batch, (tokens,) classes]`` of a model's output, in float32 or wider.
 
     Of an answer's start and end ``[batch, 2, tokens]``: the tokens are the classes, and padding is none of them.
@@ -211,7 +223,7 @@ def logits_of(output: Any, batch: Mapping[str, Any]) -> Tensor:
     start, end = part_of(output, "start_logits"), part_of(output, "end_logits")
     if start is not None and end is not None:
         logits = torch.stack([start, end], dim=1)
-        if isinstance(mask := batch.get("attention_mask"), Tensor):
+        if isinstance(mask := batch.get("attention_mask") if isinstance(batch, Mapping) else None, Tensor):
             logits = logits.masked_fill(mask[:, None].to(logits.device) == 0, torch.finfo(logits.dtype).min)
     if not isinstance(logits, Tensor) or logits.ndim < 2:
         raise HeadPruneError(
@@ -220,4 +232,93 @@ def logits_of(output: Any, batch: Mapping[str, Any]) -> Tensor:
         )
     if logits.ndim > 3:  # images: [batch, classes, height, width]
         logits = logits.movedim(1, -1).flatten(1, -2)
-    return logits if logits.dtype == torch.float64 else logits.float()
+    return widened(logits)
+
+
+# -- how near a changed model stays: what plans, and the steps of a repair, are compared by -----------
+
+MOST = 1 << 28  # bytes of the dense model's answers
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class Fidelity:
+    """Divergence from the dense model's answers on some examples.
+
+    Every example counts in it. Accuracy changes only with those that change sides, and most changes of the loss are as often
+    a gain as a loss.
+
+    Args:
+        model: The dense model. Its answers are kept, if they are few enough: what happens to the model later changes nothing in them.
+        batches: Never those that results are reported on.
+
+    Attributes:
+        known: Whether the dense model's answers are kept: there are logits, and they are few enough (a language model's are
+            not, as a rule).
+    """
+
+    def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
+        self.model, self._divergence = model, Divergence(model, seed=0)
+        device = model_device(model)
+        self._batches = [move(batch, device) for batch in batches]
+        # Of several ranks each keeps the answers to its own batches, and compares what comes later on these.
+        self._ranks = current()
+        self._answers: dict[int, Tensor] = {}
+        self._rounding = 0.0
+        try:
+            tasks = [partial(self._keep, i) for i in range(len(self._batches))]
+            kept = self._ranks.share("dense answers", tasks)
+            self.known = 0 < sum(size for size, _ in kept) <= MOST
+            self._rounding = max(rounding for _, rounding in kept)
+        except HeadPruneError:  # no logits
+            self.known = False
+        if not self.known:
+            self._answers = {}
+
+    def _keep(self, index: int) -> tuple[int, float]:
+        """Keep the answers to a batch, or note that they are too many; their bytes, and what rounding makes of them."""
+        if sum(answers.nbytes for answers in self._answers.values()) > MOST:
+            return 0, 0.0
+        answers = self._answers[index] = logits_of(self._run(self._batches[index]), self._batches[index])
+        return answers.nbytes, answers.new_tensor(self._divergence.rounding(answers)).item()
+
+    def divergence(self) -> float:
+        """Of the model as it is now: mean over examples, in nats (`Divergence`)."""
+        return float(self.each(nullcontext).mean())
+
+    def log_divergence(self) -> float:
+        """Its logarithm; of one that is only rounding the logarithm of what rounding makes, so that no order is preferred for that."""
+        return math.log(max(self.divergence(), self._rounding))
+
+    def each(self, changed: Context) -> Tensor:
+        """Of the model in a context that ``changed`` gives: ``[examples]`` in nats, float64; never below 0.
+
+        Where there are no logits, the mean squared difference of all numbers of an example's answer. One pass over the examples;
+        a second one, of the dense model, where its answers are not kept.
+        """
+        tasks = [partial(self._distance, i, changed) for i in range(len(self._batches))]
+        return torch.cat(self._ranks.share("divergence", tasks))
+
+    def _distance(self, index: int, changed: Context) -> Tensor:
+        batch = self._batches[index]
+        dense: Any = self._answers.get(index)
+        if dense is None:
+            dense = self._run(batch)
+        with changed():
+            now = self._run(batch)
+        try:
+            known = dense if self.known else logits_of(dense, batch)
+            each = self._divergence.between(known, logits_of(now, batch), batch)
+        except HeadPruneError:  # no logits
+            # A model that says itself how long its answer is (of speech, say) may give another length now.
+            size = max(1, apparent_size(batch))
+            parts = [
+                (a.double() - b.double()).square().reshape(size, -1).mean(1)
+                for a, b in zip(tensors(dense), tensors(now), strict=True)
+                if a.is_floating_point() and a.ndim and len(a) % size == 0 and a.shape == b.shape
+            ]
+            each = torch.stack(parts or [torch.zeros(size)]).sum(0)
+        return each.detach().double().flatten().clamp(min=0).cpu()  # below 0 is rounding
+
+    def _run(self, batch: Any) -> Any:
+        with quiet(self.model, attributes=False), torch.no_grad():
+            return call(self.model, inputs_of(self.model, batch))

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from headprune.arguments import listed, together
+from headprune.batches import cost_of
+from headprune.documents import Array
 from headprune.errors import HeadPruneError
 from headprune.inputs import model_device, move
-from headprune.loss import ExampleLoss, LossFn
-from headprune.modules import exact_attention, uncached, uncompiled
-from headprune.ranks import current
-from headprune.scoring.base import Progress, cost_of
-from headprune.trace import evaluating
+from headprune.losses import ExampleLoss, LossFn
+from headprune.parallel import current
+from headprune.running import Progress, quiet, uncompiled
 from headprune.uncertainty import carried_by, p_value, quantile, spread, wilson
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ class Measurement:
     """
 
     metrics: dict[str, float]
-    loss: np.ndarray
-    correct: np.ndarray
-    tokens: np.ndarray
+    loss: Array
+    correct: Array
+    tokens: Array
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -58,10 +58,10 @@ class Measurement:
         """
         if metric not in METRICS:
             raise HeadPruneError(f"There is no interval of {metric!r}.", f"Choose from {', '.join(METRICS)}.")
-        found = self.correct if metric == "accuracy" else self.loss * self.tokens
-        if not np.isfinite(found).all():
+        numerators = self.correct if metric == "accuracy" else self.loss * self.tokens
+        if not np.isfinite(numerators).all():
             raise HeadPruneError(f"The {metric} of this model is not known.", "Its logits could not be read.")
-        return found
+        return numerators
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def evaluate(
 ) -> Measurement:
     """Run a model over labelled batches, and measure how well it does.
 
-    Which label a token's logits are compared with is found by comparing with the model's own loss (`headprune.convention`).
+    Which label a token's logits are compared with is found by comparing with the model's own loss (`headprune.label_use`).
     If that loss cannot be computed from the logits, the model computes it for one example at a time, and there is no accuracy. If
     this loss is found to be a mean over labels, examples weigh by their labels, and there is a perplexity; else each counts once.
 
@@ -125,20 +125,18 @@ def evaluate(
         raise HeadPruneError("There are no examples to evaluate on.", "Give batches of at least one example.")
     losses = ExampleLoss(model, loss_fn)
 
-    def measured_on(batch: Any) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    def outcome_of(batch: Any) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
         outcome = losses.outcome(batch)
         # As they are, not as parts of larger tensors: they may be sent to other processes.
         guesses, truths = ([t.cpu().clone() for t in each] for each in (outcome.predictions, outcome.targets))
         return outcome.loss.cpu().double(), outcome.tokens.cpu(), guesses, truths
 
-    with (
-        together(accelerator, model, kept), evaluating(model), torch.inference_mode(), exact_attention(model), uncached(model),
-    ):  # fmt: skip
+    with together(accelerator, model, kept), quiet(model, exact=False, attributes=False), torch.inference_mode():
         with uncompiled():  # single examples would each be compiled for
             prepared = losses.prepare(kept)
-        tasks = [partial(measured_on, batch) for batch in prepared]
-        found = current().share("evaluating", tasks, [cost_of(batch) for batch in prepared], progress)
-    loss, tokens, *predicted = zip(*found, strict=True)
+        tasks = [partial(outcome_of, batch) for batch in prepared]
+        outcomes = current().share("evaluating", tasks, [cost_of(batch) for batch in prepared], progress)
+    loss, tokens, *predicted = zip(*outcomes, strict=True)
     guesses, truths = ([t for batch in each for t in batch] for each in predicted)
     all_loss, all_tokens = torch.cat(loss).numpy(), torch.cat(tokens).numpy()
     if not np.isfinite(all_loss).all():
@@ -148,9 +146,9 @@ def evaluate(
             "Check its label and text, or use --dtype float32.",
         )
     correct = [(p == t).sum().item() for p, t in zip(guesses, truths, strict=True)] or [float("nan")] * len(all_loss)
-    measured = Measurement({}, all_loss, np.asarray(correct, dtype=np.float64), all_tokens)
-    measured.metrics.update(_metrics(measured, guesses, truths, losses))
-    return measured
+    measurement = Measurement({}, all_loss, np.asarray(correct, dtype=np.float64), all_tokens)
+    measurement.metrics.update(_metrics(measurement, guesses, truths, losses))
+    return measurement
 
 
 def measurable(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
@@ -160,7 +158,7 @@ def measurable(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
         HeadPruneError: As `evaluate`.
     """
     device, losses = model_device(model), ExampleLoss(model)
-    with evaluating(model), torch.inference_mode(), exact_attention(model), uncached(model), uncompiled():
+    with quiet(model), torch.inference_mode():
         losses.prepare([move(batch, device) for batch in batches])
     return ("loss", *losses.metrics)
 
@@ -171,7 +169,7 @@ def value_of(metric: str, numerator: float, tokens: float) -> float:
     return math.exp(min(mean, _MOST)) if metric == "perplexity" else mean
 
 
-def interval(measured: Measurement, metric: str) -> tuple[float, float]:
+def interval(measurement: Measurement, metric: str) -> tuple[float, float]:
     """95 % interval of a metric over examples.
 
     For accuracy it is Wilson's, which has a width at 1.000 too; where examples have several labels, with the effective number of
@@ -183,7 +181,7 @@ def interval(measured: Measurement, metric: str) -> tuple[float, float]:
     Raises:
         HeadPruneError: There is no such metric, or it is not known for this model.
     """
-    parts = _Parts.of(measured.per_example(metric), measured.tokens)
+    parts = _Parts.of(measurement.per_example(metric), measurement.tokens)
     if metric == "accuracy":
         share, own = parts.mean, float((parts.residuals**2).sum())
         # Nothing varies: all labels of an example may belong together.
@@ -191,7 +189,7 @@ def interval(measured: Measurement, metric: str) -> tuple[float, float]:
         return wilson(share, max(size, 1.0))
     half = parts.half_width(abs(parts.mean * parts.tokens) if parts.examples == 1 else 0.0)
     low, high = parts.mean - half, parts.mean + half
-    low = max(low, 0.0) if (measured.loss >= 0).all() else low
+    low = max(low, 0.0) if (measurement.loss >= 0).all() else low
     return value_of(metric, low, 1), value_of(metric, high, 1)
 
 
@@ -209,8 +207,7 @@ def compare(dense: Measurement, pruned: Measurement, metric: str | None = None) 
     Raises:
         HeadPruneError: There is no such metric, or it is not known for these models; they were measured on different examples.
     """
-    if metric is None:
-        metric = next((m for m in METRICS if m in dense.metrics and m in pruned.metrics), "loss")
+    metric = metric or next((m for m in METRICS if m in dense.metrics and m in pruned.metrics), "loss")
     if len(dense) != len(pruned):
         raise HeadPruneError(
             f"{len(dense)} and {len(pruned)} examples cannot be paired.", "Measure both on the same examples."
@@ -266,17 +263,17 @@ class _Parts:
 
 
 def _metrics(
-    measured: Measurement, guesses: list[Tensor], truths: list[Tensor], losses: ExampleLoss
+    measurement: Measurement, guesses: list[Tensor], truths: list[Tensor], losses: ExampleLoss
 ) -> dict[str, float]:
-    tokens = float(measured.tokens.sum())
-    found = {"loss": float((measured.loss * measured.tokens).sum() / max(tokens, 1))}
+    tokens = float(measurement.tokens.sum())
+    metrics = {"loss": float((measurement.loss * measurement.tokens).sum() / max(tokens, 1))}
     if guesses:
-        found["accuracy"] = float(measured.correct.sum() / max(tokens, 1))
+        metrics["accuracy"] = float(measurement.correct.sum() / max(tokens, 1))
         truth, guess = torch.cat(truths).numpy(), torch.cat(guesses).numpy()
         if losses.classifies and len(np.unique(truth)) <= 100:
             from sklearn.metrics import f1_score
 
-            found["f1"] = float(f1_score(truth, guess, labels=np.unique(truth), average="macro", zero_division=0))
+            metrics["f1"] = float(f1_score(truth, guess, labels=np.unique(truth), average="macro", zero_division=0))
     if "perplexity" in losses.metrics:
-        found["perplexity"] = value_of("perplexity", found["loss"], 1)
-    return found
+        metrics["perplexity"] = value_of("perplexity", metrics["loss"], 1)
+    return metrics

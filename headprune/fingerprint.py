@@ -1,10 +1,10 @@
-"""Short hashes of a model's weights and of the code, so that results are used only with the model and code that made them."""
+"""Digests of a model's weights, config and processor, and of the code: results are used only with what they were computed from."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -13,104 +13,73 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from headprune.files import digest
 from headprune.offload import Offloaded, is_dispatched
 
 HALVES = (torch.bfloat16, torch.float16)
-_LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "use_cache")  # of a config, for its hash
+_LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "use_cache")  # of a config, for its digest
 
 
 def identity(model: nn.Module) -> str:
-    """What scores and plans note of a model: its `fingerprint` once half precision is widened to float32, as it is on a CPU.
+    """What scores and plans say of their model: its `fingerprint` with half precision widened to float32, as it is on a CPU.
 
-    So what was found on one device serves the same checkpoint on another one, in whatever precision it is computed there.
+    So scores and plans serve the same checkpoint on every device, in whatever precision it is computed there.
     """
     return fingerprint(model, widened=True)
 
 
-def known_as(model: nn.Module) -> tuple[str, ...]:
-    """What scores and plans of a model may have noted of it: its `identity`, or before there was that, its `fingerprint`."""
-    halves = any(t.dtype in HALVES for _, t in _plain(model.state_dict()))
+def identities(model: nn.Module) -> tuple[str, ...]:
+    """All that scores and plans of a model may say: its `identity`, and in documents of older versions its `fingerprint`."""
+    halves = any(t.dtype in HALVES for _, t in _plain_tensors(model.state_dict()))
     return (identity(model), fingerprint(model)) if halves else (fingerprint(model),)
 
 
-def is_same(model: nn.Module, noted: str) -> bool:
-    """Whether scores or a plan are of this model, by what they noted."""
-    return noted in known_as(model)
+def has_identity(model: nn.Module, stored: str) -> bool:
+    """Whether scores or a plan are of this model, by the identity that they store."""
+    return stored in identities(model)
 
 
 def fingerprint(model: nn.Module, *, widened: bool = False) -> str:
-    """Hash of every parameter and persistent buffer: name, shape, type and all of its bytes.
+    """The digest of every parameter and persistent buffer: name, shape, type and all of its bytes.
 
     A sample of the bytes would be quicker, but an even stride over a weight matrix can miss every column but one.
 
     Args:
         widened: Whether half precision counts as the float32 that it is computed with on a CPU; one tensor at a time is widened.
     """
-    digest = hashlib.sha256()
-    seen: set[object] = set()
-    stored = Offloaded(model) if is_dispatched(model) else None
-    for name, tensor in _plain(model.state_dict()):
-        if not tensor.numel():
-            continue  # it stands for weights that are gone
-        half = widened and tensor.dtype in HALVES
-        digest.update(f"{name}:{tuple(tensor.shape)}:{torch.float32 if half else tensor.dtype};".encode())
-        where: object = tensor.data_ptr(), tensor.nbytes  # a part of another tensor may begin where that does
-        if stored is not None and name in stored:
-            where, tensor = stored.place(name), _numbers(stored, name)
-        if tensor.device.type == "meta" or where in seen:
-            continue  # no bytes, or those of a weight that is tied to this one
-        seen.add(where)
-        plain = tensor.detach().float() if half else tensor.detach()
-        digest.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]
+    return digest(_named_bytes(model, widened))
 
 
-def _numbers(stored: Offloaded, name: str) -> Tensor:
-    """A tensor of a dispatched model; one without numbers if they are nowhere."""
-    try:
-        return stored[name]
-    except KeyError:
-        return stored.placeholder(name)
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's numbers, row by row, for `headprune.files.digest`."""
+    plain: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return plain
 
 
 def config_hash(model: nn.Module) -> str:
-    """Hash of a transformers model's config, which decides as much as its weights what it computes; "" for any other model.
+    """The digest of a transformers model's config, which decides as much as its weights what it computes; "" for any other model.
 
     Left out is what differs between equal models: where it was loaded from, by which version, and in which precision.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return ""
-    text = json.dumps(_told(config.to_dict()), sort_keys=True, default=str)
-    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+    return _digest_of(_comparable(config.to_dict()))
 
 
 def processor_hash(processor: Any) -> str:
-    """Hash of a tokenizer or of an image processor, which decides what a model is given; "" for one that cannot be read."""
-    raw = getattr(processor, "backend_tokenizer", None)
-    if raw is not None:
-        told = json.loads(raw.to_str())
+    """The digest of a tokenizer or of an image processor, which decides what a model is given; "" for one that cannot be read."""
+    tokenizer = getattr(processor, "backend_tokenizer", None)
+    if tokenizer is not None:
+        settings = json.loads(tokenizer.to_str())
         for use in ("truncation", "padding"):  # of the last call
-            told.pop(use, None)
-        told["more"] = [str(processor.special_tokens_map), getattr(processor, "model_max_length", None)]
+            settings.pop(use, None)
+        settings["more"] = [str(processor.special_tokens_map), getattr(processor, "model_max_length", None)]
     elif hasattr(processor, "to_dict"):
-        told = _told(processor.to_dict())
+        settings = _comparable(processor.to_dict())
     else:
         return ""
-    return hashlib.sha256(
-        json.dumps(told, sort_keys=True, default=str).encode("utf-8", "backslashreplace")
-    ).hexdigest()[:16]
-
-
-def _told(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        told = {str(k): _told(v) for k, v in value.items() if not str(k).startswith("_") and k not in _LEFT_OUT}
-        if (
-            told.get("problem_type") == "single_label_classification"
-        ):  # classifiers note it when they first compute a loss
-            told["problem_type"] = None
-        return told
-    return [_told(v) for v in value] if isinstance(value, list | tuple) else value
+    return _digest_of(settings)
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -118,27 +87,59 @@ def is_wrapper(tensor: Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements")
 
 
-def _plain(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors of a state dict; a quantised one is made of several."""
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            continue  # what a module notes beside its weights
-        if is_wrapper(value):
-            parts, _ = cast(Any, value).__tensor_flatten__()
-            yield from _plain({f"{name}.{part}": getattr(value, part) for part in parts})
-        else:
-            yield name, value
-
-
 @cache
 def versions() -> tuple[str, ...]:
-    """The versions that unfinished work depends on; of headprune also a hash of its code, which changes between releases."""
+    """The versions that unfinished work depends on; of headprune also a digest of its code, which changes between releases."""
     import transformers
 
     from headprune import __version__
 
-    code = hashlib.sha256()
     root = Path(__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        code.update(f"{path.relative_to(root)}:".encode() + path.read_bytes())
-    return __version__, code.hexdigest()[:16], torch.__version__, transformers.__version__
+    code = digest(part for path in sorted(root.rglob("*.py")) for part in (f"{path.relative_to(root)}:", path))
+    return __version__, code, torch.__version__, transformers.__version__
+
+
+def _named_bytes(model: nn.Module, widened: bool) -> Iterator[str | memoryview]:
+    """What `fingerprint` is the digest of."""
+    read: set[object] = set()
+    stored = Offloaded(model) if is_dispatched(model) else None
+    for name, tensor in _plain_tensors(model.state_dict()):
+        if not tensor.numel():
+            continue  # it stands for weights that are gone
+        half = widened and tensor.dtype in HALVES
+        yield f"{name}:{tuple(tensor.shape)}:{torch.float32 if half else tensor.dtype};"
+        where: object = tensor.data_ptr(), tensor.nbytes  # a part of another tensor may begin where that does
+        if stored is not None and name in stored:
+            where = stored.place(name)
+            with suppress(KeyError):  # its numbers are nowhere
+                tensor = stored[name]
+        if tensor.device.type == "meta" or where in read:
+            continue  # no bytes, or those of a weight that is tied to this one
+        read.add(where)
+        yield tensor_bytes(tensor.float() if half else tensor)
+
+
+def _plain_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors of a state dict; a quantised one is made of several."""
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            continue  # what a module holds beside its weights
+        if is_wrapper(value):
+            parts, _ = cast(Any, value).__tensor_flatten__()
+            yield from _plain_tensors({f"{name}.{part}": getattr(value, part) for part in parts})
+        else:
+            yield name, value
+
+
+def _digest_of(settings: Any) -> str:
+    return digest(json.dumps(settings, sort_keys=True, default=str))
+
+
+def _comparable(value: Any) -> Any:
+    """A config without what differs between equal models."""
+    if isinstance(value, Mapping):
+        fields = {str(k): _comparable(v) for k, v in value.items() if not str(k).startswith("_") and k not in _LEFT_OUT}
+        if fields.get("problem_type") == "single_label_classification":  # set by a classifier's first loss
+            fields["problem_type"] = None
+        return fields
+    return [_comparable(v) for v in value] if isinstance(value, list | tuple) else value

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.arguments import Plan, heads_of, layers_for
 from headprune.attention import AttentionLayer, HeadFeatures, check_heads
 from headprune.errors import HeadPruneError
-from headprune.inputs import Example
-from headprune.modules import exact_attention, uncompiled
+from headprune.running import exact_attention, uncompiled
 
 Fill = Callable[[Tensor, int], Tensor]
 """What takes the place of a head whose gate is 0. Arguments: W_O's input, with the features last, and how many gate vectors
@@ -59,6 +57,26 @@ def gated(
             change = _Gate(layer, layer.mask_point, gate, (fill or {}).get(name))
             stack.callback(hook_heads(model, layer, layer.mask_point.module, change))
         yield
+
+
+@contextmanager
+def mask(model: nn.Module, heads: Mapping[str, Sequence[int]], *, layers: Sequence[AttentionLayer]) -> Iterator[None]:
+    """Gates of 0 for ``{layer_name: [head, ...]}`` while the context lasts. `headprune.mask` traces the model first.
+
+    Raises:
+        HeadPruneError: An unknown layer or head, or a layer that cannot be masked.
+    """
+    with gated(model, layers, zero_gates(check_heads(heads, layers), layers)):
+        yield
+
+
+def zero_gates(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLayer]) -> dict[str, Tensor]:
+    """Gates ``[num_heads]`` that are 0 at the listed heads and 1 elsewhere."""
+    counts = {layer.name: layer.num_heads for layer in layers}
+    return {
+        name: torch.ones(counts[name]).index_fill(0, torch.tensor(indices, dtype=torch.long), 0.0)
+        for name, indices in heads.items()
+    }
 
 
 def hook_heads(
@@ -114,42 +132,6 @@ def module_of(model: nn.Module, name: str) -> nn.Module:
         ) from None
 
 
-@contextmanager
-def mask(
-    model: nn.Module,
-    plan: Plan,
-    example: Example | None = None,
-    *,
-    layers: Sequence[AttentionLayer] | None = None,
-) -> Iterator[None]:
-    """Switch heads off while the context lasts: their output is 0.
-
-    Args:
-        model: Any model with attention.
-        plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` to switch off.
-        example: A batch without labels, to trace the model with. Not needed if ``layers`` are given, or if the model is one
-            for which an input can be made up, such as those of transformers.
-        layers: From `headprune.find_attention`, to save the trace.
-
-    Raises:
-        HeadPruneError: An unknown layer or head, or a layer that cannot be masked.
-    """
-    layers = layers_for(model, layers, example)
-    with gated(model, layers, zero_gates(check_heads(heads_of(plan), layers), layers)):
-        yield
-
-
-def zero_gates(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLayer]) -> dict[str, Tensor]:
-    """Gates ``[num_heads]`` that are 0 at the listed heads and 1 elsewhere."""
-    by_name = {layer.name: layer for layer in layers}
-    gates = {}
-    for name, indices in heads.items():
-        gate = torch.ones(by_name[name].num_heads)
-        gate[list(indices)] = 0.0
-        gates[name] = gate
-    return gates
-
-
 class _Gate:
     """Multiplies the heads' output of one layer by gates."""
 
@@ -170,23 +152,18 @@ class _Gate:
         gate = self.gate.to(hidden.device, torch.promote_types(hidden.dtype, torch.float32))
         gate = torch.cat([gate, gate.new_ones(*gate.shape[:-1], 1)], dim=-1)
         factor = gate[..., self._owner_of(hidden)]  # [features] or [batch, features]
-        if gate.ndim == 1:
-            return self._mixed(hidden, factor)
-        if hidden.shape[0] != gate.shape[0]:
-            # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
-            if hidden.shape[0] % gate.shape[0]:
-                raise RowsError(
-                    f"Layer {self.name}: {hidden.shape[0]} rows cannot be told apart as {gate.shape[0]} examples."
-                )
-            factor = factor.repeat_interleave(hidden.shape[0] // gate.shape[0], dim=0)
-        return self._mixed(hidden, factor.view(-1, *[1] * (hidden.ndim - 2), hidden.shape[-1]))
-
-    def _mixed(self, hidden: Tensor, factor: Tensor) -> Tensor:
-        mixed = hidden.to(factor.dtype) * factor
+        if gate.ndim > 1:
+            rows, examples = hidden.shape[0], gate.shape[0]
+            if rows % examples:
+                raise RowsError(f"Layer {self.name}: {rows} rows cannot be told apart as {examples} examples.")
+            if rows != examples:  # tokens or windows of every example: rows of one example stay together
+                factor = factor.repeat_interleave(rows // examples, dim=0)
+            factor = factor.view(-1, *[1] * (hidden.ndim - 2), hidden.shape[-1])
+        scaled = hidden.to(factor.dtype) * factor
         if self.fill is not None:
-            fill = self.fill(hidden.to(factor.dtype), len(self.gate) if self.gate.ndim > 1 else 0)
-            mixed = mixed + fill * (1 - factor)
-        return mixed.to(hidden.dtype)
+            fill = self.fill(hidden.to(factor.dtype), len(gate) if gate.ndim > 1 else 0)
+            scaled = scaled + fill * (1 - factor)
+        return scaled.to(hidden.dtype)
 
     def _owner_of(self, hidden: Tensor) -> Tensor:
         """The head of each input feature of W_O. A feature of no head has the constant 1 that stands behind the gates."""

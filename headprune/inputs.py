@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, first_line
 from headprune.offload import execution_device, renewed
 
 LABELS = ("labels", "start_positions", "end_positions")
@@ -27,6 +27,14 @@ def call(model: nn.Module, example: Example, **extra: Any) -> Any:
     if isinstance(example, Tensor):
         return model(example, **extra)
     return model(*example, **extra)
+
+
+def does_not_run(error: Exception) -> HeadPruneError:
+    """The error for an example that a model refuses."""
+    return HeadPruneError(
+        f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
+        "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
+    )
 
 
 def takes(model: nn.Module, name: str) -> bool:
@@ -57,9 +65,20 @@ def vocabulary_size(model: nn.Module) -> int:
 
 def without_labels(model: nn.Module, example: Example) -> Example:
     """An example without what only a loss needs; an encoder-decoder reads its decoder's tokens from the labels."""
-    if not isinstance(example, Mapping) or is_encoder_decoder(model):
-        return example
-    return {key: value for key, value in example.items() if key not in LABELS}
+    return unlabelled(example) if isinstance(example, Mapping) and not is_encoder_decoder(model) else example
+
+
+def unlabelled(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch without its labels."""
+    return {key: value for key, value in batch.items() if key not in LABELS}
+
+
+def inputs_of(model: nn.Module, batch: Any) -> Any:
+    """What the model is called with: without labels if it does not take them."""
+    if not isinstance(batch, Mapping):
+        return batch[0] if isinstance(batch, tuple | list) else batch
+    hidden = (*ADDED, *(() if takes(model, "labels") else LABELS))
+    return {k: v for k, v in batch.items() if k not in hidden}
 
 
 def config_fields(model: nn.Module) -> list[tuple[str, Any]]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,10 @@ import torch
 from scipy.stats import binom
 from torch import Tensor, nn
 
+from headprune.batches import by_names
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import LABELS, Example, call, model_device, move, tensors, without_labels
-from headprune.modules import exact_attention
-from headprune.rows import by_names
-from headprune.scoring.base import Progress
-from headprune.scoring.gradient import frozen
-from headprune.trace import evaluating
+from headprune.running import Progress, evaluating, exact_attention, frozen, quiet
 from headprune.uncertainty import CONFIDENCE
 
 WARM_UP = 3
@@ -160,32 +156,6 @@ def bench(
     return rows
 
 
-def bench_calls(
-    calls: Mapping[str, Callable[[], object]],
-    batch: int,
-    length: int,
-    *,
-    min_runs: int = MIN_RUNS,
-    min_seconds: float | None = None,
-) -> LatencyRow:
-    """Time functions against each other, as `benchmark` does models.
-
-    Args:
-        calls: By name; the others are compared with the first.
-        batch, length: What the row says of their input.
-    """
-    times = in_turn(
-        {name: partial(_clocked, once) for name, once in calls.items()}, min_runs, MIN_SECONDS if min_seconds is None else min_seconds
-    )  # fmt: skip
-    return _row(batch, length, times)
-
-
-def _clocked(once: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    once()
-    return (time.perf_counter() - start) * 1000
-
-
 def in_turn(arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds: float) -> dict[str, list[float]]:
     """Milliseconds of each model in each round, after a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in arms}
@@ -257,7 +227,7 @@ def flops(model: nn.Module, example: Example) -> int:
     plain = sdpa_kernel(SDPBackend.MATH)
     counter = FlopCounterMode(display=False)
     # Without gradients its parameters need none: the counter would ask a view of one for its place in a graph.
-    with evaluating(model), exact_attention(model), frozen(model), torch.no_grad(), plain, counter:
+    with quiet(model), frozen(model), torch.no_grad(), plain, counter:
         call(model, move(example, model_device(model)))
     return int(counter.get_total_flops())
 

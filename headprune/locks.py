@@ -4,190 +4,95 @@ from __future__ import annotations
 
 import datetime
 import errno
-import json
 import os
 import platform
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from headprune.errors import HeadPruneError
-from headprune.jsonio import dumps
 
-try:
-    import fcntl
-except ImportError:  # Windows, where runs are not locked
-    fcntl = None  # type: ignore[assignment]
-
-_WAITS = (0.05, 0.1, 0.2)  # seconds between attempts: another process may hold the lock only to see whether it is free
-# What a file system without locks answers.
-_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK}
+_PATIENCE = 0.35  # seconds: another process may hold the lock only to see whether it is free
+_NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK}  # a file system without `flock`
+_held: set[Path] = set()  # by this process
 
 
 class BusyError(HeadPruneError):
     """Another process holds the lock."""
 
 
-class Lock:
-    """A file that one process at a time holds.
+@contextmanager
+def locked(path: Path, what: str, command: str, patience: float = _PATIENCE) -> Iterator[None]:
+    """Only this process holds the lock while the context lasts; its folder is made if it is missing, and goes again if it is empty.
 
-    The kernel knows which process holds it (``flock``) and releases it when that process ends, after SIGKILL too, so a
-    killed run never blocks the next one; on NFS the server does the same. The file also says which process holds it, for
-    the message. On a file system without locks this text decides: a process of this machine that has ended holds nothing.
+    The kernel knows which process holds it (``flock``), so one that was killed blocks nobody; on NFS the server does the same. Where a
+    file system has no such locks, filelock goes by the process that the file names, as far as it can be seen from here.
 
     Args:
         path: The file; it exists only while the lock is held, or after a kill.
+        what: What is locked, for the messages.
+        command: What this process is doing, for the messages of other processes.
+        patience: Seconds to wait for another process.
+
+    Raises:
+        BusyError: Another process has it; the message says which.
+        HeadPruneError: The file cannot be written.
     """
-
-    held: ClassVar[set[Path]] = set()  # by this process
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: int | None = None
-        self._made: list[Path] = []  # folders made for the lock
-
-    @contextmanager
-    def holding(self, what: str, command: str) -> Iterator[None]:
-        """Hold it while the context lasts; arguments and errors as for `take`."""
-        self.take(what, command)
-        try:
-            yield
-        finally:
-            self.free()
-
-    def take(self, what: str, command: str) -> None:
-        """Take it; its folder is made if it is missing.
-
-        Args:
-            what: What is locked, for the message.
-            command: What this process is doing, for the messages of other processes.
-
-        Raises:
-            BusyError: Another process has it; the message says which.
-            HeadPruneError: The file cannot be written.
-        """
-        try:
-            while self._file is None:
-                self._file = self._opened(what)
-            os.ftruncate(self._file, 0)
-            os.write(self._file, dumps({**_this_process(), "command": command}).encode())
-        except BaseException as error:
-            self.free()
-            if not isinstance(error, OSError):
-                raise
-            raise HeadPruneError(f"{what} cannot be written: {error.strerror}.", "Choose another with -o.") from None
-        self.held.add(self.path.resolve())
-
-    def free(self) -> None:
-        """Release it; folders that were made for it are removed, if they are empty."""
-        if self._file is not None:
-            self.held.discard(self.path.resolve())
-            with suppress(OSError):
-                self.path.unlink()
-            os.close(self._file)
-            self._file = None
-        with suppress(OSError):  # not empty
-            while self._made:
-                self._made.pop().rmdir()
-        self._made.clear()
-
-    def taken(self) -> bool:
-        """Whether another process has it now."""
-        if self.path.resolve() in self.held:
-            return False
-        try:
-            with open(self.path, "r+b") as file:
-                return not _acquired(file.fileno())
-        except OSError:
-            return False
-
-    def _opened(self, what: str) -> int | None:
-        """The file, locked; None if its last holder has just removed it."""
-        missing = [p for p in (self.path.parent, *self.path.parent.parents) if not p.exists()]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._made += reversed(missing)
-        try:
-            # A link is not followed: what it leads to would be overwritten.
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
-        except FileNotFoundError:
-            return None
-        for wait in _WAITS:
-            if _acquired(file):
-                break
-            time.sleep(wait)
-        else:
-            owner = _read(file)
-            os.close(file)
-            raise BusyError(f"{what} is in use by {_described(owner)}.", _hint(owner, self.path))
-        with suppress(FileNotFoundError):
-            if os.fstat(file).st_ino == os.stat(self.path).st_ino:
-                return file
-        os.close(file)
-        return None
-
-
-def _acquired(file: int) -> bool:
-    """Lock a file for as long as it is open; False if another process has locked it."""
-    if fcntl is None:
-        return True
+    note = ""
+    missing = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _acquired(path, patience)
+        if not isinstance(lock, SoftFileLock):
+            since = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
+            note = f"process {os.getpid()} (`{command}`, since {since} on {platform.node()})"
+            path.write_text(note, encoding="utf-8", errors="backslashreplace")
+    except Timeout:
+        with suppress(OSError):
+            note = path.read_text(encoding="utf-8", errors="replace")
+        holder = note if note.startswith("process ") else "another process"
+        hint = f"Wait for it, or choose another with -o; if it is surely gone, remove {path}."
+        raise BusyError(f"{what} is in use by {holder}.", hint) from None
+    except OSError as error:
+        raise HeadPruneError(f"{what} cannot be written: {error.strerror}.", "Choose another with -o.") from None
+    _held.add(path.resolve())
+    try:
+        yield
+    finally:
+        _held.discard(path.resolve())
+        with suppress(OSError):
+            path.unlink()
+        lock.release()
+        with suppress(OSError):  # not empty
+            for folder in missing:
+                folder.rmdir()
+
+
+def is_held(path: Path) -> bool:
+    """Whether this process has a lock."""
+    return path.resolve() in _held
+
+
+def is_taken(path: Path) -> bool:
+    """Whether another process has a lock now."""
+    if is_held(path) or not path.exists():
         return False
+    try:
+        with locked(path, str(path), "looking"):
+            return False
+    except HeadPruneError as error:
+        return isinstance(error, BusyError)
+
+
+def _acquired(path: Path, patience: float) -> BaseFileLock:
+    lock: BaseFileLock = FileLock(path, timeout=patience)
+    try:
+        lock.acquire()
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        return not _is_alive(_read(file))
-    return True
-
-
-def _this_process() -> dict[str, Any]:
-    since = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
-    return {"pid": os.getpid(), "host": platform.node(), "started": _started(os.getpid()), "since": since}
-
-
-def _read(file: int) -> dict[str, Any]:
-    try:
-        os.lseek(file, 0, os.SEEK_SET)
-        found = json.loads(os.read(file, 1 << 16))
-        known = isinstance(found, dict) and type(found.get("pid")) is int and 0 < found["pid"] < 2**31
-        return found if known else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
-def _is_alive(owner: dict[str, Any]) -> bool:
-    """Whether the process that wrote this may still be running."""
-    if not owner:
-        return False
-    if owner.get("host") != platform.node():
-        return True  # not known
-    try:
-        os.kill(owner["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # another user's
-    return _started(owner["pid"]) == owner.get("started")  # if not, another process has its number now
-
-
-def _started(pid: int) -> str:
-    """When a process began, in Linux's clock ticks; "" on other systems."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
-
-
-def _described(owner: dict[str, Any]) -> str:
-    if not owner:
-        return "another process"
-    where = "" if owner.get("host") == platform.node() else f" on {owner.get('host')}"
-    return f"process {owner['pid']}{where} (`{owner.get('command', '')}`, since {owner.get('since', '?')})"
-
-
-def _hint(owner: dict[str, Any], path: Path) -> str:
-    if owner and owner.get("host") != platform.node():
-        return f"Wait for it, or choose another folder with -o; if it is surely gone, remove {path}."
-    return "Wait for it, or choose another folder with -o."
+        lock = SoftFileLock(path, timeout=patience)
+        lock.acquire()
+    return lock

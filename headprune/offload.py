@@ -1,9 +1,9 @@
 """Weights that Accelerate keeps elsewhere: in the CPU's memory or on disk, loaded whenever their module runs.
 
 `accelerate.dispatch_model` (transformers' ``device_map="auto"``) puts a placeholder without numbers (on the meta device) in the place of
-each such weight, and a hook on the module that puts the numbers there while the module runs. Here they are read, changed and named;
-the placeholder says of what shape and type they are. What is written never changes a file or a tensor of the user's: new numbers get a
-file of their own, which goes when nobody refers to it any more.
+each such weight, and a hook on the module that puts the numbers there while the module runs, out of a mapping by name
+(``weights_map``). Here they are read, changed and copied. Changed numbers go into a mapping in front of the one that was there, so
+neither a file nor a tensor of the user's is ever written to, and an undo takes the mapping away.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import copy
 import math
 import os
 import tempfile
-import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from accelerate.utils import OffloadedWeightsLoader
 from torch import Tensor, nn
 
 from headprune.pruned import add_biases
@@ -34,8 +34,8 @@ def hook_of(module: nn.Module) -> Any:
 
 def is_elsewhere(module: nn.Module, name: str) -> bool:
     """Whether a module's own parameter or buffer is kept elsewhere, and not just loaded."""
-    held = _held(module, name).get(name)
-    return held is not None and held.is_meta and hook_of(module) is not None
+    tensor = _tensors(module, name).get(name)
+    return tensor is not None and tensor.is_meta and hook_of(module) is not None
 
 
 def is_offloaded(model: nn.Module) -> bool:
@@ -65,56 +65,74 @@ def value_of(module: nn.Module, name: str) -> Tensor:
     Raises:
         KeyError: It has no such tensor, or its numbers are nowhere.
     """
-    held = _held(module, name)[name]
-    assert isinstance(held, Tensor)
-    if not held.is_meta:
-        return held
-    if (hook := hook_of(module)) is None:
-        raise KeyError(name)
+    tensor: Tensor = _tensors(module, name)[name]
+    if not tensor.is_meta:
+        return tensor
+    hook = hook_of(module)
     with torch.no_grad():
-        found: Tensor = hook.weights_map[name].detach().to(held.dtype)
-    return found
+        stored: Mapping[str, Tensor] = {} if hook is None else hook.weights_map
+        return stored[name].detach().to(tensor.dtype)
 
 
 def place_of(module: nn.Module, name: str) -> object:
-    """Where the numbers of a module's own tensor are: equal for two names of one tensor."""
-    held = _held(module, name)[name]
-    assert held is not None
-    if not held.is_meta:
-        return held.data_ptr() or id(held)
-    if (hook := hook_of(module)) is None:
-        return id(held)
-    store, key = _root(hook.weights_map, name)
-    known = store if isinstance(store, Mapping) and not hasattr(store, "index") else store.state_dict
-    if key in known:
-        return known[key].data_ptr() or id(known[key])
-    entry = store.index.get(key, {})
-    return entry.get("safetensors_file", id(store)), entry.get("weight_name", key)
+    """Where the numbers of a module's own tensor are: equal for two names of one tensor; a tuple for a place on disk."""
+    tensor: Tensor = _tensors(module, name)[name]
+    hook = hook_of(module) if tensor.is_meta else None
+    return _place({name: tensor} if hook is None else hook.weights_map, name)
+
+
+def _place(stored: Any, name: str) -> object:
+    if isinstance(stored, ChainMap):
+        return _place(next(each for each in stored.maps if each is stored.maps[-1] or name in each), name)
+    if hasattr(stored, "dataset"):
+        return _place(stored.dataset, f"{stored.prefix}{name}")
+    tensors = getattr(stored, "state_dict", stored)
+    if name in tensors:
+        return (0 if tensors[name].is_meta else tensors[name].data_ptr()) or id(tensors[name])
+    entry = stored.index.get(name, {})
+    return entry.get("safetensors_file", id(stored)), entry.get("weight_name", name)
 
 
 def put(module: nn.Module, name: str, value: Tensor, *, in_memory: bool = False) -> Undo:
     """Give a module's own tensor that is kept elsewhere other numbers, of any shape; the placeholder becomes one of that shape.
 
     Args:
-        in_memory: Whether they may stay in the CPU's memory where the old ones were on disk.
+        in_memory: Whether they may stay in the CPU's memory where the old ones are on disk.
 
     Returns:
         What takes it back, placeholder and all.
     """
-    hook, held = hook_of(module), _held(module, name)
-    before = held.get(name)
+    hook, tensors = hook_of(module), _tensors(module, name)
+    stored, before = hook.weights_map, tensors.get(name)
     value = value.detach().to("cpu", before.dtype if before is not None else value.dtype).contiguous()
-    undo = _store(hook.weights_map, name, value, in_memory)
-    shape = torch.empty_like(value, device="meta")
-    trainable = before.requires_grad if before is not None else value.is_floating_point()
-    is_parameter = name not in module._buffers
-    held[name] = nn.Parameter(shape, requires_grad=trainable) if is_parameter else shape
+    changed, base = (stored.maps[0], stored.maps[-1]) if isinstance(stored, ChainMap) else ({}, stored)
+    if not in_memory and before is not None and isinstance(_place(base, name), tuple):
+        value = on_disk(*value.shape, dtype=value.dtype, folder=_loader(base).save_folder).copy_(value)
+    hook.weights_map = ChainMap({**changed, name: value}, base)
+    trained = before.requires_grad if before is not None else value.is_floating_point()
+    tensors[name] = _placeholder(value, name not in module._buffers, trained)
 
     def back() -> None:
-        undo()
-        held[name] = before
+        hook.weights_map = stored
+        tensors[name] = before
 
     return back
+
+
+def _placeholder(like: Tensor, is_parameter: bool, trained: bool) -> Tensor:
+    empty = torch.empty(like.shape, dtype=like.dtype, device="meta")
+    return nn.Parameter(empty, trained) if is_parameter else empty
+
+
+def _tensors(module: nn.Module, name: str) -> MutableMapping[str, Any]:
+    return module._buffers if name in module._buffers else module._parameters
+
+
+def _loader(stored: Any) -> Any:
+    """What reads the weights, behind views that put a prefix before every name."""
+    while isinstance(stored, ChainMap) or hasattr(stored, "dataset"):
+        stored = stored.maps[-1] if isinstance(stored, ChainMap) else stored.dataset
+    return stored
 
 
 def add_stored_biases(model: nn.Module, names: Sequence[str]) -> None:
@@ -123,31 +141,26 @@ def add_stored_biases(model: nn.Module, names: Sequence[str]) -> None:
     modules = dict(model.named_modules())
     for name in names:
         if name in modules and is_elsewhere(modules[name], "bias"):
-            bias = modules[name].bias
-            assert isinstance(bias, Tensor)
+            bias = _tensors(modules[name], "bias")["bias"]
             put(modules[name], "bias", torch.zeros(bias.shape, dtype=bias.dtype), in_memory=True)
 
 
-def state_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The module and the own name of every tensor of a model's state dict."""
-    found = {}
-    for name in model.state_dict():
-        owner, _, own = name.rpartition(".")
-        try:
-            module = model.get_submodule(owner)
-        except AttributeError:
-            continue  # what stands for weights that are gone is in no module that has a name
-        if own in module._parameters or own in module._buffers:
-            found[name] = module, own
-    return found
-
-
 class Offloaded(Mapping[str, Tensor]):
-    """A model's state dict whose tensors are loaded when they are asked for, one at a time."""
+    """A model's state dict whose tensors are loaded when they are asked for, one at a time.
+
+    `accelerate.utils.get_state_dict_offloaded_model` has all of them in memory at once.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._plain: dict[str, Tensor] = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-        self._own = state_of(model)
+        modules = dict(model.named_modules(remove_duplicate=False))
+        owners = {name: (modules.get(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self._plain}
+        # What stands for weights that are gone is in no module that has a name.
+        self._own = {
+            k: (module, own)
+            for k, (module, own) in owners.items()
+            if module is not None and own in _tensors(module, own)
+        }
         self._tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
 
     def __getitem__(self, name: str) -> Tensor:
@@ -167,9 +180,8 @@ class Offloaded(Mapping[str, Tensor]):
 
     def place(self, name: str) -> object:
         """Where a tensor's numbers are: equal for two names of one tensor."""
-        source = self._tied.get(name)
-        if source in self._own and source != name:  # one that is on two devices, or on disk twice
-            name = source
+        source = self._tied.get(name, name)
+        name = source if source in self._own else name  # one that is on two devices, or on disk twice
         return place_of(*self._own[name]) if name in self._own else id(self._plain[name])
 
 
@@ -177,26 +189,18 @@ def renewed(model: nn.Module) -> None:
     """Replace placeholders that a hook left in `torch.inference_mode`: they could not be given gradients afterwards."""
     with torch.inference_mode(False):
         for module in model.modules():
-            if hook_of(module) is None:
-                continue
-            for name, held in module._parameters.items():
-                if held is not None and held.is_meta and held.is_inference():
-                    empty = torch.empty(held.shape, dtype=held.dtype, device="meta")
-                    module._parameters[name] = nn.Parameter(empty, requires_grad=held.requires_grad)
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta and buffer.is_inference():
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+            held: tuple[MutableMapping[str, Any], ...] = (module._parameters, module._buffers)
+            for tensors in held if hook_of(module) is not None else ():
+                for name, tensor in tensors.items():
+                    if tensor is not None and tensor.is_meta and tensor.is_inference():
+                        tensors[name] = _placeholder(tensor, tensors is module._parameters, tensor.requires_grad)
 
 
 def trainable(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """The parameters that want gradients, by module and own name: a hook puts others in their place whenever a module runs."""
     renewed(model)
-    return [
-        (module, name)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad
-    ]
+    every = ((module, name, p) for module in model.modules() for name, p in module._parameters.items())
+    return [(module, name) for module, name, p in every if p is not None and p.requires_grad]
 
 
 def copied(model: nn.Module, own: Sequence[str] = ()) -> nn.Module:
@@ -211,46 +215,29 @@ def copied(model: nn.Module, own: Sequence[str] = ()) -> nn.Module:
     if not is_dispatched(model):
         return copy.deepcopy(model)
     names = tuple(f"{name}." for name in own)
-    shared: dict[int, Any] = {}
+    shared: dict[int, Any] = {id(h.weights_map): h.weights_map for h in map(hook_of, model.modules()) if h is not None}
     for name, parameter in model.named_parameters():
         if not name.startswith(names):
             shared[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
     for name, buffer in model.named_buffers():
         if not name.startswith(names):
             shared[id(buffer)] = buffer.detach()
-    for store in _stores(model):
-        for tensor in getattr(store, "state_dict", store).values() if _in_memory(store) else ():
-            shared[id(tensor)] = tensor
-    found = copy.deepcopy(model, shared)
+    result = copy.deepcopy(model, shared)
     for attribute in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"):  # Accelerate's, which would move the original
-        vars(found).pop(attribute, None)
-    return found
+        vars(result).pop(attribute, None)
+    return result
 
 
 def reads_from(model: nn.Module, folder: str | os.PathLike[str]) -> bool:
     """Whether some weights of a model are read from files in a folder."""
-    stores = {id(store): store for store in _stores(model) if hasattr(store, "index")}
-    places = {entry.get("safetensors_file") for store in stores.values() for entry in store.index.values()}
-    there = os.path.realpath(folder)
-    return any(os.path.dirname(os.path.realpath(place)) == there for place in places if place)
-
-
-@contextmanager
-def loaded(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Modules whose weights stay loaded while the context lasts, however often they run."""
-    hooks = []
-    for module in modules:
-        if (hook := hook_of(module)) is not None:
-            hook.pre_forward(module)
-            hooks.append((module, hook))
-    try:
-        for _, hook in hooks:
-            hook.offload = False
-        yield
-    finally:
-        for module, hook in hooks:
-            hook.offload = True
-            hook.post_forward(module, None)
+    loaders = {
+        id(loader): loader
+        for h in map(hook_of, model.modules())
+        if h is not None and (loader := _loader(h.weights_map)) is not None
+    }
+    entries = (entry for loader in loaders.values() for entry in getattr(loader, "index", {}).values())
+    files = {entry["safetensors_file"] for entry in entries if entry.get("safetensors_file")}
+    return any(os.path.dirname(os.path.realpath(file)) == os.path.realpath(folder) for file in files)
 
 
 def with_numbers(module: nn.Module) -> nn.Module:
@@ -258,136 +245,36 @@ def with_numbers(module: nn.Module) -> nn.Module:
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta and not buffer.numel():
             module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    for child in module._modules.values():
+    for child in module._modules.values():  # `modules()` leaves out what holds such tensors
         if child is not None:
             with_numbers(child)
     return module
 
 
+class _Aligned(OffloadedWeightsLoader):  # type: ignore[misc]
+    """Copies what it reads from a file of many weights: there a weight may start at any byte, and the kernels of a CPU then sum in another order."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        value: Tensor = super().__getitem__(key)
+        return value if key in self.state_dict else value.clone()
+
+
 def aligned(model: nn.Module) -> None:
-    """Let what is read from files of many weights be copied to memory that starts where any tensor starts.
+    """Let weights that are read from files be copied to memory that starts where any tensor starts."""
+    for hook in map(hook_of, model.modules()):
+        if hook is not None and isinstance(loader := _loader(hook.weights_map), OffloadedWeightsLoader):
+            loader.__class__ = _Aligned
 
-    In such a file a weight may start at any byte, and the kernels of a CPU then sum in another order.
+
+def on_disk(*shape: int, dtype: torch.dtype = torch.float64, folder: str | os.PathLike[str] | None = None) -> Tensor:
+    """Zeros in a file of their own, which the system reads and writes as there is memory, and which goes with the tensor.
+
+    Args:
+        folder: For the file; that of temporary files, by default.
     """
-    for module in model.modules():
-        if (hook := hook_of(module)) is not None and hasattr(view := hook.weights_map, "dataset"):
-            while hasattr(view.dataset, "dataset"):
-                view = view.dataset
-            if hasattr(view.dataset, "index") and not isinstance(view.dataset, _Copied):
-                view.dataset = _Copied(view.dataset)
-
-
-def on_disk(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Zeros in a file of their own, which the system reads and writes as there is memory, and which goes with the tensor."""
     count = math.prod(shape)
     if not count:
         return torch.zeros(shape, dtype=dtype)
-    number, path = tempfile.mkstemp(prefix="headprune-")
-    try:
-        os.ftruncate(number, count * dtype.itemsize)
-        return torch.from_file(path, shared=True, size=count, dtype=dtype).view(shape)
-    finally:
-        os.close(number)
-        _unlink(path)
-
-
-# -- stores ----------------------------------------------------------------------------------------
-
-
-class _Copied:
-    """An `accelerate.utils.OffloadedWeightsLoader` that gives copies."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def __getitem__(self, key: str) -> Tensor:
-        found: Tensor = self.loader[key]
-        return found if key in self.loader.state_dict else found.clone()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.loader)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.loader
-
-
-class _Entry(dict[str, str]):
-    """What an index of Accelerate says of one tensor, which is in a file of its own; the file goes with the last copy of the entry."""
-
-    def __deepcopy__(self, memo: Any) -> _Entry:
-        return self
-
-
-def _held(module: nn.Module, name: str) -> MutableMapping[str, Any]:
-    return module._buffers if name in module._buffers else module._parameters
-
-
-def _root(store: Any, name: str) -> tuple[Any, str]:
-    """The store behind views of it that put a prefix before every name, and the whole name."""
-    while hasattr(store, "prefix") and hasattr(store, "dataset"):
-        store, name = store.dataset, f"{store.prefix}{name}"
-    return store.loader if isinstance(store, _Copied) else store, name
-
-
-def _stores(model: nn.Module) -> Iterator[Any]:
-    """Where a model's hooks keep weights; each once for every hook."""
-    for module in model.modules():
-        if (hook := hook_of(module)) is not None:
-            yield _root(hook.weights_map, "")[0]
-
-
-def _in_memory(store: Any) -> bool:
-    return hasattr(store, "state_dict") or isinstance(store, dict)
-
-
-def _store(view: Any, name: str, value: Tensor, in_memory: bool) -> Undo:
-    """Store a tensor; returns what takes it back."""
-    store, key = _root(view, name)
-    if not hasattr(store, "index"):
-        return _set(store, key, value)
-    state, index, keys = store.state_dict, store.index, store.all_keys
-    # New mappings: these may be the user's own.
-    if in_memory or (key not in index and key in state) or not index:
-        store.state_dict = {**state, key: value}
-    else:
-        store.state_dict = {k: v for k, v in state.items() if k != key}
-        store.index = {**index, key: _written(value, store.save_folder)}
-    store.all_keys = keys if key in keys else [*keys, key]
-
-    def back() -> None:
-        store.state_dict, store.index, store.all_keys = state, index, keys
-
-    return back
-
-
-def _set(store: MutableMapping[str, Tensor], key: str, value: Tensor) -> Undo:
-    before = store.get(key)
-    store[key] = value
-
-    def back() -> None:
-        if before is None:
-            store.pop(key, None)
-        else:
-            store[key] = before
-
-    return back
-
-
-def _written(value: Tensor, folder: str | os.PathLike[str] | None) -> _Entry:
-    """A tensor in a file of its own."""
-    from safetensors.torch import save_file
-
-    number, path = tempfile.mkstemp(".safetensors", "headprune-", folder)
-    os.close(number)
-    save_file({"weight": value}, path)
-    entry = _Entry(safetensors_file=path, weight_name="weight", dtype=str(value.dtype).removeprefix("torch."))
-    weakref.finalize(entry, _unlink, path)
-    return entry
-
-
-def _unlink(path: str) -> None:
-    with suppress(OSError):
-        os.unlink(path)
+    with tempfile.NamedTemporaryFile(prefix="headprune-", dir=folder) as file:
+        file.truncate(count * dtype.itemsize)
+        return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(shape)

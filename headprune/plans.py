@@ -1,4 +1,4 @@
-"""`PruningPlan`, which planning makes and surgery applies: the heads to remove."""
+"""`PruningPlan`: the heads to remove. Planning makes it, surgery applies it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 
 from headprune.attention import AttentionLayer, Heads, check_heads, check_possible
 from headprune.errors import HeadPruneError
-from headprune.fingerprint import fingerprint, identity, is_same
-from headprune.jsonio import read_json, write_json
+from headprune.files import read_json, write_json
+from headprune.fingerprint import fingerprint, has_identity, identity
 from headprune.pruned import note_was_repaired
 
 Keep = int | float | str
@@ -60,10 +60,10 @@ class PruningPlan:
         Raises:
             HeadPruneError: It is another model, or repaired for other heads.
         """
-        if not self.model or is_same(model, self.model):
+        if not self.model or has_identity(model, self.model):
             return
-        known: Repaired | None = model.__dict__.get(_REPAIRED)
-        if known is None or self.model not in known.dense or known.now != fingerprint(model):
+        note: RepairNote | None = model.__dict__.get(_REPAIRED)
+        if note is None or self.model not in note.dense or note.now != fingerprint(model):
             raise HeadPruneError(
                 f"This plan is for another model (fingerprint {self.model}, this one is {identity(model)}).",
                 "Score this model, or prune with a plain dict of heads.",
@@ -72,7 +72,7 @@ class PruningPlan:
             raise HeadPruneError(
                 "This plan is for the model as it was before it was repaired.", "Repair a copy of the dense model."
             )
-        if repaired_for != known.drop:
+        if repaired_for != note.drop:
             raise HeadPruneError(
                 "The model was repaired for other heads than this plan's, so its weights do not suit it.",
                 "Prune by the plan that it was repaired for, or repair a copy of the dense model for this one.",
@@ -148,11 +148,11 @@ class PruningPlan:
 
 
 @dataclass(frozen=True)
-class Repaired:
-    """A note on a repaired model, so that the plan that it was repaired for still applies to it.
+class RepairNote:
+    """What is noted on a repaired model, so that the plan that it was repaired for still applies to it.
 
     Attributes:
-        dense: What a plan may have noted of the model before.
+        dense: Fingerprints of the model before, any of which a plan may name.
         now: Fingerprint after the repair; if the model has another one, this note no longer counts.
         drop: The heads whose removal it was repaired for.
     """
@@ -171,8 +171,12 @@ def _twice(heads: Sequence[int]) -> int:
 
 
 def note_repaired(model: nn.Module, dense: tuple[str, ...], drop: Heads) -> None:
-    """Note on a model that it was repaired for the removal of ``drop``, starting from the model of which plans noted one of ``dense``."""
-    model.__dict__[_REPAIRED] = Repaired(dense, fingerprint(model), drop)
+    """Note on a model that it was repaired for the removal of ``drop``.
+
+    Args:
+        dense: Fingerprints of the model before, any of which a plan may name.
+    """
+    model.__dict__[_REPAIRED] = RepairNote(dense, fingerprint(model), drop)
     note_was_repaired(model)
 
 
@@ -188,21 +192,21 @@ def keep_of(keep: Keep) -> int | float:
     wrong = HeadPruneError(
         f"keep {keep} is not a number of heads.", "Give a count (36), a percentage (50%) or a share (0.5)."
     )
-    found: int | float
+    number: int | float
     try:
         if isinstance(keep, str) and keep.strip().endswith("%"):
-            found = float(keep.strip()[:-1]) / 100
+            number = float(keep.strip()[:-1]) / 100
         elif isinstance(keep, str):
-            found = _whole(float(keep)) if "." in keep else int(keep)
+            number = _whole(float(keep)) if "." in keep else int(keep)
         else:
-            found = _whole(keep) if isinstance(keep, float) else int(keep)
+            number = _whole(keep) if isinstance(keep, float) else int(keep)
     except (TypeError, ValueError, OverflowError):
         raise wrong from None
-    if found != found:
+    if number != number:
         raise wrong
-    if found <= 0:
+    if number <= 0:
         raise HeadPruneError(f"keep {keep} leaves no head.", "Keep at least 1.")
-    return found
+    return number
 
 
 def _whole(number: float) -> int | float:
@@ -223,9 +227,9 @@ def heads_to_keep(keep: Keep, total: int) -> int:
     Raises:
         HeadPruneError: Not a number, 0 or less, or more than there are.
     """
-    found = keep_of(keep)
+    number = keep_of(keep)
     # A share is rounded down, so that the budget holds.
-    count = found if isinstance(found, int) else total + 1 if found > 1 else int(found * total + 1e-9)
+    count = number if isinstance(number, int) else total + 1 if number > 1 else int(number * total + 1e-9)
     if count < 1:
         raise HeadPruneError(f"keep {keep} leaves no head.", f"Keep at least 1 of the {total}.")
     if count > total:

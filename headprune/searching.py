@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -18,31 +18,31 @@ from torch import nn
 
 from headprune.arguments import given_to_choose, layers_for, listed, together
 from headprune.attention import AttentionLayer
+from headprune.batches import is_empty
 from headprune.budgets import Budget, Fit, budget_of
 from headprune.budgets.subject import Subject
+from headprune.checkpoint import StockCounts
 from headprune.errors import HeadPruneError
 from headprune.evaluation import measurable
-from headprune.inputs import Example, check_weights, usable, without_labels
-from headprune.loss import LossFn, inputs_of
+from headprune.inputs import Example, check_weights, inputs_of, usable, without_labels
+from headprune.losses import LossFn
+from headprune.options import AUTO, SearchOptions
 from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
 from headprune.planning.effort import Work, effort_named
 from headprune.planning.search import dense_looks, work_of
 from headprune.plans import Keep, PruningPlan
-from headprune.rows import is_empty
+from headprune.running import Progress
 from headprune.scoring import DEFAULT_METHODS, HeadScores, maskable_of, score
-from headprune.scoring.base import Progress
-from headprune.stock import Counts
-from headprune.trials import Trials
+from headprune.trials import ComparedPlan, Trials
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-AUTO = "auto"
 _SET_ASIDE = 4  # every fourth batch chooses, where no others are given to choose by
 
 
-class Listener(Protocol):
-    """Hears what a search does."""
+class Output(Protocol):
+    """Where a search tells of its progress."""
 
     def say(self, text: str) -> None:
         """A line for the user."""
@@ -51,10 +51,10 @@ class Listener(Protocol):
         """A progress bar."""
 
 
-class _Calls:
-    """A listener that calls a function with how far the work is, and logs what is said."""
+class CallbackOutput:
+    """Output to a function that takes (steps done, steps in all, note), or to nobody; lines go to the log."""
 
-    def __init__(self, progress: Progress | None) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
         self._progress = progress
 
     def say(self, text: str) -> None:
@@ -62,11 +62,11 @@ class _Calls:
 
     @contextmanager
     def track(self, label: str) -> Iterator[Progress]:
-        def heard(done: int, total: int, note: str = "") -> None:
+        def report(done: int, total: int, note: str = "") -> None:
             if self._progress:
                 self._progress(done, total, f"{label} ({note})" if note else label)
 
-        yield heard
+        yield report
 
 
 def methods_for(strategy: str) -> tuple[str, ...]:
@@ -77,95 +77,142 @@ def methods_for(strategy: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is searched for.
+class OrderRequest:
+    """An order to make: its name, the strategy, and the scores to make it from, if any."""
+
+    name: str
+    strategy: str
+    scores: HeadScores | None = None
+
+
+def orders_for(options: SearchOptions, scores: Sequence[HeadScores]) -> list[OrderRequest]:
+    """The orders to make."""
+    if options.strategy == AUTO:
+        own = [OrderRequest(name, name) for name in ("compensated", "re-scored")]
+        return [*own, *(OrderRequest(s.method, "one-shot", s) for s in scores)]
+    if strategy_named(options.strategy).needs_scores:
+        return [OrderRequest(s.method, options.strategy, s) for s in scores]
+    return [OrderRequest(options.strategy, options.strategy)]
+
+
+def constraints_of(options: SearchOptions, layers: Sequence[AttentionLayer]) -> Constraints:
+    """What must stay of a model's maskable layers.
+
+    Raises:
+        HeadPruneError: A layer or head that is not there.
+    """
+    return Constraints.parse(options.protect, layers, options.min_heads_per_layer)
+
+
+@dataclass(frozen=True)
+class ComparedOrder:
+    """An order of heads, and how its plans did, one a budget; one of the orders is used."""
+
+    order: str
+    used: bool
+    plans: tuple[ComparedPlan, ...]
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search learnt.
 
     Attributes:
-        budgets: What every plan must hold, a plan each.
-        strategy: A name of `headprune.planning.STRATEGIES`.
-        constraints: What must stay.
-        effort: How much work it may be, a name of `headprune.planning.effort.EFFORTS`.
-        seed: For what is drawn.
+        fits: A plan for every budget, with what it was measured to cost.
+        orders: The orders that were made, by name.
+        work: What making each was counted to cost; also of one that was left out for that.
+        compared: How the orders' plans did on the choosing examples; () where only one order meets the budgets.
+        judged_by: What orders were compared by; "" where there was only one.
     """
 
-    budgets: tuple[Budget, ...]
-    strategy: str = AUTO
-    constraints: Constraints = field(default_factory=Constraints)
-    effort: str = "normal"
-    seed: int = 0
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """The scores to make where there are none."""
-        return methods_for(self.strategy)
-
-    def searches(self, scores: Sequence[HeadScores]) -> Searches:
-        """The orders to make."""
-        if self.strategy == AUTO:
-            own = [(name, name, None) for name in ("compensated", "re-scored")]
-            return [*own, *((s.method, "one-shot", s) for s in scores)]
-        if strategy_named(self.strategy).needs_scores:
-            return [(s.method, self.strategy, s) for s in scores]
-        return [(self.strategy, self.strategy, None)]
+    fits: tuple[Fit, ...]
+    orders: Mapping[str, Order] = field(default_factory=dict)
+    work: Mapping[str, Work] = field(default_factory=dict)
+    compared: tuple[ComparedOrder, ...] = ()
+    judged_by: str = ""
 
 
-Searches = list[tuple[str, str, HeadScores | None]]
-"""Orders to make: (name, strategy, the scores to make it from)."""
+def find_plans(
+    options: SearchOptions,
+    scores: Sequence[HeadScores],
+    trials: Trials,
+    subject_for: Callable[[Budget], Subject],
+    output: Output,
+) -> SearchResult:
+    """For every budget a plan that meets it, all of the order whose plans do best on the examples that choose.
+
+    Args:
+        scores: To make orders from.
+        trials: The dense model and its examples.
+        subject_for: Gives what a budget is measured on.
+
+    Raises:
+        HeadPruneError: A budget that no order can meet.
+    """
+    start = _Start.of(options, trials)
+    requests, work = _affordable(start, orders_for(options, scores), trials, output)
+    orders = _make_orders(start, requests, trials, output)
+    fits, misses = _fit_budgets(options.budgets, orders, subject_for, output)
+    if not fits:
+        raise misses[0]
+    judged_by = trials.judged_by if len(orders) > 1 else ""
+    if len(fits) == 1:
+        return SearchResult(next(iter(fits.values())), orders, work, judged_by=judged_by)
+    # One order serves all budgets, so that their plans are nested.
+    used = max(fits, key=lambda name: _merit(fits[name], trials))
+    compared = tuple(
+        ComparedOrder(name, name == used, tuple(trials.judge(fit.plan) for fit in own)) for name, own in fits.items()
+    )
+    return SearchResult(fits[used], orders, work, compared, judged_by)
 
 
-def orders_of(request: Request, scores: Sequence[HeadScores], trials: Trials, listener: Listener) -> dict[str, Order]:
-    """The request's strategy on every method's scores (or on none, if it needs none), by name."""
-    base, counts, levels, kinds = _set_up(request, trials)
+@dataclass(frozen=True)
+class _Start:
+    """Where every order of a search begins.
 
-    @cache
-    def looking() -> Search:
-        """With what is known of the dense model, for all orders that are not known from an interrupted run."""
-        search = replace(base, refit=trials.refit)
-        return replace(search, dense_looks=dense_looks(search, kinds))
+    Attributes:
+        search: What strategies are given.
+        counts: The numbers of kept heads that are asked for.
+        levels: Those to look at.
+        kinds: How heads may go (`headprune.planning.units`).
+    """
 
-    def made(strategy: str, scores: HeadScores | None, progress: Progress) -> Order:
-        start = looking() if strategy_named(strategy).runs_model else base
-        search = replace(start, scores=scores, progress=progress)
-        return arrange(search, strategy, levels, trials.merit, kinds, counts)
+    search: Search
+    counts: list[int]
+    levels: list[int]
+    kinds: tuple[str, ...]
 
-    found: dict[str, Order] = {}
-    for name, strategy, given in _affordable(request.searches(scores), base, levels, len(kinds), trials, listener):
-        with listener.track(f"planning by {strategy}, {name}" if given else f"planning by {name}") as progress:
-            found[name] = trials.results.order(f"order {name}", partial(made, strategy, given, progress))
-    if len(found) > 1 and trials.passes:
-        examples = trials.calibration.runner.examples
-        listener.say(f"All orders together took about {trials.passes:.0f} forward passes over {examples:,} examples.")
-    return found
+    @classmethod
+    def of(cls, options: SearchOptions, trials: Trials) -> _Start:
+        layers = trials.maskable
+        total = sum(layer.num_heads for layer in layers)
+        counts = [count for budget in options.budgets if (count := budget.heads(total)) is not None]
+        by_groups = any(budget.by_groups for budget in options.budgets) or not has_groups(layers)
+        search = Search(
+            layers, constraints=constraints_of(options, layers), seed=options.seed, model=trials.model, batches=trials.batches,
+            store=trials.store, effort=effort_named(options.effort), loss_fn=trials.loss_fn,
+        )  # fmt: skip
+        # What the curve shows below all budgets comes from the last look at the model: no one has asked for more.
+        levels = [k for k in levels_of(total, counts) if not counts or k >= min(counts)]
+        if len(counts) < len(options.budgets):  # some may need fewer heads than are asked for by number
+            levels = sorted({*levels, *levels_of(total, [])})
+        return cls(search, counts, levels, (GROUPS,) if by_groups else (GROUPS, SLICES))
 
-
-def _set_up(request: Request, trials: Trials) -> tuple[Search, list[int], list[int], tuple[str, ...]]:
-    """Where every order starts; the numbers of heads that are asked for, and those to look at; the kinds in which heads go."""
-    total = sum(layer.num_heads for layer in trials.maskable)
-    counts = [count for budget in request.budgets if (count := budget.heads(total)) is not None]
-    by_groups = any(budget.by_groups for budget in request.budgets) or not _shares(trials.maskable)
-    kinds = (GROUPS,) if by_groups else (GROUPS, SLICES)
-    base = Search(
-        trials.maskable, constraints=request.constraints, seed=request.seed, model=trials.model, batches=trials.batches,
-        store=trials.results.store, effort=effort_named(request.effort), loss_fn=trials.loss_fn,
-    )  # fmt: skip
-    # What the curve shows below all budgets comes from the last look at the model: no one has asked for more.
-    levels = [k for k in levels_of(total, counts) if not counts or k >= min(counts)]
-    if len(counts) < len(request.budgets):  # some may need fewer heads than are asked for by number
-        levels = sorted({*levels, *levels_of(total, [])})
-    return base, counts, levels, kinds
+    def work(self, strategy: str, trials: Trials) -> Work:
+        """What an order by a strategy is counted to cost."""
+        return work_of(self.search, lambda: trials.calibration, strategy, self.levels, len(self.kinds))
 
 
-def passes_of(request: Request, scores: Sequence[HeadScores], trials: Trials) -> float:
-    """Forward passes over the scoring examples that `orders_of` takes, about; a backward pass counts as two."""
-    base, _, levels, kinds = _set_up(request, trials)
-    searches = _affordable(request.searches(scores), base, levels, len(kinds), trials, _Calls(None))
-    works = [work_of(base, lambda: trials.calibration, strategy, levels, len(kinds)) for _, strategy, _ in searches]
-    looking = [work.passes for work in works if work.passes]
+def passes_of(options: SearchOptions, scores: Sequence[HeadScores], trials: Trials) -> float:
+    """Forward passes over the scoring examples that `find_plans` takes for its orders, about; a backward pass counts as two."""
+    start = _Start.of(options, trials)
+    _, work = _affordable(start, orders_for(options, scores), trials, CallbackOutput())
+    passes = [each.passes for each in work.values() if each.left_out is None]
     # The dense model is measured once for all.
-    return sum(looking) - max(0, len(looking) - 1) * trials.calibration.cost if looking else 0.0
+    return sum(passes) - max(0, len(passes) - 1) * trials.calibration.cost if passes else 0.0
 
 
-def _shares(layers: Sequence[AttentionLayer]) -> bool:
+def has_groups(layers: Sequence[AttentionLayer]) -> bool:
     """Whether heads share key/value heads, so that they may go by groups or by slices."""
     return any(layer.groups and layer.prunable for layer in layers)
 
@@ -184,81 +231,79 @@ def levels_of(total: int, counts: Sequence[int]) -> list[int]:
 
 
 def _affordable(
-    searches: Searches, base: Search, levels: Sequence[int], times: int, trials: Trials, listener: Listener
-) -> Searches:
-    """Those orders that the effort allows; never none. Says what they will cost, and what is left out.
+    start: _Start, requests: Sequence[OrderRequest], trials: Trials, output: Output
+) -> tuple[list[OrderRequest], dict[str, Work]]:
+    """The orders that the effort allows, never none, and what each was counted to cost. Says what they cost, and what is left out.
 
     Decided by counted work, so that the same seed gives the same plan on every machine, however busy.
-
-    Args:
-        times: How often every order is made.
     """
-    chosen: Searches = []
-    sum_of = Work(0.0, 0.0, 0)
-    for name, strategy, given in searches:
-        work = work_of(base, lambda: trials.calibration, strategy, levels, times)
-        if work.passes:
-            trials.work[name] = work.to_json()
-        if strategy == "re-scored" and chosen and not base.effort.allows(work):
-            why = f"it would take about {work}, and at effort {base.effort.name} an order may take {base.effort.limit}"
-            trials.work[name]["left_out"] = why
-            listener.say(f"Not tried: {name}, since {why} (--effort high, or --strategy {name}).")
+    effort = start.search.effort
+    chosen: list[OrderRequest] = []
+    work: dict[str, Work] = {}
+    for request in requests:
+        cost = start.work(request.strategy, trials)
+        if request.strategy == "re-scored" and chosen and not effort.allows(cost):
+            why = f"it would take about {cost}, and at effort {effort.name} an order may take {effort.limit}"
+            work[request.name] = replace(cost, left_out=why)
+            output.say(f"Not tried: {request.name}, since {why} (--effort high, or --strategy {request.name}).")
             continue
-        chosen.append((name, strategy, given))
-        # Statistics, and a first look, are made once for all.
-        sum_of = max(sum_of, work, key=lambda w: w.passes)
-    if sum_of.passes:
-        listener.say(f"Planning will take about {sum_of}.")
-    return chosen
+        if cost.passes:
+            work[request.name] = cost
+        chosen.append(request)
+    # Statistics, and a first look, are made once for all.
+    if costs := [cost for cost in work.values() if cost.left_out is None]:
+        output.say(f"Planning will take about {max(costs, key=lambda cost: cost.passes)}.")
+    return chosen, work
 
 
-def fits_of(
-    request: Request,
-    orders: dict[str, Order],
-    trials: Trials,
-    listener: Listener,
-    subject_for: Callable[[Budget], Subject],
-) -> list[Fit]:
-    """For every budget a plan that holds it, all of the order whose plans do best on the examples that choose.
+def _make_orders(start: _Start, requests: Sequence[OrderRequest], trials: Trials, output: Output) -> dict[str, Order]:
+    """The orders in which heads may go, by name."""
 
-    Args:
-        subject_for: What a budget is measured on.
+    @cache
+    def dense_search() -> Search:
+        """With what is known of the dense model, measured once for all strategies that run it."""
+        search = replace(start.search, calibration=trials.calibration)
+        return replace(search, dense_looks=dense_looks(search, start.kinds))
 
-    Raises:
-        HeadPruneError: A budget that no order can meet.
-    """
-    found: dict[str, list[Fit]] = {}
-    misses = []
-    with listener.track(f"fitting {', '.join(map(str, request.budgets))}") as progress:
+    def make(request: OrderRequest, progress: Progress) -> Order:
+        search = dense_search() if strategy_named(request.strategy).runs_model else start.search
+        search = replace(search, scores=request.scores, progress=progress)
+        return arrange(search, request.strategy, start.levels, trials.merit, start.kinds, start.counts)
+
+    orders: dict[str, Order] = {}
+    for request in requests:
+        label = f"planning by {request.strategy}, {request.name}" if request.scores else f"planning by {request.name}"
+        with output.track(label) as progress:
+            orders[request.name] = trials.store.get(f"order {request.name}", partial(make, request, progress))
+    if len(orders) > 1 and trials.passes:
+        examples = trials.calibration.runner.examples
+        output.say(f"All orders together took about {trials.passes:.0f} forward passes over {examples:,} examples.")
+    return orders
+
+
+def _fit_budgets(
+    budgets: Sequence[Budget], orders: Mapping[str, Order], subject_for: Callable[[Budget], Subject], output: Output
+) -> tuple[dict[str, tuple[Fit, ...]], list[HeadPruneError]]:
+    """The plans of every order that meets all budgets, and why others do not."""
+    fits: dict[str, tuple[Fit, ...]] = {}
+    misses: list[HeadPruneError] = []
+    with output.track(f"fitting {', '.join(map(str, budgets))}") as progress:
         for i, (name, order) in enumerate(orders.items()):
             try:
-                found[name] = [budget.fit(order, subject_for(budget)) for budget in request.budgets]
+                fits[name] = tuple(budget.fit(order, subject_for(budget)) for budget in budgets)
             except HeadPruneError as miss:
                 misses.append(miss)
-                listener.say(f"By {name}: {miss.args[0]}")
+                output.say(f"By {name}: {miss.args[0]}")
             progress(i + 1, len(orders))
-    if not found:
-        raise misses[0]
-    # One order serves all budgets, so that their plans are nested.
-    if len(found) == 1:
-        return next(iter(found.values()))
-    used = max(found, key=lambda name: merit_of(found[name], trials))
-    trials.compared = [
-        {
-            "order": name, "used": name == used,
-            "plans": [{"budget": f.plan.budget, "kept": f.plan.kept, **trials.judged(f.plan)} for f in fits],
-        }
-        for name, fits in found.items()
-    ]  # fmt: skip
-    return found[used]
+    return fits, misses
 
 
-def merit_of(fits: Sequence[Fit], trials: Trials) -> tuple[float, float]:
+def _merit(fits: Sequence[Fit], trials: Trials) -> tuple[float, float]:
     """How good an order's plans are on the examples that choose, over all budgets; minus infinity where an answer is NaN, which `max` would keep."""
     # Where accuracy is the budget, fewer heads are what is wanted.
-    drops = [f for f in fits if f.budget is not None and f.budget.by_metric]
-    merit = sum(trials.merit(f.plan) for f in fits)
-    return (-sum(f.plan.kept for f in drops), -math.inf if math.isnan(merit) else merit)
+    drops = [fit for fit in fits if fit.budget is not None and fit.budget.by_metric]
+    merit = sum(trials.merit(fit.plan) for fit in fits)
+    return (-sum(fit.plan.kept for fit in drops), -math.inf if math.isnan(merit) else merit)
 
 
 def subject_of(trials: Trials, example: Example, inputs: Example) -> Subject:
@@ -268,13 +313,13 @@ def subject_of(trials: Trials, example: Example, inputs: Example) -> Subject:
         example: For the proof of every prune.
         inputs: What is timed, and what operations are counted on.
     """
-    biases = trials.calibration.weights.new_biases if trials.repair else ()
+    biases = trials.calibration.new_biases if trials.repair else ()
     return Subject(trials.model, trials.layers, example, inputs, biases, trials.metric, trials.change_at)
 
 
 def may_add_biases(strategy: str, model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
-    """Whether repair may add biases: not to plans that the stock class can state without them, and not with them."""
-    counts = Counts.of(model, layers) if strategy == "uniform" else None
+    """Whether repair may add biases: not to plans that the stock class can represent without them, and not with them."""
+    counts = StockCounts.of(model, layers) if strategy == "uniform" else None
     return counts is None or counts.has_place_for_biases()
 
 
@@ -345,41 +390,42 @@ def search(
         raise HeadPruneError("There are no examples to search with.", "Give batches of at least one example.")
     layers = layers_for(model, layers, batches=given)
     maskable = maskable_of(model, layers)
-    constraints = Constraints.parse(protect, maskable, min_heads_per_layer)
-    asked = budgets_of(keep, budgets, maskable)
-    request = Request(asked, strategy, constraints, effort, seed)
+    wanted = budgets_of(keep, budgets, maskable)
+    must_stay = protect if isinstance(protect, str) else tuple(protect)
+    options = SearchOptions(wanted, strategy, must_stay, min_heads_per_layer, repair, effort, seed)
+    constraints_of(options, maskable)
     effort_named(effort)
-    by = [scores] if isinstance(scores, HeadScores) else None if scores is None else list(scores)
-    methods = request.methods if by is None else ()
-    if strategy_named(strategy).needs_scores and not (by or methods):
+    known = [scores] if isinstance(scores, HeadScores) else list(scores or ())
+    methods = methods_for(strategy) if scores is None else ()
+    if strategy_named(strategy).needs_scores and not (known or methods):
         raise HeadPruneError(f"The strategy {strategy} needs scores.", "Pass scores= from headprune.score.")
-    by_metric = any(budget.by_metric for budget in asked)
-    compares = by_metric or strategy == AUTO or _shares(layers) or len(by or methods) > 1
-    listener = _Calls(progress)
+    by_metric = any(budget.by_metric for budget in wanted)
+    compares = by_metric or strategy == AUTO or has_groups(layers) or len(known or methods) > 1
+    output = CallbackOutput(progress)
     with torch.inference_mode(False), together(accelerator, model, given):
-        fitted_to, chooses = usable(parted(given, choose, compares))
+        fitted_to, others = usable(split_batches(given, choose, compares))
         inputs = without_labels(model, inputs_of(model, fitted_to[0]))
-        metric = _metric(model, chooses, loss_fn) if by_metric else "loss"
-        _check_dense(asked, Subject(model, layers, inputs, inputs, metric=metric))
+        metric = _metric(model, others, loss_fn) if by_metric else "loss"
+        _check_dense(wanted, Subject(model, layers, inputs, inputs, metric=metric))
         for method in methods:
-            with listener.track(f"scoring by {method}") as heard:
-                made = score(
-                    model, fitted_to, method, loss_fn=loss_fn, distil=distil, layers=layers, seed=seed, progress=heard
+            with output.track(f"scoring by {method}") as report:
+                known.append(
+                    score(
+                        model,
+                        fitted_to,
+                        method,
+                        loss_fn=loss_fn,
+                        distil=distil,
+                        layers=layers,
+                        seed=seed,
+                        progress=report,
+                    )
                 )
-            by = [*(by or ()), made]
-        trials = Trials(
-            model,
-            layers,
-            fitted_to,
-            chooses,
-            repair=repair,
-            metric=metric,
-            loss_fn=loss_fn,
-            biases=may_add_biases(strategy, model, layers),
-        )
-        orders = orders_of(request, candidates(by or ()), trials, listener)
+        biases = may_add_biases(strategy, model, layers)
+        trials = Trials(model, layers, fitted_to, others, repair=repair, biases=biases, metric=metric, loss_fn=loss_fn)
         subject = subject_of(trials, inputs, inputs)
-        return [fitted.plan for fitted in fits_of(request, orders, trials, listener, lambda budget: subject)]
+        result = find_plans(options, candidates(known), trials, lambda budget: subject, output)
+        return [fit.plan for fit in result.fits]
 
 
 def budgets_of(
@@ -393,13 +439,13 @@ def budgets_of(
             "keep= names no number of heads, and budgets= nothing else.",
             'Pass keep=36, keep="50%" or keep=[36, "25%"], or budgets="flops 80%".',
         )
-    found = [budget_of(f"keep {each}") for each in keeps]
+    wanted = [budget_of(f"keep {each}") for each in keeps]
     for other in given:
-        found.append(budget_of(other) if isinstance(other, str) else other)
-        found[-1].check()
-    for budget in found:
+        wanted.append(budget_of(other) if isinstance(other, str) else other)
+        wanted[-1].check()
+    for budget in wanted:
         budget.heads(sum(layer.num_heads for layer in layers))
-    return tuple(found)
+    return tuple(wanted)
 
 
 def _check_dense(budgets: Sequence[Budget], subject: Subject) -> None:
@@ -427,7 +473,7 @@ def _metric(model: nn.Module, chooses: Sequence[Any], loss_fn: LossFn | None) ->
     )
 
 
-def parted(batches: list[Any], choose: Iterable[Any] | None, compares: bool) -> tuple[list[Any], list[Any]]:
+def split_batches(batches: list[Any], choose: Iterable[Any] | None, compares: bool) -> tuple[list[Any], list[Any]]:
     """The batches to fit to, and those to choose by: those that were given, or else every fourth, if any are needed."""
     if choose is not None:
         return batches, given_to_choose(choose, batches)

@@ -3,47 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 from headprune.attention import AttentionLayer, Heads
+from headprune.divergence import Fidelity
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Change, Measurement, compare, evaluate, interval
-from headprune.fidelity import Fidelity
 from headprune.gates import mask
-from headprune.loss import LossFn
-from headprune.planning import Order
+from headprune.losses import LossFn
 from headprune.plans import PruningPlan
-from headprune.reference import Calibration, calibrate, measure
-from headprune.repairing import Refit, Repair, checked
-from headprune.scoring.base import Store
-
-T = TypeVar("T")
+from headprune.repairing import Calibration, Repair, calibrate, checked_repair, fit_layers, summary
+from headprune.store import Store
 
 
-class Results:
-    """Where a search keeps what it has made, by name. This one forgets; `headprune.app.workflow.stages` has one on disk."""
+@dataclass(frozen=True)
+class ComparedPlan:
+    """How a plan did on the choosing examples: divergence from the dense model's answers, or where that is not known the loss, in nats.
 
-    @property
-    def store(self) -> Store | None:
-        """For tensors that are made on the way."""
-        return None
+    A divergence is never less than what rounding makes of equal answers (`headprune.divergence.Divergence.rounding`).
+    """
 
-    def get(self, name: str, make: Callable[[], Any], read: Callable[[Any], T]) -> T:
-        """A result: what ``read`` understands what ``make`` gives (as JSON can hold it) to be."""
-        return read(make())
-
-    def measurement(self, name: str, make: Callable[[], Measurement]) -> Measurement:
-        """A result that was measured."""
-        return make()
-
-    def order(self, name: str, make: Callable[[], Order]) -> Order:
-        """A result that was planned."""
-        return make()
+    budget: str
+    kept: int
+    divergence: float | None = None
+    loss: float | None = None
 
 
 class Trials:
@@ -58,11 +47,7 @@ class Trials:
         biases: Whether repair may give output projections a bias that have none.
         metric: Of a point of the trade-off curve, and of a budget of lost accuracy.
         loss_fn: As for `headprune.evaluate`.
-        results: Where what is measured is kept.
-
-    Attributes:
-        work: What making the orders was counted to cost, by name; and of those that were left out for that, why. For the report.
-        compared: How the orders that met the budgets did, where there were several (`headprune.searching.fits_of`). For the report.
+        store: Where what is measured is kept.
     """
 
     def __init__(
@@ -76,38 +61,22 @@ class Trials:
         biases: bool = True,
         metric: str = "loss",
         loss_fn: LossFn | None = None,
-        results: Results | None = None,
+        store: Store | None = None,
     ) -> None:
         self.model, self.layers, self.batches, self.choose = model, layers, list(batches), list(choose)
         self.biases = biases
-        self.repair, self.metric, self.loss_fn, self.results = repair, metric, loss_fn, results or Results()
-        self.work: dict[str, dict[str, Any]] = {}
-        self.compared: list[dict[str, Any]] = []
+        self.repair, self.metric, self.loss_fn, self.store = repair, metric, loss_fn, store or Store()
         self._known: dict[str, Measurement] = {}
         self._merits: dict[str, float] = {}
 
-    # The dense model's facts are made when the first result needs them that is not known from an interrupted run; of the dense
-    # weights whenever that is: only `repaired` writes others into the model, and that takes the dense ones first.
-
     @cached_property
     def calibration(self) -> Calibration:
-        """The dense weights, and the examples that repair is fitted to."""
+        """The dense model, and the examples that repair is fitted to; with nothing to fit to, if there is to be no repair."""
         return calibrate(self.model, self.layers, self.batches, repair=self.repair, biases=self.biases)
 
     @cached_property
-    def refit(self) -> Refit:
-        """Fits of every layer for itself; of none, and with nothing to fit to, if there is to be no repair."""
-        return Refit(measure(self.calibration, answers=False), None if self.repair else math.inf)
-
-    @cached_property
-    def _whole(self) -> Refit:
-        """As `refit`, with what the last step is made from."""
-        return self.refit.with_answers()
-
-    @cached_property
     def _fidelity(self) -> Fidelity:
-        with self.calibration.weights.dense() if self.repair else nullcontext():
-            return Fidelity(self.model, self.choose, self.calibration.weights.dense if self.repair else nullcontext)
+        return Fidelity(self.model, self.choose)
 
     @property
     def written(self) -> Sequence[str]:
@@ -136,10 +105,7 @@ class Trials:
 
     def measure(self, drop: Heads, *, whole: bool = False) -> Measurement:
         """The model without some heads, repaired, on the examples that choose; ``whole`` as for `repaired`."""
-        key = repr((sorted(drop.items()), whole))
-        if key not in self._known:
-            self._known[key] = self.results.measurement(f"trial {key}", lambda: self._measured(drop, whole))
-        return self._known[key]
+        return self.store.get(f"trial {sorted(drop.items())}, {whole}", lambda: self._measured(drop, whole))
 
     def _measured(self, drop: Heads, whole: bool) -> Measurement:
         with self.repaired(drop, whole=whole):
@@ -151,19 +117,23 @@ class Trials:
 
         Args:
             whole: Whether as what is reported is: with the last step, and without those that do no better on the examples that
-                choose (`headprune.repairing.held_out`).
+                choose (`headprune.repairing.checks`).
         """
         if not self.repair or not any(drop.values()):
             yield None
             return
-        refit = self._whole if whole else self.refit
+        calibration = self.calibration
+        measured = calibration.statistics.passes + (calibration.answers[1] if whole else 0.0)  # once for all plans
         before = self.passes
-        weights = checked(refit, drop, self._fidelity if self.choose else None) if whole else refit.fitted(drop)
+        if whole:
+            weights = checked_repair(calibration, drop, self._fidelity if self.choose else None)
+        else:
+            weights = fit_layers(calibration, drop)
         if not weights:
             yield None
             return
-        with refit.applied(weights):
-            yield refit.report(weights, self.passes - before)
+        with calibration.applied(weights.by_module):
+            yield summary(calibration, weights, measured + self.passes - before)
 
     def change_at(self, plan: PruningPlan) -> Change:
         """The paired change from the dense model to a plan, repaired as it will be."""
@@ -190,15 +160,14 @@ class Trials:
             )
         if not self._fidelity.known:
             return -self.measure(plan.drop).metrics["loss"]
-        key = repr(sorted(plan.drop.items()))
-        if key not in self._merits:
-            self._merits[key] = self.results.get(f"merit {key}", lambda: self._nearness(plan.drop), float)
-        return self._merits[key]
+        return self.store.get(f"merit {sorted(plan.drop.items())}", lambda: self._nearness(plan.drop))
 
-    def judged(self, plan: PruningPlan) -> dict[str, float]:
-        """What `merit` goes by: the divergence (nats), or where that is not known the loss; lower is better."""
-        merit = -self.merit(plan)
-        return {"divergence": math.exp(merit)} if self._fidelity.known else {"loss": merit}
+    def judge(self, plan: PruningPlan) -> ComparedPlan:
+        """What `merit` goes by, in nats."""
+        cost = -self.merit(plan)
+        if self._fidelity.known:
+            return ComparedPlan(plan.budget, plan.kept, divergence=math.exp(cost))
+        return ComparedPlan(plan.budget, plan.kept, loss=cost)
 
     def _nearness(self, drop: Heads) -> float:
         with self.repaired(drop), mask(self.model, drop, layers=self.layers):

@@ -6,7 +6,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from headprune.timing import decoding, shares
 from tests.support.commands import run
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
 from tests.support.interrupted import Processes
+from tests.support.reports import reported
 from tests.support.zoo import randomise
 
 # The machine may be slow, so nothing here has a deadline; in CI (.ci/run) the same examples are tried each time.
@@ -108,6 +109,12 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def report(tmp_path: Path) -> Callable[..., str]:
+    """The report.md of documents: ``report(metrics, *scores, run=…, heads=…)``; report.html lies in ``tmp_path / "r"``, too."""
+    return partial(reported, tmp_path / "r")
+
+
+@pytest.fixture
 def saved_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fine-tuning writes a checkpoint after every step, so that a test may stop it at any."""
     monkeypatch.setattr("headprune.app.finetune.SAVE_SECONDS", 0.0)
@@ -119,8 +126,7 @@ def _undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
     """Pictures are put together, but not painted: that is a fifth of a run's time. Tests marked ``drawn`` paint."""
     with pytest.MonkeyPatch.context() as patch:  # one of its own: tests undo theirs
         if not request.node.get_closest_marker("drawn"):
-            for room in ("report.figures", "seeing.pictures"):
-                patch.setattr(f"headprune.app.{room}._save", lambda _, path: path.write_bytes(b""))
+            patch.setattr("headprune.app.pictures.png", lambda figure: b"")
         yield
 
 

@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from headprune.checkpoint.reading import _sidecar, weight_files
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import headprune as hp
 from headprune.app.documents import FinetuneRecord, Heads, Metrics, Run
-from headprune.app.folders import Folder, _names_in
+from headprune.app.folders import Folder
 from headprune.app.runs import RunFolder
-from headprune.app.workflow.stages import _read as read_stage
 from headprune.attention import AttentionLayer
 from headprune.checkpoint.loading import loading_of
-from headprune.checkpoint.reading import _sidecar, weight_files
-from headprune.jsonio import dumps, loads, write_json
+from headprune.files import dumps, loads, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores
 from tests.support.documents import (
@@ -146,10 +145,6 @@ def heads_are(found: Heads) -> None:
             assert layer.unpacked().shape == layer.shape
 
 
-def names_are(names: list[str]) -> None:
-    assert all(Path(name).name == name and name not in ("", ".", "..") for name in names)
-
-
 def anything(_: Any) -> None:
     pass
 
@@ -175,11 +170,9 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], Any], Callable[[Any], No
     "heads": (heads_document().to_json(), Heads.read, heads_are),
     "checkpoint": (SIDECAR, lambda path: (_sidecar(path.parent), weight_files(path.parent, _sidecar(path.parent)),
                                           loading_of(path.parent)), lambda found: sound(found[0])),
-    "publication": ({"gone": ["report.md", "pruned-4"]}, _names_in, names_are),
     "command": ({"key": "abc", "command": "headprune score"}, lambda path: Folder(path.parent.parent).left_by("abc"), anything),
-    "stage": ({"stage": "x", "seconds": 1.5, "result": {"a": [1, 2]}}, read_stage, anything),
 }  # fmt: skip
-NAMES = {"checkpoint": "headprune.json", "publication": ".gone.json"}
+NAMES = {"checkpoint": "headprune.json"}
 CASES = 2000 // len(KINDS)
 
 

@@ -14,7 +14,7 @@ import torch
 import transformers as tf
 
 import headprune as hp
-from headprune.jsonio import dumps, loads, write_json
+from headprune.files import dumps, loads, write_json
 from headprune.scoring import save_scores
 from tests.support.bad_files import DATA, MODELS, PYTHON, SAVED, Call
 from tests.support.bad_inputs import DOCUMENTS, GONE, TYPED, Row
@@ -93,7 +93,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
-    monkeypatch.setattr("headprune.checkpoint.reading._fill", loaded)
+    monkeypatch.setattr("headprune.checkpoint.loading._fill", loaded)
     return
 
 

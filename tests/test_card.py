@@ -1,23 +1,27 @@
-"""The model card in every folder: what it says is so, and nobody's words are lost."""
+"""The model card in every folder: what it says is so, and nobody's words are lost. And pushing to the Hub."""
+
+from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, create_autospec
 
+import huggingface_hub
 import pytest
 import torch
 import transformers as tf
 from huggingface_hub import ModelCard, constants
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from huggingface_hub.utils import filter_repo_objects
 from torch import nn
 
 import headprune as hp
-from headprune.app.documents import Metrics
-from headprune.checkpoint import add_figures, code, loading_of
-from headprune.pruned import save_by_headprune
+from headprune.checkpoint import add_figures, code
 from tests.support.commands import run
-from tests.support.documents import opened
-from tests.support.folders import tokenizer
+from tests.support.stays import changed, edit, files, like
 from tests.support.zoo import ZOO, randomise
 
 THEIRS = """---
@@ -30,21 +34,18 @@ model-index: [{name: x, results: []}]
 
 It reached 99 %.
 """
+FIRST = "bert.encoder.layer.0.attention.self"
 
 
-def pruned(name: str = "bert") -> Any:
-    model, example = ZOO[name]()
-    first, second = hp.find_attention(model, example)[:2]
-    hp.prune(model, {first.name: [0, 1], second.name: list(range(second.num_heads))}, example)
-    return model
-
-
-def dense_folder(path: Path, card: str | None = THEIRS) -> Path:
-    model, _ = ZOO["bert"]()
-    model.save_pretrained(path)
+def pruned(path: Path, card: str | bytes | None = None) -> Any:
+    """BERT without the first two heads of its first layer and all of its second; from a folder with this card."""
+    model, example = ZOO["bert"]()
     if card is not None:
-        (path / "README.md").write_text(card)
-    return path
+        model.save_pretrained(path)
+        (path / "README.md").write_bytes(card if isinstance(card, bytes) else card.encode())
+        model = tf.AutoModelForSequenceClassification.from_pretrained(path)
+    hp.prune(model, {FIRST: [0, 1], FIRST.replace("0", "1"): [0, 1, 2, 3]}, example)
+    return model
 
 
 def of(folder: Path) -> tuple[dict[str, Any], str]:
@@ -53,239 +54,44 @@ def of(folder: Path) -> tuple[dict[str, Any], str]:
     return card.data.to_dict(), card.text
 
 
-def cut_from(folder: Path) -> Any:
-    model = tf.AutoModelForSequenceClassification.from_pretrained(folder)
-    hp.prune(model, {hp.find_attention(model)[0].name: [0]})
-    return model
+# -- what a card says -----------------------------------------------------------------------------
 
 
 def test_a_card_says_what_is_known(tmp_path: Path) -> None:
-    data, text = of(hp.save(pruned(), tmp_path / "m"))
+    data, text = of(hp.save(pruned(tmp_path), tmp_path / "m"))
     assert data == {
         "library_name": "transformers", "pipeline_tag": "text-classification", "tags": ["headprune", "pruning", "custom_code"],
     }  # fmt: skip
-    assert "# `BertForSequenceClassification`: 6 of 12 attention heads" in text
-    assert "| L0 | `bert.encoder.layer.0.attention.self` | 2 of 4 |" in text
-    assert "| L1 | `bert.encoder.layer.1.attention.self` | 0 of 4 |" in text
-    assert "None: no weight was refitted" in text
-    assert "Not measured when this folder was saved." in text
-    assert 'AutoModelForSequenceClassification.from_pretrained("path/to/this/folder", trust_remote_code=True)' in text
+    for line in (
+        "# `BertForSequenceClassification`: 6 of 12 attention heads", f"| L0 | `{FIRST}` | 2 of 4 |",
+        f"| L1 | `{FIRST.replace('0', '1')}` | 0 of 4 |", "None: no weight was refitted", "Not measured when this folder was saved.",
+        'AutoModelForSequenceClassification.from_pretrained("path/to/this/folder", trust_remote_code=True)',
+    ):  # fmt: skip
+        assert line in text
+    # Every prune counts from the first model, also of one that transformers loaded.
+    loads = [hp.load, lambda m: tf.AutoModelForSequenceClassification.from_pretrained(m, trust_remote_code=True)]
+    for number, load in enumerate(loads):
+        model = load(tmp_path / "m")
+        hp.prune(model, {FIRST: [0]})
+        _, text = of(hp.save(model, tmp_path / str(number)))
+        assert ": 5 of 12 attention heads" in text
+        assert f"| L0 | `{FIRST}` | 1 of 4 |" in text
+    edit(tmp_path / "m" / "headprune.json", heads=None)  # of an older version: the first number of heads is not known
+    _, text = of(hp.save(hp.load(tmp_path / "m"), tmp_path / "older"))
+    assert f"`{FIRST}` | 2 removed |" in text
+    assert " of 12" not in text
 
 
 def test_dense_folders_and_modules_of_nobodys(tmp_path: Path) -> None:
-    model, _ = ZOO["llama"]()
-    data, text = of(hp.save(model, tmp_path / "dense"))
+    data, text = of(hp.save(ZOO["llama"]()[0], tmp_path / "dense"))
     assert (data["pipeline_tag"], data["tags"]) == ("text-generation", ["headprune"])
     assert "No attention head was removed" in text
-    assert 'AutoModelForCausalLM.from_pretrained("path/to/this/folder")' in text
-    assert loading_of(tmp_path / "dense").call() == "AutoModelForCausalLM.from_pretrained(folder)"
-
-    own = nn.Linear(3, 2)
-    data, text = of(hp.save(own, tmp_path / "own", example=torch.ones(1, 3)))
+    data, text = of(hp.save(nn.Linear(3, 2), tmp_path / "own", example=torch.ones(1, 3)))
     assert (data["library_name"], data.get("pipeline_tag")) == ("headprune", None)
     assert 'headprune.load("path/to/this/folder", model=YourModel())' in text
 
 
-def test_every_prune_counts_from_the_first_model(tmp_path: Path) -> None:
-    model = hp.load(hp.save(pruned(), tmp_path / "m"))
-    hp.prune(model, {"bert.encoder.layer.0.attention.self": [0]})
-    _, text = of(hp.save(model, tmp_path / "n"))
-    assert ": 5 of 12 attention heads" in text
-    assert "| L0 | `bert.encoder.layer.0.attention.self` | 1 of 4 |" in text
-
-
-def test_heads_that_nobody_counted_are_not_made_up(tmp_path: Path) -> None:
-    """Of a folder of an older version the first number of heads is not known."""
-    folder = hp.save(pruned(), tmp_path / "m")
-    sidecar = opened(folder / "headprune.json")
-    del sidecar["heads"]
-    (folder / "headprune.json").write_text(json.dumps(sidecar))
-    older = hp.load(folder)
-    hp.prune(older, {"bert.encoder.layer.0.attention.self": [0]})
-    _, text = of(hp.save(older, tmp_path / "older"))
-    assert "`bert.encoder.layer.0.attention.self` | 3 removed |" in text
-    assert " of 12" not in text
-
-
-def test_a_model_that_transformers_loaded_counts_on(tmp_path: Path) -> None:
-    folder = hp.save(pruned(), tmp_path / "m")
-    remote = tf.AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
-    hp.prune(remote, {"bert.encoder.layer.0.attention.self": [0]})
-    _, text = of(hp.save(remote, tmp_path / "remote"))
-    assert ": 5 of 12 attention heads" in text
-    assert "| L0 | `bert.encoder.layer.0.attention.self` | 1 of 4 |" in text
-
-
-def test_repair_is_told(tmp_path: Path) -> None:
-    model, example = ZOO["llama"]()
-    layer = hp.find_attention(model, example)[0].name
-    hp.repair(model, {layer: [0, 1]}, [example])
-    hp.prune(model, {layer: [0, 1]}, example)
-    folder = hp.save(model, tmp_path / "m")
-    assert "`headprune.repair` was applied" in of(folder)[1]
-    again = hp.load(folder)
-    hp.prune(again, {layer: [0, 1]})
-    assert "`headprune.repair` was applied" in of(hp.save(again, tmp_path / "n"))[1]
-
-
-def test_a_source_cards_words_are_kept_and_its_results_are_not(tmp_path: Path) -> None:
-    model = cut_from(dense_folder(tmp_path / "dense"))
-    folder = hp.save(model, tmp_path / "m")
-    data, text = of(folder)
-    assert (data["license"], data["language"], data["tags"][-1]) == ("apache-2.0", "en", "movies")
-    assert "model-index" not in data
-    assert "base_model" not in data  # a folder of this machine has no name on the Hub
-    assert "[README-source.md](README-source.md)" in text
-    assert (folder / "README-source.md").read_text() == THEIRS
-
-    again = hp.load(folder)  # and from there on
-    hp.prune(again, {hp.find_attention(again)[1].name: [0]})
-    further = hp.save(again, tmp_path / "n")
-    assert (further / "README-source.md").read_text() == THEIRS
-    assert of(further)[0]["license"] == "apache-2.0"
-
-
-@pytest.mark.parametrize(
-    "card", [b"---\n: [\n---\n", b"no metadata", b"---\n- a\n---\n", b"\xff", b"---\ntags: 3\nlicense: {a: b}\n---\n"]
-)
-def test_a_card_of_any_kind(card: bytes, tmp_path: Path) -> None:
-    dense = dense_folder(tmp_path / "dense")
-    (dense / "README.md").write_bytes(card)
-    folder = hp.save(cut_from(dense), tmp_path / "m")
-    assert (folder / "README-source.md").read_bytes() == card
-    assert of(folder)[0]["tags"][0] == "headprune"
-
-
-def test_a_model_from_the_hub_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    there = tmp_path / "models--some--bert"
-    (there / "refs").mkdir(parents=True)
-    (there / "refs" / "main").write_text("a" * 40)
-    dense_folder(there / "snapshots" / ("a" * 40), THEIRS.replace("language", "base_model: google/bert\nlanguage"))
-    model = tf.AutoModelForSequenceClassification.from_pretrained("some/bert", cache_dir=tmp_path)
-    hp.prune(model, {hp.find_attention(model)[0].name: [0]})
-    data, text = of(hp.save(model, tmp_path / "m"))
-    assert (data["base_model"], data["license"]) == ("some/bert", "apache-2.0")
-    assert "[`some/bert`](https://huggingface.co/some/bert)" in text
-    assert not (tmp_path / "m" / "README-source.md").exists()
-    assert of(hp.save(hp.load(tmp_path / "m"), tmp_path / "n"))[0]["base_model"] == "some/bert"
-    model.config._name_or_path = "never/loaded"
-    assert "base_model" not in of(hp.save(model, tmp_path / "o"))[0]
-
-
-def test_saved_loaded_and_saved_keeps_the_card_with_its_figures(tmp_path: Path) -> None:
-    first = hp.save(cut_from(dense_folder(tmp_path / "dense")), tmp_path / "a")
-    add_figures(first, "On 7 examples it lost nothing.")
-    assert "On 7 examples" in of(first)[1]
-    second = hp.save(hp.load(first), tmp_path / "b")
-    assert {p.name: p.read_bytes() for p in first.iterdir()} == {p.name: p.read_bytes() for p in second.iterdir()}
-    model = hp.load(second)
-    model.save_pretrained(second)  # into its own folder
-    assert "On 7 examples" in of(second)[1]
-
-    hp.prune(model, {hp.find_attention(model)[0].name: [0]})  # another model: the figures are not its
-    assert "On 7 examples" not in of(hp.save(model, tmp_path / "c"))[1]
-    model.save_pretrained(second)
-    assert "On 7 examples" not in of(second)[1]
-
-
-def test_somebody_elses_card_is_left_alone(tmp_path: Path) -> None:
-    model = pruned()
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "README.md").write_text(THEIRS)
-    model.save_pretrained(tmp_path / "m")
-    assert (tmp_path / "m" / "README.md").read_text() == THEIRS
-    model.save_pretrained(tmp_path / "n")
-    mine = (tmp_path / "n" / "README.md").read_text() + "\nMore.\n"
-    (tmp_path / "n" / "README.md").write_text(mine)
-    hp.prune(model, {"bert.encoder.layer.2.attention.self": [0]})
-    model.save_pretrained(tmp_path / "n")
-    assert (tmp_path / "n" / "README.md").read_text() == mine
-
-
-def test_trainers_card_stays(tmp_path: Path) -> None:
-    model = pruned()
-    options = tf.TrainingArguments(str(tmp_path / "t"), report_to=[], use_cpu=True)
-    trainer = tf.Trainer(model, options, processing_class=tokenizer())
-    trainer.save_model()
-    assert "6 of 12 attention heads" in of(tmp_path / "t")[1]
-    trainer.create_model_card(model_name="mine")
-    theirs = (tmp_path / "t" / "README.md").read_text()
-    assert "generated_from_trainer" in theirs
-    trainer.save_model()
-    assert (tmp_path / "t" / "README.md").read_text() == theirs
-
-
-@pytest.mark.parametrize("name", ["a|b", "`a`", "a``b", "</code><script>", "a\nb\n# c", "[x](y)", "", "\u202ea"])
-def test_names_are_never_markup(name: str) -> None:
-    written = code(name)
-    fence = written[: len(written) - len(written.lstrip("`"))]
-    assert fence
-    assert written.endswith(fence)
-    inside = written[len(fence) : -len(fence)]
-    assert fence not in inside
-    assert "\n" not in inside
-    assert "|" not in inside.replace("\\|", "")
-
-
-def test_metadata_is_no_place_for_markup_or_yaml(tmp_path: Path) -> None:
-    card = THEIRS.replace("apache-2.0", '"mit\\n---\\n# Not a title"').replace("movies", '"a: b"')
-    data, text = of(hp.save(cut_from(dense_folder(tmp_path / "dense", card)), tmp_path / "m"))
-    assert data["license"] == "mit\n---\n# Not a title"
-    assert "a: b" in data["tags"]
-    assert "# Not a title" not in text
-
-
-def test_the_figures_of_a_run_are_those_of_metrics_json(
-    here: Path, bert_folder: Path, data_folder: Path, brief: None
-) -> None:
-    shutil.copytree(bert_folder, "dense")
-    Path("dense/README.md").write_text(THEIRS)
-    run("prune", "dense", "-d", data_folder, "-k", "50%", "-k", 2, "-s", "one-shot", "-L", 24, "-o", "r", "-q")
-    metrics = Metrics.read(Path("r/metrics.json"))
-    for b in metrics.budgets:
-        data, text = of(Path("r") / b.checkpoint)
-        assert data["license"] == "apache-2.0"
-        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-        costs = {row[0]: row[1:] for row in rows}
-        assert f"{b.kept} of {b.total} attention heads" in text
-        left = [int(row[2].split(" of ")[0]) for row in rows if row[0] in ("L0", "L1")]
-        assert sum(left) == b.kept
-        dense, model, change = metrics.dense, b.pruned, b.change
-        value = 100 * model.metrics["accuracy"]
-        assert costs["accuracy"][1] == f"{value:.1f} % ({100 * model.low:.1f} % to {100 * model.high:.1f} %)"
-        assert costs["accuracy"][0].startswith(f"{100 * dense.metrics['accuracy']:.1f} %")
-        assert costs["accuracy"][2].startswith(f"{100 * change.value:+.2f} points ({100 * change.low:+.2f} to")
-        assert change.verdict in costs["accuracy"][2]
-        assert costs["loss"][:2] == [f"{m.metrics['loss']:.4g}" for m in (dense, model)]
-        assert costs["parameters"][:2] == [f"{dense.parameters:,}", f"{b.parameters:,}"]
-        for timed in metrics.latency.rows:
-            faster = timed.speedups[b.name]
-            found = costs[f"ms, batch {timed.batch} x {timed.length} tokens"]
-            assert found[1] == f"{timed.timings[b.name].median:.2f}"
-            assert f"{faster.ratio:.2f}x ({faster.low:.2f} to {faster.high:.2f})" in found[2]
-        assert b.repair is not None
-        assert "`headprune.repair` was applied" in text
-        assert (
-            f"Without the repair, the accuracy of this model is {100 * b.repair.without.metrics['accuracy']:.1f} %"
-            in text
-        )
-        assert str(data_folder) not in text  # it may be published
-    assert (Path("r") / b.checkpoint / "README-source.md").read_text() == THEIRS
-
-
-def test_a_dense_model_with_an_added_bias(tmp_path: Path) -> None:
-    """Repaired, but not pruned yet."""
-    model, example = ZOO["llama"]()
-    hp.repair(model, {hp.find_attention(model, example)[0].name: [0, 1]}, [example])
-    save_by_headprune(model)
-    model.save_pretrained(tmp_path / "m")
-    _, text = of(tmp_path / "m")
-    assert "No attention head was removed" in text
-    assert "`headprune.repair` was applied" in text
-
-
-def test_a_model_that_writes_text_is_loaded_to_write_text(tmp_path: Path) -> None:
+def test_the_auto_class_that_people_use(tmp_path: Path) -> None:
     """BART's class fills masks too, and the report said to load it with AutoModelForMaskedLM."""
     bart = tf.BartConfig(
         vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
@@ -295,8 +101,245 @@ def test_a_model_that_writes_text_is_loaded_to_write_text(tmp_path: Path) -> Non
         vocab_size=50, hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=16
     )
     for model, auto in (
-        (tf.BartForConditionalGeneration(bart), "Seq2SeqLM"), (tf.BertForMaskedLM(bert), "MaskedLM"), (tf.BertModel(bert), ""),
+        (tf.BartForConditionalGeneration(bart), "ForSeq2SeqLM"), (tf.BertForMaskedLM(bert), "ForMaskedLM"), (tf.BertModel(bert), ""),
+        (ZOO["llama"]()[0], "ForCausalLM"),
     ):  # fmt: skip
-        folder = tmp_path / type(model).__name__
-        hp.save(randomise(model), folder)
-        assert loading_of(folder).through == f"AutoModel{f'For{auto}' if auto else ''}"
+        _, text = of(hp.save(randomise(model), tmp_path / type(model).__name__))
+        assert f'AutoModel{auto}.from_pretrained("path/to/this/folder")' in text
+
+
+def test_repair_is_told(tmp_path: Path) -> None:
+    model, example = ZOO["llama"]()
+    plan = {"model.layers.0.self_attn": [0, 1]}
+    hp.repair(model, plan, [like(example, seed) for seed in range(3)])
+    model.save_pretrained(tmp_path / "dense")  # repaired, but not pruned yet: it has a bias that its class has not
+    hp.prune(model, plan, example)
+    folder = hp.save(model, tmp_path / "m")
+    again = hp.load(folder)
+    hp.prune(again, plan)
+    for each in (tmp_path / "dense", folder, hp.save(again, tmp_path / "n")):
+        assert "`headprune.repair` was applied" in of(each)[1]
+    assert "No attention head was removed" in of(tmp_path / "dense")[1]
+
+
+@pytest.mark.parametrize("name", ["a|b", "`a`", "a``b", "</code><script>", "a\nb\n# c", "[x](y)", "", "\u202ea"])
+def test_names_are_never_markup(name: str) -> None:
+    written = code(name)
+    fence = written[: len(written) - len(written.lstrip("`"))]
+    assert fence
+    assert written.endswith(fence)
+    inside = written[len(fence) : -len(fence)]
+    assert not {fence, "\n"} & {inside[i : i + len(fence)] for i in range(len(inside))}
+    assert "|" not in inside.replace("\\|", "")
+
+
+# -- other people's words -------------------------------------------------------------------------
+
+
+def test_a_source_cards_words_are_kept_and_its_results_are_not(tmp_path: Path) -> None:
+    folder = hp.save(pruned(tmp_path / "dense", THEIRS), tmp_path / "m")
+    data, text = of(folder)
+    assert (data["license"], data["language"], data["tags"][-1]) == ("apache-2.0", "en", "movies")
+    assert not {"model-index", "base_model"} & data.keys()  # a folder of this machine has no name on the Hub
+    assert "[README-source.md](README-source.md)" in text
+    again = hp.load(folder)  # and from there on
+    hp.prune(again, {FIRST: [0]})
+    further = hp.save(again, tmp_path / "n")
+    assert [(f / "README-source.md").read_text() for f in (folder, further)] == [THEIRS] * 2
+    assert of(further)[0]["license"] == "apache-2.0"
+
+
+STRANGE = [b"---\n: [\n---\n", b"no metadata", b"---\n- a\n---\n", b"\xff", b"---\ntags: 3\nlicense: {a: b}\n---\n"]
+
+
+@pytest.mark.parametrize(
+    "card", [*STRANGE, THEIRS.replace("apache-2.0", '"mit\\n---\\n# Not a title"').replace("movies", '"a: b"').encode()]
+)
+def test_a_card_of_any_kind(card: bytes, tmp_path: Path) -> None:
+    """Metadata is no place for markup or YAML."""
+    folder = hp.save(pruned(tmp_path / "dense", card), tmp_path / "m")
+    assert (folder / "README-source.md").read_bytes() == card
+    data, text = of(folder)
+    assert data["tags"][0] == "headprune"
+    assert "# Not a title" not in text
+    if b"Not a title" in card:
+        assert (data["license"], data["tags"][-1]) == ("mit\n---\n# Not a title", "a: b")
+
+
+def test_a_model_from_the_hub_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    there = tmp_path / "models--some--bert"
+    (there / "refs").mkdir(parents=True)
+    (there / "refs" / "main").write_text("a" * 40)
+    pruned(there / "snapshots" / ("a" * 40), THEIRS.replace("language", "base_model: google/bert\nlanguage"))
+    model = tf.AutoModelForSequenceClassification.from_pretrained("some/bert", cache_dir=tmp_path)
+    data, text = of(hp.save(model, tmp_path / "m"))
+    assert (data["base_model"], data["license"]) == ("some/bert", "apache-2.0")
+    assert "[`some/bert`](https://huggingface.co/some/bert)" in text
+    assert not (tmp_path / "m" / "README-source.md").exists()
+    assert of(hp.save(hp.load(tmp_path / "m"), tmp_path / "n"))[0]["base_model"] == "some/bert"
+    model.config._name_or_path = "never/loaded"
+    assert "base_model" not in of(hp.save(model, tmp_path / "o"))[0]
+
+
+def test_figures_stay_with_the_model_that_they_are_of(tmp_path: Path) -> None:
+    first = hp.save(pruned(tmp_path / "dense", THEIRS), tmp_path / "a")
+    add_figures(first, "On 7 examples it lost nothing.")
+    second = hp.save(hp.load(first), tmp_path / "b")
+    assert files(first) == files(second)
+    model = hp.load(second)
+    model.save_pretrained(second)  # into its own folder
+    assert "On 7 examples" in of(second)[1]
+    hp.prune(model, {FIRST: [0]})  # another model: the figures are not its
+    model.save_pretrained(second)
+    for folder in (second, hp.save(model, tmp_path / "c")):
+        assert "On 7 examples" not in of(folder)[1]
+
+
+def test_somebody_elses_card_is_left_alone(tmp_path: Path) -> None:
+    model = pruned(tmp_path)
+    model.save_pretrained(tmp_path / "n")
+    (tmp_path / "m").mkdir()
+    for folder, words in (("m", THEIRS), ("n", (tmp_path / "n" / "README.md").read_text() + "\nMore.\n")):
+        (tmp_path / folder / "README.md").write_text(words)
+        hp.prune(model, {"bert.encoder.layer.2.attention.self": [0]})
+        model.save_pretrained(tmp_path / folder)
+        assert (tmp_path / folder / "README.md").read_text() == words
+
+
+def test_the_figures_of_a_run_are_those_of_metrics_json(
+    here: Path, bert_folder: Path, data_folder: Path, brief: None
+) -> None:
+    shutil.copytree(bert_folder, "dense")
+    Path("dense/README.md").write_text(THEIRS)
+    run("prune", "dense", "-d", data_folder, "-k", "50%", "-k", 2, "-s", "one-shot", "-L", 24, "-o", "r", "-q")
+    metrics = json.loads(Path("r/metrics.json").read_text())
+    for b in metrics["budgets"]:
+        folder, dense, model, change = Path("r") / b["checkpoint"], metrics["dense"], b["pruned"], b["change"]
+        data, text = of(folder)
+        assert data["license"] == "apache-2.0"
+        assert (folder / "README-source.md").read_text() == THEIRS
+        assert f"{b['kept']} of {b['total']} attention heads" in text
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+        costs = {row[0]: row[1:] for row in rows}
+        assert sum(int(row[2].split(" of ")[0]) for row in rows if row[0] in ("L0", "L1")) == b["kept"]
+        value = 100 * model["metrics"]["accuracy"]
+        assert costs["accuracy"][1] == f"{value:.1f} % ({100 * model['low']:.1f} % to {100 * model['high']:.1f} %)"
+        assert costs["accuracy"][0].startswith(f"{100 * dense['metrics']['accuracy']:.1f} %")
+        assert costs["accuracy"][2].startswith(f"{100 * change['value']:+.2f} points ({100 * change['low']:+.2f} to")
+        assert change["verdict"] in costs["accuracy"][2]
+        assert costs["loss"][:2] == [f"{m['metrics']['loss']:.4g}" for m in (dense, model)]
+        assert costs["parameters"][:2] == [f"{dense['parameters']:,}", f"{b['parameters']:,}"]
+        for timed in metrics["latency"]["rows"]:
+            faster, found = (
+                timed["speedups"][b["name"]],
+                costs[f"ms, batch {timed['batch']} x {timed['length']} tokens"],
+            )
+            assert found[1] == f"{timed['timings'][b['name']]['median']:.2f}"
+            assert f"{faster['ratio']:.2f}x ({faster['low']:.2f} to {faster['high']:.2f})" in found[2]
+        without = 100 * b["repair"]["without"]["metrics"]["accuracy"]
+        assert "`headprune.repair` was applied" in text
+        assert f"Without the repair, the accuracy of this model is {without:.1f} %" in text
+        assert str(data_folder) not in text  # it may be published
+
+
+# -- the Hub --------------------------------------------------------------------------------------
+
+
+class Hub:
+    """What `huggingface_hub.HfApi` is asked for when it makes a repository and uploads a folder; its arguments are checked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+        self.files: dict[str, bytes] = {}
+        self.refuse, self.cache, self.api = 0, cache, create_autospec(huggingface_hub.HfApi)
+        answers = {"create_repo": self.create, "upload_folder": self.upload, "hf_hub_download": self.download}
+        self.api.return_value.configure_mock(**{f"{name}.side_effect": answer for name, answer in answers.items()})
+        monkeypatch.setattr(huggingface_hub, "HfApi", self.api)
+
+    def create(self, repo: str, **_: Any) -> Any:
+        if self.refuse:
+            raise HfHubHTTPError("no", response=Mock(status_code=self.refuse, headers={}))
+        return SimpleNamespace(repo_id=repo)
+
+    def upload(self, *, repo_id: str, folder_path: Path, ignore_patterns: list[str], **_: Any) -> Any:
+        content = files(Path(folder_path))
+        self.files |= {name: content[name] for name in filter_repo_objects(content, ignore_patterns=ignore_patterns)}
+        return SimpleNamespace(pr_url=None, commit_url=f"https://hub/{repo_id}/commit/c")
+
+    def download(self, _: str, name: str, **__: Any) -> str:
+        if name not in self.files:
+            raise EntryNotFoundError.__new__(EntryNotFoundError)
+        (self.cache / name).write_bytes(self.files[name])
+        return str(self.cache / name)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Hub:
+    return Hub(monkeypatch, tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = hp.save(changed("bert", "uneven")[0], tmp_path / "m")
+    (folder / ".lock").write_text("")  # which is not pushed
+    return folder
+
+
+def test_a_folder_is_pushed_whole(hub: Hub, folder: Path) -> None:
+    add_figures(folder, "fast", "nyu-mll/glue")
+    content = {name: text for name, text in files(folder).items() if name != ".lock"}
+    said = run("push", folder, "me/smaller", "--dry-run").stdout
+    assert not hub.api.called
+    for line in ("Nothing was uploaded.", "datasets: ['nyu-mll/glue']", "license: not in the card"):
+        assert line in said
+    assert json.loads(run("push", folder, "me/smaller", "--dry-run", "--json").stdout)["files"].keys() == content.keys()
+    done = run("push", folder, "me/smaller", "--private", "--json")
+    assert json.loads(done.stdout)["url"].endswith("/me/smaller/commit/c")
+    hub.api.return_value.create_repo.assert_called_once_with("me/smaller", private=True, exist_ok=True)
+    assert hub.files == content
+    assert {"modeling_headprune.py", "README.md", "headprune.json", "headprune.safetensors"} <= hub.files.keys()
+    hub.files["README.md"] = b"---\nlicense: mit\n---\n# Ours\n"  # which people wrote there
+    run("push", folder, "me/smaller")
+    assert hub.files["README.md"].endswith(b"# Ours\n")
+
+
+def test_a_model_pushes_what_it_saves(hub: Hub, tmp_path: Path) -> None:
+    model, _ = changed("bert", "uneven")
+    model.push_to_hub("me/smaller", tags=["mine"], commit_message="first")
+    model.save_pretrained(tmp_path / "m")
+    assert ModelCard(hub.files["README.md"].decode()).data.tags == ["headprune", "pruning", "custom_code", "mine"]
+    assert {**files(tmp_path / "m"), "README.md": hub.files["README.md"]} == hub.files
+    model.push_to_hub("me/smaller")  # the card is ours, so the next push replaces it
+    assert b"mine" not in hub.files["README.md"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        model.push_to_hub("me/smaller", colour="red")
+    model.save_pretrained(tmp_path / "n", push_to_hub=True, repo_id="me/smaller", commit_message="x", private=True)
+    assert hub.files == files(tmp_path / "n")
+    uploads = hub.api.return_value.upload_folder.call_args_list
+    assert [upload.kwargs.get("commit_message") for upload in uploads] == ["first", None, "x"]
+
+
+REFUSALS = [("refuse", 401, "you are not logged in. Run `hf auth login`"), ("refuse", 403, "your token may not write there"),
+            ("HF_HUB_OFFLINE", True, "HF_HUB_OFFLINE is set"), ("ENDPOINT", "http://127.0.0.1:9", "Check the name and the network"),
+            ("name", "me//smaller/", "no name of a repository")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "value", "why"), REFUSALS)
+def test_refusals_are_one_line(what: str, value: Any, why: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if what == "refuse":
+        Hub(monkeypatch, folder).refuse = value
+    else:  # as huggingface_hub itself refuses
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_made_up")
+        monkeypatch.setattr(constants, what, value, raising=False)
+    done = run("push", folder, value if what == "name" else "me/smaller", code=1)
+    assert why in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_damaged_folder_is_not_pushed(hub: Hub, folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
+    assert "not those that were saved" in run("push", folder, "me/smaller", code=1).stderr
+    assert "no folder" in run("push", folder / "none", "me/smaller", code=1).stderr
+    assert not hub.api.called

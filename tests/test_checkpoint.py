@@ -1,9 +1,15 @@
-"""What is saved answers the same in a fresh process, or is refused."""
+"""A saved model, however it is loaded, answers bit by bit as the one in memory; or the load says what is wrong."""
+
+from __future__ import annotations
 
 import copy
+import io
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,267 +20,512 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import headprune as hp
-from headprune.app.models import load_model
-from headprune.errors import HeadPruneError
-from headprune.inputs import call
-from headprune.surgery import answers
-from tests.support.checks import pruned
-from tests.support.zoo import ZOO, TorchEncoder, bert, gpt2, randomise
+from tests.support.checks import same, state
+from tests.support.commands import run
+from tests.support.even import even, mistral
+from tests.support.folders import tokenizer
+from tests.support.stays import (
+    KINDS,
+    MODELS,
+    by_transformers,
+    cases,
+    changed,
+    edit,
+    files,
+    like,
+    logits,
+    needs_code,
+    off,
+    sidecar,
+)
+from tests.support.zoo import ZOO, TorchEncoder, bert, labelled, randomise
 
-TRANSFORMERS = [name for name in ZOO if name not in ("mha", "torch_transformer")]
+Loads = Callable[[Any, Path], Any]
 
-FRESH = """
-import sys, torch, headprune as hp
+# -- every model, saved and loaded in every way ---------------------------------------------------
+
+
+def saved_twice(model: Any, folder: Path) -> Any:
+    """Every file the same, the probe and the record of what went included."""
+    first = hp.save(model, folder / "a")
+    second = hp.save(hp.load(first), folder / "b")
+    assert files(first) == files(second)
+    return hp.load(second)
+
+
+def from_pretrained(model: Any, folder: Path) -> Any:
+    if needs_code(hp.save(model, folder / "m")):  # a stock class would give what is missing random weights
+        with pytest.raises(RuntimeError, match="mismatch"):
+            type(model).from_pretrained(folder / "m")
+    elif model.can_generate() and "Causal" in type(model).__name__:  # sizes of a static cache come out of the config
+        how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
+        prompt, plain = torch.tensor([[5, 6, 7]]), by_transformers(folder / "m")
+        assert torch.equal(*(plain.generate(prompt, cache_implementation=c, **how) for c in ("dynamic", "static")))
+    return by_transformers(folder / "m")
+
+
+def saved_by_itself(model: Any, folder: Path) -> Any:
+    hp.save(model, folder / "a")
+    model.save_pretrained(folder / "b")
+    if needs_code(folder / "a"):
+        assert files(folder / "a") == files(folder / "b")
+    return hp.load(folder / "b")
+
+
+def through_transformers(model: Any, folder: Path) -> Any:
+    """What the folder's own code made is saved, and is the same: headprune did not know its own classes."""
+    again = hp.save(from_pretrained(model, folder), folder / "b")
+    kept = ("heads", "removed", "repaired", "structure", "fingerprint", "class")
+    if needs_code(again):  # a stock class has no record of what went
+        assert [sidecar(folder / "m")[key] for key in kept] == [sidecar(again)[key] for key in kept]
+    return hp.load(again)
+
+
+def in_shards(model: Any, folder: Path) -> Any:
+    hp.save(model, folder / "m", max_shard_size="15KB")
+    assert len(list((folder / "m").glob("model-*.safetensors"))) > 1
+    return hp.load(folder / "m")
+
+
+def pickled(model: Any, folder: Path) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+WAYS: list[Loads] = [saved_twice, from_pretrained, saved_by_itself, through_transformers, in_shards, pickled]
+SUBJECTS = {
+    **{f"{name} {kind}": partial(changed, name, kind) for name in MODELS for kind in KINDS},
+    **{f"{name} even": partial(even, name, shifted=name != "t5") for name in ("qwen3", "llama", "gemma", "mistral", "vit", "t5")},
+    **{f"{name} dense": ZOO[name] for name in ZOO if name not in ("mha", "torch_transformer")},
+}  # fmt: skip
+# Quick ones: two ways for each family, all ways for four models.
+FEW = {"bert emptied", "llama repaired", "t5 emptied", "t5 even"}
+QUICK = FEW | {f"{name} emptied" for name in MODELS} | {"qwen3 even", "vit even", "bert dense"}
+CONFORMANCE = [
+    pytest.param(name, way, id=f"{name}-{way.__name__}", marks=() if name in (QUICK if way in WAYS[:2] else FEW) else pytest.mark.slow)
+    for name in SUBJECTS
+    for way in WAYS
+    if "dense" not in name or way not in (saved_by_itself, pickled)  # which are transformers' own
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "way"), CONFORMANCE)
+@pytest.mark.filterwarnings("error:headprune")
+def test_every_way_of_loading(name: str, way: Loads, tmp_path: Path) -> None:
+    model, example = SUBJECTS[name]()
+    before, config, rng = state(model), str(model.config), torch.get_rng_state()
+    hp.save(model.train(), tmp_path / "changes nothing")
+    assert model.training
+    assert torch.equal(rng, torch.get_rng_state())
+    assert same(model, before)
+    assert str(model.config) == config
+    loaded = way(model.eval(), tmp_path)
+    assert not loaded.training
+    assert torch.equal(logits(loaded, example), logits(model, example))
+    for folder in (folder.parent for folder in tmp_path.rglob("headprune.json")):
+        stock = name.endswith(" even") and not (name == "t5 even" and folder.name == "b" and way is saved_by_itself)
+        assert needs_code(folder) != (stock or "dense" in name)
+        assert (folder / "modeling_headprune.py").exists() == needs_code(folder)
+
+
+# headprune cannot be imported there, or is imported anew.
+ELSEWHERE = r"""
+import re, sys, torch, transformers as tf
+from pathlib import Path
 torch.set_num_threads(1)  # as in conftest: other sums would round otherwise
-from headprune.inputs import call
-from headprune.surgery import answers
-for folder in sys.argv[1:]:
+if sys.argv[1] == "without":
+    sys.modules["headprune"] = None
+else:
+    import headprune
+for folder in sys.argv[2:]:
+    example, expected, attention = torch.load(folder + "-x")
+    call = re.search(r'= (\w+)\.from_pretrained\("[\w/]+"(, trust_remote_code=True)?\)', (Path(folder) / "README.md").read_text())
+    load = lambda folder: getattr(tf, call[1]).from_pretrained(folder, trust_remote_code=bool(call[2]), attn_implementation=attention)
+    model = (load if sys.argv[1] == "without" else headprune.load)(folder).eval()
     with torch.no_grad():
-        torch.save(answers(call(hp.load(folder), torch.load(folder + "-x"))), folder + "-y")
+        assert torch.equal(model(**example).logits, expected), folder
+    if sys.argv[1] == "without":
+        model.save_pretrained(folder + "-again", max_shard_size="40KB")
+        again = load(folder + "-again").state_dict()
+        assert all(torch.equal(value, again[key]) for key, value in model.state_dict().items()), folder
+        tf.AutoModel.from_pretrained(folder, trust_remote_code=True)
 """
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_same_answers_after_loading(name: str, tmp_path: Path) -> None:
-    model, example = pruned(name)
-    again = hp.load(hp.save(model, tmp_path / "m"))
-    with torch.no_grad():
-        for x, y in zip(answers(call(model, example)), answers(call(again, example)), strict=True):
-            assert torch.equal(x, y)
-    assert not again.training
+FRESH = [*sorted(FEW), "gpt2 uneven", "qwen3 even", "vit emptied", "whisper uneven"]
 
 
-def test_same_answers_in_a_fresh_process(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("bert", "t5", "llama")]
-    made = [pruned(folder.name) for folder in folders]
-    for folder, (model, example) in zip(folders, made, strict=True):
-        hp.save(model, folder)
-        torch.save(example, f"{folder}-x")
-    subprocess.run([sys.executable, "-c", FRESH, *folders], check=True)
-    with torch.no_grad():
-        for folder, (model, example) in zip(folders, made, strict=True):
-            for x, y in zip(answers(call(model, example)), torch.load(f"{folder}-y"), strict=True):
-                assert torch.equal(x, y), folder.name
+@pytest.mark.parametrize("who", ["without", "with"])
+def test_in_a_fresh_process(who: str, tmp_path: Path) -> None:
+    """By transformers alone, never as a stock model with random weights; and by headprune."""
+    folders = []
+    for name in FRESH:
+        model, example = SUBJECTS[name]()
+        folder = str(hp.save(model, tmp_path / name.replace(" ", "-")))
+        torch.save((example, logits(model, example), model.config._attn_implementation), f"{folder}-x")
+        folders.append(folder)
+    where = str(Path(hp.__file__).parent.parent) if who == "with" else ""
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": where}
+    subprocess.run([sys.executable, "-c", ELSEWHERE, who, *folders], check=True, cwd=tmp_path, env=environment)
 
 
-def test_twice_pruned(tmp_path: Path) -> None:
-    model, example = pruned("t5")
+@pytest.mark.parametrize("home", [
+    "saved_by_0_1/bert", "saved_by_0_1/llama", *(f"saved_by_transformers/{v}/{n}" for v in ("5.0.0", "5.17.0") for n in ("bert", "llama", "t5")),
+])  # fmt: skip
+def test_older_folders_load(home: str) -> None:
+    """Of 0.1 (they repeat the prunes), and of older versions of transformers (`tests.support.saved_by_transformers`)."""
+    folder = Path(__file__).parent / "support" / home
+    given = load_file(f"{folder}.safetensors")
+    expected = given.pop("logits")
+    torch.testing.assert_close(logits(hp.load(folder), given), expected)
+    if (folder / "modeling_headprune.py").exists():
+        loaded = tf.AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True).eval()
+        torch.testing.assert_close(logits(loaded, given), expected)
+
+
+# -- what goes on from a folder -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "kind"), cases(quick=["bert", "llama"]))
+def test_pruned_again(name: str, kind: str, tmp_path: Path) -> None:
+    model, example = changed(name, kind)
+    folder = hp.save(model, tmp_path / "a")
+    ghosts = sidecar(folder)["structure"]["ghosts"]
+    for number, loaded in enumerate((hp.load(folder), by_transformers(folder))):
+        layers = hp.find_attention(loaded, example)
+        layer = [a for a in layers if len(a.units) > 1 and a.prunable and a.name not in ghosts][-1]
+        plan = {layer.name: list(layer.units[0])}
+        hp.prune(loaded, plan, example)
+        further = hp.save(loaded, tmp_path / str(number))
+        assert sidecar(further)["removed"] == [*sidecar(folder)["removed"], plan]
+        for again in (hp.load(further), by_transformers(further)):
+            assert torch.equal(logits(again, example), logits(loaded, example))
+
+
+def rows(example: dict[str, Any], causal: bool) -> list[dict[str, torch.Tensor]]:
+    """Eight examples with labels; of a decoder the labels are its tokens."""
+    batch = {k: v for k, v in like(example, 7, 8).items() if not k.startswith("decoder_")}
+    if "decoder_input_ids" in example:
+        labels = torch.randint(3, 90, (8, 5), generator=torch.Generator().manual_seed(3))
+    else:
+        labels = batch["input_ids"] if causal else torch.arange(8) % 2
+    return [{**{k: v[i] for k, v in batch.items()}, "labels": labels[i]} for i in range(8)]
+
+
+def trainer(model: Any, example: dict[str, Any], folder: Path) -> tf.Trainer:
+    """Four steps, with a checkpoint after each."""
+    arguments = tf.TrainingArguments(
+        str(folder), max_steps=4, save_steps=1, eval_steps=1, eval_strategy="steps", save_strategy="steps",
+        per_device_train_batch_size=4, load_best_model_at_end=True, learning_rate=1e-2, report_to=[], use_cpu=True,
+        disable_tqdm=True, logging_strategy="no", seed=0,
+    )  # fmt: skip
+    data = rows(example, causal="Causal" in type(model).__name__ or "LMHead" in type(model).__name__)
+    more = {"data_collator": tf.default_data_collator, "processing_class": tokenizer()}
+    return tf.Trainer(model, arguments, train_dataset=data, eval_dataset=data, **more)
+
+
+TRAINED = [*(f"{name} {kind}" for name in MODELS for kind in KINDS if name != "sliding"), "t5 even", "llama even"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("bert emptied", "t5 even") else pytest.mark.slow) for n in TRAINED]
+)
+def test_trainer(name: str, tmp_path: Path) -> None:
+    """The best checkpoint is loaded at the end; a training goes on from a checkpoint as if it had not stopped; both load back.
+
+    What Trainer saves is stock only if the class has the very tensors of the model in memory, into which they are loaded.
+    """
+    model, example = SUBJECTS[name]()
+    whole = trainer(copy.deepcopy(model), example, tmp_path / "whole")
+    whole.train()
+    best = Path(whole.state.best_model_checkpoint)
+    trained = logits(whole.model.eval(), example)
+    assert not torch.equal(trained, logits(model, example))
+    whole.save_model(str(tmp_path / "saved"))
+    assert needs_code(best) == (name != "llama even")
+    for loaded in (hp.load(best), by_transformers(best), hp.load(tmp_path / "saved")):
+        assert torch.equal(logits(loaded, example), trained)
+    whole.create_model_card(model_name="mine")  # Trainer's own card stays
+    card = (tmp_path / "whole" / "README.md").read_text()
+    whole.save_model()
+    assert (tmp_path / "whole" / "README.md").read_text() == card
+
+    last, halfway = logits(hp.load(tmp_path / "whole" / "checkpoint-4"), example), tmp_path / "whole" / "checkpoint-2"
+    for start in (copy.deepcopy(model), hp.load(halfway)):
+        trainer(start, example, tmp_path / "resumed").train(resume_from_checkpoint=str(halfway))
+        assert torch.equal(logits(hp.load(tmp_path / "resumed" / "checkpoint-4"), example), last)
+
+
+def test_what_transformers_saved_says_how_it_loads(tmp_path: Path) -> None:
+    """Checkpoints of a model that transformers loaded are its own."""
+    model, example = changed("bert", "emptied")
+    training = trainer(by_transformers(hp.save(model, tmp_path / "m")), example, tmp_path / "t")
+    training.train()
+    best = Path(training.state.best_model_checkpoint)
+    loaded = tf.AutoModelForSequenceClassification.from_pretrained(best, trust_remote_code=True).eval()
+    assert torch.equal(logits(loaded, example), logits(training.model.eval(), example))
+    with pytest.raises(hp.HeadPruneError, match=r"saved by transformers.*from_pretrained.*trust_remote_code"):
+        hp.load(best)
+
+
+def test_a_base_model_and_a_head_on_it_keep_the_record(tmp_path: Path) -> None:
+    hp.save(changed("bert", "emptied")[0], tmp_path / "a")
+    hp.save(tf.AutoModel.from_pretrained(tmp_path / "a", trust_remote_code=True), tmp_path / "base")
+    assert "encoder.layer.0.attention.self" in sidecar(tmp_path / "base")["removed"][0]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_collected_outputs_are_each_layers_own(attention: str, tmp_path: Path) -> None:
+    """An emptied layer has an entry in attentions, so that what other layers attend to is at their own places.
+
+    It is of no heads; where the model was pruned with eager attention, of the one head that stays with zero output.
+    """
+    model, example = bert(attention)
     layers = hp.find_attention(model, example)
-    hp.prune(model, {layers[0].name: [1]}, example)
-    again = hp.load(hp.save(model, tmp_path / "m"))
-    with torch.no_grad():
-        assert torch.equal(again(**example).logits, model(**example).logits)
-    more = hp.find_attention(again, example)
-    hp.prune(again, {more[0].name: [0]}, example)
+    hp.prune(model, {layers[0].name: list(range(layers[0].num_heads)), layers[1].name: [0]}, example)
+    model = hp.load(hp.save(model, tmp_path / "m"))
+    assert model.config._attn_implementation == attention
+    model.set_attn_implementation("eager")
+    out = model(**example, output_attentions=True, output_hidden_states=True)
+    heads = [weights.shape[1] for weights in out.attentions]
+    assert heads == [int(attention == "eager"), layers[1].num_heads - 1, *(a.num_heads for a in layers[2:])]
+    hidden = model(**example, output_hidden_states=True).hidden_states
+    assert all(torch.equal(a, b) for a, b in zip(hidden, out.hidden_states, strict=True))
 
 
-def test_a_loaded_model_prunes_on(tmp_path: Path) -> None:
-    model, example = pruned("bert")
-    again = hp.load(hp.save(model, tmp_path / "m"))
-    layers = hp.find_attention(again, example)
-    hp.prune(again, {layers[0].name: [0]}, example)
-    third = hp.load(hp.save(again, tmp_path / "n"))
-    with torch.no_grad():
-        assert torch.equal(third(**example).logits, again(**example).logits)
+def test_a_folder_with_code_becomes_a_stock_one(tmp_path: Path) -> None:
+    """Loaded by its own code, pruned until it is even, and saved over the old files."""
+    model, example = ZOO["qwen3"]()
+    layers = hp.find_attention(model, example)
+    hp.prune(model, {layers[0].name: [0, 1]}, example)
+    folder = hp.save(model, tmp_path / "m")
+    remote = by_transformers(folder)
+    hp.prune(remote, {layer.name: [0, 1] for layer in layers[1:]}, example)
+    remote.save_pretrained(folder)
+    assert not (folder / "modeling_headprune.py").exists()
+    assert torch.equal(logits(remote, example), logits(by_transformers(folder), example))
 
 
-def test_dense_models_stay_stock(tmp_path: Path) -> None:
-    model, example = bert()
-    hp.save(model, tmp_path / "m")
-    stock = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "m")
-    with torch.no_grad():
-        assert torch.equal(stock(**example).logits, model(**example).logits)
+# -- which models a stock class can represent -----------------------------------------------------
+
+# name, heads or groups that go from every layer, whether others go from every second one, the layers, and why it cannot; "" if it can
+STOCK = [
+    pytest.param("plain_llama", 2, True, "", "", marks=pytest.mark.slow),
+    pytest.param("llava", 1, True, "language_model", "", marks=pytest.mark.slow),
+    ("plain_llama", 1, True, "", "multiple of the number"),  # 3 of 4
+    ("t5", 1, True, "", "shared by 2 layers, and they keep different heads"),
+    ("t5", 1, False, "encoder", r"keep different shares|is \["),
+    ("bert", 2, True, "", "query.weight is"),
+    pytest.param("gpt2", 2, False, "", "c_attn.weight is", marks=pytest.mark.slow),
+    pytest.param("whisper", 2, True, "", "weight is", marks=pytest.mark.slow),
+    ("clip", 2, True, "", "weight is"),
+    pytest.param("llava", 1, True, "", "weight is|cannot represent", marks=pytest.mark.slow),
+]
 
 
-def test_stock_loading_of_a_pruned_model_fails_aloud(tmp_path: Path) -> None:
-    model, _ = pruned("bert")
-    hp.save(model, tmp_path / "m")
-    with pytest.raises(RuntimeError, match="mismatch"):
-        tf.BertForSequenceClassification.from_pretrained(tmp_path / "m")
+@pytest.mark.parametrize(("name", "units", "shifted", "within", "why"), STOCK)
+def test_stock_classes(name: str, units: int, shifted: bool, within: str, why: str, tmp_path: Path) -> None:
+    model, example = even(name, units, shifted=shifted, within=within)
+    folder = hp.save(model, tmp_path / "m")
+    assert needs_code(folder) == bool(why)
+    for loaded in (hp.load(folder), by_transformers(folder)):
+        for key, value in loaded(**example).items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                assert torch.equal(value, model(**example)[key]), key
+    if why:
+        with pytest.raises(hp.HeadPruneError, match=why):
+            hp.export(model, tmp_path / "stock", "stock")
+
+
+def test_uneven_and_emptied_models_are_refused_by_name(tmp_path: Path) -> None:
+    for drop, why in (({"model.layers.1.self_attn": [0, 1]}, r"layers\.0\.\S+ and \S+layers\.1\.\S+ keep different shares of their heads \(all, 1/2\)"),
+                      ({"model.layers.1.self_attn": [0, 1, 2, 3]}, "has no heads left")):  # fmt: skip
+        model, example = ZOO["qwen3"]()
+        hp.prune(model, drop, example)
+        with pytest.raises(hp.HeadPruneError, match=why):
+            hp.export(model, tmp_path / "stock", "stock")
+
+
+def repaired(model: Any, example: Any, **more: Any) -> None:
+    plan = {a.name: sorted(a.units[0]) for a in hp.find_attention(model, example)}
+    hp.repair(model, plan, [labelled(model, example, seed) for seed in range(2)], **more)
+    for name, module in model.named_modules():
+        if name.endswith("o_proj") and module.bias is not None:
+            module.bias.data.normal_()
+    hp.prune(model, plan, example)
+
+
+def test_biases_of_a_repair(tmp_path: Path) -> None:
+    """Llama's config can give W_O a bias; with it come those of queries, keys and values, of zeros. Mistral's has no place for it."""
+    model, example = ZOO["llama"]()
+    repaired(model, example)
+    plain = tf.LlamaForCausalLM.from_pretrained(hp.save(model, tmp_path / "m")).eval()
+    assert plain.config.attention_bias
+    assert not plain.model.layers[0].self_attn.q_proj.bias.any()
+    assert torch.equal(logits(plain, example), logits(model, example))
+    model, example = mistral()
+    repaired(model, example)
+    assert "o_proj.bias has no place (a repair gave it)" in sidecar(hp.save(model, tmp_path / "n"))["why_not_stock"]
+    model, example = mistral()
+    repaired(model, example, biases=False)
+    assert not needs_code(hp.save(model, tmp_path / "o"))
+
+
+def test_a_repair_without_a_prune_is_saved_too(tmp_path: Path) -> None:
+    """A stock class would leave the added bias out without a word."""
+    model, example = ZOO["llama"]()
+    done = hp.repair(model, {"model.layers.0.self_attn": [0, 1]}, [like(example, seed) for seed in range(3)])
+    model.save_pretrained(tmp_path / "m")
+    assert done.biases
+    for loaded in (hp.load(tmp_path / "m"), by_transformers(tmp_path / "m")):
+        assert torch.equal(logits(loaded, example), logits(model, example))
+
+
+def test_answers_are_compared_not_only_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that has all the tensors of the model, and computes something else with them."""
+    read = tf.Qwen3Config.from_dict
+    for change in ({"rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}}, {"rms_norm_eps": 0.3}):
+        model, _ = even("qwen3")
+        monkeypatch.setattr(
+            tf.Qwen3Config, "from_dict", lambda data, change=change, **more: read({**data, **change}, **more)
+        )
+        with pytest.raises(hp.HeadPruneError, match=r"computes another \S+inv_freq|gives other answers"):
+            hp.export(model, tmp_path / "stock", "stock")
+
+
+# -- what a save refuses, and what it leaves ------------------------------------------------------
+
+
+def test_nothing_is_overwritten_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = bert()
+    before = files(hp.save(model, tmp_path / "m"))
+    with pytest.raises(hp.HeadPruneError, match="exists"):
+        hp.save(model, tmp_path / "m")
+    monkeypatch.setattr(type(model.config), "save_pretrained", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        hp.save(model, tmp_path / "m", overwrite=True)
+    assert files(tmp_path / "m") == before
+    monkeypatch.undo()
+    hp.save(model, tmp_path / "m", overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+
+
+def test_a_command_finds_what_a_killed_save_left(tmp_path: Path) -> None:
+    """Between the two renames nothing lies at the path: `headprune inspect` said that there is no such model."""
+    folder = hp.save(changed("bert", "uneven")[0], tmp_path / "m", processor=tokenizer())
+    folder.rename(tmp_path / ".m.old")
+    assert "BertForSequenceClassification" in run("inspect", folder).stdout
+    folder.rename(tmp_path / ".m.old")
+    hp.load(folder)
+
+
+def test_what_is_tied_by_its_config_alone_is_refused(tmp_path: Path) -> None:
+    """transformers loads such a checkpoint as it is stored. It was scored, pruned and saved, and then the folder did not load."""
+    model, _ = ZOO["gpt2"]()
+    model.save_pretrained(tmp_path / "dense")
+    tokenizer().save_pretrained(tmp_path / "dense")
+    file = tmp_path / "dense" / "model.safetensors"
+    twin = model.transformer.wte.weight.detach().clone()
+    for head, code in ((twin, 0), (twin + 1, 1)):  # one that says the same twice, and one that does not
+        save_file({**load_file(file), "lm_head.weight": head}, file, metadata={"format": "pt"})
+        said = run("inspect", tmp_path / "dense", code=code).stderr
+        assert (
+            "dense has weights of its own for lm_head.weight" in said and "tie_word_embeddings to false" in said
+        ) == bool(code)
+    model.lm_head.weight = nn.Parameter(head)
+    with pytest.raises(hp.HeadPruneError, match="The model has weights of its own"):
+        hp.save(model, tmp_path / "saved")
+    model.config.tie_word_embeddings = False
+    assert torch.equal(hp.load(hp.save(model, tmp_path / "saved")).lm_head.weight, head)
 
 
 def test_own_classes_need_an_instance(tmp_path: Path) -> None:
-    dense = randomise(TorchEncoder())
-    x = torch.randn(2, 5, 32)
-    model = copy.deepcopy(dense)
+    model, x = randomise(TorchEncoder()), torch.randn(2, 5, 32)
     layers = hp.find_attention(model, x)
     hp.prune(model, {layers[0].name: [0, 1, 2, 3], layers[1].name: [2]}, x)
     hp.save(model, tmp_path / "m")
     with pytest.raises(hp.HeadPruneError, match="cannot build"):
         hp.load(tmp_path / "m")
-    again = hp.load(tmp_path / "m", model=TorchEncoder())
     with torch.no_grad():
-        assert torch.equal(again(x), model.eval()(x))
+        assert torch.equal(hp.load(tmp_path / "m", model=TorchEncoder())(x), model.eval()(x))
 
 
-def test_half_precision_and_tied_weights(tmp_path: Path) -> None:
-    model, example = gpt2()
+# -- types of numbers -----------------------------------------------------------------------------
+
+CASTS = [("llama", torch.bfloat16), ("qwen3", torch.bfloat16), ("gpt2", torch.bfloat16), ("t5", torch.bfloat16),
+         ("llama", torch.float16), ("vit", torch.float64), ("whisper", torch.bfloat16)]  # fmt: skip
+
+
+@pytest.mark.parametrize("loaded_so", [False, True])
+@pytest.mark.parametrize(("name", "dtype"), CASTS)
+@pytest.mark.filterwarnings("error:headprune")
+def test_types_of_numbers_are_kept(name: str, dtype: torch.dtype, loaded_so: bool, tmp_path: Path) -> None:
+    """``model.bfloat16()`` rounds rotary frequencies in memory, `from_pretrained` does not; T5 keeps one projection in float32."""
+    model, example = MODELS[name]()
+    example = {k: v.to(dtype) if v.is_floating_point() else v for k, v in example.items()}
+    if loaded_so:
+        model.save_pretrained(tmp_path / "dense")
+        model = type(model).from_pretrained(tmp_path / "dense", dtype=dtype).eval()
+    else:
+        model.to(dtype)
+    layer = hp.find_attention(model, example)[0]
+    hp.prune(model, {layer.name: list(layer.units[0])}, example)
+    again = hp.load(hp.save(model, tmp_path / "m"))
+    for tensors in ("named_parameters", "named_buffers"):
+        assert {n: t.dtype for n, t in getattr(again, tensors)()} == {n: t.dtype for n, t in getattr(model, tensors)()}
+    assert torch.equal(logits(again, example), logits(model, example))
+    if name == "gpt2":
+        assert again.lm_head.weight.data_ptr() == again.transformer.wte.weight.data_ptr()
+
+
+def test_a_stock_folder_keeps_half_precision(tmp_path: Path) -> None:
+    model, example = even("qwen3")
     model.to(torch.bfloat16)
-    layers = hp.find_attention(model, example)
-    hp.prune(model, {layers[0].name: [0]}, example)
-    again = hp.load(hp.save(model, tmp_path / "m"))
-    assert again.lm_head.weight.data_ptr() == again.transformer.wte.weight.data_ptr()
-    assert again.lm_head.weight.dtype == torch.bfloat16
-    with torch.no_grad():
-        assert torch.equal(again(**example).logits, model(**example).logits)
+    plain = by_transformers(hp.save(model, tmp_path / "m"))
+    assert type(plain) is tf.Qwen3ForCausalLM
+    assert plain.dtype == torch.bfloat16
+    assert off(logits(plain, example), logits(model, example)) < 0.05
 
 
-def test_what_is_tied_by_its_config_alone_is_refused(tmp_path: Path) -> None:
-    """transformers loads such a checkpoint as it is stored. It was scored, pruned and saved, and then the folder did not load."""
-    model, _ = gpt2()
-    model.save_pretrained(tmp_path / "dense")
-    file = tmp_path / "dense" / "model.safetensors"
-    twin = {"lm_head.weight": model.transformer.wte.weight.detach().clone()}  # which says the same twice
-    save_file({**load_file(str(file)), **twin}, str(file), metadata={"format": "pt"})
-    loaded: Any = load_model(str(tmp_path / "dense"), with_processor=False).model
-    assert loaded.lm_head.weight is loaded.transformer.wte.weight
-    head = model.transformer.wte.weight.detach() + 1.0
-    save_file({**load_file(str(file)), "lm_head.weight": head}, str(file), metadata={"format": "pt"})
-    with pytest.raises(HeadPruneError, match=r"dense has weights of its own for lm_head.weight") as told:
-        load_model(str(tmp_path / "dense"), with_processor=False)
-    assert "tie_word_embeddings to false" in (told.value.hint or "")
-    model.lm_head.weight = nn.Parameter(head)
-    with pytest.raises(HeadPruneError, match="The model has weights of its own"):
-        hp.save(model, tmp_path / "saved")
-    model.config.tie_word_embeddings = False
-    hp.save(model, tmp_path / "saved")
-    assert torch.equal(hp.load(tmp_path / "saved").lm_head.weight, head)
+@pytest.fixture
+def half_bert(bert_folder: Path, here: Path) -> Path:
+    tf.BertForSequenceClassification.from_pretrained(bert_folder, dtype=torch.bfloat16).save_pretrained(here / "dense")
+    tokenizer().save_pretrained(here / "dense")
+    return here / "dense"
 
 
-def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
-    model, _ = bert()
-    hp.save(model, tmp_path / "m")
-    stamp = (tmp_path / "m" / "model.safetensors").stat().st_mtime_ns
-    with pytest.raises(hp.HeadPruneError, match="exists"):
-        hp.save(model, tmp_path / "m")
-    assert (tmp_path / "m" / "model.safetensors").stat().st_mtime_ns == stamp
-    hp.save(model, tmp_path / "m", overwrite=True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+def pruned_by_command(model: Path, data: Path, *more: str, output: str = "run") -> tuple[Any, Path]:
+    """What a run's metrics say, and its checkpoint: half of the heads stay."""
+    run("prune", model, "-d", data, "--keep", "50%", "-m", "gradient", "-s", "one-shot", "-L", 24, "-o", output, *more)
+    metrics = json.loads((Path(output) / "metrics.json").read_text())
+    return metrics, Path(output) / metrics["budgets"][0]["checkpoint"]
 
 
-def test_a_failed_save_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = bert()
-    hp.save(model, tmp_path / "m")
-    monkeypatch.setattr(
-        "headprune.checkpoint.writing.write_json", lambda *a: (_ for _ in ()).throw(OSError("disk full"))
-    )
-    with pytest.raises(OSError, match="disk full"):
-        hp.save(model, tmp_path / "m", overwrite=True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
-    monkeypatch.undo()
-    hp.load(tmp_path / "m")
+def test_a_half_precision_checkpoint_stays_one(half_bert: Path, data_folder: Path) -> None:
+    """Repaired weights are rounded before they are measured, so that what is reported is what a user loads."""
+    metrics, folder = pruned_by_command(half_bert, data_folder)
+    budget = metrics["budgets"][0]
+    for told, where in ((budget, folder), (metrics["dense"], half_bert)):
+        weights = load_file(where / "model.safetensors")
+        assert {t.dtype for t in weights.values() if t.numel()} == {torch.bfloat16}
+        assert (told["dtype"], told["weights"]) == ("bfloat16", sum(t.nbytes for t in weights.values()))
+    assert budget["repair"] is not None
+    assert "saved in bfloat16, as the checkpoint was stored" in Path("run/report.md").read_text()
+    _, further = pruned_by_command(folder, data_folder, "--no-repair", output="further")
+    assert {t.dtype for t in load_file(further / "model.safetensors").values() if t.numel()} == {torch.bfloat16}
+    metrics, folder = pruned_by_command(half_bert, data_folder, "--dtype", "float32", "--no-repair", output="full")
+    assert {t.dtype for t in load_file(folder / "model.safetensors").values() if t.numel()} == {torch.float32}
+    assert metrics["budgets"][0]["dtype"] == "float32"
 
 
-@pytest.mark.parametrize("damage", ["folder", "sidecar", "weights", "swapped"])
-def test_damage_is_told(damage: str, tmp_path: Path) -> None:
-    model, _ = pruned("bert")
-    folder = hp.save(model, tmp_path / "m")
-    if damage == "folder":
-        folder = tmp_path / "nowhere"
-    elif damage == "sidecar":
-        (folder / "headprune.json").write_text("{")
-    elif damage == "weights":
-        data = (folder / "model.safetensors").read_bytes()
-        (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-    else:  # weights of the same shapes, but others
-        with torch.no_grad():
-            model.classifier.weight.mul_(2)
-        other = hp.save(model, tmp_path / "n")
-        (other / "model.safetensors").replace(folder / "model.safetensors")
-    with pytest.raises(hp.HeadPruneError):
-        hp.load(folder)
-
-
-def test_the_sidecar_names_what_went(tmp_path: Path) -> None:
-    model, example = bert()
-    hp.prune(model, {"bert.encoder.layer.0.attention.self": [1, 2]}, example)
-    sidecar = json.loads((hp.save(model, tmp_path / "m") / "headprune.json").read_text())
-    assert sidecar["removed"] == [{"bert.encoder.layer.0.attention.self": [1, 2]}]
-
-
-def test_frequencies_are_not_rounded(tmp_path: Path) -> None:
-    """Rotary frequencies are buffers that no file holds: casting the whole model would round them."""
-    ZOO["llama"]()[0].save_pretrained(tmp_path / "dense")
-    model = tf.LlamaForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16)
-    example = {"input_ids": torch.randint(3, 90, (2, 40))}
-    hp.prune(model, {"model.layers.0.self_attn": [0, 1]}, example)
-    again = hp.load(hp.save(model, tmp_path / "m"))
-    assert again.model.rotary_emb.inv_freq.dtype == model.model.rotary_emb.inv_freq.dtype == torch.float32
-    with torch.no_grad():
-        assert torch.equal(again(**example).logits, model(**example).logits)
-
-
-def test_mixed_precision(tmp_path: Path) -> None:
-    """T5 keeps one projection in float32 when the rest is float16."""
-    ZOO["t5"]()[0].save_pretrained(tmp_path / "dense")
-    model = tf.T5ForConditionalGeneration.from_pretrained(tmp_path / "dense", dtype=torch.float16)
-    types = {n: p.dtype for n, p in model.named_parameters()}
-    assert len(set(types.values())) == 2
-    example = ZOO["t5"]()[1]
-    layers = hp.find_attention(model, example)
-    hp.prune(model, {layers[0].name: [0]}, example)
-    again = hp.load(hp.save(model, tmp_path / "m"))
-    assert {n: p.dtype for n, p in again.named_parameters()} == types
-
-
-def test_the_attention_implementation_is_kept(tmp_path: Path) -> None:
-    model, example = bert("eager")
-    hp.prune(model, {"bert.encoder.layer.0.attention.self": [1]}, example)
-    assert hp.load(hp.save(model, tmp_path / "m")).config._attn_implementation == "eager"
-
-
-def test_the_fingerprint_sees_every_number() -> None:
-    from headprune.fingerprint import fingerprint
-
-    model = torch.nn.Linear(768, 768)
-    before = fingerprint(model)
-    for i in range(0, 768 * 768, 99991):
-        with torch.no_grad():
-            model.weight.view(-1)[i] += 1e-3
-        now = fingerprint(model)
-        assert now != before
-        before = now
-
-
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_folders_of_0_1_load(name: str) -> None:
-    """They repeat the prunes: an emptied layer, a model pruned twice; key/value groups, and a bias that repair added."""
-    here = Path(__file__).parent / "support" / "saved_by_0_1"
-    given = load_file(here / f"{name}.safetensors")
-    expected = given.pop("logits")
-    with torch.no_grad():
-        torch.testing.assert_close(hp.load(here / name)(**given).logits, expected)
-
-
-def test_a_command_finds_what_a_killed_save_left(tmp_path: Path) -> None:
-    """Between the two renames nothing lies at the path: `headprune inspect` said that there is no such model."""
-    from headprune.app.models import load_model, pruned_in
-
-    folder = hp.save(pruned("bert")[0], tmp_path / "m")
-    folder.rename(tmp_path / ".m.old")
-    assert load_model(str(folder), with_processor=False).name == "m"
-    folder.rename(tmp_path / ".m.old")
-    assert pruned_in(folder) == folder
-
-
-def test_what_stands_for_a_run_folder_is_said(tmp_path: Path) -> None:
-    """`headprune prune RUN --keep 4` pruned the pruned model once more, without a word."""
-    from headprune.app.models import load_model
-
-    folder = hp.save(pruned("bert")[0], tmp_path / "run" / "pruned-4")
-    (tmp_path / "run" / "run.json").write_text("{}")
-    loaded = load_model(str(tmp_path / "run"), with_processor=False)
-    assert [("run folder" in note, "pruned-4" in note) for note in loaded.notes] == [(True, True)]
-    assert not load_model(str(folder), with_processor=False).notes
-
-
-def test_a_part_does_not_stand_for_the_whole_tensor() -> None:
-    """Where a part that begins at the same byte came first, the rest of the tensor counted for nothing."""
-    from headprune.fingerprint import fingerprint
-
-    whole, model = torch.arange(6.0), torch.nn.Module()
-    model.register_buffer("first", whole[:2])
-    model.register_buffer("whole", whole)
-    before = fingerprint(model)
-    whole[5] = 9.0
-    assert fingerprint(model) != before
+def test_what_does_not_work_in_half_precision_is_saved_in_full(half_bert: Path, data_folder: Path) -> None:
+    """Weights that are more than float16 holds; and a config that names another type than the weights have rounds none."""
+    for config, large in (("float16", 1e6), ("float16", 1.0)):
+        model = tf.BertForSequenceClassification.from_pretrained(half_bert, dtype=torch.float32)
+        model.classifier.weight.data.mul_(large)
+        model.save_pretrained(half_bert)
+        edit(half_bert / "config.json", dtype=config)
+        _, folder = pruned_by_command(half_bert, data_folder, "--no-repair", "--overwrite")
+        assert {t.dtype for t in load_file(folder / "model.safetensors").values() if t.numel()} == {torch.float32}

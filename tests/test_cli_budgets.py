@@ -48,7 +48,7 @@ def test_a_share_of_the_dense_model(flag: str, scored: Path, bert_folder: Path) 
     text = (scored / "report.md").read_text()
     assert "Asked: at most 90 % of the dense model's" in text
     assert "Protected heads: L0.H1." in text
-    assert "- **per-layer**: Every layer keeps its share" in text
+    assert "- **per-layer:** Every layer keeps its share" in text
 
 
 def test_budgets_of_a_kind_repeat(scored: Path) -> None:
@@ -74,7 +74,7 @@ def test_flops_and_max_drop(scored: Path) -> None:
     assert metrics["budgets"][0]["flops"] <= 0.9 * metrics["dense"]["flops"]
     assert metrics["planning"]["effort"]["name"] == "normal"
     assert metrics["planning"]["work"]["re-scored"]["flops"] > 0
-    assert "re-scored takes about" in Path("flops/report.md").read_text()
+    assert "- **re-scored:** In steps" in Path("flops/report.md").read_text()
     run("prune", "--max-drop", "0.9", "-s", "one-shot", "-o", "drop", "--scores", scored, "-q")
     budget = budget_of(Path("drop"))
     assert budget["budget"]["high"] <= 0.9
@@ -108,7 +108,7 @@ def test_uniform_plans_are_uniform(here: Path, llama_folder: Path, data_folder: 
     told = run("prune", llama_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "-k", "50%", "-s", "uniform", "-o", "run").stdout  # fmt: skip
     loads = "AutoModelForCausalLM.from_pretrained(folder)"
     assert f"loads with {loads}" in told
-    assert f"loads with `{loads}`" in (here / "run" / "report.md").read_text()
+    assert f"| `{loads}` |" in (here / "run" / "report.md").read_text()
     budget = budget_of(here / "run")
     assert budget["kept"] == 4
     assert budget["loads"] == loads
@@ -134,7 +134,7 @@ def test_a_plan_edited_by_hand(scored: Path, bert_folder: Path, data_folder: Pat
     }  # fmt: skip
     assert len(budget_of(here / "own")["random"]) == 3
     text = (here / "own" / "report.md").read_text()
-    assert "(as <code>mine.json</code> says)" in text
+    assert "| 5 | `mine.json` | `pruned-5/` |" in text
     assert "## Importance" not in text
     model = hp.load(here / "own" / "pruned-5")
     assert [layer.attention.self.query.out_features for layer in model.bert.encoder.layer] == [24, 16]
@@ -197,8 +197,7 @@ def test_the_last_step_of_repair_is_told(scored: Path, monkeypatch: pytest.Monke
     budget, text = budget_of(scored), (scored / "report.md").read_text()
     step = budget["repair"]["answers"]
     assert step["held_out"] < step["before"]
-    assert "| 1 | answers" in text
-    assert "one least-squares (Gauss-Newton) step" in text
+    assert "- **answers:** the last step" in text
 
 
 def test_what_was_repaired_is_told(scored: Path) -> None:
@@ -209,12 +208,10 @@ def test_what_was_repaired_is_told(scored: Path) -> None:
     assert all(f["after"] <= f["before"] + 1e-9 for f in fits.values())
     text = (scored / "report.md").read_text()
     assert "## Repair" in text
-    assert "- Repair: in every layer that lost heads, W_O and the kept heads' values were refitted" in text
-    assert f"| {sum(f['values'] for f in fits.values())} of {len(fits)} |" in text
+    assert "Repair fits the kept heads' weights by least squares, on the" in text
     run("prune", "-k", 4, "-s", "one-shot", "-m", "gradient", "--no-repair", "-o", "plain", "--scores", scored, "-q")
     assert budget_of(Path("plain"))["repair"] is None
     assert "## Repair" not in Path("plain/report.md").read_text()
-    assert "No weight was changed or trained after pruning" in Path("plain/report.md").read_text()
 
 
 def test_training_after_pruning(scored: Path) -> None:

@@ -1,6 +1,7 @@
 """What the command line says and does about data and scores that were made earlier."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import headprune as hp
 from headprune.app.data import DataOptions, load_parts
 from headprune.app.documents import Cut
 from headprune.app.models import load_model
-from headprune.jsonio import write_json
+from headprune.files import write_json
 from tests.support.commands import run
 from tests.support.documents import FINETUNE, METRICS, TRAINED, opened
 from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl
@@ -67,7 +68,7 @@ def test_scores_that_do_not_fit_are_left_aside_where_the_command_is_complete(
     """A command that says all was refused for an earlier run in `reports/`."""
     shutil.copytree(made, here / "reports" / "tiny-bert-1")
     whole = ["prune", bert_folder, "-d", data_folder, "-k", 4, "-s", "one-shot", "-m", "gradient"]
-    for more in (["-L", 30], ["--examples", 8], ["-m", "weight-norm"]):
+    for more in (["-L", 30], ["-m", "ablation:examples=8"], ["-m", "weight-norm"]):
         told = run(*whole, *more, "--dry-run")
         assert told.stderr.count("are left aside") == 1, (more, told.stderr)
         assert "Would score" in told.stdout
@@ -75,13 +76,10 @@ def test_scores_that_do_not_fit_are_left_aside_where_the_command_is_complete(
     assert "another one" in run(*whole, "-L", 30, "--scores", made, "--dry-run", code=1).stderr
 
 
-@pytest.mark.parametrize("flag", [
-    ["--distil"], ["--examples", "8"], ["--time", "3"], ["--max-memory", "1GB"], ["--normalise"], ["--steps", "3"],
-    ["--permutations", "3"], ["--sparsity", "0.1"],
-], ids=lambda f: f[0])  # fmt: skip
+@pytest.mark.parametrize("flag", [["--distil"], ["--method", "gradient:normalise"]], ids=lambda f: f[0])
 def test_options_for_scoring_are_not_ignored(flag: list[str], made: Path, here: Path) -> None:
     result = run("prune", "-k", 4, "--scores", made, *flag, code=1)
-    assert f"{flag[0]} has no use here: the scores in {made} are made already" in result.stderr
+    assert f"{' '.join(flag)} has no use here: the scores in {made} are made already" in result.stderr
 
 
 def test_scores_beside_are_not_taken_for_a_name_that_is_not_there(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,3 +418,66 @@ def test_a_folder_without_a_tokenizer_is_exported(bert_folder: Path, here: Path)
     result = run("export", "model", "--to", "onnx")
     assert (here / "model.onnx").is_file()
     assert "tokenizer" in result.stderr
+
+
+# -- second data ---------------------------------------------------------------------------------
+
+SECOND = ("--strategy", "one-shot", "-m", "gradient", "-q")
+
+
+def test_second_data_are_measured_and_change_nothing_else(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    other = write_jsonl(
+        here / "other.jsonl", [{"sentence": r["text"], "label": r["label"]} for r in sentences(30, seed=9)]
+    )
+    ask = ("prune", bert_folder, "-d", data_folder, "-L", 20, "-k", 4, *SECOND)
+    run(*ask, "-o", "plain")
+    screen = run(*ask[:-1], "-o", "both", "--also", other, "--also", data_folder).stdout
+    plain, both = (json.loads((here / name / "metrics.json").read_text()) for name in ("plain", "both"))
+    assert [d["name"] for d in both["also"]] == [str(other), str(data_folder)]
+    assert not plain.get("also")
+    for key in ("pruned", "change", "drop", "random", "over_random"):
+        assert plain["budgets"][0][key] == both["budgets"][0][key]
+    first, second = both["budgets"][0]["also"]
+    assert first["gain"]["examples"] == both["also"][0]["data"]["examples"] > 0
+    assert second["pruned"]["metrics"] == both["budgets"][0]["pruned"]["metrics"]  # its test split is what is reported
+    change = f"{100 * first['change']['value']:+.2f} points ({100 * first['change']['low']:+.2f} to"
+    assert change in (here / "both" / "report.md").read_text().partition("## On other data")[2]
+    assert str(other) in re.sub(r"\s", "", screen)
+    assert json.loads((here / "both" / "run.json").read_text())["options"]["data"]["also"] == [
+        str(other),
+        str(data_folder),
+    ]
+
+
+def test_language_models_are_measured_on_a_text_that_comes_with_headprune(
+    here: Path, llama_folder: Path, data_folder: Path
+) -> None:
+    run("prune", llama_folder, "-d", data_folder, "-L", 20, "-k", 4, *SECOND, "-o", "run")
+    (also,) = json.loads((here / "run" / "metrics.json").read_text())["also"]
+    assert (also["name"], also["data"]["examples"]) == ("plain-english.txt", 40)
+    assert "`plain-english.txt`, 40 examples" in (here / "run" / "report.md").read_text()
+
+
+def test_second_data_that_are_not_there_or_do_not_fit(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    ask = ("prune", bert_folder, "-d", data_folder, "-L", 20, "-k", 4, "--strategy", "one-shot", "-m", "gradient")
+    assert "There is no file or folder missing.jsonl" in run(*ask, "--also", "missing.jsonl", code=1).stderr
+    wrong = write_jsonl(here / "wrong.jsonl", [{"text": f"good {i}", "label": 7} for i in range(9)])
+    assert "label 7 does not fit the model's head" in run(*ask, "--also", wrong, code=1).stderr
+    rows = [json.loads(line) for line in (data_folder / "train.jsonl").read_text().splitlines()]
+    used = write_jsonl(here / "used.jsonl", rows)
+    assert "repeat an input" in run(*ask[:4], "-L", 60, *ask[6:], "--also", used, code=1).stderr
+
+
+def test_nothing_is_trained_on_second_data(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    from headprune.app.data import load_also, load_train
+
+    rows = [json.loads(line) for line in (data_folder / "train.jsonl").read_text().splitlines()]
+    options = DataOptions(str(data_folder), limit=20, also=(str(write_jsonl(here / "some.jsonl", rows)),))
+    loaded = load_model(str(bert_folder))
+    parts = load_parts(options, loaded)
+    beside = load_also(options, loaded, parts)
+    (also,) = beside.also
+    assert not set(also.inputs) & {*parts.score.inputs, *parts.choose.inputs}
+    before, now = (load_train(options, loaded, p)[0] for p in (parts, beside))
+    assert len(before) > len(now)
+    assert set(map(repr, now.features)).isdisjoint(map(repr, also.features))

@@ -13,10 +13,12 @@ import pytest
 
 import headprune as hp
 from headprune.budgets import BUDGETS
+from headprune.exporting import FORMATS
 from headprune.planning import STRATEGIES
 from headprune.repairing import checked
 from headprune.repairing.steps import STEPS
 from headprune.scoring import METHODS
+from tests.support.documents import GENERATION, METRICS
 from tests.support.repairs import refit_of
 from tests.support.zoo import bert, labelled, text
 
@@ -86,8 +88,31 @@ def test_the_example_of_a_budget_is_held() -> None:
         BUDGETS.update(before)
 
 
+def test_the_example_of_a_section_is_reported(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    room: dict[str, Any] = {"__name__": "example"}
+    exec(next(code for code in CODE if "Section(" in code), room)
+    monkeypatch.setattr("headprune.app.report.sections.PRUNED", (room["cache"],))
+    text = report({**METRICS, "generation": [GENERATION]})
+    assert "## The cache\n\n<details>" in text
+    assert (
+        "![bytes of the cache per token, by model](cache.png)\n\n| model | per token |\n|---|---|\n| dense | 12.3 kB |"
+        in text
+    )
+
+
+def test_the_example_of_an_export_format_writes(tmp_path: Path) -> None:
+    try:
+        exec(next(code for code in CODE if "@exporter" in code), {"__name__": "example"})
+        done = hp.export(bert()[0], tmp_path / "model.npz", "npz", dtype="float16")
+        assert FORMATS["npz"].about == "A file of NumPy arrays by name."
+        assert done.path.is_file()
+    finally:
+        FORMATS.pop("npz", None)
+
+
 @pytest.mark.parametrize(
-    ("room", "decorator"), [("scoring", "method"), ("planning", "strategy"), ("budgets", "budget")]
+    ("room", "decorator"),
+    [("scoring", "method"), ("planning", "strategy"), ("budgets", "budget"), ("exporting", "exporter")],
 )
 def test_every_file_that_registers_is_imported(room: str, decorator: str) -> None:
     importlib.import_module(f"headprune.{room}")

@@ -66,7 +66,3 @@ def test_a_quick_mode_is_named_with_its_time() -> None:
     cost.announce(console, lambda: cost.Cost(90, 600, 40), lambda: cost.Cost(80, 590, 40))
     assert "With --effort low about 60 s" in console.said[0]
     assert "--effort low" not in console.said[1]
-
-
-def test_the_command_that_is_gone_says_what_to_type() -> None:
-    assert "is gone" in run("estimate", "MODEL", code=2).stderr

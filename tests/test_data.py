@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as tf
+from torch import nn
 
 import headprune as hp
 from headprune.app.data import DataOptions, load_parts, load_train
 from headprune.app.data.encoders.classes import Classes
-from headprune.app.models import TASKS, LoadedModel, load_model
+from headprune.app.models import TASKS, LoadedModel, load_model, numbers_given
+from headprune.app.options import Options
+from headprune.app.workflow.scene import open_scene
 from headprune.errors import HeadPruneError
-from headprune.loss import ExampleLoss
+from tests.support.causal import gemma3, text_config, tiny
 from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl
-from tests.support.zoo import randomise
+from tests.support.zoo import llama, randomise
 
 
 def parts_of(model: Path, data: Path, **options: Any) -> Any:
@@ -162,13 +166,12 @@ def test_every_text_task_scores_with_the_models_own_loss(task: str, tmp_path: Pa
     model = task_model(task)
     loaded = LoadedModel(model, tokenizer(), TASKS[task], "x", "x")
     parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", ROWS[task]))), loaded)
-    losses = ExampleLoss(model)
     (batch,) = list(parts.score.batches(100))
-    assert len(losses.prepare([batch])) == 1  # not one by one: our loss is the model's
+    measurement = hp.evaluate(model, [batch])
+    assert "accuracy" in measurement.metrics  # our loss is the model's
     with torch.no_grad():
-        for i, loss in enumerate(losses(batch)):
-            own = model(**{k: v[i : i + 1] for k, v in batch.items()}).loss
-            torch.testing.assert_close(loss, own, rtol=1e-4, atol=1e-5)
+        for i, loss in enumerate(measurement.loss):
+            assert loss == pytest.approx(float(model(**{k: v[i : i + 1] for k, v in batch.items()}).loss), rel=1e-4)
     scores = hp.score(model, parts.score.batches(2))
     assert torch.isfinite(scores.flat()).all()
 
@@ -517,3 +520,112 @@ def test_nothing_left_to_train_on(bert_folder: Path, tmp_path: Path) -> None:
     parts.choose.features.extend(parts.score.features)
     with pytest.raises(hp.HeadPruneError, match="left to train on"):
         load_train(options, loaded, parts)
+
+
+# -- what a model's own loss compares --------------------------------------------------------------
+
+
+def parts_for(model: nn.Module, folder: Path) -> Any:
+    loaded = LoadedModel(model, tokenizer(), TASKS["causal-lm"], "x", "x")
+    return load_parts(DataOptions(str(write_jsonl(folder / "x.jsonl", sentences(12, seed=0)))), loaded)
+
+
+def test_labels_are_the_next_tokens_whatever_the_models_own_loss(tmp_path: Path) -> None:
+    """BART's decoder as a language model compares logits with labels in their place; on its input that measures nothing."""
+    config = tf.BartConfig(
+        vocab_size=30, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, encoder_layers=1,
+        encoder_attention_heads=2, encoder_ffn_dim=16, max_position_embeddings=32, pad_token_id=0, is_decoder=True,
+        is_encoder_decoder=False,
+    )  # fmt: skip
+    model = randomise(tf.BartForCausalLM(config))
+    parts = parts_for(model, tmp_path)
+    batches = list(parts.report.batches(3))
+    total = count = 0.0
+    with torch.no_grad():
+        for batch in batches:
+            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+            known = batch["input_ids"][:, 1:].masked_fill(batch["attention_mask"][:, 1:] == 0, -100)
+            total += float(F.cross_entropy(logits.mT, known, reduction="sum"))
+            count += int((known != -100).sum())
+    assert hp.evaluate(model, batches).metrics["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert "does not shift labels" in " ".join(parts.notes)
+    other = parts_for(llama()[0], tmp_path)
+    assert "does not shift labels" not in " ".join(other.notes)
+
+
+@pytest.mark.parametrize("name", ["xlnet", "bert without is_decoder"])
+def test_no_perplexity_of_what_the_model_sees(name: str, tmp_path: Path) -> None:
+    xlnet = tf.XLNetConfig(vocab_size=30, d_model=16, n_head=2, n_layer=1, d_inner=16)
+    model = tf.XLNetLMHeadModel(xlnet) if name == "xlnet" else tf.BertLMHeadModel(tf.BertConfig(**tiny()))
+    with pytest.raises(hp.HeadPruneError, match="sees the tokens behind each one"):
+        parts_for(randomise(model), tmp_path)
+
+
+def regression(targets: int, problem: str | None = "regression") -> nn.Module:
+    config = tf.BertConfig(**tiny(num_labels=targets), problem_type=problem)
+    return randomise(tf.BertForSequenceClassification(config))
+
+
+def test_the_command_line_says_that_it_measures_no_regression(tmp_path: Path) -> None:
+    model = regression(3)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    rows: list[dict[str, Any]] = [{"text": "good film", "label": [0.5, 1.0, -2.0]}] * 6
+    data = DataOptions(str(write_jsonl(tmp_path / "x.jsonl", rows)))
+
+    class Silent:
+        def say(self, text: str) -> None:
+            pass
+
+    with pytest.raises(hp.HeadPruneError, match=r"has a regression head \(3 numbers\)"):
+        open_scene(Options(str(tmp_path / "model"), data), Silent())  # type: ignore[arg-type]
+
+
+def test_who_gives_numbers() -> None:
+    def given(model: nn.Module, task: str = "sequence-classification") -> str | None:
+        return numbers_given(LoadedModel(model, None, TASKS[task], "x", "x"))
+
+    assert given(regression(3)) == "3 numbers"
+    assert given(regression(1)) == "1 number"
+    assert given(regression(3, None)) is None
+    assert given(tf.BertForQuestionAnswering(tf.BertConfig(**tiny(num_labels=1))), "question-answering") is None
+
+
+# -- configs of several parts -----------------------------------------------------------------------
+
+
+def test_gemma_3_loads_and_can_be_padded(tmp_path: Path) -> None:
+    model = randomise(gemma3())
+    assert not hasattr(model.config, "pad_token_id")
+    folder = tmp_path / "gemma"
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    loaded = load_model(str(folder))
+    assert loaded.task.name == "causal-lm"  # not seq2seq, though it is called ForConditionalGeneration
+    assert loaded.config.get_text_config().pad_token_id == 0
+    batch = {"input_ids": torch.randint(3, 28, (2, 6)), "attention_mask": torch.ones(2, 6, dtype=torch.long)}
+    batch["labels"] = batch["input_ids"]
+    with torch.no_grad():
+        assert hp.evaluate(loaded.model, [batch]).metrics["loss"] == pytest.approx(float(model(**batch).loss), abs=1e-5)
+
+
+def test_a_classifier_of_several_parts_gets_a_token_to_pad_with(tmp_path: Path) -> None:
+    config = tf.Gemma3TextConfig(**{**text_config(num_labels=2), "pad_token_id": None})
+    config.pad_token_id = None
+    randomise(tf.Gemma3TextForSequenceClassification(config)).save_pretrained(tmp_path / "gemma")
+    tokenizer().save_pretrained(tmp_path / "gemma")
+    loaded = load_model(str(tmp_path / "gemma"))
+    assert loaded.config.pad_token_id == 0
+    with torch.no_grad():
+        assert F.softmax(loaded.model(input_ids=torch.randint(3, 28, (2, 6))).logits, -1).shape == (2, 2)
+
+
+def test_texts_are_cut_at_the_positions_of_the_text_part(tmp_path: Path) -> None:
+    model = randomise(gemma3())
+    model.config.text_config.max_position_embeddings = 5
+    loaded = LoadedModel(model, tokenizer(), TASKS["causal-lm"], "x", "x")
+    rows: list[dict[str, Any]] = [
+        {"text": f"{w} good film was a the plot is fun"} for w in ("one", "two", "sad", "dull", "four", "three")
+    ]
+    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", rows))), loaded)
+    assert {b["input_ids"].shape[1] for b in parts.score.batches(4)} == {5}

@@ -1,5 +1,6 @@
 """The loss of fine-tuning towards the dense model's answers, against references by hand."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,10 @@ import transformers as tf
 from torch import nn
 
 import headprune as hp
-from headprune.app.distillation import DistillationLoss, Mixture
-from headprune.app.options import FinetuneOptions
-from tests.support.finetuning import pair, t5
+from headprune.app.distillation import DistillationLoss
+from headprune.app.options import FinetuneOptions, Mixture
+from tests.support.causal import my_gpt, texts
+from tests.support.finetuning import pair, t5, tuned
 from tests.support.folders import common
 from tests.support.zoo import bert, gpt2, labelled, llama, randomise, text, vit
 
@@ -137,10 +139,12 @@ def test_question_answering_learns_where_the_answer_is() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
-    (lambda: Mixture(alpha=-0.1), "Alpha -0.1"), (lambda: Mixture(alpha=1.01), "Alpha 1.01"),
-    (lambda: Mixture(temperature=0), "temperature 0"), (lambda: Mixture(temperature=float("nan")), "temperature nan"),
-    (lambda: FinetuneOptions(epochs=0), "0 epochs"), (lambda: FinetuneOptions(learning_rate=-1), "learning rate -1"),
-    (lambda: FinetuneOptions(patience=0), "patience"),
+    (lambda: _train(mixture=Mixture(alpha=-0.1)), "Alpha -0.1"), (lambda: _train(mixture=Mixture(alpha=1.01)), "Alpha 1.01"),
+    (lambda: _train(mixture=Mixture(temperature=0)), "temperature 0"),
+    (lambda: _train(mixture=Mixture(temperature=float("nan"))), "temperature nan"),
+    (lambda: _train(epochs=0), "0 epochs"), (lambda: _train(epochs=1e300), "1e\\+300 epochs"),
+    (lambda: _train(learning_rate=-1), "learning rate -1"), (lambda: _train(patience=0), "patience"),
+    (lambda: _train(seed=2**70), "--seed is"), (lambda: _train(seed=-1), "--seed is"),
     (lambda: DistillationLoss(bert()[0], None, Mixture(), labelled(*bert())), "no dense model"),
     (lambda: DistillationLoss(bert()[0], _more_classes(), Mixture(), labelled(*bert())), "logits are"),
     (lambda: DistillationLoss(bert()[0], _narrow(), Mixture(hidden_states=True), labelled(*bert())), "hidden states are"),
@@ -148,6 +152,11 @@ def test_question_answering_learns_where_the_answer_is() -> None:
 def test_what_cannot_be(wrong: Any, message: str) -> None:
     with pytest.raises(hp.HeadPruneError, match=message):
         wrong()
+
+
+def _train(**options: Any) -> None:
+    """The options are looked at first."""
+    tuned(bert()[0], None, [], [], Path("nowhere"), FinetuneOptions(**options))
 
 
 def _more_classes() -> nn.Module:
@@ -158,3 +167,12 @@ def _narrow() -> nn.Module:
     return randomise(
         tf.BertForSequenceClassification(tf.BertConfig(**common(vocab_size=100, hidden_size=16, num_hidden_layers=3)))
     )
+
+
+def test_fine_tuning_learns_what_is_measured() -> None:
+    model, batch = randomise(my_gpt()), texts()
+    loss = DistillationLoss(model, None, Mixture(alpha=0), batch)
+    with torch.no_grad():
+        for i, each in enumerate(loss(batch)):
+            own = model(**{k: v[i : i + 1] for k, v in batch.items()}).loss
+            torch.testing.assert_close(each, own, rtol=1e-5, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,12 @@ from scipy.special import expit, rel_entr, softmax
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.divergence import Divergence
+from headprune import divergence
+from headprune.divergence import Divergence, Fidelity
 from headprune.inputs import DRAWN
+from tests.support import zoo
 from tests.support.plain import WIDTH, Attention, model_of
+from tests.support.problems import small
 
 
 class Fixed(nn.Module):
@@ -62,6 +66,11 @@ def test_a_class_that_the_dense_model_rules_out_weighs_nothing() -> None:
     assert float(Divergence(Fixed(), 0).between(known, now, {})) == pytest.approx(float(rel_entr(p, q).sum()), rel=1e-6)
 
 
+def test_divergence_of_three_numbers() -> None:
+    known, now = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.5, 2.5, 3.5]])
+    assert float(Divergence(Fixed("regression"), 0).between(known, now, {})) == pytest.approx(0.75)
+
+
 def test_labels_that_are_drawn_depend_on_nothing_but_the_example() -> None:
     """Alone, in a batch, or with more padding: the same draws for the example of a number."""
     made = {
@@ -69,16 +78,16 @@ def test_labels_that_are_drawn_depend_on_nothing_but_the_example() -> None:
         "attention_mask": torch.tensor([[1] * n + [0] * (6 - n) for n in (6, 2, 4, 1)]),
     }
     divergence = Divergence(Fixed(), seed=3)
-    whole = divergence.taught(made, 7)[DRAWN]
+    whole = divergence.with_answers(made, 7)[DRAWN]
     for i, n in enumerate((6, 2, 4, 1)):
         alone: dict[str, Any] = {k: v[i : i + 1, :n] for k, v in made.items()}
-        assert torch.equal(divergence.taught(alone, 7 + i)[DRAWN][0], whole[i, :n])
-    assert not torch.equal(Divergence(Fixed(), seed=4).taught(made, 7)[DRAWN], whole)
+        assert torch.equal(divergence.with_answers(alone, 7 + i)[DRAWN][0], whole[i, :n])
+    assert not torch.equal(Divergence(Fixed(), seed=4).with_answers(made, 7)[DRAWN], whole)
 
 
 def test_labels_are_drawn_as_often_as_the_dense_model_says() -> None:
     one = torch.tensor([0.6, 0.3, 0.1]).log()
-    drawn = Divergence(Fixed(), seed=0).taught({"logits": one.expand(4000, 3)}, 0)[DRAWN]
+    drawn = Divergence(Fixed(), seed=0).with_answers({"logits": one.expand(4000, 3)}, 0)[DRAWN]
     torch.testing.assert_close(drawn.bincount() / 4000, one.exp(), atol=0.03, rtol=0)
 
 
@@ -107,3 +116,73 @@ def test_an_output_may_be_a_dict_or_an_object(answer):
     torch.testing.assert_close(scores.values["body.0"][1].float(), expected, rtol=1e-3, atol=1e-6)
     done = hp.repair(model, {"body.0": [1, 2]}, batches)
     assert done.answers is not None or any(trial.step == "answers" for trial in done.trials), done.notes
+
+
+# -- how near a changed model stays --------------------------------------------------------------
+
+
+def test_the_divergence_is_the_mean_over_examples() -> None:
+    model, batches = small()
+    model.train()  # dropout must not be heard
+    found = Fidelity(model, batches)
+    assert found.known
+    assert found.divergence() == 0
+    layers = hp.find_attention(model, batches[0])
+    drop = {layers[0].name: [0, 2], layers[1].name: [1]}
+    total, count = 0.0, 0
+    model.eval()
+    with torch.no_grad():
+        for batch in batches:
+            before = model(**batch).logits.softmax(-1)
+            with hp.mask(model, drop, layers=layers):
+                after = model(**batch).logits.softmax(-1)
+            for p, q in zip(before, after, strict=True):
+                total += float((p * (p / q).log()).sum())
+                count += 1
+    with hp.mask(model, drop, layers=layers):
+        assert found.divergence() == pytest.approx(total / count, rel=1e-9)
+    assert found.divergence() == 0
+
+
+def test_answers_too_many_to_keep_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = small()
+    size = sum(len(batch["labels"]) for batch in batches) * 2 * 8
+    monkeypatch.setattr(divergence, "MOST", size)
+    assert Fidelity(model, batches).known
+    monkeypatch.setattr(divergence, "MOST", size - 1)
+    assert not Fidelity(model, batches).known
+
+
+def test_a_model_without_logits_is_not_known() -> None:
+    class Bare(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"hidden": x}
+
+    assert not Fidelity(nn.ModuleList([Bare()])[0], [{"x": torch.ones(2, 3)}]).known
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
+def test_other_models(name: str) -> None:
+    model, example = getattr(zoo, name)()
+    batch = zoo.labelled(model, example) if name != "gpt2" else {**example, "labels": example["input_ids"]}
+    found = Fidelity(model, [batch])
+    assert found.known
+    assert found.divergence() == 0
+    layer = next(layer for layer in hp.find_attention(model, example) if layer.maskable)
+    with hp.mask(model, {layer.name: [0]}, layers=[layer]):
+        assert found.divergence() > 0
+
+
+def test_rounding_is_no_difference() -> None:
+    """An order whose plan gives the dense answers but for rounding was preferred by many orders of magnitude to another such order."""
+    model, batches = small()
+    model.float()
+    found = Fidelity(model, batches)
+    assert found.log_divergence() == pytest.approx(math.log(1e-7))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 1e-7)
+    assert found.divergence() >= 0
+    assert found.log_divergence() == pytest.approx(math.log(1e-7), abs=1.0)
+    model.double()
+    assert Fidelity(model, batches).log_divergence() == pytest.approx(math.log(1e-12))

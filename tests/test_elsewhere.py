@@ -17,8 +17,8 @@ import headprune as hp
 from headprune.app.data.reading import read_splits
 from headprune.app.folders import Folder
 from headprune.app.runs import RunFolder
-from headprune.jsonio import write_json, write_text
-from headprune.locks import Lock
+from headprune.files import write_file, write_json
+from headprune.locks import locked
 from tests.support.commands import run, runner
 from tests.support.documents import RUN
 
@@ -68,8 +68,7 @@ def test_a_publication_removes_nothing_elsewhere(name: Any, sent: Path, victim: 
     """It was enough to look at such a folder: `headprune report sent` removed what the file named."""
     name = name.format(victim=victim) if isinstance(name, str) else name
     write_json(sent / ".ready" / ".gone.json", "publication", {"gone": [name]})
-    with pytest.raises(hp.HeadPruneError, match=r"\(\.gone\.json\) is damaged"):
-        RunFolder(sent).settle()
+    RunFolder(sent).settle()
     if name == "../mine":
         use(sent)
     untouched(victim)
@@ -103,8 +102,11 @@ def test_links_in_the_place_of_our_own_are_not_followed(link: str, ready: bool, 
 
 def test_a_lock_is_no_link(tmp_path: Path, victim: Path) -> None:
     (tmp_path / ".model.lock").symlink_to(victim / "file")
-    with pytest.raises(hp.HeadPruneError, match="cannot be written"):
-        Lock(tmp_path / ".model.lock").take("The folder", "test")
+    with (
+        pytest.raises(hp.HeadPruneError, match="cannot be written"),
+        locked(tmp_path / ".model.lock", "The folder", "test"),
+    ):
+        pass
     untouched(victim)
 
 
@@ -117,7 +119,7 @@ def test_what_is_written_replaces_links(sent: Path, victim: Path) -> None:
     untouched(victim)
     temporary = sent / f".plan.json.{os.getpid()}.tmp"  # a name that can be guessed
     temporary.symlink_to(victim / "file")
-    write_text(sent / "plan.json", "{}")
+    write_file(sent / "plan.json", "{}")
     assert (sent / "plan.json").read_text() == "{}"
     untouched(victim)
 

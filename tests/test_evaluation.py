@@ -10,8 +10,8 @@ from scipy.stats import binom
 from scipy.stats import t as student
 
 import headprune as hp
+from headprune.divergence import Fidelity
 from headprune.evaluation import Change, Measurement, compare, evaluate, interval
-from headprune.fidelity import Fidelity
 from tests.support.zoo import bert, gpt2, labelled, llama, randomise, text
 
 
@@ -245,7 +245,7 @@ def test_packed_texts_are_apart_in_every_computation() -> None:
     dense = Fidelity(model, [packed])
     with torch.no_grad():
         expected = torch.stack([model(input_ids=ids[1:, 7:]).logits[0, -1], model(input_ids=ids[:1, 4:]).logits[0, -1]])
-    torch.testing.assert_close(dense.answers[0][[1, 0], -1], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dense._answers[0][[1, 0], -1], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_padding_is_no_place_for_an_answer() -> None:

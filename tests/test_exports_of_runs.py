@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 import headprune as hp
 from headprune.errors import HeadPruneError
-from headprune.exporting.base import FORMATS, Exported, Request, exporter
+from headprune.exporting import FORMATS, Exported, exporter
 from tests.support.commands import PRUNE, run
 
 pytestmark = pytest.mark.usefixtures("brief")
@@ -23,13 +24,13 @@ def formats() -> Any:
     """Two formats: one that writes how many parameters a model has, one that can express nothing."""
 
     @exporter("count", ".count")
-    def count(request: Request) -> Exported:
+    def count(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) -> Exported:
         """A number."""
-        request.path.write_text(str(sum(p.numel() for p in request.model.parameters())))
-        return Exported(request.path, "count", False, "a number", notes=("It is only a number.",))
+        path.write_text(str(sum(p.numel() for p in model.parameters())))
+        return Exported(path, "count", False, "a number", notes=("It is only a number.",))
 
     @exporter("none", ".none")
-    def none(request: Request) -> Exported:
+    def none(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) -> Exported:
         """Nothing."""
         raise HeadPruneError("It has no place for heads.", "Use another.")
 
@@ -38,22 +39,8 @@ def formats() -> Any:
 
 
 def test_pruned_models_are_exported(formats: Any, bert_folder: Path, data_folder: Path, here: Path) -> None:
-    arguments = [
-        *PRUNE,
-        4,
-        "-k",
-        6,
-        bert_folder,
-        "-d",
-        data_folder,
-        "-o",
-        "run",
-        "--export",
-        "none",
-        "--export",
-        "count",
-    ]
-    found = run(*arguments, "--json")
+    exports = ("--export", "none", "--export", "count")
+    found = run(*PRUNE, 4, "-k", 6, bert_folder, "-d", data_folder, "-o", "run", *exports, "--json")
     metrics = json.loads(found.stdout)
     made = {(m["format"], m["checkpoint"]): m for m in metrics["exports"]}
     assert list(made) == [(f, c) for f in ("none", "count") for c in ("pruned-6", "pruned-4")]

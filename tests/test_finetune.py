@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import nn
 import headprune as hp
 from headprune.app import finetune as room
 from headprune.app.data import Part
-from headprune.app.distillation import DistillationLoss, Mixture
+from headprune.app.distillation import DistillationLoss
 from headprune.app.finetune import finetune
-from headprune.app.options import FinetuneOptions
+from headprune.app.options import FinetuneOptions, Mixture
 from headprune.evaluation import Measurement
 from headprune.fingerprint import fingerprint
 from tests.support.finetuning import pair, t5, tuned
@@ -103,7 +104,7 @@ def test_labels_alone_and_a_plain_module(tmp_path: Path) -> None:
     made = [{"x": a, "labels": b} for a, b in zip(x.split(4), x[:, :3].argmax(-1).split(4), strict=True)]
     options = FinetuneOptions(epochs=20, learning_rate=0.05, mixture=Mixture(alpha=0))
     _, training = tuned(model, None, made, made, tmp_path, options, metric="accuracy")
-    assert training.history[-1].metrics["loss"] < training.history[0].metrics["loss"]
+    assert training.history[-1]["loss"] < training.history[0]["loss"]
 
 
 def test_the_steps_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_the_best_epoch_is_kept(
     assert (training.best, training.steps) == (2 * best, 2 * epochs)
     assert fingerprint(model) == seen[best]
     assert len(set(seen)) == len(seen) == epochs + 1
-    assert [h.epoch for h in training.history] == list(range(epochs + 1))
+    assert [h["epoch"] for h in training.history] == list(range(epochs + 1))
 
 
 @pytest.mark.usefixtures("saved_every_step")
@@ -235,8 +236,8 @@ def test_half_precision(tmp_path: Path) -> None:
     work = (pruned.bfloat16(), dense.bfloat16(), train, train)
     model, training = tuned(*work, tmp_path / "bfloat16", options)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    first, last = (exact.history[i].metrics["loss"] for i in (0, -1))
-    assert training.history[-1].metrics["loss"] - last == pytest.approx(0, abs=0.4 * abs(first - last))
+    first, last = (exact.history[i]["loss"] for i in (0, -1))
+    assert training.history[-1]["loss"] - last == pytest.approx(0, abs=0.4 * abs(first - last))
     with pytest.raises(Interrupted):
         tuned(*work, tmp_path / "again", options, progress=stopping_at(7))
     again, resumed = tuned(*work, tmp_path / "again", options)
@@ -284,7 +285,7 @@ def test_an_interrupted_training_gives_what_a_whole_one_gives(stops: list[int], 
     said: list[str] = []
     model, training = tuned(*work, say=said.append)
     assert fingerprint(model) == fingerprint(whole[0])
-    assert training.changed(resumed=None, seconds=0) == whole[1].changed(resumed=None, seconds=0)
+    assert replace(training, resumed=None, seconds=0) == replace(whole[1], resumed=None, seconds=0)
     if stops != [1]:
         assert training.resumed == stops[-1] - 1
         assert f"from step {stops[-1] - 1}" in said[0]
@@ -298,7 +299,7 @@ def test_parts_of_epochs(epochs: float, tmp_path: Path) -> None:
     dense, pruned, train, choose = setting(4)
     options = FinetuneOptions(epochs=epochs, learning_rate=1e-3)
     model, training = tuned(pruned, dense, train, choose, tmp_path, options)
-    assert [(h.step, h.epoch) for h in training.history][-1] == (training.steps, epochs) or epochs == 0.4
+    assert [(h["step"], h["epoch"]) for h in training.history][-1] == (training.steps, epochs) or epochs == 0.4
     assert (training.steps, training.planned) == (round(4 * epochs + 0.4), round(4 * epochs + 0.4))
     again = tuned(pruned, dense, train, choose, tmp_path, options)
     assert fingerprint(again[0]) == fingerprint(model)

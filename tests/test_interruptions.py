@@ -20,7 +20,7 @@ from headprune.app.folders import Folder, claimed
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import Options, score_run
 from headprune.errors import Stopped
-from headprune.jsonio import read_json, write_json
+from headprune.files import read_json, write_json
 from tests.support.commands import run
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
 from tests.support.interrupted import Processes
@@ -53,7 +53,6 @@ COSTS = (
     "latency",
     "time",
     "generation",
-    "energy",
     "environment",
     "when",
     "resumed",
@@ -233,7 +232,7 @@ def test_a_report_that_fails_loses_nothing(here: Path, monkeypatch: pytest.Monke
         raise RuntimeError("no such colour")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.report.figures.trade_off", broken)
+        patch.setattr("headprune.app.pictures.png", broken)
         error = " ".join(run(*QUICK, code=1).stderr.split())
     assert "The report could not be written (RuntimeError: no such colour); all else is in reports/m-1." in error
     folder = here / "reports" / "m-1"
@@ -351,10 +350,10 @@ def test_nothing_is_said_to_have_changed_where_nothing_was_finished(
 def test_a_report_that_is_interrupted_has_its_pictures(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(*SCORE, "-m", "gradient")
     pictures = {p.name for p in (here / "reports" / "m-1").glob("*.png")}
-    assert {"agreement.png", "heads.png"} <= pictures
-    for place in ("figures.agreement", "draw_all"):
+    assert {"importance.png", "heads.png"} <= pictures
+    for place in ("pictures.png", "report.write_bytes"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"headprune.app.report.{place}", interrupt)
+            patch.setattr(f"headprune.app.{place}", interrupt)
             run("report", "reports/m-1", code=130)
         assert {p.name for p in (here / "reports" / "m-1").glob("*.png")} == pictures
 
@@ -435,11 +434,11 @@ def test_a_full_disk_leaves_the_old_report(here: Path, monkeypatch: pytest.Monke
     run(*QUICK, "-o", "r")
     before = {p.name: p.read_bytes() for p in (here / "r").iterdir() if p.is_file()}
 
-    def full(path: Path, *_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.report.figures.trade_off", full)
+        patch.setattr("headprune.app.pictures.png", full)
         error = " ".join(run(*QUICK, "-o", "r", "--overwrite", "-k", "3", code=1).stderr.split())
     assert "No space left on the disk" in error
     assert {p.name: p.read_bytes() for p in (here / "r").iterdir() if p.is_file()} == before

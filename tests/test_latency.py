@@ -112,3 +112,20 @@ def test_flops_of_torch_encoders() -> None:
     x = torch.randn(1, 6, 32)
     projections, feed_forward, attention = 4 * 32 * 32, 2 * 32 * 48, 2 * 6 * 32
     assert flops(encoder.eval(), x) == 2 * 6 * (projections + feed_forward + attention)
+
+
+def rounds(rng: np.random.Generator, factor: float, count: int = 20) -> tuple[list[float], list[float]]:
+    """Times of two models in turn on a machine that changes its speed and is sometimes interrupted."""
+    drift = 1 + 0.3 * np.sin(np.linspace(0, 3, count) + rng.uniform(0, 6))
+    noise = np.exp(rng.normal(0, 0.03, (2, count))) * (
+        1 + (rng.random((2, count)) < 0.05) * rng.exponential(1, (2, count))
+    )
+    dense, other = drift * noise[0], drift * noise[1] * factor
+    return dense.tolist(), other.tolist()
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, "no measurable change"), (1.1, "slower"), (0.9, "faster")])
+def test_planted_times_are_told(factor: float, expected: str) -> None:
+    rng = np.random.default_rng(1)
+    found = [speedup(*rounds(rng, factor)).verdict for _ in range(4000)]
+    assert found.count(expected) >= 3800  # by a bootstrap, 93 % of the equally fast ones

@@ -90,7 +90,7 @@ EARLY: list[tuple[list[str], str, int]] = [
     (["inspect", "{files}/sidecar-cut"], "headprune.json is not readable", 1),
     (["inspect", "größe/modèl"], "no model 'größe/modèl'", 1),
     (["inspect", "x" * 5000], "There is no model", 1),
-    ([*SCORE, "--revision", "v1"], "has no revisions", 1),
+    ([*SCORE, "--revision", "v1"], "MODEL@REVISION", 2),
     # data
     (["score", "{bert}"], "No dataset was given", 1),
     (["score", "{bert}", "-d", ""], "names no dataset", 1),
@@ -117,16 +117,21 @@ EARLY: list[tuple[list[str], str, int]] = [
     ([*SCORE, "--keep", "-3"], "leaves no head", 1),
     ([*SCORE, "-m", "guess"], "no scoring method 'guess'", 1),
     ([*SCORE, "-m", ""], "no scoring method ''", 1),
-    ([*SCORE, "--time", "nan"], "Error", 2),
-    ([*SCORE, "--time", "0"], "Error", 2),
-    ([*SCORE, "--examples", "1"], "Error", 2),
-    ([*SCORE, "--sparsity", "nan"], "Error", 2),
-    ([*SCORE, "--sparsity", "inf"], "sparsity is inf", 1),
-    ([*SCORE, "--steps", "0"], "Error", 2),
-    ([*SCORE, "--permutations", "-1"], "Error", 2),
-    ([*SCORE, "--max-memory", "lots"], "no amount of memory", 1),
-    ([*SCORE, "--max-memory", "9" * 400 + "GB"], "no amount of memory", 1),
-    ([*SCORE, "--max-memory", ""], "no amount of memory", 1),
+    ([*SCORE, "--time", "60"], "-m ablation:time=60", 2),
+    ([*SCORE, "-m", "ablation:time=nan"], "time to spend", 1),
+    ([*SCORE, "-m", "ablation:time=0"], "time to spend", 1),
+    ([*SCORE, "-m", "ablation:examples=1"], "examples is 1", 1),
+    ([*SCORE, "-m", "l0:sparsity=nan"], "sparsity is nan", 1),
+    ([*SCORE, "-m", "l0:sparsity=inf"], "sparsity is inf", 1),
+    ([*SCORE, "-m", "l0:steps=0"], "steps is 0", 1),
+    ([*SCORE, "-m", "l0:steps=some"], "l0:steps=64", 1),
+    ([*SCORE, "-m", "shapley:permutations=-1"], "permutations is -1", 1),
+    ([*SCORE, "-m", "shapley:turns=3"], "no setting 'turns'", 1),
+    ([*SCORE, "-m", "l0:keep=none"], "keep none", 1),
+    ([*SCORE, "-m", "ablation:memory=lots"], "memory=4GB", 1),
+    ([*SCORE, "-m", "ablation:memory=" + "9" * 400 + "GB"], "memory=4GB", 1),
+    ([*SCORE, "-m", "ablation:memory="], "memory=4GB", 1),
+    ([*SCORE, "-m", "gradient", "-m", "gradient:normalise"], "there twice", 1),
     ([*SCORE, "--task", "cooking"], "no task 'cooking'", 1),
     ([*SCORE, "--task", ""], "no task ''", 1),
     ([*SCORE, "--device", "toaster"], "no device 'toaster'", 1),
@@ -201,7 +206,8 @@ EARLY: list[tuple[list[str], str, int]] = [
     (["finetune", "{files}/nothing", "--temperature", "0"], "temperature", 1),
     (["finetune", "{files}/nothing", "--alpha", "2"], "alpha|weight", 1),
     (["finetune", "{files}/nothing", "--patience", "0"], "patience", 1),
-    (["finetune", "{files}/nothing", "--seed", HUGE], "Error", 2),
+    (["finetune", "{files}/nothing", "--epochs", "1e300"], r"1e\+300 epochs", 1),
+    (["finetune", "{files}/nothing", "--seed", HUGE], f"--seed is {HUGE}. Give 0 to", 1),
     (["finetune", "{files}/sidecar-schema"], "has format 3|Name the dataset|does not say", 1),
     (["report", "nope"], "no folder nope", 1),
     (["report", "{files}/data.xyz"], "no folder", 1),
@@ -233,7 +239,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
-    monkeypatch.setattr("headprune.checkpoint.reading._fill", loaded)
+    monkeypatch.setattr("headprune.checkpoint.loading._fill", loaded)
     return
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.memory import free_memory, halving, is_out_of_memory
-from headprune.modules import full_precision
+from headprune.running import full_precision
 from headprune.scoring import METHODS, Settings
 from tests.support import zoo
 from tests.support.commands import run

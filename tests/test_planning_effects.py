@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.attention import Heads
+from headprune.batches import Rows
 from headprune.planning.effects import effects
 from headprune.planning.units import Unit
 from headprune.reference.token_weights import across as _across
 from headprune.reference.token_weights import noise as _noise
 from headprune.repairing import Refit
-from headprune.rows import Rows
 from tests.support.checks import hooks, same, state
 from tests.support.plain import WIDTH, Attention, Pair, noise
 from tests.support.plans import units_for

@@ -12,8 +12,7 @@ import headprune as hp
 from headprune import latency
 from headprune.attention import Heads
 from headprune.fingerprint import fingerprint
-from headprune.inputs import tensors
-from headprune.loss import inputs_of
+from headprune.inputs import inputs_of, tensors
 from headprune.planning import STRATEGIES, Constraints, Order, Search, arrange, heads_to_keep
 from headprune.planning.effects import _effects, _Removal
 from headprune.planning.effort import EFFORTS, Effort, Work, flops_of_pass, spread

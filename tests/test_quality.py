@@ -14,17 +14,17 @@ import torch
 from quality import METHODS, Cache, Subject, measure, table
 
 import headprune as hp
-from headprune.fidelity import Fidelity
 from tests.support.checks import hooks
 from tests.support.problems import small
-from tests.support.repairs import refit_of
 
 
 @pytest.fixture
 def subject() -> Subject:
     model, batches = small()
     layers = hp.find_attention(model, {k: v for k, v in batches[0].items() if k != "labels"})
-    return Subject("tiny", model, layers, lambda draw: batches[:2], batches[:1], batches[2:], "accuracy", (4, 2), "few")
+    return Subject(
+        "tiny", model, layers, lambda draw: batches[:2], batches[2:3], batches[2:], "accuracy", (4, 2), "few"
+    )
 
 
 def options(**more: object) -> argparse.Namespace:
@@ -115,30 +115,13 @@ def test_the_table_holds_means_spreads_and_a_paired_error(subject):
     assert f"0 to {error:.2g} for the paired change from dense." in text
 
 
-def test_auto_takes_what_stays_nearest_to_the_dense_model(subject, monkeypatch):
-    monkeypatch.setitem(quality.LEVELS, 6, [4, 2])
-    model, layers, choose, score = subject.model, subject.layers, subject.choose, subject.score(0)
-    before = model(**choose[0]).logits.softmax(-1)
-    searches = [quality.Searched(name) for name in ("re-scored", "compensated")]
-    refit = refit_of(model, layers, score)
-
-    def distance() -> float:
-        after = model(**choose[0]).logits.softmax(-1)
-        return float((before * (before / after).log()).sum(-1).mean())
-
-    for keep in (4, 2):
-        plans = [drop for search in searches for drop in search.drops(model, score, layers, keep, 0)]
-        plans.append(hp.plan(hp.score(model, score, "gradient", layers=layers), keep).drop)
-        found = []
-        for drop in plans:
-            with torch.no_grad(), quality.repaired(model, layers, drop, refit):
-                found.append(distance())
-        with torch.no_grad(), quality.Auto(*searches, whole=False)(model, score, choose, layers, keep, 0):
-            assert distance() == pytest.approx(min(found))
-        best = plans[found.index(min(found))]
-        with torch.no_grad(), quality.repaired(model, layers, best, refit, Fidelity(model, choose)):
-            stepped = distance()
-        with torch.no_grad(), quality.Auto(*searches)(model, score, choose, layers, keep, 0):
-            assert distance() == pytest.approx(stepped)
-    with torch.no_grad():
-        assert distance() == 0
+def test_auto_is_the_search_and_the_repair_that_users_get(subject):
+    score, choose = subject.score(0), subject.choose
+    (plan,) = hp.search(subject.model, score, 2, choose=choose, layers=subject.layers)
+    smaller = deepcopy(subject.model)
+    hp.repair(smaller, plan, score, choose=choose, layers=subject.layers)
+    with hp.mask(smaller, dict(plan.drop), layers=subject.layers):
+        expected = hp.evaluate(smaller, subject.report).metrics
+    with METHODS["headprune auto"](subject.model, score, choose, subject.layers, 2, 0) as pruned:
+        assert hp.evaluate(pruned, subject.report).metrics == expected
+    assert hooks(subject.model) == 0

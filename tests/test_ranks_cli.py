@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import transformers as tf
 from safetensors.torch import load_file
 
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
-from tests.support.interrupted import ROOT
-from tests.support.ranked import Ranked
+from tests.support.interrupted import ROOT, Processes
 from tests.support.zoo import randomise
 
 pytestmark = pytest.mark.slow
@@ -26,7 +24,6 @@ COSTS = {
     "latency",
     "time",
     "generation",
-    "energy",
     "environment",
     "when",
     "resumed",
@@ -37,13 +34,6 @@ COSTS = {
 }
 PRUNE = ["prune", "m", "-d", "d", "-k", "4", "-k", "2", "-b", "4", "-m", "gradient", "-m", "ablation"]
 TUNE = ["finetune", "reports/m-1/pruned-4", "--epochs", "2", "--learning-rate", "1e-3", "-o", "tuned"]
-
-
-@pytest.fixture(scope="module")
-def ranked() -> Iterator[Ranked]:
-    made = Ranked()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +49,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(ranked: Ranked, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(processes: Processes, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one process has pruned and trained."""
     here = tmp_path_factory.mktemp("alone") / "w"
     shutil.copytree(tiny, here)
     for command in (PRUNE, TUNE):
-        (done,) = ranked.run(here, 1, arguments=command)
+        (done,) = processes.run({"cwd": str(here), "size": 1, "arguments": command})
         assert done["status"] == 0, done["stderr"]
     return here
 
@@ -102,17 +92,17 @@ def same_folders(one: Path, other: Path, most: float = 1e-6) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_several_processes_prune_and_train(
-    ranked: Ranked, tiny: Path, alone: Path, tmp_path: Path, size: int
+    processes: Processes, tiny: Path, alone: Path, tmp_path: Path, size: int
 ) -> None:
     here = tmp_path / "w"
     shutil.copytree(tiny, here)
-    first, *others = ranked.run(here, size, arguments=PRUNE)
+    first, *others = processes.run({"cwd": str(here), "size": size, "arguments": PRUNE})
     assert [d["status"] for d in (first, *others)] == [0] * size, first["stderr"]
     assert f"{size} processes share out the work." in first["stderr"]
     assert "Report: reports/m-1/report.md" in first["stdout"]
     assert [(d["stdout"], d["stderr"]) for d in others] == [("", "")] * (size - 1)
     same_folders(alone / "reports", here / "reports")
-    first, *others = ranked.run(here, size, arguments=TUNE)
+    first, *others = processes.run({"cwd": str(here), "size": size, "arguments": TUNE})
     assert [d["status"] for d in (first, *others)] == [0] * size, first["stderr"]
     one, several = (json.loads((folder / "tuned" / "finetune.json").read_text()) for folder in (alone, here))
     assert one["training"]["best"] == several["training"]["best"]
@@ -123,12 +113,14 @@ def test_what_several_processes_prune_and_train(
 
 @pytest.mark.parametrize(("lost", "stop", "size"), [(1, 2, 3), (2, 1, 1), (0, 3, 2), (0, 9, 3)])
 def test_a_lost_rank_ends_the_run_in_a_line_and_a_rerun_goes_on(
-    ranked: Ranked, tiny: Path, alone: Path, tmp_path: Path, lost: int, stop: int, size: int
+    processes: Processes, tiny: Path, alone: Path, tmp_path: Path, lost: int, stop: int, size: int
 ) -> None:
     """With another number of processes; whichever rank is killed, before whichever of its files."""
     here = tmp_path / "w"
     shutil.copytree(tiny, here)
-    done = ranked.run(here, 3 if size != 3 else 2, arguments=PRUNE, kill=[lost, stop])
+    done = processes.run(
+        {"cwd": str(here), "size": 3 if size != 3 else 2, "arguments": PRUNE, "rank": lost, "stop": stop}
+    )
     assert done[lost]["status"] == -9
     left = [d for rank, d in enumerate(done) if rank != lost]
     assert {d["status"] for d in left} == {1}
@@ -136,25 +128,25 @@ def test_a_lost_rank_ends_the_run_in_a_line_and_a_rerun_goes_on(
     line = f"headprune: Rank {lost} is gone, so the others cannot continue. What was finished is kept: run the same command again"
     assert sum(text.count(line) for text in said) == 1, said
     assert not any("Traceback" in text for text in said)
-    done = ranked.run(here, size, arguments=PRUNE)
+    done = processes.run({"cwd": str(here), "size": size, "arguments": PRUNE})
     assert [d["status"] for d in done] == [0] * size, done[0]["stderr"]
     same_folders(alone / "reports", here / "reports")
 
 
 def test_a_lost_rank_ends_the_training_in_a_line_and_a_rerun_goes_on(
-    ranked: Ranked, tiny: Path, alone: Path, tmp_path: Path
+    processes: Processes, tiny: Path, alone: Path, tmp_path: Path
 ) -> None:
     """The first one, while the others average gradients; then one process alone continues."""
     here = tmp_path / "w"
     shutil.copytree(alone, here)
     shutil.rmtree(here / "tuned")
-    first, *others = ranked.run(here, 3, arguments=TUNE, kill=[0, 3])
+    first, *others = processes.run(here, 3, arguments=TUNE, kill=[0, 3])
     assert first["status"] == -9
     assert {d["status"] for d in others} == {1}
     said = "".join(d["stderr"] for d in others)
     assert said.count("headprune: Rank 0 is gone, so the others cannot continue.") == 1, said
     assert "Traceback" not in said
-    (again,) = ranked.run(here, 1, arguments=TUNE)
+    (again,) = processes.run(here, 1, arguments=TUNE)
     assert again["status"] == 0, again["stderr"]
     assert "Continuing from step" in again["stderr"]
     one, several = (json.loads((folder / "tuned" / "finetune.json").read_text()) for folder in (alone, here))
@@ -162,7 +154,7 @@ def test_a_lost_rank_ends_the_training_in_a_line_and_a_rerun_goes_on(
         assert after == pytest.approx(before, abs=1e-5)
 
 
-def test_a_mistake_is_told_once(ranked: Ranked, tiny: Path, tmp_path: Path) -> None:
+def test_a_mistake_is_told_once(processes: Processes, tiny: Path, tmp_path: Path) -> None:
     here = tmp_path / "w"
     shutil.copytree(tiny, here)
     for command, status in (
@@ -170,15 +162,15 @@ def test_a_mistake_is_told_once(ranked: Ranked, tiny: Path, tmp_path: Path) -> N
         (["score", "m", "-d", "d", "-o", "m"], 1),
         (["score", "m", "--nonsense"], 2),
     ):
-        first, other = ranked.run(here, 2, arguments=command)
+        first, other = processes.run({"cwd": str(here), "size": 2, "arguments": command})
         assert (first["status"], other["status"]) == (status, status)
         assert first["stderr"]
         assert "Traceback" not in first["stderr"]
         assert (other["stdout"], other["stderr"]) == ("", "")
 
 
-def test_other_commands_are_run_once(ranked: Ranked, tiny: Path) -> None:
-    first, other = ranked.run(tiny, 2, arguments=["methods"])
+def test_other_commands_are_run_once(processes: Processes, tiny: Path) -> None:
+    first, other = processes.run({"cwd": str(tiny), "size": 2, "arguments": ["methods"]})
     assert "ablation" in first["stdout"]
     assert (first["status"], other["status"], other["stdout"]) == (0, 0, "")
 

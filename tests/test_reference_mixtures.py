@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import headprune as hp
+from headprune.batches import Rows
 from headprune.reference.mixtures import block_of, mixed_texts
 from headprune.repairing import repair
-from headprune.rows import Rows
 from tests.support.problems import small
 from tests.support.repairs import classifier, made, refit_of
 

@@ -5,13 +5,16 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from headprune.reference.token_weights import across as _across
+from headprune.reference.token_weights import noise as _noise
+from headprune.reference.token_weights import probe_of
 from torch import Tensor
 
 import headprune as hp
+from headprune.batches import Rows
 from headprune.planning.effects import effects
 from headprune.planning.units import Unit
-from headprune.reference.token_weights import across as _across
-from headprune.reference.token_weights import noise as _noise
+from tests.support.folders import common
 from tests.support.problems import small
 from tests.support.repairs import refit_of
 from tests.support.zoo import randomise, text
@@ -87,3 +90,18 @@ def test_the_weights_of_tokens_are_slopes() -> None:
             handle.remove()
         assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(float(slope[at]), rel=1e-5, abs=1e-9)
     assert x.shape[:2] == slope.shape[:2]
+
+
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
+def test_what_heads_are_ranked_by_is_the_fisher_information_of_such_answers(problem: str) -> None:
+    """Of numbers the identity; of a yes or no its variance."""
+    config = tf.BertConfig(**common(num_labels=3), problem_type=problem)
+    model, batch = tf.BertForSequenceClassification(config), text(400, 7)
+    logits = torch.randn(1, 3).expand(400, 3).clone().requires_grad_()
+    output = tf.modeling_outputs.SequenceClassifierOutput(logits=logits)
+    (slope,) = torch.autograd.grad(probe_of(model, output, batch, 0, Rows()), logits)
+    chance = logits[0].detach().sigmoid()
+    expected = torch.ones(3) if problem == "regression" else chance * (1 - chance)
+    found = slope.T @ slope / 400
+    torch.testing.assert_close(found.diagonal(), expected, rtol=0.25, atol=0)
+    assert (found - found.diagonal().diag()).abs().max() < 0.2 * float(expected.max())

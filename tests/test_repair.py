@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.attention import Heads
+from headprune.batches import Rows
 from headprune.inputs import call
-from headprune.modules import exact_attention
 from headprune.reference import OutputProjection
 from headprune.repairing import Refit, repair
-from headprune.rows import Rows
+from headprune.running import exact_attention
 from tests.support import zoo
 from tests.support.checks import same, state
 from tests.support.problems import duplicated, small

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.divergence import Divergence
-from headprune.fidelity import Fidelity
+from headprune.divergence import Divergence, Fidelity
 from headprune.reference.runner import Calls, Runner
 from headprune.repairing import Refit, Repair, Weights, checked, repair
 from headprune.repairing import held_out as room

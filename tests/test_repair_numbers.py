@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import headprune as hp
+from headprune.divergence import Fidelity
 from headprune.errors import HeadPruneError
-from headprune.fidelity import Fidelity
 from headprune.reference.answers import DenseAnswers, dense_answers
 from headprune.repairing import AnswersRepair, LayerRepair, Repair, Trial, Weights, held_out, repair
 from headprune.repairing.held_out import better

@@ -14,12 +14,12 @@ from torch import nn
 
 import headprune as hp
 from headprune.attention import Heads
-from headprune.modules import exact_attention
+from headprune.batches import Rows
 from headprune.repairing import Weights, repair
 from headprune.repairing.steps import values as values_module
 from headprune.repairing.steps.outputs import fit_output
 from headprune.repairing.steps.values import fit_values
-from headprune.rows import Rows
+from headprune.running import exact_attention
 from tests.support import zoo
 from tests.support.checks import hooks, same, state
 from tests.support.problems import small

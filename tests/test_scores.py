@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import headprune as hp
-from headprune.loss import ExampleLoss
+from headprune.losses import ExampleLoss
 from headprune.scoring import METHODS, Settings
 from tests.support.checks import hooks
 from tests.support.problems import TokensFirst, output_weight, per_example_loss, scaled, split

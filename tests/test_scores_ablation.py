@@ -12,15 +12,14 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.loss import ExampleLoss
-from headprune.modules import exact_attention
-from headprune.rows import Rows
+from headprune.batches import Rows
+from headprune.losses import ExampleLoss
+from headprune.running import evaluating, exact_attention
 from headprune.scoring import Settings, replay
 from headprune.scoring.base import Problem
 from headprune.scoring.reliability import split_half
 from headprune.scoring.replay import Replay
 from headprune.scoring.sampled import inclusion
-from headprune.trace import evaluating
 from tests.support.families import built
 from tests.support.problems import per_example_loss, scaled, split
 from tests.support.zoo import ZOO, bert, gpt2, labelled, randomise, text

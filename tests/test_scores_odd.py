@@ -1,6 +1,5 @@
 """Models and data that once got wrong scores, silently."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.scoring import Settings
-from headprune.scoring.resume import Work, _Digest
+from headprune.store import Store, digest
 from tests.support.problems import small, split
 from tests.support.zoo import bert, labelled, llama, randomise, sizes, text
 
@@ -185,43 +184,10 @@ def test_padding_that_is_cut_out_on_the_way(method: str) -> None:
 # -- what an interrupted run is told apart by ---------------------------------------------------
 
 
-def scaling(factor: float) -> Any:
-    def loss(out: Tensor, labels: Tensor) -> Tensor:
-        return factor * cross_entropy(out, labels)
-
-    return loss
-
-
-def with_scale(out: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
-    return scale * cross_entropy(out, labels)
-
-
-class Loss:
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-    def __call__(self, out: Tensor, labels: Tensor) -> Tensor:
-        return self.scale * cross_entropy(out, labels)
-
-
-def calling(inner: Any) -> Any:
-    code = {"inner": inner, "__name__": "elsewhere"}
-    exec("def loss(out, labels):\n    return inner(out, labels, reduction='none')", code)
-    return code["loss"]
-
-
-@pytest.mark.parametrize(("first", "second"), [
-    (scaling(1.0), scaling(2.0)), (Loss(1.0), Loss(2.0)), (calling(F.cross_entropy), calling(F.multi_margin_loss)),
-    (functools.partial(with_scale, scale=1.0), functools.partial(with_scale, scale=2.0)), (cross_entropy, with_scale),
-])  # fmt: skip
-def test_losses_are_told_apart(first: Any, second: Any, tmp_path: Path) -> None:
-    model = randomise(Plain())
-    batch = pair()
-    a = hp.score(model, [batch], "ablation", loss_fn=first, work=tmp_path)
-    assert "resumed" not in hp.score(model, [batch], "ablation", loss_fn=second, work=tmp_path).details
-    again = hp.score(model, [batch], "ablation", loss_fn=first, work=tmp_path)
-    assert "resumed" in again.details
-    assert torch.equal(again.flat(), a.flat())
+def test_with_a_loss_of_ones_own_nothing_is_kept(tmp_path: Path) -> None:
+    """Another process cannot know whether a function computes the same."""
+    hp.score(randomise(Plain()), [pair()], "ablation", loss_fn=cross_entropy, work=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_inputs_and_configs_are_told_apart(tmp_path: Path) -> None:
@@ -231,15 +197,11 @@ def test_inputs_and_configs_are_told_apart(tmp_path: Path) -> None:
     hp.score(model, [batch], "ablation", work=tmp_path)
     other, _ = llama()
     other.model.rotary_emb.inv_freq *= 0.5  # in no state dict
-    hp.score(other, [batch], "ablation", work=Work(tmp_path, said.append))
+    hp.score(other, [batch], "ablation", work=Store(tmp_path, said.append))
     assert ["not used" in text for text in said] == [True]
     x, y = pair()
-    hashes = []
-    for value in ({"x": x, "y": y}, {"y": x, "x": y}, {"x": x, "y": y, "scale": 1.0}, {"x": x, "y": y, "scale": 5.0}):
-        digest = _Digest()
-        digest.add([value])
-        hashes.append(digest.hash.hexdigest())
-    assert len(set(hashes)) == 4
+    values = ({"x": x, "y": y}, {"y": x, "x": y}, {"x": x, "y": y, "scale": 1.0}, {"x": x, "y": y, "scale": 5.0})
+    assert len({digest(value) for value in values}) == 4
 
 
 # -- losses --------------------------------------------------------------------------------------

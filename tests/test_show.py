@@ -14,18 +14,18 @@ from PIL import Image
 from rich.console import Console as RichConsole
 
 import headprune as hp
-from headprune.app.documents import Heads, Metrics, Positions, Run, Sample, SampleLayer
+from headprune.app.documents import Heads, Positions, Sample, SampleLayer
 from headprune.app.models import load_model
-from headprune.app.report import markdown
-from headprune.app.report.heads import roles, told_removed
+from headprune.app.pictures import save
 from headprune.app.runs import RunFolder
-from headprune.app.seeing import all_heads, draw_head, look_at, of_text, one_head
+from headprune.app.seeing import all_heads, figure_of_head, look_at, of_text, one_head
 from headprune.app.seeing.cells import resized
 from headprune.app.seeing.labels import printable, token_labels
 from headprune.trace import find_attention
 from tests.support.commands import run
-from tests.support.documents import HEADS, METRICS, RUN
+from tests.support.documents import METRICS
 from tests.support.folders import tokenizer
+from tests.support.reports import reported
 from tests.support.zoo import randomise
 
 NASTY = "good [bold]film[/] $x$ \x1b[31m <b> |a|"
@@ -89,15 +89,14 @@ def test_a_text_is_never_markup(bert_folder: Path, tmp_path: Path) -> None:
     labels = ("[bold]", "$x", "$y_{", "<b>", "|")
     layer = SampleLayer.packed(0, np.full((1, 5, 5), 0.2, np.float32), "input", "input")
     nasty = Sample(title=NASTY, positions={"input": Positions(labels=labels)}, layers=(layer,))
-    draw_head(tmp_path / "b.png", nasty, layer, 0, NASTY)
+    save(figure_of_head(nasty, layer, 0, NASTY), tmp_path / "b.png")
     console = RichConsole(width=100, force_terminal=True, color_system="truecolor", record=True, file=io.StringIO())
     console.print(one_head(nasty, layer, 0, True))
     console.print(all_heads(heads, sample, 100, True))
     told = console.export_text()
     assert all(label in told for label in labels)
-    written = markdown.render(Run.model_validate(RUN), [], None, heads.changed(samples=(nasty,)))
-    assert "<b>" not in written
-    assert r"\[bold\]" in written
+    written = reported(tmp_path / "r", METRICS, heads=heads.changed(samples=(nasty,)))
+    assert "one example (`good [bold]film[/] $x$ �[31m <b> |a|`)" in written
 
 
 def test_labels_show_what_cannot_be_seen() -> None:
@@ -181,19 +180,6 @@ def test_a_run_says_what_the_heads_do(scored: Path) -> None:
     run("report", scored)
     assert "What the heads do" not in folder.report_path.read_text()
     assert not (scored / "heads.png").exists()
-
-
-def test_what_the_removed_heads_did() -> None:
-    """Counted by hand: heads 1 and 2 went, which are one of the broad heads and one of the two that look ahead."""
-    heads, metrics = Heads.model_validate(HEADS), Metrics.model_validate(METRICS)
-    found = roles(heads, metrics.budgets)
-    assert [(k.role, k.heads, k.removed, k.clearest) for k in found] == [
-        ("next token", 2, (1,), "L0.H2"), ("broad", 1, (1,), "L0.H1"), ("mixed", 1, (0,), "L0.H3"),
-    ]  # fmt: skip
-    ((_, count, told),) = told_removed(heads, metrics.budgets)
-    assert (count, sorted(told.split(", "))) == (2, ["1 of the 1 broad", "1 of the 2 next token"])
-    text = markdown.render(Run.model_validate(RUN), [], metrics, heads)
-    assert "| next token | 2 | 1 | L0.H2: 90% is there |" in text
 
 
 def test_a_small_table_keeps_its_lines() -> None:

@@ -18,8 +18,8 @@ from headprune.app.workflow.results import most_frequent
 from headprune.app.workflow.scene import Options, open_scene
 from headprune.app.workflow.targets import Goal, shown, trade_off, trials_of
 from headprune.budgets import BUDGETS, Fit, budget_of
+from headprune.divergence import Fidelity
 from headprune.errors import HeadPruneError
-from headprune.fidelity import Fidelity
 from headprune.gates import mask
 from headprune.planning import Order
 from headprune.planning.effort import EFFORTS, Effort

@@ -6,7 +6,6 @@ import copy
 import gc
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ import headprune as hp
 from headprune import latency
 from headprune.app.console import Console
 from headprune.app.workflow import timing
-from headprune.timing import PARTS, energy, generation, joules
+from headprune.timing import PARTS, generation
 from headprune.timing.parts import ATTENTION, ENDS, FEED_FORWARD, LAUNCH, PROJECTIONS, REST, Parts
 from headprune.timing.profiling import profiled, read
 from tests.support.zoo import ZOO, bert, gpt2, llama, mha, t5, text
@@ -369,55 +368,6 @@ def test_what_does_not_write_is_not_timed() -> None:
     assert generation({"dense": model}, example) is None
     model, example = mha()
     assert generation({"dense": model}, example) is None
-
-
-def powercap(path: Path, *packages: tuple[int, int]) -> Path:
-    """A folder as Linux has it: (energy, its largest value) of each package, and one that is a part of a package."""
-    for i, (now, most) in enumerate(packages):
-        zone = path / f"intel-rapl:{i}"
-        zone.mkdir(parents=True)
-        (zone / "name").write_text(f"package-{i}\n")
-        (zone / "energy_uj").write_text(f"{now}\n")
-        (zone / "max_energy_range_uj").write_text(f"{most}\n")
-    part = path / "intel-rapl:0:0"
-    part.mkdir()
-    for name, value in (("name", "core"), ("energy_uj", "7"), ("max_energy_range_uj", "1000")):
-        (part / name).write_text(value)
-    return path
-
-
-def test_rapl_counts_packages_and_begins_again(tmp_path: Path) -> None:
-    folder = powercap(tmp_path, (900_000, 999_999), (0, 10_000_000))
-    name, count = joules.counter_of(CPU, folder)
-    assert name == "RAPL"
-    assert count is not None
-    assert count() == 0
-    (folder / "intel-rapl:0" / "energy_uj").write_text("100000")  # it was full once
-    (folder / "intel-rapl:1" / "energy_uj").write_text("3000000")
-    assert count() == pytest.approx(0.2 + 3.0)
-    assert joules.counter_of(CPU, tmp_path / "none")[1] is None
-    assert joules.counter_of(torch.device("cuda"))[1] is None
-
-
-def test_energy_is_compared_in_turn() -> None:
-    """A pass of the one model takes three joules, of the other one; other work takes nothing here."""
-    spent = [0.0]
-
-    class Uses(nn.Module):
-        def __init__(self, amount: float) -> None:
-            super().__init__()
-            self.amount = amount
-
-        def forward(self, x: Tensor) -> Tensor:
-            spent[0] += self.amount
-            return x
-
-    models = {"dense": Uses(3.0), "pruned": Uses(1.0)}
-    found = energy(models, torch.zeros(2, 3), seconds=0, counter=lambda: spent[0])
-    assert found is not None
-    assert found.joules == {"dense": 3, "pruned": 1}
-    assert found.ratios == {"pruned": (3, 3, 3)}
-    assert energy(models, torch.zeros(2, 3), seconds=0, counter=lambda: 5.0) is None  # it stands still
 
 
 @pytest.mark.parametrize(("totals", "kept"), [([336.0, 0.8, 0.7], 0.8), ([336.0, 5.0, 9.0, 7.0, 8.0, 0.7], 5.0)])

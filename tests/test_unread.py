@@ -9,12 +9,12 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.loss import ExampleLoss
-from headprune.rows import Rows
+from headprune.batches import Rows
+from headprune.losses import ExampleLoss
+from headprune.running import evaluating
 from headprune.scoring import unread
 from headprune.scoring.base import Problem
 from headprune.scoring.replay import Replay
-from headprune.trace import evaluating
 from tests.support.zoo import bert, labelled, randomise, text, vit
 
 _SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 32}

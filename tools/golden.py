@@ -18,6 +18,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -200,8 +201,12 @@ SUBJECTS: dict[str, Callable[[], Results]] = {
 
 
 def machine() -> str:
-    """What decides how sums are rounded."""
-    return f"{platform.system()} {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+    """What decides how sums are rounded: BLAS libraries choose their kernels by the maker of the processor, too."""
+    cpu = Path("/proc/cpuinfo")
+    name = re.search(r"model name\s*:\s*(.+)", cpu.read_text()) if cpu.is_file() else None
+    maker = name[1].strip() if name else platform.processor()
+    kernels = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.system()} {platform.machine()}, {maker}, {kernels}, torch {torch.__version__}"
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -213,7 +218,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield f"{path}/length", len(value)
         for i, each in enumerate(value):
             yield from leaves(each, f"{path}/{i}")
-    else:
+    elif value is not None:  # a key that says nothing is as good as none
         yield path, value
 
 

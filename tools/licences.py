@@ -1,4 +1,4 @@
-"""docs/licences.md: the licence of everything that headprune is tested with, from the packages' own metadata, and of what lies in it.
+"""docs/licences.md: the licence of everything that headprune is tested with, from the packages' own metadata.
 
     python tools/licences.py           # writes docs/licences.md
     python tools/licences.py --check   # 1 if it would differ
@@ -8,7 +8,6 @@ Run it where `constraints.txt` is installed (`make licences`). A package that is
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from importlib import metadata
@@ -18,7 +17,6 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "licences.md"
-SOURCES = ROOT / "headprune" / "app" / "report" / "page" / "vendor" / "SOURCES.json"
 _LONGEST = 60  # characters of a licence's name; what is longer is a licence's text
 
 _HEAD = """# Licences
@@ -27,10 +25,6 @@ headprune is under the Apache License 2.0. Made by `python tools/licences.py` (`
 [constraints.txt](../constraints.txt) pins: what they say of themselves, no legal advice. Only the packages that `pyproject.toml` lists as
 dependencies, and theirs, are installed with headprune; the others are for exports and development.
 """
-_VENDORED = (
-    "Copies of these lie in headprune and in every report.html, with [the texts of their licences]"
-    "(../headprune/app/report/page/vendor/LICENSES.txt), also of what is bundled in them."
-)
 
 
 def main() -> None:
@@ -53,8 +47,6 @@ def written(before: str = "") -> str:
         name, _, version = pin.partition("==")
         licence = _licence(name) or known.get(name, "not known: not installed where this was made")
         lines.append(f"| {name} | {version} | {licence} | {'yes' if _key(name) in needed else ''} |")
-    lines += ["", "## In report.html", "", _VENDORED, "", "| package | version | licence |", "|---|---|---|"]
-    lines += [f"| {s['package']} | {s['version']} | {s['licence']} |" for s in json.loads(SOURCES.read_text())]
     return "\n".join(lines) + "\n"
 
 

@@ -20,14 +20,14 @@ from rich.text import Text
 
 from headprune.amounts import visible
 from headprune.errors import HeadPruneError
-from headprune.jsonio import dumps
+from headprune.files import dumps
 
 _PIPED_WIDTH = 140  # columns where no terminal says how many there are
 _WIDE = 16  # heads per layer up to which the heat map shows numbers
 
 
 class Terminal(RichConsole):
-    """A terminal that no text gives orders: an escape code in a label or a name is shown, not obeyed."""
+    """A console that shows the escape codes in labels and names, so that the terminal does not obey them."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """What is printed, piece by piece; rich adds its own colours later."""
@@ -59,15 +59,11 @@ class Console:
             with self._printing():
                 self.out.print(Text(text), soft_wrap=True)
 
-    def table(self, table: Table) -> None:
-        """A table of the result."""
-        self.show(table)
-
-    def show(self, made: RenderableType) -> None:
-        """Something of the result that is no line of text."""
+    def show(self, renderable: RenderableType) -> None:
+        """A part of the result that is not a line of text, such as a table."""
         if not self.as_json:
             with self._printing():
-                self.out.print(made)
+                self.out.print(renderable)
 
     def document(self, data: Any) -> None:
         """The result as one JSON document, with --json."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from headprune import checkpoint
 from headprune.app.runs import RunFolder
 from headprune.errors import HeadPruneError
-from headprune.jsonio import read_json, write_json
+from headprune.files import digest, read_json, write_json
 
 HOME = Path(".headprune") / "digits"
 REPORT = Path("reports") / "demo"
@@ -65,7 +64,7 @@ def remember(folder: RunFolder) -> None:
 
 
 def _hash_of(folder: RunFolder) -> str:
-    return hashlib.sha256(folder.metrics_path.read_bytes()).hexdigest()
+    return digest(folder.metrics_path, 64)
 
 
 def _digits() -> tuple[Any, Any]:

@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headprune.app.options import Mixture
+from headprune.batches import find_rows
 from headprune.divergence import Divergence, logits_of
 from headprune.errors import HeadPruneError
 from headprune.inputs import LABELS, call, is_encoder_decoder, tensors
-from headprune.loss import ExampleLoss
-from headprune.rows import find_rows
-from headprune.trace import evaluating
+from headprune.losses import ExampleLoss
+from headprune.running import evaluating
 
 _SAME = 1e-4  # relative: how much an example's loss may depend on the other examples of its batch
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """What the loss is made of.
-
-    Attributes:
-        alpha: Weight of the dense model's answers, from 0 (labels only) to 1 (answers only).
-        temperature: Both models' logits are divided by it. Above 1 the less likely classes count more.
-        hidden_states: Whether the hidden states are compared too, with weight 1.
-
-    Raises:
-        HeadPruneError: A value out of its range.
-    """
-
-    alpha: float = 0.5
-    temperature: float = 2.0
-    hidden_states: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise HeadPruneError(
-                f"Alpha {self.alpha:g} is no weight.", "Choose one from 0 (labels) to 1 (dense model)."
-            )
-        if not 0 < self.temperature < float("inf"):
-            raise HeadPruneError(f"There is no temperature {self.temperature:g}.", "Choose one above 0; 2 is usual.")
 
 
 class DistillationLoss(nn.Module):
@@ -73,7 +47,7 @@ class DistillationLoss(nn.Module):
         super().__init__()
         self.student, self.mixture, self.example = student, mixture, example
         self.teachers: tuple[nn.Module, ...] = ()  # in a tuple it is no part of this module: not trained, not saved
-        if mixture.alpha > 0 or mixture.hidden_states:
+        if mixture.needs_teacher:
             if teacher is None:
                 raise HeadPruneError("There is no dense model to learn from.", "Pass it, or train with alpha 0.")
             self.teachers = (teacher,)

@@ -11,6 +11,7 @@ process but for rounding. On a GPU dropout has kernels that draw by themselves, 
 from __future__ import annotations
 
 import copy
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,17 +34,16 @@ from headprune.app.distillation import DistillationLoss
 from headprune.app.documents import Training
 from headprune.app.options import FinetuneOptions
 from headprune.app.precision import widen
-from headprune.checkpoint.files import checksums
+from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
 from headprune.evaluation import evaluate
+from headprune.files import digest as file_digest
+from headprune.files import read_json, write_json
 from headprune.fingerprint import versions
 from headprune.inputs import model_device, move, seeded
-from headprune.jsonio import read_json, write_json
-from headprune.ranks import current
-from headprune.rows import apparent_size
-from headprune.scoring.base import Progress
-from headprune.scoring.resume import digest
-from headprune.trace import evaluating
+from headprune.parallel import current
+from headprune.running import Progress, evaluating
+from headprune.store import digest
 
 SAVE_SECONDS = 60.0  # between two checkpoints, at least
 _SAVE_SHARE = 0.05  # of the time that checkpoints may take
@@ -84,6 +84,7 @@ def finetune(
     Raises:
         HeadPruneError: Models or labels that do not fit each other, weights that cannot be trained here, or a loss that is not finite.
     """
+    options.check()
     began, device = time.monotonic(), model_device(pruned)
     with _accelerate_kept(), seeded(pruned, options.seed), evaluating(dense or pruned):
         facts = [versions(), device.type, asdict(options), metric, train.batch_size, choose.batch_size]
@@ -101,16 +102,15 @@ def finetune(
         trainer.metric = metric
         state, resumed = _train(trainer, flow, last)
         trainer.accelerator.wait_for_everyone()  # the first process may be writing
-        best = int(state.best_global_step or 0)
-        best = best if best and state.best_metric > _merit(before, metric) else 0
+        best = _best_step(state, _merit(before, metric))
         tuned = loss.student = copy.deepcopy(pruned).eval()
         if best:
             file = folder / f"checkpoint-{best}" / _WEIGHTS
             loss.load_state_dict(torch.load(file, map_location=device, weights_only=True))
-    history = [{"step": 0, "epoch": 0.0, **before}, *(h for h in state.log_history if "loss" in h)]
-    return tuned, Training.model_validate(
-        {"examples": len(train), "steps": state.global_step, "planned": state.max_steps, "history": history, "best": best,
-         "resumed": resumed, "seconds": round(time.monotonic() - began, 1)}
+    history = ({"step": 0, "epoch": 0.0, **before}, *(h for h in state.log_history if "loss" in h))
+    return tuned, Training(
+        examples=len(train), steps=state.global_step, planned=state.max_steps, history=history, best=best, resumed=resumed,
+        seconds=round(time.monotonic() - began, 1),
     )  # fmt: skip
 
 
@@ -158,6 +158,16 @@ def _merit(metrics: Mapping[str, float], metric: str) -> float:
     return metrics["accuracy"] - 1e-9 * metrics["loss"] if metric == "accuracy" else -metrics[metric]
 
 
+def _best_step(state: TrainerState, before: float) -> int:
+    """The step after the best epoch; 0 if none was better than before the training.
+
+    Args:
+        before: The merit of the weights before the training.
+    """
+    step = state.best_global_step
+    return int(step) if step and state.best_metric > before else 0
+
+
 @contextmanager
 def _accelerate_kept() -> Iterator[None]:
     """Leave accelerate's state of the process as it was: Trainer makes it anew, and it decides on the devices of all that follows."""
@@ -172,14 +182,17 @@ def _accelerate_kept() -> Iterator[None]:
 
 
 def _last_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """The last checkpoint of a training that is whole, as the best one is; None if there is none."""
+    """The last checkpoint of a training that is whole, as the best one is, without later and damaged ones; None if there is none."""
     found = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
     whole = {step: path for step, path in found.items() if _is_whole(path)}
-    for step in sorted(whole, reverse=True):
-        best = TrainerState.load_from_json(str(whole[step] / _STATE)).best_global_step
-        if not best or best in whole:
-            say(f"Continuing from step {step} of an interrupted training (--no-resume starts again).")
-            return whole[step]
+    best = {step: TrainerState.load_from_json(str(path / _STATE)).best_global_step for step, path in whole.items()}
+    last = max((step for step in whole if not best[step] or best[step] in whole), default=0)
+    for step, path in found.items():
+        if step > last or step not in whole:  # Trainer counts them among those that it keeps
+            shutil.rmtree(path, ignore_errors=True)
+    if last:
+        say(f"Continuing from step {last} of an interrupted training (--no-resume starts again).")
+        return whole[last]
     if folder.parent.is_dir() and any(folder.parent.iterdir()):
         why = "it is damaged" if found else "the model, data, seed, options or versions have changed"
         say(f"Unfinished work in {folder.parent} is not used, as {why}.")
@@ -189,9 +202,13 @@ def _last_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
 def _is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint was written to its end, where its checksums are, and has not changed since."""
     try:
-        return bool(read_json(checkpoint / _SEAL, "checkpoint").get("files") == checksums(checkpoint, _FILES))
-    except HeadPruneError:
+        return bool(read_json(checkpoint / _SEAL, "checkpoint")["files"] == _checksums(checkpoint))
+    except (HeadPruneError, KeyError, OSError):
         return False
+
+
+def _checksums(checkpoint: Path) -> dict[str, str]:
+    return {name: file_digest(checkpoint / name) for name in _FILES}
 
 
 class _Trainer(Trainer):  # type: ignore[misc]
@@ -270,7 +287,7 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
             checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            write_json(checkpoint / _SEAL, "checkpoint", {"files": checksums(checkpoint, _FILES)})
+            write_json(checkpoint / _SEAL, "checkpoint", {"files": _checksums(checkpoint)})
         self.saved = time.monotonic()
         self.wait = max(SAVE_SECONDS, (self.saved - self.stepped) / _SAVE_SHARE)
         control.should_training_stop |= self.over(state)

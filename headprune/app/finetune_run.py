@@ -10,11 +10,19 @@ import torch
 
 from headprune import checkpoint
 from headprune.app import runs
-from headprune.app.data import DataOptions, load_parts, load_train
-from headprune.app.documents import Cut, FinetuneRecord, Measured, Run
+from headprune.app.data import load_parts, load_train
+from headprune.app.documents import (
+    Cut,
+    FinetunedChanges,
+    FinetunedModels,
+    FinetuneRecord,
+    Measured,
+    Run,
+    TrainingOptions,
+)
 from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import load_model
-from headprune.app.options import FinetuneOptions, Options
+from headprune.app.options import DataOptions, FinetuneOptions, Options
 from headprune.app.precision import half_of, holds
 from headprune.app.report.finetuned import card, render
 from headprune.app.runs import RunFolder, check_free
@@ -23,10 +31,10 @@ from headprune.app.workflow.checks import changed_options, seen_before
 from headprune.app.workflow.cost import announce, cost_of_training
 from headprune.errors import HeadPruneError
 from headprune.evaluation import compare, evaluate
+from headprune.files import write_file
 from headprune.fingerprint import config_hash, fingerprint, processor_hash
 from headprune.inputs import model_device
-from headprune.jsonio import write_text
-from headprune.ranks import current
+from headprune.parallel import current
 
 DOCUMENT = "finetune.json"
 REPORT = "finetune.md"
@@ -60,8 +68,10 @@ def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, FinetuneR
         The folder, which appears complete or not at all, and what is in ``finetune.json``.
 
     Raises:
-        HeadPruneError: No such folder, no dense model, data that is cut otherwise than when pruning.
+        HeadPruneError: No such folder, no dense model, an option out of its range, data that is cut otherwise than when pruning.
     """
+    config.training.check()
+    config.options.check()
     output, key = config.output, key_of("finetune", replace(config, resume=True))
 
     def choose() -> Folder:
@@ -83,16 +93,15 @@ def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
     run = run_of(source)
     scene = _open_dense(options, source, run, console)
     parts, metric = scene.parts, scene.metric
-    pruned = load_model(
-        str(source), task=scene.loaded.task.name, device=options.device, dtype=options.dtype, with_processor=False,
-        trust_remote_code=options.trust_remote_code,
-    ).model  # fmt: skip
+    loading = replace(options.loading, task=scene.loaded.task.name)
+    pruned = load_model(str(source), loading, with_processor=False).model
     train, notes = load_train(options.data, scene.loaded, parts, config.train_limit)
     notes = [*_check_unseen(scene, source, run), *notes]
     half = half_of(pruned.config)
     if half and next(pruned.parameters()).dtype == torch.float32 and holds(pruned, half):
         scene = replace(scene, loaded=replace(scene.loaded, stored=half))
-        notes.append(f"{source} is stored in {half}, and so is the fine-tuned model; trained and measured in float32.")
+        dtype = str(half).removeprefix("torch.")
+        notes.append(f"{source} is stored in {dtype}, and so is the fine-tuned model; trained and measured in float32.")
     for note in notes:
         console.say(note)
     announce(console, lambda: cost_of_training(pruned, train, parts.choose, parts.report, config.training.epochs))
@@ -109,29 +118,27 @@ def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
         with console.track(f"measuring the {name} model") as progress:
             measured[name] = evaluate(model, parts.report.batches(), progress=progress)
     pairs = {"pruned": ("dense", "pruned"), "finetuned": ("dense", "finetuned"), "gain": ("pruned", "finetuned")}
-    record = FinetuneRecord.model_validate(
-        {
-            "command": runs.command_line(),
-            "when": runs.now(),
-            "environment": runs.environment(str(model_device(pruned))),
-            "pruned": str(source),
-            "teacher": scene.loaded.source,
-            "task": scene.loaded.task.name,
-            "metric": metric,
-            "options": {**vars(config.training), "dtype": options.dtype, "train_limit": config.train_limit},
-            "data": options.data,
-            "parts": Cut.of(parts, train),
-            "notes": (*parts.notes, *notes, *filter(None, [saved.note])),
-            "seconds": round(time.monotonic() - began, 1),
-            "training": training,
-            "models": {name: Measured.of(each, metric) for name, each in measured.items()},
-            "changes": {name: compare(measured[a], measured[b], metric) for name, (a, b) in pairs.items()},
-        }
+    record = FinetuneRecord(
+        command=runs.command_line(),
+        when=runs.now(),
+        environment=runs.environment(str(model_device(pruned))),
+        pruned=str(source),
+        teacher=scene.loaded.source,
+        task=scene.loaded.task.name,
+        metric=metric,
+        options=TrainingOptions(**vars(config.training), dtype=options.loading.dtype, train_limit=config.train_limit),
+        data=options.data,
+        parts=Cut.of(parts, train),
+        notes=(*parts.notes, *notes, *filter(None, [saved.note])),
+        seconds=round(time.monotonic() - began, 1),
+        training=training,
+        models=FinetunedModels(**{name: Measured.of(each, metric) for name, each in measured.items()}),
+        changes=FinetunedChanges(**{n: compare(measured[a], measured[b], metric) for n, (a, b) in pairs.items()}),
     )
 
     def write() -> None:
         record.write(content / DOCUMENT)
-        write_text(content / REPORT, render(folder.path.name, record))
+        write_file(content / REPORT, render(folder.path.name, record))
         checkpoint.add_figures(content, card(record))
         folder.publish(content, ["*"])
 

@@ -3,7 +3,7 @@
 Beside what is for readers, a folder holds these, only while they are needed:
 
     .lock        which process is writing it (`headprune.locks`)
-    .unfinished  finished parts of a run that has not ended
+    .unfinished  results of a run that has not ended (`headprune.store`)
     .ready       the complete new content, while it is moved to its place
 
 A run makes its new content in ``.unfinished`` and publishes it with one rename, to ``.ready``. Before the rename the folder is
@@ -12,22 +12,22 @@ unchanged; after it the new content counts, and if the run is killed while it mo
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from headprune.errors import HeadPruneError, Stopped, check_writable
-from headprune.jsonio import read_json, write_json
-from headprune.locks import BusyError, Lock
-from headprune.ranks import current
+from headprune.files import digest, read_json, write_json
+from headprune.locks import BusyError, is_held, is_taken, locked
+from headprune.parallel import current
+from headprune.store import Store
 
-_LOCK, _UNFINISHED, _READY = ".lock", ".unfinished", ".ready"
+_LOCK, _UNFINISHED, _READY = OWN = (".lock", ".unfinished", ".ready")
 _COMMAND, _DONE, _GONE = "command.json", "done.json", ".gone.json"
 _PATIENCE = 20.0  # seconds that a reader waits for a run that is moving its files
 
@@ -45,30 +45,68 @@ class Folder:
 
     @property
     def unfinished(self) -> Path:
-        """The folder of finished parts of a run that has not ended."""
+        """The folder of a run's results that has not ended."""
         return self.path / _UNFINISHED
+
+    def store(self, say: Callable[[str], None]) -> Store:
+        """The results of a run that has not ended."""
+        return Store(self.unfinished, say)
 
     @property
     def empty(self) -> bool:
         """Whether it holds nothing for readers."""
         if not self.path.is_dir():
             return not self.path.exists()
-        return all(p.name in (_LOCK, _UNFINISHED, _READY) for p in self.path.iterdir())
+        return all(p.name in OWN for p in self.path.iterdir())
 
     @property
     def in_use(self) -> bool:
         """Whether another process is writing it."""
-        return self._lock().taken()
+        return is_taken(self.path / _LOCK)
 
     @property
     def command(self) -> dict[str, str] | None:
         """The command (``key`` and ``command``) whose unfinished work is here, if it was interrupted."""
         self._check_own()
         try:
-            found = read_json(self.unfinished / _COMMAND, "command")
+            note = read_json(self.unfinished / _COMMAND, "command")
         except HeadPruneError:
             return None
-        return found if all(isinstance(found.get(name), str) for name in ("key", "command")) else None
+        return note if all(isinstance(note.get(name), str) for name in ("key", "command")) else None
+
+    def left_by(self, key: str) -> bool:
+        """Whether this very command was interrupted here."""
+        return (self.command or {}).get("key") == key
+
+    def done_by(self, key: str) -> bool:
+        """Whether this very command was interrupted here after all its work was published."""
+        return self.left_by(key) and (self.unfinished / _DONE).exists()
+
+    def already_published(self, key: str, overwrite: bool, of: str) -> bool:
+        """Whether this very command published the result of these inputs here before, and was killed only after that.
+
+        Args:
+            overwrite: Whether the result of other inputs may be replaced.
+            of: The inputs, as given to `publish`: models and data may have changed under the same names.
+
+        Raises:
+            HeadPruneError: It was the result of other inputs.
+        """
+
+        def published() -> Any:
+            if not self.done_by(key):
+                return None
+            with suppress(HeadPruneError):
+                return read_json(self.unfinished / _DONE, "publication").get("of")
+            return ""  # damaged
+
+        before = current().first("published before", published)
+        if before not in (None, of) and not overwrite:
+            raise HeadPruneError(
+                f"{self.path} holds what this command made before, and the model, the data or the versions have changed since.",
+                "Choose another folder with -o, or add --overwrite.",
+            )
+        return bool(before == of)
 
     def _check_own(self) -> None:
         """Refuse links in the place of what headprune keeps here: what lies behind them would be moved, or removed.
@@ -76,46 +114,11 @@ class Folder:
         Raises:
             HeadPruneError: There is one.
         """
-        for path in (self.unfinished, self.path / _READY, self.path / _LOCK):
+        for path in (self.path / name for name in OWN):
             if path.is_symlink():
                 raise HeadPruneError(
                     f"{path} is a link, which headprune never makes there.", "Remove the link, or use another folder."
                 )
-
-    def left_by(self, key: str) -> bool:
-        """Whether this very command was interrupted here."""
-        return (self.command or {}).get("key") == key
-
-    def done_by(self, key: str) -> bool:
-        """Whether this very command was interrupted here after all its work was done."""
-        return self.left_by(key) and (self.unfinished / _DONE).exists()
-
-    def did(self, key: str, overwrite: bool, of: str) -> bool:
-        """Whether this very command has done this very work here, and was interrupted only after that.
-
-        Args:
-            overwrite: Whether what it has done may be replaced, if it was other work.
-            of: What it works on now, as given to `publish`: models and data may have changed under the same names.
-
-        Raises:
-            HeadPruneError: It was other work.
-        """
-        before = current().first("done before", lambda: self._done_of(key))
-        if before is not None and before != of and not overwrite:
-            raise HeadPruneError(
-                f"{self.path} holds what this command made before, and the model, the data or the versions have changed since.",
-                "Choose another folder with -o, or add --overwrite.",
-            )
-        return before == of
-
-    def _done_of(self, key: str) -> str | None:
-        """What this very command worked on, if it did all of its work here."""
-        if not self.done_by(key):
-            return None
-        try:
-            return str(read_json(self.unfinished / _DONE, "publication").get("of"))
-        except HeadPruneError:
-            return ""
 
     def clear_unfinished(self) -> None:
         """Remove the unfinished work of an interrupted run."""
@@ -131,11 +134,8 @@ class Folder:
         """
         check_writable(self.path)
         self._check_own()
-        with self._lock().holding(f"The folder {self.path}", command):
+        with locked(self.path / _LOCK, f"The folder {self.path}", command):
             yield
-
-    def _lock(self) -> Lock:
-        return Lock(self.path / _LOCK)
 
     def check_idle(self, replaces: Iterable[str]) -> None:
         """Refuse to replace a folder in here that another process is writing: its work would be removed under it.
@@ -159,7 +159,7 @@ class Folder:
         Args:
             content: The other folder: complete, and in `unfinished`, so that one rename commits it.
             replaces: Patterns of the names to remove.
-            of: A name for what the content was made from, by which the same command knows it again (`did`).
+            of: A name for what the content was made from, by which the same command knows it again (`already_published`).
 
         Raises:
             BusyError: Another process is writing what would be removed; nothing has changed then.
@@ -168,9 +168,8 @@ class Folder:
         self.check_idle(replaces)
         for path in (*content.glob(".*"), *content.rglob(".*.tmp")):  # half-written by a killed run
             _remove(path)
-        new = {p.name for p in content.iterdir()}
-        gone = {p.name for pattern in replaces for p in self.path.glob(pattern)} - {_LOCK, _UNFINISHED, _READY}
-        write_json(content / _GONE, "publication", {"gone": sorted(gone - new), "of": of})
+        gone = {p.name for pattern in replaces for p in self.path.glob(pattern)} - {p.name for p in content.iterdir()}
+        write_json(content / _GONE, "publication", {"gone": sorted(gone), "of": of})
         os.replace(content, self.path / _READY)
         self._move()
 
@@ -182,27 +181,26 @@ class Folder:
             HeadPruneError: What is there is not headprune's, or damaged.
         """
         self._check_own()
-        deadline = time.monotonic() + _PATIENCE
-        while (self.path / _READY).exists():
-            lock = self._lock()
-            if lock.path.resolve() in Lock.held:
+        lock, ready = self.path / _LOCK, self.path / _READY
+        if not ready.exists():
+            return
+        with ExitStack() as stack:
+            if not is_held(lock):
+                stack.enter_context(locked(lock, f"The folder {self.path}", "reading", _PATIENCE))
+            if ready.exists():
                 self._move()
-                return
-            try:
-                with lock.holding(f"The folder {self.path}", "reading"):
-                    self._move()
-            except BusyError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
 
     def _move(self) -> None:
         """Move what is ready to its place; after an interruption, calling it again moves the rest."""
         ready = self.path / _READY
         journal = ready / _GONE
         if journal.exists():
-            for name in _names_in(journal):
-                _remove(self.path / name)
+            gone = read_json(journal, "publication").get("gone")
+            for entry in [
+                p for p in self.path.iterdir() if p.name not in OWN
+            ]:  # so nothing elsewhere, whatever it says
+                if isinstance(gone, list) and entry.name in gone:
+                    _remove(entry)
             # Folders first: when a report or a document appears, all that it names is there.
             for entry in sorted(ready.iterdir(), key=lambda p: (p.is_file(), p.name)):
                 if entry != journal:
@@ -212,7 +210,7 @@ class Folder:
                     os.replace(entry, target)
             self.unfinished.mkdir(exist_ok=True)
             os.replace(journal, self.unfinished / _DONE)
-        for path in self.unfinished.iterdir():
+        for path in self.unfinished.glob("*"):
             if path.name not in (_COMMAND, _DONE):
                 _remove(path)
         with suppress(FileNotFoundError):
@@ -222,22 +220,20 @@ class Folder:
 AnyFolder = TypeVar("AnyFolder", bound=Folder)
 
 
-def key_of(*asked: Any) -> str:
+def key_of(*options: Any) -> str:
     """A name for what a command was asked to do; commands with the same name continue each other's work.
 
     Args:
-        asked: Dataclasses of plain values, and such.
+        options: Dataclasses of plain values, and such.
     """
-    return hashlib.sha256(repr(asked).encode("utf-8", "backslashreplace")).hexdigest()[:16]
+    return digest(repr(options))
 
 
 @contextmanager
 def claimed(
     choose: Callable[[], AnyFolder], key: str, command: str, *, resume: bool = True, say: Callable[[str], None]
 ) -> Iterator[AnyFolder]:
-    """A folder to write to, which only this process may write while the context lasts.
-
-    Of several ranks the first one takes it, for all of them, and gives it back when all are through.
+    """A folder to write to, which only this process may write while the context lasts; of several ranks the first one takes it.
 
     Afterwards unfinished work is removed, and so is an empty folder. After an interruption unfinished work stays, so that the
     same command can continue; after an error it stays for any command, since this one may be the mistake.
@@ -252,49 +248,36 @@ def claimed(
         BusyError: Another process is writing it.
         HeadPruneError: The ranks were given different options.
     """
-    ranks, lock = current(), ExitStack()
+    ranks = current()
     ranks.agree("options", lambda: key)  # each trains by its own learning rate, say: nothing later would tell
-
-    def taken() -> AnyFolder:
-        nonlocal lock
-        folder, lock = _taken(choose, command)
-        return folder
-
-    folder = ranks.first("claiming", taken)
-    if not ranks.main:
-        ranks.first("beginning", lambda: None)
-        yield folder
-        ranks.gather("through", None)
-        return
-    keep = True
-    try:
-        ranks.first("beginning", lambda: _begin(folder, key, command, resume, say))
-        yield folder
-        ranks.gather("through", None)
+    with ExitStack() as lock:
+        folder = ranks.first("claiming", partial(_take, choose, command, lock))
         keep = False
-    except KeyboardInterrupt as error:
-        kept = f"What was finished is kept in {folder.unfinished}: the same command continues there."
-        hint = kept if _worth_keeping(folder.unfinished) else "Nothing was written."
-        raise Stopped(getattr(error, "status", 130), hint) from error
-    except HeadPruneError:
-        for name in (_COMMAND, _DONE):
-            (folder.unfinished / name).unlink(missing_ok=True)
-        raise
-    finally:
-        if not keep or not _worth_keeping(folder.unfinished):
-            folder.clear_unfinished()
-        lock.close()
-        with suppress(OSError):  # not empty
-            folder.path.rmdir()
+        try:
+            ranks.first("beginning", partial(_begin, folder, key, command, resume, say))
+            yield folder
+            ranks.gather("through", None)
+        except KeyboardInterrupt as error:
+            keep = _worth_keeping(folder.unfinished)
+            kept = f"What was finished is kept in {folder.unfinished}: the same command continues there."
+            raise Stopped(getattr(error, "status", 130), kept if keep else "Nothing was written.") from error
+        except BaseException as error:
+            for name in (_COMMAND, _DONE) if ranks.main and isinstance(error, HeadPruneError) else ():
+                (folder.unfinished / name).unlink(missing_ok=True)
+            keep = _worth_keeping(folder.unfinished)
+            raise
+        finally:
+            if ranks.main and not keep:
+                folder.clear_unfinished()
 
 
-def _taken(choose: Callable[[], AnyFolder], command: str) -> tuple[AnyFolder, ExitStack]:
-    """A folder that is locked, and what releases it."""
+def _take(choose: Callable[[], AnyFolder], command: str, lock: ExitStack) -> AnyFolder:
+    """A folder that is locked until ``lock`` is closed."""
     while True:
         folder = choose()
-        with ExitStack() as lock:
+        with ExitStack() as stack:
             try:
-                lock.enter_context(folder.locked(command))
+                stack.enter_context(folder.locked(command))
             except BusyError:
                 if choose() == folder:
                     raise
@@ -302,7 +285,8 @@ def _taken(choose: Callable[[], AnyFolder], command: str) -> tuple[AnyFolder, Ex
             folder.settle()
             if choose() == folder:
                 folder.check_idle(folder.parts)  # now, not only when the long work is done
-                return folder, lock.pop_all()
+                lock.push(stack.pop_all())
+                return folder
 
 
 def _begin(folder: Folder, key: str, command: str, resume: bool, say: Callable[[str], None]) -> None:
@@ -320,30 +304,6 @@ def _begin(folder: Folder, key: str, command: str, resume: bool, say: Callable[[
 
 def _worth_keeping(unfinished: Path) -> bool:
     return any(p.is_file() and p.name != _COMMAND for p in unfinished.rglob("*"))
-
-
-def _names_in(journal: Path) -> list[str]:
-    """Which files and folders a publication removes; a name that leads elsewhere is refused.
-
-    Raises:
-        HeadPruneError: The list is damaged, or is not headprune's.
-    """
-    try:
-        names = read_json(journal, "publication").get("gone")
-        if not isinstance(names, list) or not all(_is_name(name) for name in names):
-            raise TypeError
-    except (HeadPruneError, TypeError):
-        raise HeadPruneError(
-            f"{journal.parent} holds the new content of {journal.parent.parent}, and its list of what goes ({journal.name}) is damaged.",
-            f"Move {journal.parent} away, and run the command again with --overwrite.",
-        ) from None
-    return names
-
-
-def _is_name(name: Any) -> bool:
-    """Whether something is the name of a file in a folder that is not one of headprune's own."""
-    own = ("", ".", "..", _LOCK, _UNFINISHED, _READY)
-    return isinstance(name, str) and name not in own and "\0" not in name and Path(name).name == name
 
 
 def _remove(path: Path) -> None:

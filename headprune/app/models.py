@@ -13,56 +13,16 @@ import torch
 from torch import nn
 
 from headprune import checkpoint
-from headprune.app.named import check_source
+from headprune.app.named import check_source, split_revision
+from headprune.app.options import TASKS, LoadOptions, Task
 from headprune.app.precision import half_of, holds, widen
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
-from headprune.forms import as_stored, guesses, made, sound_shapes
+from headprune.files import recover_folder
+from headprune.input_specs import build, of_config, sound_shapes, with_own_dtype
 from headprune.inputs import map_tensors, model_device, move
 from headprune.offload import aligned
 
-
-@dataclass(frozen=True)
-class Task:
-    """What a model is for.
-
-    Attributes:
-        head: The end of the names of its classes: ``AutoModelFor...`` is transformers' Auto class.
-        modality: ``"text"``, ``"image"`` or ``"audio"``.
-        metric: What is measured first: ``"accuracy"`` (higher is better) or ``"perplexity"`` (lower is better).
-        suffixes: Other endings of the names of architectures that do this.
-    """
-
-    name: str
-    head: str
-    modality: str
-    metric: str
-    suffixes: tuple[str, ...] = ()
-
-    @property
-    def auto_class(self) -> str:
-        """The name of transformers' Auto class."""
-        return f"AutoModelFor{self.head}" if self.head else "AutoModel"
-
-    def fits(self, architecture: str) -> bool:
-        """Whether a model's class does this, by its name."""
-        return architecture.endswith((f"For{self.head}", *self.suffixes))
-
-
-TASKS = {
-    task.name: task
-    for task in (
-        Task("sequence-classification", "SequenceClassification", "text", "accuracy"),
-        Task("token-classification", "TokenClassification", "text", "accuracy"),
-        Task("question-answering", "QuestionAnswering", "text", "accuracy"),
-        Task("masked-lm", "MaskedLM", "text", "perplexity", ("ForPreTraining",)),
-        Task("causal-lm", "CausalLM", "text", "perplexity", ("LMHeadModel",)),
-        Task("image-classification", "ImageClassification", "image", "accuracy"),
-        Task("speech-seq2seq", "SpeechSeq2Seq", "audio", "perplexity"),
-        Task("audio-classification", "AudioClassification", "audio", "accuracy"),
-        Task("seq2seq", "Seq2SeqLM", "text", "perplexity", ("ForConditionalGeneration",)),
-    )
-}
 _BASE = Task("base", "", "text", "")
 _MODALITIES = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}  # by the first input's name
 _SPEECH_TYPES = {"whisper", "speech_to_text", "moonshine", "speecht5"}
@@ -97,46 +57,37 @@ class LoadedModel:
 
 def load_model(
     source: str,
+    options: LoadOptions = LoadOptions(),  # noqa: B008
     *,
-    task: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
     with_processor: bool | None = True,
     any_task: bool = False,
-    placing: checkpoint.Placing | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face model, a local folder, or a folder that `headprune.save` wrote.
 
     Args:
-        source: Hub id or path; of a run folder, the pruned model in it, if it is one.
-        task: One of `TASKS`; read from the model's config if None.
-        device: ``"auto"`` is CUDA, then MPS, then CPU.
-        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``; ``"auto"`` is the stored one, but float32 on a CPU.
-        trust_remote_code: Whether code that comes with the model may run. Pass on only what the user said for this run,
-            never what a file says.
+        source: Hub id (or ``ID@REVISION``) or path; of a run folder, the pruned model in it, if it is one.
+        options: The device ``"auto"`` is CUDA, then MPS, then CPU; the dtype ``"auto"`` is the stored one, but float32 on a CPU. Whether
+            code that comes with the model may run is only what the user said for this run, never what a file says.
         with_processor: Whether to load a tokenizer or image processor too; None: where there is one, with a note where there is none.
         any_task: Take a model of no task (a base model, without a head) or of another one too: its task is then ``"base"``.
-        placing: Where the weights go, if not all onto ``device``.
 
     Raises:
         HeadPruneError: No such model, an unknown task, a missing tokenizer, weights that do not load or are not numbers,
             code that comes with the model and may not run.
     """
-    if task not in (None, *TASKS):
-        raise HeadPruneError(f"There is no task {task!r}.", f"Use one of {', '.join(TASKS)}.")
-    check_source(source, revision)
-    named, source = source, resolved(source)
-    where = pick_device(device)
-    wanted = _dtype(dtype, where)
+    options.check()
+    check_source(source)
+    named, path = source, resolved(source)
+    source, revision = split_revision(path)
+    where, placing, dtype = pick_device(options.device), options.placing(), options.dtype
+    wanted, trust_remote_code = _dtype(dtype, where), options.trust_remote_code
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = config_of(source, common)
-    kind = task_of(config, task, source, any_task)
+    kind = task_of(config, options.task, source, any_task)
     half = half_of(config) if dtype == "auto" and wanted == torch.float32 else None
     ours = checkpoint.is_checkpoint(source)  # whose code is for those without headprune
     if ours:
-        places: dict[str, Any] = {"device": where} if placing is None else placing.options()
+        places: dict[str, Any] = {"device": where} if placing is None else dict(placing)
         model = checkpoint.load(source, **places, trust_remote_code=trust_remote_code)
         if half is not None:
             widen(model)
@@ -144,7 +95,7 @@ def load_model(
             for parameter in model.parameters():  # not the buffers: rotary frequencies must not be rounded
                 parameter.data = parameter.data.to(wanted)
     else:
-        model = _load_dense(source, kind, config, wanted, {**common, **(placing.options() if placing else {})})
+        model = _load_dense(source, kind, config, wanted, {**common, **(placing or {})})
         aligned(model) if placing else model.to(where)
     model.eval()
     _check_numbers(model, source)
@@ -159,7 +110,7 @@ def load_model(
         notes.append(str(error.args[0]))
     if kind.modality == "text" and processor is not None:
         set_padding(model.config, processor.pad_token_id)
-    if source != named:
+    if path != named:
         notes.append(
             f"{named} is a run folder: the model in it that was pruned already, {Path(source).name}, is taken. (To keep another number of the "
             f"dense model's heads, continue that run: `headprune prune -o {named} --keep …`.)"
@@ -181,9 +132,7 @@ def resolved(source: str) -> str:
         HeadPruneError: The run folder holds none or several.
     """
     path = Path(source)
-    is_run = (
-        any((path / name).is_file() for name in ("run.json", "streamed.json")) and not (path / "config.json").exists()
-    )
+    is_run = (path / "run.json").is_file() and not (path / "config.json").exists()
     return str(pruned_in(path)) if is_run else source
 
 
@@ -193,7 +142,7 @@ def pruned_in(path: Path) -> Path:
     Raises:
         HeadPruneError: It holds none or several.
     """
-    checkpoint.recovered(path)
+    recover_folder(path)
     if checkpoint.is_checkpoint(path):
         return path
     if not path.is_dir():
@@ -303,8 +252,8 @@ def _guessed(loaded: LoadedModel) -> dict[str, Any]:
     Raises:
         HeadPruneError: The config does not tell what it takes.
     """
-    for form in as_stored(loaded.model, guesses(loaded.model)):
-        example = map_tensors(made(form), lambda t: torch.cat([t, t.roll(1, -1)]) if len(t) == 1 else t)
+    for spec in with_own_dtype(loaded.model, of_config(loaded.model)):
+        example = map_tensors(build(spec), lambda t: torch.cat([t, t.roll(1, -1)]) if len(t) == 1 else t)
         example = move(example, model_device(loaded.model))
         with suppress(Exception), torch.no_grad():  # a model may refuse an input with any error
             loaded.model(**example)

@@ -1,21 +1,165 @@
-"""What a run and a fine-tuning are asked for: values, as run folders note them."""
+"""What a run and a fine-tuning are asked for: values that the command line fills, and that run folders note. No torch is imported here."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from pydantic import StrictBool, StrictInt
 
-from headprune.app import MAX_SEED
-from headprune.app.data.options import DataOptions
-from headprune.app.distillation import Mixture
-from headprune.app.models import TASKS
-from headprune.app.placing import placing_of
-from headprune.checkpoint import Placing
 from headprune.errors import HeadPruneError
-from headprune.plans import keep_of
-from headprune.scoring.base import Settings
+from headprune.options import MAX_SEED, Flag
+
+_MAX_EPOCHS = 1_000_000  # infinitely many steps cannot be counted
+
+
+def _check_range(flag: str, value: int | None, least: int, most: float = math.inf) -> None:
+    if value is not None and not least <= value <= most:
+        limits = f"{least} or more" if most == math.inf else f"{least} to {most}"
+        raise HeadPruneError(f"{flag} is {value}.", f"Give {limits}.")
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where the data is and how to read it.
+
+    Attributes:
+        seed: For the order in which examples are taken.
+    """
+
+    dataset: Annotated[str, Flag("Hub id, folder, or .jsonl, .csv or .parquet file.", short="-d", panel="Data")] = ""
+    subset: Annotated[str | None, Flag("Configuration of a Hub dataset.", panel="Data")] = None
+    split: Annotated[str | None, Flag("Split to score on [train, if there is one].", panel="Data")] = None
+    choose_split: Annotated[str | None, Flag("Split to choose plans on [validation].", panel="Data")] = None
+    report_split: Annotated[str | None, Flag("Split to report on [test].", panel="Data")] = None
+    text_column: Annotated[
+        str | None, Flag("Column of the text, image or sound; a,b for pairs of texts [guessed].", panel="Data")
+    ] = None
+    label_column: Annotated[str | None, Flag("Column of the label or target [guessed].", panel="Data")] = None
+    limit: Annotated[
+        int, Flag("Examples to score on, and as many to choose on.", short="-L", least=2, panel="Data")
+    ] = 512
+    report_limit: Annotated[int, Flag("Examples to report on, at most.", least=2, panel="Data")] = 2000
+    max_length: Annotated[int | None, Flag("Tokens per example, at most [512].", least=2, panel="Data")] = None
+    batch_size: Annotated[int, Flag("Examples per batch.", short="-b", least=1, panel="Data")] = 32
+    also: tuple[str, ...] = ()
+    seed: int = 0
+
+    def check(self) -> None:
+        """Refuse what cannot be right, before anything is loaded.
+
+        Raises:
+            HeadPruneError: No dataset; a number out of its range; no such file or folder, or an empty one.
+        """
+        from headprune.app.data.reading import check_local
+
+        if not self.dataset:
+            raise HeadPruneError(
+                "No dataset was given.", "Name one with -d, for instance: -d stanfordnlp/imdb, or -d data/train.jsonl."
+            )
+        for name, least in {"limit": 2, "report_limit": 2, "max_length": 2, "batch_size": 1}.items():
+            _check_range(f"--{name.replace('_', '-')}", getattr(self, name), least)
+        if self.text_column is not None and self.text_column.count(",") > 1:
+            raise HeadPruneError(
+                f"--text-column {self.text_column} names more than two columns.", "Name one, or two for pairs."
+            )
+        for dataset in (self.dataset, *self.also):
+            check_local(dataset)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model is for.
+
+    Attributes:
+        head: The end of the names of its classes: ``AutoModelFor...`` is transformers' Auto class.
+        modality: ``"text"``, ``"image"`` or ``"audio"``.
+        metric: What is measured first: ``"accuracy"`` (higher is better) or ``"perplexity"`` (lower is better).
+        suffixes: Other endings of the names of architectures that do this.
+    """
+
+    name: str
+    head: str
+    modality: str
+    metric: str
+    suffixes: tuple[str, ...] = ()
+
+    @property
+    def auto_class(self) -> str:
+        """The name of transformers' Auto class."""
+        return f"AutoModelFor{self.head}" if self.head else "AutoModel"
+
+    def fits(self, architecture: str) -> bool:
+        """Whether a model's class does this, by its name."""
+        return architecture.endswith((f"For{self.head}", *self.suffixes))
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("sequence-classification", "SequenceClassification", "text", "accuracy"),
+        Task("token-classification", "TokenClassification", "text", "accuracy"),
+        Task("question-answering", "QuestionAnswering", "text", "accuracy"),
+        Task("masked-lm", "MaskedLM", "text", "perplexity", ("ForPreTraining",)),
+        Task("causal-lm", "CausalLM", "text", "perplexity", ("LMHeadModel",)),
+        Task("image-classification", "ImageClassification", "image", "accuracy"),
+        Task("speech-seq2seq", "SpeechSeq2Seq", "audio", "perplexity"),
+        Task("audio-classification", "AudioClassification", "audio", "accuracy"),
+        Task("seq2seq", "Seq2SeqLM", "text", "perplexity", ("ForConditionalGeneration",)),
+    )
+}
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded.
+
+    Attributes:
+        trust_remote_code: Whether code that comes with the model may run. Only a person says so, here and now.
+        device_map, device_memory: Where the weights of a model go that is larger than a device.
+    """
+
+    task: Annotated[str | None, Flag("What the model is for [read from its config].", panel="Model")] = None
+    device: Annotated[str, Flag("auto, cpu, cuda or mps.", panel="Model")] = "auto"
+    dtype: Annotated[str, Flag("auto (as stored; float32 on a CPU), float32, bfloat16 or float16.", panel="Model")] = (
+        "auto"
+    )
+    trust_remote_code: Annotated[bool, Flag("Run code that comes with the model.", panel="Model")] = False
+    device_map: Annotated[
+        str | None,
+        Flag(
+            "For a model larger than a device (docs/scale.md): auto spreads it over the GPUs, the CPU's memory and the disk; or balanced, "
+            "sequential, or a JSON file.",
+            panel="Model",
+        ),
+    ] = None
+    device_memory: Annotated[
+        str | None,
+        Flag("The most memory to use on each device, such as 0=20GB,cpu=60GB [what is free].", panel="Model"),
+    ] = None
+
+    def placing(self) -> dict[str, Any] | None:
+        """Where the weights go, if not all onto one device.
+
+        Raises:
+            HeadPruneError: A device map or an amount of memory that is none.
+        """
+
+        from headprune.app.placing import placing_of
+
+        return placing_of(self.device_map, self.device_memory)
+
+    def check(self) -> None:
+        """Refuse what is surely wrong, before anything is loaded.
+
+        Raises:
+            HeadPruneError: No such task, or two places for the model.
+        """
+        if self.task is not None and self.task not in TASKS:
+            raise HeadPruneError(f"There is no task {self.task!r}.", f"Use one of {', '.join(TASKS)}.")
+        if self.placing() is not None and self.device != "auto":
+            raise HeadPruneError("--device and --device-map both say where the model goes.", "Give one of them.")
 
 
 @dataclass(frozen=True)
@@ -23,52 +167,55 @@ class Options:
     """What a run is asked for.
 
     Attributes:
-        trust_remote_code: Whether code that comes with the model may run. Only a person says so, here and now.
+        model: A Hub id (with ``@revision``, if not the newest), or a folder.
         distil: Score by the divergence from the dense model's answers, not by the labels.
         keep: The budget that scoring should be sharpest at, where it cannot be sharp everywhere.
-        scoring: What the scoring methods are told.
-        device_map, device_memory, offload_folder: Where the weights of a model go that is larger than a device, as typed.
+        methods: Of scoring, each with its settings, such as ``"shapley:permutations=64"``.
     """
 
     model: str
     data: DataOptions
-    task: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
+    loading: LoadOptions = field(default_factory=LoadOptions)
     seed: StrictInt = 0
-    revision: str | None = None
-    trust_remote_code: bool = False
     distil: StrictBool = False
     keep: str | None = None
-    scoring: Settings = field(default_factory=Settings)
-    device_map: str | None = None
-    device_memory: str | None = None
-    offload_folder: str | None = None
-
-    def placing(self) -> Placing | None:
-        """Where the weights go, if not all onto one device.
-
-        Raises:
-            HeadPruneError: A device map or an amount of memory that is none.
-        """
-        return placing_of(self.device_map, self.device_memory, self.offload_folder)
+    methods: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Refuse what is surely wrong, before anything is loaded.
 
         Raises:
-            HeadPruneError: A number out of its range, no such task, or no such file.
+            HeadPruneError: A number out of its range, no such task, method or file.
         """
-        if not 0 <= self.seed <= MAX_SEED:
-            raise HeadPruneError(f"--seed is {self.seed}.", f"Give 0 to {MAX_SEED}.")
-        if self.task is not None and self.task not in TASKS:
-            raise HeadPruneError(f"There is no task {self.task!r}.", f"Use one of {', '.join(TASKS)}.")
+        from headprune.plans import keep_of
+        from headprune.scoring.settings import method_and_settings
+
+        _check_range("--seed", self.seed, 0, MAX_SEED)
         if self.keep is not None:
             keep_of(self.keep)
-        if self.placing() is not None and self.device != "auto":
-            raise HeadPruneError("--device and --device-map both say where the model goes.", "Give one of them.")
-        self.scoring.check()
+        for method in self.methods:
+            method_and_settings(method)
+        self.loading.check()
         self.data.check()
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What the loss of fine-tuning is made of.
+
+    Attributes:
+        alpha: Weight of the dense model's answers, from 0 (labels only) to 1 (answers only).
+        temperature: Both models' logits are divided by it. Above 1 the less likely classes count more.
+        hidden_states: Whether the hidden states are compared too, with weight 1.
+    """
+
+    alpha: Annotated[float, Flag("Weight of the dense model's answers against the labels.", panel="Training")] = 0.5
+    temperature: Annotated[float, Flag("Temperature of the distillation.", panel="Training")] = 2.0
+    hidden_states: Annotated[bool, Flag("Learn the dense model's hidden states too.", panel="Training")] = False
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.alpha > 0 or self.hidden_states
 
 
 @dataclass(frozen=True)
@@ -82,24 +229,35 @@ class FinetuneOptions:
         weight_decay: AdamW's, for weights of two or more dimensions (not for biases and norms).
         patience: Training stops after this many epochs without a better value on the choosing part.
         seed: For the order of the examples and for dropout.
-
-    Raises:
-        HeadPruneError: A value out of its range.
     """
 
-    epochs: float = 1.0
-    learning_rate: float = 3e-5
+    epochs: Annotated[float, Flag("Passes over the training part.", panel="Training")] = 1.0
+    learning_rate: Annotated[float, Flag("The learning rate at its peak.", panel="Training")] = 3e-5
     mixture: Mixture = field(default_factory=Mixture)
     weight_decay: float = 0.01
-    patience: int = 2
-    seed: int = 0
+    patience: Annotated[int, Flag("Stop after this many epochs without improvement.", panel="Training")] = 2
+    seed: Annotated[int, Flag("For the order of the examples, and dropout.", least=0, panel="Training")] = 0
 
-    def __post_init__(self) -> None:
-        if not 0 < self.epochs < math.inf:
-            raise HeadPruneError(f"Training cannot take {self.epochs:g} epochs.", "Choose a number above 0.")
+    def check(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            HeadPruneError: A value out of its range.
+        """
+        _check_range("--seed", self.seed, 0, MAX_SEED)
+        if not 0 < self.epochs <= _MAX_EPOCHS:
+            raise HeadPruneError(
+                f"Training cannot take {self.epochs:g} epochs.",
+                f"Choose a number above 0, of at most {_MAX_EPOCHS:,}.",
+            )
         if not 0 < self.learning_rate < math.inf:
             raise HeadPruneError(
                 f"There is no learning rate {self.learning_rate:g}.", "Choose one above 0, such as 3e-5."
             )
         if self.patience < 1:
             raise HeadPruneError(f"There is no patience of {self.patience} epochs.", "Choose 1 or more.")
+        alpha, temperature = self.mixture.alpha, self.mixture.temperature
+        if not 0 <= alpha <= 1:
+            raise HeadPruneError(f"Alpha {alpha:g} is no weight.", "Choose one from 0 (labels) to 1 (dense model).")
+        if not 0 < temperature < math.inf:
+            raise HeadPruneError(f"There is no temperature {temperature:g}.", "Choose one above 0; 2 is usual.")

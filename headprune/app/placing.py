@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from headprune.checkpoint import Placing
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import model_device
 
@@ -29,24 +28,23 @@ def placed(model: nn.Module) -> str:
     return ", ".join(f"{named[place]} ({size / 2**20:,.0f} MiB)" for place, size in places.items())
 
 
-def placing_of(device_map: str | None, memory: str | None, folder: str | None) -> Placing | None:
-    """What was typed; None where no device map was.
+def placing_of(device_map: str | None, memory: str | None) -> dict[str, Any] | None:
+    """The arguments of ``from_pretrained`` for what was typed; None where no device map was.
 
     Args:
         device_map: One of `NAMED`, or a JSON file with the device of every module.
         memory: The most to put on each device, such as ``"0=20GB,cpu=60GB"``.
-        folder: For weights on disk.
 
     Raises:
         HeadPruneError: A map or an amount that is none; something for a map where there is none.
     """
     if device_map is None:
-        for flag, value in (("--device-memory", memory), ("--offload-folder", folder)):
-            if value is not None:
-                raise HeadPruneError(f"{flag} has no use without --device-map.", "Add --device-map auto.")
+        if memory is not None:
+            raise HeadPruneError("--device-memory has no use without --device-map.", "Add --device-map auto.")
         return None
     found = device_map if device_map in NAMED else _read(device_map)
-    return Placing(found, None if memory is None else _memory(memory), folder)
+    most = None if memory is None else _memory(memory)
+    return {"device_map": found, "max_memory": most}
 
 
 def _read(file: str) -> dict[str, Any]:

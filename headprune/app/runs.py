@@ -7,7 +7,7 @@ import platform
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import ClassVar
@@ -16,13 +16,13 @@ from headprune import __version__
 from headprune.app.documents import Environment, Heads, Metrics, Run
 from headprune.app.folders import Folder
 from headprune.errors import HeadPruneError, check_link
-from headprune.jsonio import CHECKSUM, read_json, stamp
+from headprune.files import CHECKSUM, read_json, stored_checksum
 from headprune.scoring.scores import HeadScores, load_scores
 
 REPORTS = Path("reports")
 # What a run is made of; a new one in its place replaces all of it.
 PARTS = (
-    "scores.json", "run.json", "metrics.json", "heads.json", "streamed.json", "plan*.json", "pruned-*", "report.md", "report.html",
+    "scores.json", "run.json", "metrics.json", "heads.json", "plan*.json", "pruned-*", "report.md", "report.html",
     "importance.png", "agreement.png", "tradeoff.png", "orders.png", "latency.png", "time.png", "heads.png",
 )  # fmt: skip
 
@@ -48,10 +48,6 @@ class RunFolder(Folder):
     @property
     def heads_path(self) -> Path:
         return self.path / "heads.json"
-
-    @property
-    def streamed_path(self) -> Path:
-        return self.path / "streamed.json"
 
     @property
     def report_path(self) -> Path:
@@ -94,8 +90,8 @@ class RunFolder(Folder):
 
     def write_run(self, run: Run) -> None:
         """Write run.json, after the documents beside it, which it names by their checksums."""
-        stamps = {path.name: stamp(path) for path in (self.scores_path, self.metrics_path, self.heads_path)}
-        run.changed(checksums={name: found for name, found in stamps.items() if found}).write(self.run_path)
+        stamps = {path.name: stored_checksum(path) for path in (self.scores_path, self.metrics_path, self.heads_path)}
+        replace(run, checksums={name: stamp for name, stamp in stamps.items() if stamp}).write(self.run_path)
 
     def _check_together(self, path: Path) -> None:
         """Refuse a document that another run wrote: each is whole, and together they would tell what never was.
@@ -103,7 +99,7 @@ class RunFolder(Folder):
         Raises:
             HeadPruneError: It is not what run.json names.
         """
-        found = stamp(path)
+        found = stored_checksum(path)
         try:
             known = Run.read(self.run_path).checksums.get(path.name)
         except HeadPruneError:  # said by whoever reads that one

@@ -29,7 +29,7 @@ class Latency(Limit):
 
     def cost(self, subject: Subject) -> Cost:
         from headprune import latency
-        from headprune.ranks import current
+        from headprune.parallel import current
 
         inputs = [(*latency.example_shape(subject.inputs), subject.inputs)]
 

@@ -4,59 +4,22 @@ A folder holds the weights (``model.safetensors``, sharded where they are large)
 
 - ``headprune.json``: the class, how the model's modules differ from that class (`headprune.pruned`), which heads went;
 - ``README.md``: the model card (`card`);
-- ``headprune.safetensors``: a probe, inputs and the answers to them (`headprune.probe`);
-- for pruned transformers models that their stock class cannot state (`headprune.stock`) ``modeling_headprune.py``, the code that
-  transformers runs for ``from_pretrained(folder, trust_remote_code=True)`` where headprune is not installed (`remote_code`).
+- ``headprune.safetensors``: the probe, a made-up input and the answers to it (`probe`);
+- for pruned transformers models that their stock class cannot represent (`stock_config`, `building`) ``modeling_headprune.py``, the code
+  that transformers runs for ``from_pretrained(folder, trust_remote_code=True)`` where headprune is not installed (`remote_code`).
 
-`writing` makes all of them, `reading` loads a folder, `loading` says how it loads, `files` has checksums of its files, `folders` replaces a
-folder as a whole, `hub` uploads one, `ties` handles tensors that are one by the config.
+`saving` writes all of them, and `loading` loads a folder.
 """
 
-from headprune.checkpoint.card import add_figures, code, metadata
-from headprune.checkpoint.folders import recovered, replaced
-from headprune.checkpoint.hub import upload, uploaded
-from headprune.checkpoint.loading import SIDECAR, Loading, loading_of
-from headprune.checkpoint.reading import about, check_attention, damaged, is_checkpoint, load, load_mapped, weight_files
-from headprune.checkpoint.shards import Placing
-from headprune.checkpoint.ties import check_tied, unite_tied
-from headprune.checkpoint.writing import (
-    MAX_SHARD,
-    check_merged,
-    check_plain,
-    complete,
-    push_to_hub,
-    save,
-    save_pretrained,
-    write,
-)
+from headprune.checkpoint.building import check_attention, prove_same_answers, to_stock
+from headprune.checkpoint.card import add_figures, code, files_to_upload, metadata, upload
+from headprune.checkpoint.loading import about, damaged, is_checkpoint, load
+from headprune.checkpoint.remote_code import SIDECAR, LoadCall, load_call
+from headprune.checkpoint.saving import check_tied, install_save_methods, save, unite_tied
+from headprune.checkpoint.stock_config import NotStockError, StockCounts, pattern
 
 __all__ = [
-    "MAX_SHARD",
-    "SIDECAR",
-    "Loading",
-    "Placing",
-    "about",
-    "add_figures",
-    "check_attention",
-    "check_merged",
-    "check_plain",
-    "check_tied",
-    "code",
-    "complete",
-    "damaged",
-    "is_checkpoint",
-    "load",
-    "load_mapped",
-    "loading_of",
-    "metadata",
-    "push_to_hub",
-    "recovered",
-    "replaced",
-    "save",
-    "save_pretrained",
-    "unite_tied",
-    "upload",
-    "uploaded",
-    "weight_files",
-    "write",
-]
+    "SIDECAR", "LoadCall", "NotStockError", "StockCounts", "about", "add_figures", "check_attention", "check_tied", "code", "damaged",
+    "files_to_upload", "install_save_methods", "is_checkpoint", "load", "load_call", "metadata", "pattern", "prove_same_answers",
+    "save", "to_stock", "unite_tied", "upload",
+]  # fmt: skip

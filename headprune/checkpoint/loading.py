@@ -1,85 +1,305 @@
-"""How a saved folder loads."""
+"""Load a model's folder, and prove that the model is the one that was saved."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headprune.checkpoint import remote_code
-from headprune.jsonio import read_json
+import torch
+from torch import Tensor, nn
 
-SIDECAR = "headprune.json"
+from headprune.checkpoint import probe
+from headprune.checkpoint.building import skeleton
+from headprune.checkpoint.remote_code import SIDECAR
+from headprune.checkpoint.saving import file_digests, install_save_methods
+from headprune.errors import HeadPruneError, first_line
+from headprune.files import read_json, recover_folder
+from headprune.fingerprint import fingerprint
+from headprune.offload import aligned, with_numbers
+from headprune.pruned import EmptyAttention, add_biases, add_record, restructure, structure_of
+from headprune.surgery import Removal, remove
 
-
-@dataclass(frozen=True)
-class Loading:
-    """How a folder that headprune saved loads.
-
-    Attributes:
-        through: The class of transformers that loads it, such as ``"AutoModelForCausalLM"``; "" where `headprune.load` alone does.
-        remote: Whether ``trust_remote_code=True`` is needed: the stock class cannot state the model, or its class comes with it as code.
-        why: Why it cannot; "" if it can, or if that is not known.
-    """
-
-    through: str
-    remote: bool = False
-    why: str = ""
-
-    def call(self, folder: str = "folder") -> str:
-        """The call, for people.
-
-        >>> Loading("AutoModel", True).call()
-        'AutoModel.from_pretrained(folder, trust_remote_code=True)'
-        """
-        function = f"{self.through}.from_pretrained" if self.through else "headprune.load"
-        return f"{function}({folder}{', trust_remote_code=True' if self.remote else ''})"
+_WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pruned.safetensors"  # the latter of pruned models, of 0.1
 
 
-def loading_of(folder: str | Path) -> Loading:
-    """How a folder that `save` wrote loads.
+def load(
+    path: str | Path,
+    model: nn.Module | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    device_map: str | Mapping[str, Any] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: str | Path | None = None,
+    as_saved: bool = False,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """Load a model that `save` wrote, in evaluation mode, and check that it gives the answers of the saved one.
+
+    Nothing in the folder is run as code, unless ``trust_remote_code`` allows it.
+
+    Args:
+        path: The folder.
+        model: For a class outside transformers: a fresh, dense instance to prune and fill.
+        device: Where to put it.
+        device_map, max_memory, offload_folder: For a model that is larger than a device: as for transformers' ``from_pretrained``, such as
+            ``device_map="auto"``. Then ``device`` is not looked at, and weights on disk are read from the folder, which has to stay.
+        as_saved: Refuse a folder in which any file (but its README.md) was changed. By default a warning names files beside the
+            model's own, such as a tokenizer's: they may be meant to be edited, and the answers are compared anyway.
+        trust_remote_code: Whether code that came with the dense model may run, if it defines the model's class. For classes of
+            transformers no code is run either way.
 
     Raises:
-        HeadPruneError: It is no such folder, or damaged.
+        HeadPruneError: Not such a folder, weights that do not fit, or other answers than the saved model's: after an
+            edit of the config, with another class or another version. The error names what differs.
     """
-    import transformers
-
-    path = Path(folder)
-    why = str(read_json(path / SIDECAR, "checkpoint").get("why_not_stock", ""))
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        name = str(config["architectures"][0])
-        maps = dict(config.get("auto_map", {}))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return Loading("")
-    if "headprune" in config:
-        own = f"{remote_code.FILE.removesuffix('.py')}.{name}"
-        auto = _usual((auto for auto, cls in maps.items() if cls == own), name)
-        return Loading(auto, bool(auto), why)
-    cls: Any = getattr(transformers, name, None)
-    if getattr(cls, "config_class", None) is None:  # the name is from a file
-        return Loading("", own_class(config, name) is not None)
-    return Loading(_usual((auto for auto, own in remote_code.auto_classes(cls).items() if own == name), name) or name)
-
-
-def own_class(config: Mapping[str, Any], name: str) -> str | None:
-    """Where the code of a class is that came with a model, as ``auto_map`` in its config says: ``"modeling_mine.MyModel"``; None if
-    the config names none of this name."""
-    maps = config.get("auto_map")
-    references = maps.values() if isinstance(maps, dict) else ()
-    return next((r for r in references if isinstance(r, str) and r.rpartition(".")[2] == name), None)
+    path = Path(path)
+    recover_folder(path)
+    _check_saved_here(path)
+    sidecar = _sidecar(path)
+    _check_files(path, sidecar, as_saved)
+    loaded = skeleton(path, sidecar, trust_remote_code) if model is None else model
+    _fill_as_saved(loaded, path, sidecar, device_map, max_memory, offload_folder)
+    if device_map is None:
+        loaded.to(device)
+    loaded.eval()
+    # Folders of 0.1 held other empty tensors for layers without heads.
+    other = "structure" not in sidecar and any(isinstance(m, EmptyAttention) for m in loaded.modules())
+    if not other and (now := fingerprint(loaded)) != sidecar["fingerprint"]:
+        raise HeadPruneError(f"The weights in {path} are not those that were saved ({now}).", "Save it again.")
+    add_record(loaded, sidecar)
+    if structure_of(loaded):
+        install_save_methods(loaded)
+    probe.check_answers(loaded, path)
+    return loaded
 
 
-def _usual(autos: Iterable[str], name: str) -> str:
-    """The auto class by which people load a model, of those that serve its class of this ``name``; "" for none.
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether a folder is one that `save` wrote."""
+    return (Path(path) / SIDECAR).is_file()
 
-    Encoder-decoders that were trained to fill masks (BART) are served by that auto class too, and loaded to write text.
-    """
-    others = {"AutoModelForPreTraining", *(() if name.endswith("MaskedLM") else ("AutoModelForMaskedLM",))}
-    return min(
-        autos,
-        key=lambda auto: (auto in others, auto == "AutoModelForPreTraining", auto != "AutoModel", auto),
-        default="",
+
+def about(path: str | Path) -> dict[str, Any]:
+    """The ``about`` that `save` stored."""
+    stored: dict[str, Any] = _sidecar(Path(path)).get("about", {})
+    return stored
+
+
+def damaged(path: str | Path, error: BaseException) -> HeadPruneError | None:
+    """The error for weights whose file is not a complete safetensors file; None for any other reason."""
+    if type(error).__name__ != "SafetensorError":
+        return None
+    return HeadPruneError(
+        f"The weights in {path} are damaged or cut short ({first_line(error)}).", "Copy, download or save it again."
     )
+
+
+# -- what the folder says -------------------------------------------------------------------------
+
+
+def _check_saved_here(path: Path) -> None:
+    """Refuse what `save` did not write; the hint says what loads it."""
+    if not path.is_dir():
+        raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that headprune saved.")
+    if not is_checkpoint(path) and (config := probe.read_config(path)):
+        name = next(iter(config.get("architectures") or ()), "AutoModel")
+        code = ", trust_remote_code=True" if "headprune" in config else ""
+        raise HeadPruneError(
+            f"{path} was saved by transformers, not by headprune.save, so it holds nothing to prove a load by.",
+            f"Load it by transformers' {name}.from_pretrained(folder{code}): all functions take such models.",
+        )
+
+
+def _sidecar(path: Path) -> dict[str, Any]:
+    """The folder's headprune.json; its structure is checked when it is applied.
+
+    Raises:
+        HeadPruneError: It is damaged.
+    """
+    sidecar = read_json(path / SIDECAR, "checkpoint")
+    counts, steps, files = sidecar.get("heads", {}), sidecar.get("removed", []), sidecar.get("files", {})
+    right = {
+        "about": isinstance(sidecar.get("about", {}), dict),
+        "fingerprint": isinstance(sidecar.get("fingerprint"), str),
+        "heads": isinstance(counts, dict) and all(type(n) is int and n > 0 for n in counts.values()),
+        "removed": isinstance(steps, list)
+        and all(isinstance(s, dict) and all(map(_are_heads, s.values())) for s in steps),
+        "files": isinstance(files, dict) and all(isinstance(text, str) for text in files.values()),
+    }
+    for name, fine in right.items():
+        if not fine:
+            raise HeadPruneError(f"{path / SIDECAR} is damaged: {name} is {sidecar.get(name)!r:.60}.", "Save it again.")
+    return sidecar
+
+
+def _are_heads(value: Any) -> bool:
+    return isinstance(value, list) and all(type(h) is int and h >= 0 for h in value) and len(set(value)) == len(value)
+
+
+def _check_files(path: Path, sidecar: Mapping[str, Any], as_saved: bool) -> None:
+    """Compare the files beside the weights with what was saved; those that are gone do not count.
+
+    Raises:
+        HeadPruneError: The probe is another one; or, with ``as_saved``, any of them.
+    """
+    saved = {
+        n: text for n, text in sidecar.get("files", {}).items() if not {"..", ""} & {*n.split("/")}
+    }  # none elsewhere
+    other = [name for name, now in file_digests(path, saved).items() if now != saved[name]]
+    if probe.FILE in other or (other and as_saved):
+        name = probe.FILE if probe.FILE in other else other[0]
+        raise HeadPruneError(f"{path / name} is damaged: it is not what was saved.", "Copy, download or save it again.")
+    # An edited config is told with what was edited (`probe.check_answers`), and nothing here runs code from the folder.
+    if beside := [name for name in other if name != "config.json"]:
+        warnings.warn(
+            f"headprune: {path}: not as saved: {', '.join(beside[:3])}. If that is no edit of yours, copy, download or save it again.",
+            stacklevel=3,
+        )
+
+
+def _weight_files(path: Path, sidecar: Mapping[str, Any]) -> list[Path]:
+    """The files that hold the weights; a name that leads elsewhere is refused."""
+    name = sidecar.get("weights", _WEIGHTS)  # a key of folders of 0.1
+    if name not in (_WEIGHTS, _OLD_WEIGHTS):
+        raise HeadPruneError(f"{SIDECAR} names {name!r} as its weights, which headprune never does.", "Save it again.")
+    index = path / f"{name}.index.json"
+    if (path / name).exists() or not index.is_file():
+        return [path / name]
+    try:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
+            raise ValueError("it names a file in another folder")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise HeadPruneError(f"{index} is damaged: {first_line(error)}.", "Copy, download or save it again.") from error
+    return [path / shard for shard in shards]
+
+
+# -- its weights ----------------------------------------------------------------------------------
+
+
+def _fill_as_saved(
+    model: Any,
+    path: Path,
+    sidecar: Mapping[str, Any],
+    device_map: str | Mapping[str, Any] | None,
+    max_memory: Mapping[int | str, int | str] | None,
+    offload_folder: str | Path | None,
+) -> None:
+    """Make a dense model's modules differ from their classes as the saved one's do, and fill in what was saved.
+
+    Raises:
+        HeadPruneError: The weights do not fit.
+    """
+    files = _weight_files(path, sidecar)
+    try:
+        if "structure" in sidecar:
+            restructure(model, sidecar["structure"])
+        else:  # of 0.1: it says which prunes the model has been through
+            add_biases(model, biases := sidecar.get("biases", []))
+            for data in sidecar["removals"]:
+                remove(model, Removal.from_json(data))
+                add_biases(model, biases)
+        with_numbers(model)
+        places = {"": "cpu"} if device_map is None else _places(model, device_map, max_memory)
+        on_disk = _fill(model, files, places)
+    except HeadPruneError:
+        raise
+    except Exception as error:
+        raise damaged(path, error) or HeadPruneError(
+            f"The weights in {path} do not fit {type(model).__name__}: {first_line(error)}{probe.config_edits(path)}.",
+            "Load with the transformers version that saved it, or pass an instance as it was built: "
+            "headprune.load(path, model=…).",
+        ) from error
+    probe.restore_buffers(model, path)
+    if device_map is not None:
+        from accelerate import dispatch_model
+
+        skip = getattr(model, "_skip_keys_device_placement", None)
+        dispatch_model(model, places, offload_index=on_disk or None, offload_dir=offload_folder, skip_keys=skip)
+        aligned(model)
+
+
+def _fill(model: nn.Module, files: Sequence[Path], places: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Give every parameter and persistent buffer its saved values and type; everything else stays as it was built.
+
+    A cast of the whole model would be wrong: it would also round buffers that are not saved, such as the frequencies of
+    rotary embeddings.
+
+    Args:
+        places: The device of every module, by name.
+
+    Returns:
+        Of the weights that stay on disk, where they are: Accelerate's index.
+
+    Raises:
+        KeyError, ValueError: The weights are not the model's.
+    """
+    from safetensors import safe_open
+
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    own: dict[str, Tensor] = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+    tied: dict[int, list[str]] = {}  # names of one tensor, which is saved once
+    for name, tensor in own.items():
+        tied.setdefault(id(tensor), []).append(name)
+    state: dict[str, Tensor] = {}
+    on_disk: dict[str, dict[str, str]] = {}
+    for file in files:
+        with safe_open(str(file), framework="pt") as content:
+            for name in content.keys():  # noqa: SIM118
+                value, place = content.get_tensor(name), _place(places, name)
+                if not value.numel() and (name not in own or not own[name].numel()):
+                    continue  # it stands for weights that are gone
+                if name not in own:
+                    raise KeyError(f"there is no place for {name}")
+                if own[name].shape != value.shape:
+                    raise ValueError(f"{name} has shape {tuple(own[name].shape)}, the file {tuple(value.shape)}")
+                if place == "disk" and name in parameters:
+                    entry = {"safetensors_file": str(file.absolute()), "weight_name": name}
+                    entry["dtype"] = str(value.dtype).removeprefix("torch.")
+                    on_disk |= dict.fromkeys(tied[id(own[name])], entry)
+                    value = torch.empty_like(value, device="meta")
+                else:  # a copy, because a tensor may start at any byte of the file, and kernels then sum in another order
+                    value = value.to("cpu" if place == "disk" else place, copy=True)
+                if name in parameters:
+                    trained = own[name].requires_grad and value.is_floating_point()
+                    value = nn.Parameter(value, requires_grad=trained)
+                state |= dict.fromkeys(tied[id(own[name])], value)
+    for name, tensor in model.state_dict().items():
+        if tensor.numel() and name not in state:
+            raise KeyError(f"{name} is not in the file")
+    for name, value in state.items():
+        if own[name].is_meta or value.is_meta:
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, value)
+        else:  # the tensor stays the same object: a user's module may refer to it in other ways, too
+            own[name].data = value
+    return on_disk
+
+
+def _places(model: Any, device_map: str | Mapping[str, Any], max_memory: Any) -> dict[str, Any]:
+    """The device of every module, by name."""
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import check_device_map, get_balanced_memory
+
+    memory = None if max_memory is None else dict(max_memory)
+    whole = list(getattr(model, "_no_split_modules", None) or ())
+    try:
+        if not isinstance(device_map, str):
+            check_device_map(model, dict(device_map))
+            return dict(device_map)
+        if device_map != "sequential":
+            low = device_map == "balanced_low_0"
+            memory = get_balanced_memory(model, memory, no_split_module_classes=whole, low_zero=low)
+        places: dict[str, Any] = infer_auto_device_map(model, memory, no_split_module_classes=whole)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise HeadPruneError(f"The device map does not work: {first_line(error)}.", "Try auto.") from error
+    return places
+
+
+def _place(places: Mapping[str, Any], name: str) -> Any:
+    """The device of a tensor: of the innermost module that the map names."""
+    while name and name not in places:
+        name = name.rpartition(".")[0]
+    return places.get(name, "cpu")

@@ -1,64 +1,89 @@
-"""The code that transformers runs to load a pruned folder where headprune is not installed.
+"""How a folder loads, and the code that transformers runs to load a pruned folder where headprune is not installed.
 
-``config.json`` names its classes in ``auto_map``; ``AutoModel….from_pretrained(folder, trust_remote_code=True)`` then builds
+``config.json`` names that code's classes in ``auto_map``; ``AutoModel….from_pretrained(folder, trust_remote_code=True)`` then builds
 them. Each is the standard class, whose modules are changed after it was built (`headprune.pruned.restructure`).
 """
 
 from __future__ import annotations
 
+import json
 import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
+from headprune.files import read_json
+
+SIDECAR = "headprune.json"
 FILE = "modeling_headprune.py"
 _SOURCES = (
     "standins",
-    "carried",
+    "hooks",
     "empty",
     "structure",
 )  # of headprune.pruned, in the order in which they import each other
 
-_HEAD = '''"""Written by headprune {version}: loads a model whose attention heads were pruned, without headprune.
 
-    from transformers import {auto}
-    model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)
+@dataclass(frozen=True)
+class LoadCall:
+    """The call by which a folder that headprune saved loads.
 
-The classes at the end are transformers' own; after one is built, its modules are changed as config.json says under
-"headprune". What comes before is a copy of the package headprune.pruned (Apache-2.0).
-"""
+    Attributes:
+        auto_class: The class of transformers that loads it, such as ``"AutoModelForCausalLM"``; "" where `headprune.load` alone does.
+        remote: Whether ``trust_remote_code=True`` is needed: the stock class cannot represent the model, or its class comes with it as code.
+        why: Why it cannot; "" if it can, or if that is not known.
+    """
 
-from __future__ import annotations
+    auto_class: str
+    remote: bool = False
+    why: str = ""
 
-'''
-_CLASSES = '''
+    def code(self, folder: str = "folder") -> str:
+        """The call as Python code.
 
-# -- the classes --------------------------------------------------------------------------------
+        >>> LoadCall("AutoModel", True).code()
+        'AutoModel.from_pretrained(folder, trust_remote_code=True)'
+        """
+        function = f"{self.auto_class}.from_pretrained" if self.auto_class else "headprune.load"
+        return f"{function}({folder}{', trust_remote_code=True' if self.remote else ''})"
 
 
-class _Pruned:
-    """A standard class with the pruned model's modules."""
+def load_call(folder: str | Path) -> LoadCall:
+    """How a folder that `save` wrote loads.
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        restructure(self, config.headprune)
+    Raises:
+        HeadPruneError: It is no such folder, or damaged.
+    """
+    import transformers
 
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        """Buffers that no file holds are computed by transformers' own code, which it leaves out for modules of others."""
-        return False
+    path = Path(folder)
+    why = str(read_json(path / SIDECAR, "checkpoint").get("why_not_stock", ""))
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        name = str(config["architectures"][0])
+        maps = dict(config.get("auto_map", {}))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return LoadCall("")
+    if "headprune" in config:
+        own = f"{FILE.removesuffix('.py')}.{name}"
+        auto = _usual((auto for auto, cls in maps.items() if cls == own), name)
+        return LoadCall(auto, bool(auto), why)
+    cls: Any = getattr(transformers, name, None)
+    if getattr(cls, "config_class", None) is None:  # the name is from a file
+        return LoadCall("", own_class(config, name) is not None)
+    return LoadCall(_usual((auto for auto, own in auto_classes(cls).items() if own == name), name) or name)
 
-    def _init_weights(self, module: Any) -> None:
-        """Only where something was not loaded: what takes the place of other modules may lack what the standard code fills."""
-        tensors = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-        if not all(getattr(t, "_is_hf_initialized", False) for t in tensors):
-            super()._init_weights(module)
-'''
-_CLASS = """
 
-class {name}(_Pruned, _dense.{name}):
-    pass
-"""
+def own_class(config: Mapping[str, Any], name: str) -> str | None:
+    """Where the code of a class is that came with a model, as ``auto_map`` in its config says: ``"modeling_mine.MyModel"``; None if
+    the config names none of this name."""
+    maps = config.get("auto_map")
+    references = maps.values() if isinstance(maps, dict) else ()
+    return next((r for r in references if isinstance(r, str) and r.rpartition(".")[2] == name), None)
 
 
 def auto_classes(cls: type) -> dict[str, str]:
@@ -66,16 +91,16 @@ def auto_classes(cls: type) -> dict[str, str]:
     from transformers.models.auto import modeling_auto
 
     kind = cls.config_class.model_type  # type: ignore[attr-defined]
-    found = {}
+    classes = {}
     for name, auto in vars(modeling_auto).items():
         mapping = getattr(auto, "_model_mapping", None)
         named = getattr(mapping, "_model_mapping", {}).get(kind) if isinstance(auto, type) else None
         options = (named,) if isinstance(named, str) else tuple(named or ())
         if cls.__name__ in options:
-            found[name] = cls.__name__
-        elif name == "AutoModel" and options and hasattr(_module(cls), options[0]):
-            found[name] = options[0]
-    return found
+            classes[name] = cls.__name__
+        elif name == "AutoModel" and options and hasattr(sys.modules[cls.__module__], options[0]):
+            classes[name] = options[0]
+    return classes
 
 
 def auto_map(cls: type) -> dict[str, str]:
@@ -86,12 +111,25 @@ def auto_map(cls: type) -> dict[str, str]:
 def code_for(cls: type, version: str) -> str:
     """The file's text, for a class of transformers."""
     autos = auto_classes(cls)
-    names = dict.fromkeys((cls.__name__, *autos.values()))
     package, _, module = cls.__module__.rpartition(".")
-    auto = next((auto for auto, name in autos.items() if name == cls.__name__), "AutoModel")
-    imports = f"from {package} import {module} as _dense\n"
-    classes = "".join(_CLASS.format(name=name) for name in names)
-    return _HEAD.format(version=version, auto=auto) + imports + _copied() + _CLASSES + classes
+    text: str = template(f"{FILE}.j2").render(
+        version=version, package=package, module=module, copied=_copied(), names=dict.fromkeys((cls.__name__, *autos.values())),
+        auto=next((auto for auto, name in autos.items() if name == cls.__name__), "AutoModel"),
+    )  # fmt: skip
+    return text
+
+
+@cache
+def template(name: str, **filters: Callable[[Any], str]) -> Any:
+    """A template of this package."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("headprune.checkpoint", "."), undefined=jinja2.StrictUndefined, autoescape=False,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters.update(filters)
+    return environment.get_template(name)
 
 
 @cache
@@ -103,10 +141,17 @@ def _copied() -> str:
         text = re.sub(r'\A""".*?"""\n', "", text, flags=re.S)
         text = re.sub(r"^from (headprune|__future__)[^\n(]*(\([^)]*\)|[^\n]*)\n", "", text, flags=re.M)
         texts.append(text.strip())
-    return "\n\n" + "\n\n\n".join(texts) + "\n"
+    return "\n\n\n".join(texts)
 
 
-def _module(cls: type) -> Any:
-    import sys
+def _usual(autos: Iterable[str], name: str) -> str:
+    """The auto class by which people load a model, of those that serve its class of this ``name``; "" for none.
 
-    return sys.modules[cls.__module__]
+    Encoder-decoders that were trained to fill masks (BART) are served by that auto class too, and loaded to write text.
+    """
+    others = {"AutoModelForPreTraining", *(() if name.endswith("MaskedLM") else ("AutoModelForMaskedLM",))}
+    return min(
+        autos,
+        key=lambda auto: (auto in others, auto == "AutoModelForPreTraining", auto != "AutoModel", auto),
+        default="",
+    )

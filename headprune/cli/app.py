@@ -3,13 +3,76 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from headprune.cli import ending
-from headprune.cli.asked import Commands
-from headprune.cli.session import hush
+from headprune.cli.retired import RETIRED
+from headprune.cli.session import fail, hush
+
+
+class Commands(typer.core.TyperGroup):
+    """All commands.
+
+    A mistake in how one is called is a JSON document too, where one was asked for, and a retired option or command is one line that says what
+    to type instead (`headprune.cli.retired`).
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:  # typer has its own copy of click's errors
+            name = getattr(error, "option_name", None)
+            if name not in RETIRED:
+                raise
+        return _refuse_retired(name, ctx.meta["as_json"])
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta["as_json"] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in RETIRED:
+            _refuse_retired(args[0], ctx.meta["as_json"])
+        return super().resolve_command(ctx, args)
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        given = sys.argv[1:] if args is None else list(args)
+        if not standalone_mode or "--json" not in given:
+            return super().main(args, prog_name, complete_var, standalone_mode, windows_expand_args, **extra)
+        try:
+            code = super().main(given, prog_name, complete_var, False, windows_expand_args, **extra)
+        except Exception as error:
+            if not hasattr(error, "format_message"):
+                raise
+            from headprune.app.console import Console
+
+            message = error.format_message().rstrip(".") + "."  # click's own come without one, or with
+            fail(Console(as_json=True), message, "`headprune COMMAND --help` lists what it takes.")
+            code = getattr(error, "exit_code", 2)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse_retired(name: str, as_json: bool) -> None:
+    """Say what to type instead of an option or a command that there is no longer, and end with a usage error's code."""
+    from headprune.app.console import Console
+
+    typed = name if name.startswith("-") else f"`headprune {name}`"
+    fail(Console(as_json=as_json), f"{typed} is gone.", RETIRED[name])
+    raise typer.Exit(2)
+
 
 app = typer.Typer(
     name="headprune",
@@ -50,7 +113,7 @@ def wait_asleep() -> None:
     """Let OpenMP's threads sleep soon while they wait, unless the user set how they wait; call it before torch is imported.
 
     Threads that spin keep those of other programs, and their own, from the cores: on a busy machine small work took thirty times as long.
-    Threads that never spin (OMP_WAIT_POLICY=PASSIVE) are slower on an idle one (benchmarks/busy.py).
+    Threads that never spin (OMP_WAIT_POLICY=PASSIVE) are slower on an idle one.
     """
     if not any(name in os.environ for name in _WAITS):
         os.environ["GOMP_SPINCOUNT"] = (

@@ -11,18 +11,18 @@ import typer
 
 from headprune.cli import tables
 from headprune.cli.app import app
-from headprune.cli.made import key_of
-from headprune.cli.options import Device, Manner, Overwrite, by_groups
+from headprune.cli.config import key_of
+from headprune.cli.options import Manner, takes_options
 from headprune.cli.session import session
 
 
 @app.command(epilog="Example: `headprune demo`")
-@by_groups
+@takes_options
 def demo(
     manner: Manner,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder [reports/demo].")] = None,
-    device: Device = None,
-    overwrite: Overwrite = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in the run folder.")] = False,
 ) -> None:
     """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/demo/."""
     with session(manner) as console:
@@ -31,9 +31,10 @@ def demo(
 
         from headprune.app import demo as room
         from headprune.app import runs, workflow
-        from headprune.app.data import DataOptions
         from headprune.app.folders import Folder, claimed
+        from headprune.app.options import DataOptions, LoadOptions
         from headprune.budgets import budget_of
+        from headprune.options import SearchOptions
         from headprune.scoring import DEFAULT_METHODS
 
         if "OMP_NUM_THREADS" not in os.environ:
@@ -52,10 +53,11 @@ def demo(
             ):
                 model, data, accuracy = room.prepare(room.HOME, progress)
             console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
-            options = workflow.Options(str(model), DataOptions(str(data), limit=1000), device=device or "auto")
-            goal = workflow.Goal(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
-            did = partial(folder.did, key, True)  # it may have been killed just after the end
-            workflow.prune_run(workflow.PruneRun(options, goal, DEFAULT_METHODS), folder, console, did)
+            options = workflow.Options(str(model), DataOptions(str(data), limit=1000), LoadOptions(device=device))
+            search = SearchOptions(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
+            config = workflow.PruneConfig(options, search, methods=DEFAULT_METHODS)
+            did = partial(folder.already_published, key, True)  # it may have been killed just after the end
+            workflow.prune_run(config, folder, console, did)
             room.remember(folder)
         tables.print_scores(console, folder.read_scores())
         tables.print_pruned(console, folder)

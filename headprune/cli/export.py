@@ -7,20 +7,21 @@ from typing import Annotated
 
 import typer
 
+from headprune.app.options import LoadOptions
 from headprune.cli.app import app
-from headprune.cli.options import Manner, Model, Task, Trust, by_groups
+from headprune.cli.options import Manner, Model, Task, Trust, takes_options
 from headprune.cli.session import session
 
 
 @app.command(epilog="Example: `headprune export reports/MODEL-1/pruned-36 --to onnx`")
-@by_groups
+@takes_options
 def export(
     model: Model,
     to: Annotated[
         str,
         typer.Option(
-            help="onnx (a file for onnxruntime and others), openvino (a folder), gguf (llama.cpp; Llama-like decoders), or stock "
-            "(transformers without any option)."
+            help="onnx (a file for onnxruntime and others), openvino (a folder), gguf (llama.cpp; Llama-like decoders), stock "
+            "(transformers without any option), or another of `headprune methods`."
         ),
     ],
     manner: Manner,
@@ -33,9 +34,6 @@ def export(
             help="What weights are stored in: float32, float16 or bfloat16 (gguf alone) [as in MODEL; onnx: float32]."
         ),
     ] = None,
-    pad: Annotated[
-        bool, typer.Option("--pad", help="stock: fill uneven models up with heads of zeros, which saves nothing.")
-    ] = False,
     task: Task = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     trust_remote_code: Trust = False,
@@ -49,10 +47,9 @@ def export(
         model = resolved(model)
         source = Path(model.rstrip("/"))
         file = output or (source.parent if source.is_dir() else Path()) / f"{source.name}{chosen.suffix}"
-        options = {name: value for name, value in {"pad": pad}.items() if value}
-        exporting.check_asked(file, to, dtype or "float32", overwrite, options)
+        exporting.check_place(file, to, dtype or "float32", overwrite)
         loaded = load_model(
-            model, task=task, device="cpu", trust_remote_code=trust_remote_code, any_task=True,
+            model, LoadOptions(task, device="cpu", trust_remote_code=trust_remote_code), any_task=True,
             with_processor=chosen.tokenizer or None,
         )  # fmt: skip
         for note in loaded.notes:
@@ -67,7 +64,6 @@ def export(
             dtype=dtype or (stored if chosen.as_stored and stored in chosen.dtypes else "float32"),
             name=loaded.name,
             overwrite=overwrite,
-            **options,
         )
         for note in done.notes:
             console.say(note)

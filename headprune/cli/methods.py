@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headprune.cli.app import app
-from headprune.cli.options import Manner, by_groups
+from headprune.cli.options import Manner, takes_options
 from headprune.cli.session import session
 
 if TYPE_CHECKING:
@@ -13,19 +13,23 @@ if TYPE_CHECKING:
 
 
 @app.command(epilog="Example: `headprune score MODEL -d DATASET --method fisher --method random`")
-@by_groups
+@takes_options
 def methods(manner: Manner) -> None:
-    """List the scoring methods, each with its unit, and the planning strategies."""
+    """List the scoring methods, each with its unit, the planning strategies, and the formats of `headprune export`."""
     with session(manner) as console:
+        from headprune.exporting import FORMATS
         from headprune.planning import STRATEGIES
         from headprune.scoring import METHODS
 
         found = [{"name": m.name, "about": m.about, "unit": m.unit} for m in METHODS.values()]
         strategies = [{"name": s.name, "about": s.about} for s in STRATEGIES.values()]
-        console.table(_table(found, "method", "what it is", "unit"))
+        formats = [{"name": f.name, "about": f.about} for f in FORMATS.values()]
+        console.show(_table(found, "method", "what it is", "unit"))
         console.result("")
-        console.table(_table(strategies, "strategy", "how heads are picked by their scores"))
-        console.document({"methods": found, "strategies": strategies})
+        console.show(_table(strategies, "strategy", "how heads are picked by their scores"))
+        console.result("")
+        console.show(_table(formats, "format", "what `headprune export --to` writes"))
+        console.document({"methods": found, "strategies": strategies, "formats": formats})
 
 
 def _table(rows: list[dict[str, str]], *columns: str) -> Table:

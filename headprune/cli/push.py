@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from headprune.cli.app import app
-from headprune.cli.options import Manner, Trust, by_groups
+from headprune.cli.options import Manner, Trust, takes_options
 from headprune.cli.session import session
 
 
 @app.command(epilog="Example: `headprune push reports/MODEL-1/pruned-36 me/smaller --private`")
-@by_groups
+@takes_options
 def push(
     folder: Annotated[Path, typer.Argument(help="A folder that headprune saved, or a run folder that contains one.")],
     repo: Annotated[str, typer.Argument(help="The repository, user/name; it is created if it does not exist.")],
@@ -33,7 +33,7 @@ def push(
                 source, trust_remote_code=trust_remote_code
             )  # what is damaged should not be what others get
         if dry_run:
-            files = {p.relative_to(source).as_posix(): p.stat().st_size for p in checkpoint.uploaded(source)}
+            files = {p.relative_to(source).as_posix(): p.stat().st_size for p in checkpoint.files_to_upload(source)}
             for name, size in files.items():
                 console.result(f"{size:>15,} bytes  {name}")
             said = checkpoint.metadata(source)

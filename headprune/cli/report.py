@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from headprune.cli.app import app
-from headprune.cli.options import Manner, by_groups
+from headprune.cli.options import Manner, takes_options
 from headprune.cli.session import session
 from headprune.errors import HeadPruneError
 
 
 @app.command(epilog="Example: `headprune report reports/digits`")
-@by_groups
+@takes_options
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     manner: Manner,

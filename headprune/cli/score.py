@@ -4,72 +4,54 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from headprune.app.options import DataOptions, LoadOptions
 from headprune.cli import tables
 from headprune.cli.app import app
-from headprune.cli.asked import known_methods, planned
-from headprune.cli.made import key_of, options_of
-from headprune.cli.options import Data, Loading, Manner, Model, Placing, Scoring, Seed, Writing, by_groups
+from headprune.cli.config import key_of, known_methods, options_of
+from headprune.cli.options import Distil, Manner, Method, Model, Seed, Typed, Writing, takes_options
 from headprune.cli.session import session
 
 
 @app.command(
     epilog="Example: `headprune score distilbert/distilbert-base-uncased-finetuned-sst-2-english -d nyu-mll/glue --subset sst2`"
 )
-@by_groups
+@takes_options
 def score(
     model: Model,
-    data: Data,
-    scoring: Scoring,
-    loading: Loading,
-    placing: Placing,
+    data: DataOptions,
+    loading: LoadOptions,
     writing: Writing,
     manner: Manner,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--method", "-m", help="Scoring method; repeatable. `headprune methods` lists them [ablation, gradient]."
-        ),
-    ] = None,
-    keep: Annotated[
-        str | None,
-        typer.Option(
-            "--keep",
-            "-k",
-            help="What l0 and dsp aim at, and where --examples and --time look closest.",
-            rich_help_panel="Scoring",
-        ),
-    ] = None,
-    seed: Seed = None,
+    typed: Typed,
+    method: Method = None,
+    distil: Distil = False,
+    seed: Seed = 0,
 ) -> None:
     """Score the importance of every head, by ablation and by gradient."""
     with session(manner, shared=True) as console:
         key = key_of(
-            "score", data, scoring, loading, placing, writing, model=model, method=method, keep=keep, seed=seed
-        )
+            "score", data=data, loading=loading, output=writing.output, overwrite=writing.overwrite, model=model,
+            method=method, distil=distil, seed=seed,
+        )  # fmt: skip
         from headprune.app import runs, workflow
         from headprune.app.folders import claimed
         from headprune.scoring import DEFAULT_METHODS
 
-        options = options_of(None, model, data, scoring, loading, seed, keep, placing=placing)
-        methods = known_methods(method) or list(DEFAULT_METHODS)
+        methods = known_methods(method or DEFAULT_METHODS)
+        options = options_of(None, model, data, loading, typed, seed=seed, distil=distil, methods=methods)
         choose = partial(runs.choose_folder, writing.output, Path(model.rstrip("/")).name, writing.overwrite, key)
         if writing.dry_run:
-            folder = choose()
-            scene = workflow.open_scene(options, console, methods)
-            tables.print_layers(console, type(scene.model).__name__, scene.layers)
-            cost = workflow.cost_of_scores(scene, methods)
-            console.result(
-                f"Would score by {', '.join(methods)} and write {folder.path}. {cost.line} Nothing was written."
-            )
-            console.document(planned(folder, methods, scene))
+            scene = workflow.open_scene(options, console, labelled=None)
+            cost = workflow.cost_of_scores(scene)
+            doing = f"score by {', '.join(methods)} and write {choose().path}"
+            tables.print_dry_run(console, scene, methods, choose(), doing, cost.line)
             return
         with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-            did = partial(folder.did, key, writing.overwrite)  # it may have been killed just after the end
-            _, scores = workflow.score_run(options, methods, folder, console, did)
+            did = partial(
+                folder.already_published, key, writing.overwrite
+            )  # it may have been killed just after the end
+            _, scores = workflow.score_run(options, folder, console, did)
         # The work is done: that nobody reads this to its end (`| head`) does not interrupt it.
         tables.print_scores(console, scores)
         console.result(

@@ -7,12 +7,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headprune.cli.asked import fail
+from headprune.amounts import in_line
 from headprune.cli.options import Manner
 from headprune.errors import HeadPruneError, Stopped, explained, first_line
 
@@ -36,7 +36,7 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
     """
     from headprune.app.console import Console
 
-    others = isinstance(sys.stderr, Unheard)
+    others = isinstance(sys.stderr, NullOutput)
     if others and not shared:
         raise typer.Exit(0)
     console = Console(manner.quiet or others, manner.json and not others)
@@ -50,9 +50,9 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
             if not shared:
                 yield console
                 return
-            from headprune.ranks import launched
+            from headprune.parallel import launcher_ranks
 
-            with launched() as ranks:
+            with launcher_ranks() as ranks:
                 if ranks.main:
                     told_of(console, ranks.size)
                 yield console
@@ -66,10 +66,10 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
         stopped = error if isinstance(error, Stopped) else Stopped()
         if others:
             time.sleep(_LINGER)
-        elif ranks is not None and (gone := ranks.lost()):  # torchrun stops the others then
-            from headprune.ranks import lost_ranks
+        elif ranks is not None and (gone := ranks.find_lost()):  # torchrun stops the others then
+            from headprune.parallel import LostRankError
 
-            lost = lost_ranks(gone)
+            lost = LostRankError(gone)
             fail(console, str(lost.args[0]), lost.hint)
             raise typer.Exit(1) from None
         fail(console, "interrupted." if stopped.status == Stopped().status else "terminated.", stopped.hint)
@@ -87,7 +87,7 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
         raise typer.Exit(1) from None
 
 
-class Unheard(io.TextIOBase):
+class NullOutput(io.TextIOBase):
     """The output of a process that is not to be heard, since another one says the same.
 
     Args:
@@ -107,19 +107,21 @@ class Unheard(io.TextIOBase):
 
 def hush() -> None:
     """Let this process print nothing, if a launcher started several and it is not the first."""
-    from headprune.places import place
+    if not any(name in os.environ for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")):
+        return  # so that `headprune --help` does not wait for torch
+    from headprune.parallel import place
 
     try:
         found = place()
     except HeadPruneError:  # said by the command
         return
     if found is not None and found[0] and not os.environ.get("HEADPRUNE_DEBUG"):
-        sys.stdout, sys.stderr = Unheard(sys.stdout), Unheard(sys.stderr)
+        sys.stdout, sys.stderr = NullOutput(sys.stdout), NullOutput(sys.stderr)
 
 
 def heard(ranks: Any) -> None:
     """Let this process print again, if it is the first of those that are left."""
-    if isinstance(sys.stderr, Unheard) and ranks is not None and {*range(ranks.rank)} <= {*ranks.gone}:
+    if isinstance(sys.stderr, NullOutput) and ranks is not None and {*range(ranks.rank)} <= {*ranks.gone}:
         sys.stderr = sys.stderr.real
 
 
@@ -169,3 +171,18 @@ def quieten(verbose: bool) -> None:
     transformers.utils.logging.disable_progress_bar()
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # an error is shown once, as an exception
     datasets.disable_progress_bars()
+
+
+def fail(console: Console, message: str, hint: str) -> None:
+    """Say what is wrong: a line on stderr, and the document if one was asked for."""
+    _say(in_line(f"headprune: {message} {hint}".rstrip()), aside=not console.as_json)
+    with suppress(OSError, HeadPruneError):  # stdout may be what is full, or closed
+        console.document({"error": message, "hint": hint.strip("()")})
+
+
+def _say(line: str, aside: bool = True) -> None:
+    """A line on stderr; if that takes nothing and ``aside``, on stdout: who sees only that hears of it, too."""
+    typer.echo(line, err=True)
+    if aside and getattr(sys.stderr, "lost", False):  # `headprune.cli.ending.Patient`
+        with suppress(OSError):
+            typer.echo(line)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headprune.app.options import DataOptions, LoadOptions
 from headprune.cli.app import app
-from headprune.cli.options import Data, Loading, Manner, Model, Seed, by_groups, typed
+from headprune.cli.options import Manner, Model, Seed, Typed, takes_options
 from headprune.cli.session import session
 from headprune.errors import HeadPruneError
 
@@ -24,19 +26,20 @@ _LIMIT = 64
 @app.command(
     epilog='Example: `headprune show openai-community/gpt2 --text "When Mary and John went to the store, John gave"`'
 )
-@by_groups
+@takes_options
 def show(
     model: Model,
-    data: Data,
-    loading: Loading,
+    data: DataOptions,
+    loading: LoadOptions,
     manner: Manner,
+    typed: Typed,
     text: Annotated[str | None, typer.Option("--text", "-t", help="A text to look at.")] = None,
     image: Annotated[Path | None, typer.Option(help="An image file to look at.")] = None,
     head: Annotated[str | None, typer.Option("--head", help="One head, large: L3.H7.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A picture to write: .png, .svg or .pdf.")
     ] = None,
-    seed: Seed = None,
+    seed: Seed = 0,
 ) -> None:
     """Show what every head attends to: on a text or an image, and with a dataset what each does on average."""
     with session(manner) as console:
@@ -45,25 +48,26 @@ def show(
         from headprune.app.seeing import look_at, of_image, of_text
         from headprune.trace import find_attention
 
-        loaded = load_model(model, **typed(loading), any_task=True)
+        loaded = load_model(model, loading, any_task=True)
         for note in loaded.notes:
             console.say(note)
         heads = None
-        if data.dataset is not None:
-            heads = _over_data(loaded, data, seed or 0, console)
+        if data.dataset:
+            limits: dict[str, Any] = {name: _LIMIT for name in ("limit", "report_limit") if name not in typed}
+            heads = _over_data(loaded, replace(data, seed=seed, **limits), console)
         if text is not None or image is not None:
             given = of_text(loaded, text) if text is not None else of_image(loaded, image or Path())
             layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
             with console.track("looking"):
-                one = look_at(loaded, given, layers, seed or 0)
-            heads = one if heads is None else heads.changed(samples=one.samples)
+                one = look_at(loaded, given, layers, seed)
+            heads = one if heads is None else replace(heads, samples=one.samples)
         assert heads is not None
-        _print(heads, head, output, data.dataset is not None, console)
+        _print(heads, head, output, bool(data.dataset), console)
 
 
-def _check(text: str | None, image: Path | None, data: Data, output: Path | None) -> None:
+def _check(text: str | None, image: Path | None, data: DataOptions, output: Path | None) -> None:
     """Refuse what cannot be shown, before anything is loaded."""
-    if text is None and image is None and data.dataset is None:
+    if text is None and image is None and not data.dataset:
         raise HeadPruneError("There is nothing to look at.", 'Give --text "…", --image FILE or --dataset DATA.')
     if text is not None and image is not None:
         raise HeadPruneError("--text and --image are two inputs.", "Give one of them.")
@@ -75,25 +79,23 @@ def _check(text: str | None, image: Path | None, data: Data, output: Path | None
         raise HeadPruneError(f"There is no folder {output.parent}.", "Make it, or choose another.")
 
 
-def _over_data(loaded: LoadedModel, data: Data, seed: int, console: Console) -> Heads:
-    from headprune.app.data import DataOptions, load_parts
+def _over_data(loaded: LoadedModel, data: DataOptions, console: Console) -> Heads:
+    from headprune.app.data import load_parts
     from headprune.app.seeing import look
     from headprune.trace import find_attention
 
-    given = {k: v for k, v in vars(data).items() if v is not None}
-    parts = load_parts(
-        DataOptions(**{"limit": _LIMIT, "report_limit": _LIMIT, "seed": seed, **given}), loaded, labelled=False
-    )
+    parts = load_parts(data, loaded, labelled=False)
     layers = find_attention(loaded.model, next(parts.score.batches(2)))
     with console.track("looking"):
-        return look(loaded, parts.score, layers, seed)
+        return look(loaded, parts.score, layers, data.seed)
 
 
 def _print(heads: Heads, head: str | None, output: Path | None, profiled: bool, console: Console) -> None:
+    from headprune.app.pictures import save
     from headprune.app.seeing import (
         all_heads,
-        draw_all,
-        draw_head,
+        figure_of_all,
+        figure_of_head,
         figures_of,
         head_named,
         layer_of,
@@ -116,7 +118,7 @@ def _print(heads: Heads, head: str | None, output: Path | None, profiled: bool, 
         if sample is not None and seen is not None:
             console.show(one_head(sample, seen, number, colours))
             if output is not None:
-                draw_head(output, sample, seen, number, f"{name}: {profile.role}")
+                save(figure_of_head(sample, seen, number, f"{name}: {profile.role}"), output)
         elif output is not None:
             raise HeadPruneError(f"There is no sample of {name} to draw.", "Give --text or --image.")
         document = {"head": name, **{f: getattr(profile, f) for f in profile.__dataclass_fields__}}
@@ -124,11 +126,11 @@ def _print(heads: Heads, head: str | None, output: Path | None, profiled: bool, 
         if sample is not None:
             console.show(all_heads(heads, sample, console.out.width, colours))
             if output is not None:
-                draw_all(output, heads, sample)
+                save(figure_of_all(heads, sample), output)
         elif output is not None:
             raise HeadPruneError("There is no sample to draw.", "Give --text or --image.")
         if profiled:
-            console.table(role_table(heads))
+            console.show(role_table(heads))
         console.result(f"\nRoles on {what}; docs/heads.md says when a head has one:")
         for line in role_counts(heads):
             console.result(line)

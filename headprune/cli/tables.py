@@ -1,4 +1,4 @@
-"""What commands print: tables of scores, plans, results and timings."""
+"""What commands print: tables of scores, plans, results and timings. What a report says, too, is its content (`app/report`)."""
 
 from __future__ import annotations
 
@@ -6,62 +6,50 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headprune.amounts import head_count
-
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rich.table import Table
-
     from headprune.app.console import Console
     from headprune.app.documents import FinetuneRecord, Metrics, Run, TimeParts
+    from headprune.app.report.content import Table
     from headprune.app.runs import RunFolder
+    from headprune.app.workflow import Scene
     from headprune.budgets import Fit
     from headprune.latency import LatencyRow
     from headprune.scoring import HeadScores
-    from headprune.timing import EnergyRow, GenerationRow
+    from headprune.timing import GenerationRow
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], bold: Sequence[int] = ()) -> Table:
-    """A table whose cells wrap between words in a narrow terminal, and never within a number."""
+def print_table(console: Console, title: str, content: Table, without: Sequence[str] = ()) -> None:
+    """A table whose cells wrap between words in a narrow terminal, and never within a number.
+
+    Args:
+        without: Titles of columns to leave out.
+    """
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=None)
-    for column in zip(head, *rows, strict=True):
-        table.add_column(
-            column[0], overflow="fold", min_width=max(len(w) for cell in column for w in cell.split() or [""])
-        )
-    for i, row in enumerate(rows):
-        table.add_row(*row, style="bold" if i in bold else None)
-    return table
+    table, columns = Table(title=title, title_justify="left", box=None), []
+    for i, column in enumerate(zip(content.head, *content.rows, strict=True)):
+        if column[0] not in without:
+            longest = max(len(word) for cell in column for word in cell.split() or [""])
+            table.add_column(column[0], overflow="fold", min_width=longest)
+            columns.append(i)
+    for i, row in enumerate(content.rows):
+        table.add_row(*(row[k] for k in columns), style="bold" if i == content.strong else None)
+    console.result("")
+    console.show(table)
 
 
 def print_scores(console: Console, scores: list[HeadScores]) -> None:
-    from rich.table import Table
-
-    from headprune.scoring.agreement import agreements, chance
+    from headprune.app.report.sections.importance import agreement_table
 
     for s in scores:
         _print_heat(console, s, {})
     for s in scores:
-        if s.caution:
-            console.result(f"{s.method}: {s.caution}.")
-        if s.stability:
-            console.result(f"{s.method}: {s.stability}.")
-    if not (pairs := agreements(scores)):
-        return
-    random = chance(len(scores[0].flat()))
-    table = Table(title="Rank agreement", title_justify="left", box=None)
-    for column in ("", "", "Spearman", "Kendall", "upper half in common"):
-        table.add_column(column)
-    for both in pairs:
-        table.add_row(both.first, both.second, f"{both.spearman:.2f}", f"{both.kendall:.2f}", f"{both.top_half:.0%}")
-    table.add_row(
-        "random orders", "95 % within", f"±{random.spearman:.2f}", f"±{random.kendall:.2f}", f"{random.top_half:.0%}",
-        style="dim",
-    )  # fmt: skip
-    console.result("")
-    console.table(table)
+        for note in filter(None, (s.caution, s.stability)):
+            console.result(f"{s.method}: {note}.")
+    if pairs := agreement_table(scores):
+        print_table(console, "Rank agreement", pairs)
 
 
 def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> None:
@@ -69,14 +57,14 @@ def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> 
 
     rows = [(f"L{a.index}", s.values[a.name].tolist(), drop.get(a.name, [])) for a in s.layers]
     console.result("")
-    console.table(heat_map(f"{s.method}: {s.unit}; {s.basis}", rows, s.signed))
+    console.show(heat_map(f"{s.method}: {s.unit}; {s.basis}", rows, s.signed))
 
 
-def print_plan(console: Console, fitted: Fit, scores: list[HeadScores], told: set[str]) -> None:
-    """A plan, and those of its notes that were not told yet."""
+def print_plan(console: Console, fitted: Fit, scores: list[HeadScores], printed: set[str]) -> None:
+    """A plan, and those of its notes that were not printed yet."""
     plan = fitted.plan
-    notes = [note for note in plan.notes if note not in told]
-    told.update(notes)
+    notes = [note for note in plan.notes if note not in printed]
+    printed.update(notes)
     for s in scores:
         if s.method == plan.method:
             _print_heat(console, s, plan.drop)
@@ -89,173 +77,121 @@ def print_plan(console: Console, fitted: Fit, scores: list[HeadScores], told: se
         console.result(f"  {name}: drops {', '.join(f'H{h}' for h in heads)}")
 
 
-def print_layers(console: Console, name: str, layers: list[Any]) -> None:
-    from rich.table import Table
+def print_dry_run(
+    console: Console, scene: Scene, methods: Sequence[str], folder: RunFolder, doing: str, cost: str
+) -> None:
+    """What a run without a plan would do: the layers, and what it costs."""
+    from headprune import documents
+    from headprune.app.documents import Cut
 
-    table = Table(title=f"{name}: {sum(a.num_heads for a in layers)} heads", title_justify="left", box=None)
-    for column in ("", "attention layer", "kind", "heads", "key/value", "width", "prunable"):
-        table.add_column(column, overflow="fold")
+    print_layers(console, type(scene.model).__name__, scene.layers)
+    console.result(f"Would {doing}. {cost} Nothing was written.")
+    console.document({
+        "folder": str(folder.path), "methods": list(methods), "parts": documents.to_json(Cut.of(scene.parts)),
+        "layers": [layer.to_json() for layer in scene.layers],
+    })  # fmt: skip
+
+
+def print_layers(console: Console, name: str, layers: list[Any]) -> None:
+    from headprune.app.report.content import Table
+
+    rows = []
     for a in layers:
         alone = "heads" if len(a.units[0]) == 1 else f"groups of {len(a.units[0])}"
-        table.add_row(
-            f"L{a.index}", a.name, a.kind, str(a.num_heads), str(a.num_kv_heads), str(a.head_dim),
-            alone if a.prunable else f"no: {a.reason}",
-        )  # fmt: skip
-    console.table(table)
+        numbers = (str(number) for number in (a.num_heads, a.num_kv_heads, a.head_dim))
+        rows.append((f"L{a.index}", a.name, a.kind, *numbers, alone if a.prunable else f"no: {a.reason}"))
+    head = ("", "attention layer", "kind", "heads", "key/value", "width", "prunable")
+    print_table(console, f"{name}: {sum(a.num_heads for a in layers)} heads", Table(head, rows))
 
 
 def print_pruned(console: Console, folder: RunFolder) -> None:
-    from headprune.app.report.verdict import verdict
+    """What the report's first screen says, the times, and where all of it lies."""
+    from headprune.app.report.verdict import judge
 
     metrics = folder.read_metrics()
     assert metrics is not None
-    _print_results(console, folder.read_run(), metrics)
+    _print_summary(console, folder.read_run(), metrics)
+    print_latency(console, metrics.latency.rows)
+    print_time(console, metrics.time, metrics.latency.rows, metrics)
+    print_generation(console, metrics.generation)
     console.result(f"\nReport: {folder.report_path}\nPage:   {folder.page_path}")
     for b in metrics.budgets:
         console.result(f"Model:  {folder.path / b.checkpoint}")
         print_loading(console, folder.path / b.checkpoint)
-    for made in metrics.exports:
-        told = (
-            f"{folder.path / made.file}  {made.summary}"
-            if made.file
-            else f"not written for {made.name}: {made.summary}"
-        )
-        console.result(f"{made.format}: {told}")
-    found = verdict(metrics)
-    checkpoint = shlex.quote(str(folder.path / found.budget.checkpoint))
-    ready = found.recommended or found.budget.finetune
+    for export in metrics.exports:
+        path = f"{folder.path / export.file} " if export.file else f"not written for {export.name}:"
+        console.result(f"{export.format}: {path} {export.summary}")
+    verdict = judge(metrics)
+    checkpoint = shlex.quote(str(folder.path / verdict.budget.checkpoint))
+    ready = verdict.recommended or verdict.budget.finetune
     console.result(
         f"Next:   headprune {f'push {checkpoint} USER/NAME --dry-run' if ready else f'finetune {checkpoint}'}"
     )
     print_document(console, folder)
 
 
+def _print_summary(console: Console, run: Run, metrics: Metrics) -> None:
+    """The report's first screen, without what is printed elsewhere, and the section on other data."""
+    from headprune.app.report.content import Strong, Table
+    from headprune.app.report.sections.opening import over_random_line, precision, rule, summary
+    from headprune.app.report.sections.quality import other_data
+    from headprune.app.report.sections.sizes import control
+
+    other = other_data(run, metrics)
+    lines = "\n".join(filter(None, [rule(metrics), over_random_line(metrics), precision(run, metrics)]))
+    for block in (*summary(run, metrics), lines, *(other.blocks if other else ())):
+        if isinstance(block, Table):
+            title = "On other data" if block.head[0] == "data" else "Dense and pruned"
+            print_table(console, title, block, without=[control(metrics)])  # told below
+        else:
+            console.result(f"\n{f'{block.lead} {block.text}'.strip() if isinstance(block, Strong) else block}")
+
+
 def print_loading(console: Console, folder: Path) -> None:
     """How a saved model loads, and why not without an option."""
-    from headprune.checkpoint import loading_of
+    from headprune.checkpoint import load_call
 
-    loading = loading_of(folder)
-    console.result(f"        loads with {loading.call()}")
+    loading = load_call(folder)
+    console.result(f"        loads with {loading.code()}")
     if loading.why:
         console.say(f"The folder needs trust_remote_code=True: {loading.why}")
 
 
 def print_document(console: Console, folder: RunFolder) -> None:
     """A pruned run's metrics.json, if JSON was asked for."""
-    from headprune.jsonio import SCHEMA
+    from headprune.files import SCHEMA
 
     if metrics := folder.read_metrics():
         console.document({"folder": str(folder.path), "headprune": metrics.kind, "schema": SCHEMA, **metrics.to_json()})
 
 
-def _print_results(console: Console, run: Run, metrics: Metrics) -> None:
-    """What the report's first screen says, in the same words and figures."""
-    from headprune.app.report import sentences
-    from headprune.app.report.findings import where_time_goes
-    from headprune.app.report.numbers import shape
-
-    head, rows = sentences.table(metrics)
-    shown = [i for i in sentences.Column if i.name != "RANDOM"]  # told below
-    cells = [[row.cells[i] for i in shown] for row in rows]
-    recommended = [i for i, row in enumerate(rows) if row.recommended]
-    table = _table("Dense and pruned", [head[i] for i in shown], cells, recommended)
-    console.result(f"\n{sentences.headline(run, metrics)}\n")
-    for caution in sentences.cautions(run, metrics):
-        console.result(f"Caution: {caution}\n")
-    console.table(table)
-    console.result(f"\n{sentences.rule(metrics)}\nBetter than random heads? {sentences.over_random(metrics)}")
-    if told := sentences.precision(run, metrics):
-        console.result(told)
-    for line in sentences.elsewhere_rows(metrics):
-        console.result(line)
-    for b in metrics.budgets:
-        if b.repair and (left_out := [t.step for t in b.repair.trials if not t.kept]):
-            console.result(
-                f"{head_count(b.kept)}: repair of {', '.join(left_out)} did no better on the choosing examples; left out."
-            )
-    print_latency(console, metrics.latency.rows)
-    print_time(console, metrics.time, metrics.latency.rows)
-    if goes := where_time_goes(metrics):
-        for gain in goes.at_largest:
-            console.result(
-                f"{gain.name}, {shape(gain.row)}: {gain.achieved.ratio:.2f}x as fast; the most that this plan can gain is estimated at {gain.bound:.2f}x."
-            )
-    print_generation(console, metrics.generation)
-    if metrics.energy:
-        print_energy(console, metrics.energy)
-
-
 def print_finetuned(console: Console, record: FinetuneRecord) -> None:
-    from headprune.app.report.finetuned import rows
+    from headprune.app.report.finetuned import results
 
-    head, *body = rows(record)
-    console.result("")
-    console.table(_table("Dense, pruned and fine-tuned, on the reporting part", head, body))
+    print_table(console, "Dense, pruned and fine-tuned, on the reporting part", results(record))
     console.result(f"Training: {record.changes.gain.verdict}.")
 
 
 def print_latency(console: Console, rows: Sequence[LatencyRow]) -> None:
-    from headprune.app.report.numbers import ratio, shape
+    from headprune.app.report.sections.speed import latency_table
 
-    found = []
-    for row in rows:
-        where = shape(row)
-        for name, timing in row.timings.items():
-            faster = ratio(row.speedups[name]) if name in row.speedups else ""
-            found.append((where, name, f"{timing.median:.2f}", f"{timing.p95:.2f}", faster))
-            where = ""
-    console.result("")
-    head = ("input", "model", "median, ms", "95th", "speed-up (95 %)")
-    console.table(_table("Latency of a forward pass, dense against pruned in turn", head, found))
+    print_table(console, "Latency of a forward pass, models in turn", latency_table(rows), without=["verdict"])
 
 
-def print_time(console: Console, rows: Sequence[TimeParts], timed: Sequence[LatencyRow]) -> None:
-    if not rows:
-        return
-    from headprune.app.report.busy import disturbed
-    from headprune.app.report.numbers import shape
+def print_time(
+    console: Console, rows: Sequence[TimeParts], timed: Sequence[LatencyRow], metrics: Metrics | None = None
+) -> None:
+    from headprune.app.report.sections.speed import disturbance, time_table
 
-    found = [("ms", *(f"{row.total:.2f}" for row in rows))]
-    found += [(part, *(f"{row.shares[part]:.0%}" for row in rows)) for part in rows[0].shares]
-    found.append(("at most, without heads", *(f"{max(row.bounds.values()):.2f}x" for row in rows)))
-    console.result("")
-    console.table(_table("Where the dense model's time goes", ("", *map(shape, rows)), found))
-    for row in rows:
-        if told := disturbed(row, timed):
-            console.result(told)
+    if rows:
+        print_table(console, "Where the dense model's time goes", time_table(rows, metrics))
+        for row in rows:
+            if text := disturbance(row, timed):
+                console.result(text)
 
 
 def print_generation(console: Console, rows: Sequence[GenerationRow]) -> None:
-    if not rows:
-        return
-    from headprune.app.report.numbers import cache, ratio, shape
+    from headprune.app.report.sections.speed import generation_table
 
-    found = []
-    for row in rows:
-        where = shape(row)
-        for name, token in row.token.items():
-            faster = ratio(row.token_speedups[name]) if name in row.token_speedups else ""
-            found.append((
-                where, name, f"{row.prefill[name].median:.2f}", f"{token.median:.2f}", faster,
-                f"{row.tokens_per_second[name]:,.1f}", cache(row.cache[name]),
-            ))  # fmt: skip
-            where = ""
-    console.result("")
-    head = ("prompt", "model", "prefill, ms", "ms per token", "speed-up (95 %)", "tokens/s", "cache per token")
-    console.table(_table("Generation, dense against pruned in turn", head, found))
-
-
-def print_energy(console: Console, row: EnergyRow | None) -> None:
-    from headprune.app.report.numbers import joules, shape
-
-    if row is None:
-        console.say(
-            "Energy was not measured: this machine has no counter for it (RAPL, NVML), or does not let it be read."
-        )
-        return
-    used = []
-    for name, amount in row.joules.items():
-        ratio, low, high = row.ratios.get(name, (None, None, None))
-        beside = "" if ratio is None else f" (dense energy over its energy: {ratio:.2f}x, {low:.2f} to {high:.2f})"
-        used.append(f"{name} {joules(amount)}{beside}")
-    console.result(f"Energy of a pass at {shape(row)}, by {row.counter}: {'; '.join(used)}.")
+    if rows:
+        print_table(console, "Generation, models in turn", generation_table(rows))

@@ -1,99 +1,87 @@
-"""Files run by the engines that they are for."""
+"""Exported files run and timed by the engines that they are for."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError, first_line
-
-Size = int | str
-"""Of a dimension; a free one has a name."""
-_TYPES = {
-    "float": torch.float32, "float16": torch.float16, "double": torch.float64, "int64": torch.int64, "int32": torch.int32, "bool": torch.bool,
-}  # fmt: skip
-_SPELT = {
-    "f32": "float",
-    "f16": "float16",
-    "f64": "double",
-    "i64": "int64",
-    "i32": "int32",
-    "boolean": "bool",
-}  # by OpenVINO
+from headprune.latency import MIN_RUNS, LatencyRow, bench, example_shape
+from headprune.running import Progress
 
 
-@dataclass(frozen=True)
-class Session:
-    """A file that is loaded.
-
-    Attributes:
-        engine: Its name and version.
-        inputs: By name, the type and shape that the file takes.
-        run: Named inputs to outputs, in the order of the file's; other inputs are ignored. Raises HeadPruneError.
-    """
-
-    engine: str
-    inputs: dict[str, tuple[torch.dtype, list[Size]]]
-    run: Callable[[Mapping[str, Tensor]], list[Tensor]]
-
-
-def session(path: Path, threads: int | None = None, exact: bool = True) -> Session:
-    """A file, or OpenVINO's folder, in the engine that its name says, on the CPU.
+class Session(nn.Module):
+    """An exported file in the engine that its name says, as a model on the CPU: named inputs give the file's outputs, in their order.
 
     Args:
         path: An ONNX file (``.onnx``); an OpenVINO model (``.xml``), or the folder that it is in.
         threads: By default as many as torch uses.
         exact: Compute in float32. Else as the engine likes it: OpenVINO computes in bfloat16 on some processors.
 
+    Attributes:
+        engine: Its name and version.
+        inputs: By name, the type and shape that the file takes; a free size has a name.
+
     Raises:
-        HeadPruneError: It is none of these, the engine is not installed, or it does not read the file.
+        HeadPruneError: It is none of these, the engine is not installed, or does not read or run the file.
     """
-    for engine, load in _ENGINES.items():
-        file = runs_in(path, engine)
-        if file is not None:
-            return _loaded(path, file, engine, load, (threads or torch.get_num_threads(), exact))
-    raise HeadPruneError(f"{path} is no file of an engine.", "Name an .onnx file, or a folder with an OpenVINO model.")
 
+    inputs: dict[str, tuple[torch.dtype, list[int | str]]]
 
-def _loaded(path: Path, file: Path, engine: str, load: Any, how: tuple[int, bool]) -> Session:
-    if importlib.util.find_spec(engine) is None:
-        raise HeadPruneError(f"{path} runs in {engine}, which is not installed.", f"pip install {engine}")
-    if not file.is_file():
-        raise HeadPruneError(f"{path} does not exist.", "headprune export MODEL writes such a file.")
-    try:
-        inputs, run = load(file, *how)
-    except Exception as error:
-        raise _refused(engine, "read", path, error) from error
+    def __init__(self, path: Path, threads: int | None = None, exact: bool = True) -> None:
+        super().__init__()
+        engine, file = _engine_of(path)
+        if engine is None:
+            raise HeadPruneError(f"{path} is no file of an engine.", "Name an .onnx file, or OpenVINO's folder.")
+        if not file.is_file():
+            raise HeadPruneError(f"{path} does not exist.", "headprune export MODEL writes such a file.")
+        self._path, self._name = path, engine
+        with self._explain_errors("read"):
+            self.inputs, self._run = _ENGINES[engine](file, threads or torch.get_num_threads(), exact)
+        self.engine = f"{engine} {importlib.metadata.version(engine)}"
 
-    def checked(given: Mapping[str, Tensor]) -> list[Tensor]:
+    def forward(self, **given: Tensor) -> list[Tensor]:
+        """Other inputs than the file takes are ignored."""
+        if missing := [name for name in self.inputs if name not in given]:
+            raise HeadPruneError(f"{self._path.name} takes {', '.join(missing)} too.", "Pass all that it takes.")
+        with self._explain_errors("run"):
+            outputs = self._run({name: given[name].to(dtype).numpy() for name, (dtype, _) in self.inputs.items()})
+        return [torch.from_numpy(output) for output in outputs]
+
+    @contextmanager
+    def _explain_errors(self, what: str) -> Iterator[None]:
         try:
-            return [torch.from_numpy(value) for value in run({name: given[name].numpy() for name in inputs})]
+            yield
         except Exception as error:
-            raise _refused(engine, "run", path, error) from error
-
-    return Session(f"{engine} {importlib.metadata.version(engine)}", inputs, checked)
-
-
-def runs_in(path: Path, engine: str) -> Path | None:
-    """The file that an engine is to read; None where a path is not for this engine."""
-    if engine == "onnxruntime":
-        return path if path.suffix == ".onnx" else None
-    if path.suffix == ".xml":
-        return path
-    found = sorted(path.glob("*.xml")) if path.is_dir() else []
-    return found[0] if len(found) == 1 else None
+            raise HeadPruneError(
+                f"{self._name} does not {what} {self._path.name}: {first_line(error)}",
+                f"Another version may: pip install -U {self._name}",
+            ) from error
 
 
 def is_exported(path: Path) -> bool:
     """Whether an engine's file or folder is meant, not a model of transformers."""
-    return any(runs_in(path, engine) is not None for engine in _ENGINES)
+    return _engine_of(path)[0] is not None
+
+
+def _engine_of(path: Path) -> tuple[str | None, Path]:
+    """The engine of a path, and the file that it is to read."""
+    if path.suffix == ".onnx":
+        return "onnxruntime", path
+    models = [path] if path.suffix == ".xml" else sorted(path.glob("*.xml")) if path.is_dir() else []
+    return ("openvino", models[0]) if len(models) == 1 else (None, path)
 
 
 def _onnxruntime(file: Path, threads: int, exact: bool) -> Any:
@@ -103,11 +91,12 @@ def _onnxruntime(file: Path, threads: int, exact: bool) -> Any:
     options.log_severity_level = 4
     options.intra_op_num_threads = threads
     loaded = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    inputs = {
-        given.name: (_TYPES[given.type.removeprefix("tensor(").removesuffix(")")], list(given.shape))
-        for given in loaded.get_inputs()
-    }
-    return inputs, lambda given: loaded.run(None, given)
+    inputs = {}
+    for node in loaded.get_inputs():
+        dtype = getattr(torch, node.type.removeprefix("tensor(").removesuffix(")"))
+        # PyTorch writes sizes that it finds to be fixed as text.
+        inputs[node.name] = dtype, [int(size) if str(size).isdigit() else size for size in node.shape]
+    return inputs, lambda arrays: loaded.run(None, arrays)
 
 
 def _openvino(file: Path, threads: int, exact: bool) -> Any:
@@ -117,18 +106,16 @@ def _openvino(file: Path, threads: int, exact: bool) -> Any:
     if exact:
         settings |= {"INFERENCE_PRECISION_HINT": "f32", "EXECUTION_MODE_HINT": "ACCURACY"}
     compiled = ov.Core().compile_model(file, "CPU", settings)
-    inputs = {
-        given.any_name: (
-            _TYPES[_SPELT[given.element_type.get_type_name()]],
-            [d.get_length() if d.is_static else f"{given.any_name}_{i}" for i, d in enumerate(given.partial_shape)],
-        )
-        for given in compiled.inputs
-    }
+    inputs = {}
+    for node in compiled.inputs:
+        dtype = torch.from_numpy(np.empty(0, node.element_type.to_dtype())).dtype
+        sizes = [d.get_length() if d.is_static else f"{node.any_name}_{i}" for i, d in enumerate(node.partial_shape)]
+        inputs[node.any_name] = dtype, sizes
     request = compiled.create_infer_request()
 
-    def run(given: Mapping[str, Any]) -> list[Any]:
-        found = request.infer(given)
-        return [found[i].copy() for i in range(len(compiled.outputs))]
+    def run(arrays: Mapping[str, Any]) -> list[Any]:
+        results = request.infer(arrays)
+        return [results[i].copy() for i in range(len(compiled.outputs))]
 
     return inputs, run
 
@@ -136,7 +123,145 @@ def _openvino(file: Path, threads: int, exact: bool) -> Any:
 _ENGINES: dict[str, Callable[[Path, int, bool], Any]] = {"onnxruntime": _onnxruntime, "openvino": _openvino}
 
 
-def _refused(engine: str, what: str, path: Path, error: Exception) -> HeadPruneError:
-    return HeadPruneError(
-        f"{engine} does not {what} {path.name}: {first_line(error)}", f"Another version may: pip install -U {engine}"
+def complete(
+    file: Path,
+    requests: Sequence[dict[str, Any]],
+    *,
+    context: int = 512,
+    threads: int | None = None,
+    exact: bool = True,
+) -> tuple[str, list[dict[str, Any]]]:
+    """Let llama.cpp answer requests, in a process of its own: a file that it cannot read ends the process.
+
+    Args:
+        file: A GGUF file.
+        requests: What llama.cpp's server takes for completions, such as ``{"prompt": [1, 2], "n_predict": 1, "n_probs": 10}``.
+        context: Tokens that fit.
+        threads: By default as many as torch uses.
+        exact: Keep keys and values in float32. Else in float16, as llama.cpp does by default.
+
+    Returns:
+        xllamacpp's version, and the answers.
+
+    Raises:
+        HeadPruneError: It does not read the file, or ended before it had answered.
+    """
+    job = {
+        "path": sys.path, "file": os.fspath(file.absolute()), "context": context, "exact": exact,
+        "threads": threads or torch.get_num_threads(), "requests": list(requests),
+    }  # fmt: skip
+    code = f"{inspect.getsource(_answer)}\n_answer()"
+    ended = subprocess.run(
+        [sys.executable, "-I", "-c", code],
+        input=json.dumps(job),
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
     )
+    if ended.returncode == 0 and ended.stdout:
+        version, answers = json.loads(ended.stdout.splitlines()[-1])
+        return version, answers
+    log = [line.strip() for line in ended.stderr.splitlines() if line.strip()] or [f"it ended with {ended.returncode}"]
+    errors = [line for line in log if any(word in line for word in ("error", "GGML_ASSERT", "failed", "Error"))]
+    raise HeadPruneError(
+        f"llama.cpp does not run the file: {(errors or log)[0][:300].rstrip('.')}.",
+        "Another version of xllamacpp may (pip install -U xllamacpp).",
+    )
+
+
+def _answer() -> None:
+    """Print llama.cpp's answers to the requests on stdin. `complete` runs its source in another Python, so it uses nothing of this file."""
+    import json
+    import sys
+
+    job = json.load(sys.stdin)
+    sys.path[:] = job["path"]
+    import xllamacpp
+
+    settings = xllamacpp.CommonParams()
+    settings.model.path = job["file"]
+    settings.n_ctx = settings.n_batch = settings.n_ubatch = job["context"]
+    settings.n_parallel = 1
+    settings.n_gpu_layers = 0
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = job["threads"]
+    settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if job["exact"]:
+        settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    settings.warmup = settings.fit_params = False
+    settings.cache_ram_mib = 0
+    settings.verbosity = 1
+    server = xllamacpp.Server(settings)
+    answers = [server.handle_completions({"cache_prompt": False, **request}) for request in job["requests"]]
+    print(json.dumps([xllamacpp.__version__, answers]), flush=True)
+
+
+def log_probabilities(answer: dict[str, Any]) -> dict[int, float]:
+    """Log-probabilities that tokens had to be generated first, by their ids, as far as llama.cpp lists them.
+
+    Raises:
+        HeadPruneError: The answer has none.
+    """
+    try:
+        return {t["id"]: t["logprob"] for t in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]}
+    except (KeyError, IndexError, TypeError):
+        said = f"llama.cpp gave no log-probabilities: {json.dumps(answer)[:200]}."
+        raise HeadPruneError(said, "Report this with xllamacpp's version.") from None
+
+
+def time_onnx(
+    files: Mapping[str, Path | str],
+    example: Mapping[str, Tensor],
+    *,
+    threads: int | None = None,
+    min_runs: int = MIN_RUNS,
+    min_seconds: float | None = None,
+) -> LatencyRow:
+    """Time ONNX files in onnxruntime (or OpenVINO models in OpenVINO) against each other on one input, on the CPU.
+
+    Args:
+        files: By name; the others are compared with the first, usually the dense model.
+        example: The inputs by name; others than the files take are left out.
+        threads: By default as many as torch uses.
+        min_runs, min_seconds: As in `headprune.benchmark`.
+
+    Returns:
+        The `LatencyRow` that `headprune.benchmark` gives.
+
+    Raises:
+        HeadPruneError: A file that does not run, or needs an input that the example lacks.
+    """
+    sessions = {name: Session(Path(file), threads, exact=False) for name, file in files.items()}
+    inputs = [(*example_shape(example), example)]
+    return bench(sessions, inputs, min_runs=min_runs, min_seconds=min_seconds)[0]
+
+
+def bench_files(
+    files: Mapping[str, Path], batches: Sequence[int], lengths: Sequence[int], *, progress: Progress | None = None
+) -> list[LatencyRow]:
+    """`time_onnx` on made-up inputs of several sizes; lengths only where the files leave any free."""
+    sessions = {name: Session(file, exact=False) for name, file in files.items()}
+    shapes = [shape for _, shape in next(iter(sessions.values())).inputs.values()]
+    free = any(isinstance(size, str) for shape in shapes for size in shape[1:])
+    inputs = []
+    for length in lengths if free else [0]:
+        for batch in batches:
+            every = [_inputs(loaded, batch, length) for loaded in reversed([*sessions.values()])]
+            inputs.append((batch, length, {name: t for own in every for name, t in own.items()}))
+    return bench(sessions, inputs, progress=progress)
+
+
+def _inputs(loaded: Session, batch: int, length: int) -> dict[str, Tensor]:
+    """Inputs that a file takes: masks of ones, other whole numbers 0, noise.
+
+    Raises:
+        HeadPruneError: The file fixes another batch.
+    """
+    inputs: dict[str, Tensor] = {}
+    for name, (dtype, sizes) in loaded.inputs.items():
+        shape = [size if isinstance(size, int) else length if d else batch for d, size in enumerate(sizes)]
+        if shape and shape[0] != batch:
+            raise HeadPruneError(f"The file takes {shape[0]} rows of {name}.", f"Use --batch-sizes {shape[0]}.")
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        inputs[name] = noise.to(dtype) if dtype.is_floating_point else torch.full(shape, "mask" in name, dtype=dtype)
+    return inputs

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import importlib.util
+import json
+import re
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import groupby, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headprune import __version__
 from headprune.errors import HeadPruneError
-from headprune.exporting import deci, llama_cpp
-from headprune.exporting.base import Exported, Request, exporter
-from headprune.exporting.vocabulary import Vocabulary, vocabulary_of
+from headprune.exporting import deci, engines
+from headprune.exporting.formats import Exported, exporter
 
 TEXTS = (
     "Once upon a time",
@@ -24,86 +28,84 @@ TEXTS = (
 )
 TOKENS = 96  # drawn at random, to compare answers on
 _ROUNDED = 4  # times what rounding does to them is allowed where weights are stored in half
+_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # by gguf
 
 
-@dataclass(frozen=True)
-class Probe:
-    """An input, and what the model answers.
+_LLAMA = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WORDS = {_LLAMA: "Llama's words", _LLAMA.replace("{1,3}", ""): "Qwen's words", _TEKKEN: "Tekken's words"}
+_PIECES = "default"  # SentencePiece's, which llama.cpp cuts by itself
+# How text is cut before bytes are merged, and whether whole words of the vocabulary are looked up first: what llama.cpp calls it.
+PRE_TOKENIZERS = {
+    ("GPT-2's words", False): "gpt-2",
+    ("digits, GPT-2's words", False): "smollm",
+    ("Llama's words, bytes", True): "llama-bpe",
+    ("Llama's words, bytes", False): "dbrx",
+    ("Qwen's words, bytes", False): "qwen2",
+    ("Tekken's words, bytes", True): "tekken",
+}
 
-    Attributes:
-        prompt: A text, or ids.
-        ids: The same as tokens, ``[tokens]``.
-        answer: Log-probabilities of the token that follows, ``[vocabulary]``.
-    """
-
-    prompt: str | list[int]
-    ids: Tensor
-    answer: Tensor
+Prompt = tuple[str | list[int], Tensor, Tensor, float]
+"""A text, or ids; the same as tokens, ``[tokens]``; the model's log-probabilities of the token that follows, ``[vocabulary]``; and the
+largest difference that llama.cpp's graph makes at any token, in nats."""
 
 
 @exporter("gguf", ".gguf", needs=("gguf",), tokenizer=True)
-def gguf(request: Request) -> Exported:
+def gguf(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) -> Exported:
     """A file for llama.cpp and what is built on it (Llama-like decoders, heads of any number in every layer)."""
-    decoder = deci.decoder_of(request.model)
-    vocabulary = vocabulary_of(request.processor, decoder.vocabulary)
-    dtype = getattr(torch, request.dtype)
-    _check_range(decoder, dtype)
-    probes = _probes(request, decoder)
-    rendition = max(deci.verify(request.model, decoder, probe.ids) for probe in probes)
-    _write(request, decoder, vocabulary, dtype)
+    from gguf import GGUFWriter
+
+    decoder, kind = deci.decoder_of(model), getattr(torch, dtype)
+    writer = GGUFWriter(path, "deci")
+    writer.add_name(name)
+    pre, notes = _add_vocabulary(writer, processor, decoder.vocabulary)
+    _check_range(decoder, kind)
+    prompts = _prompts(model, processor, decoder)
+    _write(writer, decoder, kind)
+    size, proved = path.stat().st_size, importlib.util.find_spec("xllamacpp") is not None
     facts: dict[str, Any] = {
-        "architecture": "deci", "heads": decoder.heads, "kv_heads": decoder.kv_heads, "dtype": request.dtype,
-        "bytes": request.path.stat().st_size, "tokenizer": vocabulary.pre, "rendition": rendition,
+        "architecture": "deci", "heads": decoder.heads, "kv_heads": decoder.kv_heads, "dtype": dtype, "bytes": size, "tokenizer": pre,
+        "rendition": max(difference for *_, difference in prompts),
     }  # fmt: skip
-    summary = f"{facts['bytes'] / 1e6:,.0f} MB, {request.dtype}; "
-    proved = llama_cpp.is_installed()
+    tried = "not tried in llama.cpp (it is, once xllamacpp is installed: pip install xllamacpp)"
     if proved:
-        facts["proof"] = proof = _prove(request, decoder, vocabulary, probes, dtype)
-        summary += (
+        facts["proof"] = proof = _prove(path, processor, decoder, prompts, kind)
+        tried = (
             f"tried in llama.cpp ({proof['engine']}): log-probabilities within {proof['largest_difference']:.1g} of the model's "
             f"on {proof['prompts']} prompts"
         )
-    else:
-        summary += "not tried in llama.cpp (it is, once xllamacpp is installed: pip install xllamacpp)"
-    return Exported(request.path, "gguf", proved, summary, facts, (*decoder.notes, *vocabulary.notes))
+    return Exported(path, "gguf", proved, f"{size / 1e6:,.0f} MB, {dtype}; {tried}", facts, (*decoder.notes, *notes))
 
 
 def _check_range(decoder: deci.Decoder, dtype: torch.dtype) -> None:
     """Refuse weights that are no numbers, or would not be any more once they are rounded."""
-    for name, stored in decoder.tensors.items():
-        value = stored.read()
-        if not bool(torch.isfinite(value).all()):
-            raise HeadPruneError(f"{name} holds numbers that are not finite.", "Save the model again.")
-        if value.ndim > 1 and not bool(torch.isfinite(value.to(dtype)).all()):
-            raise HeadPruneError(f"{name} holds numbers too large for {dtype}.", "Use --dtype bfloat16 or float32.")
+    for name, value in decoder.tensors.items():
+        if not bool(torch.isfinite(value.to(dtype) if value.ndim > 1 else value).all()):
+            raise HeadPruneError(f"{name} holds numbers too large for {dtype}, or infinite.", "Use --dtype float32.")
 
 
-def _probes(request: Request, decoder: deci.Decoder) -> list[Probe]:
+def _prompts(model: nn.Module, tokenizer: Any, decoder: deci.Decoder) -> list[Prompt]:
     """Texts and random tokens of several lengths, as many as fit."""
-    size = min(decoder.vocabulary, len(request.processor))
+    size = min(decoder.vocabulary, len(tokenizer))
     drawn = torch.randint(size, (min(TOKENS, decoder.context - 1),), generator=torch.Generator().manual_seed(0))
-    made: list[tuple[str | list[int], Tensor]] = [
-        (drawn[:n].tolist(), drawn[:n]) for n in sorted({1, 7, len(drawn)}) if n
-    ]
-    for text in TEXTS:
-        ids = torch.tensor(request.processor(text)["input_ids"], dtype=torch.long)
-        if 0 < len(ids) < decoder.context:
-            made.append((text, ids))
-    model: Any = request.model
-    with torch.inference_mode():
-        return [Probe(p, ids, model(input_ids=ids[None]).logits[0, -1].log_softmax(-1)) for p, ids in made]
+    inputs: list[tuple[str | list[int], Tensor]] = [(drawn[:n].tolist(), drawn[:n]) for n in (1, 7, TOKENS)]
+    inputs += [(text, torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long)) for text in TEXTS]
+    fitting = [(text, ids) for text, ids in inputs if 0 < len(ids) < decoder.context]
+    return [(text, ids, *deci.verify(model, decoder, ids)) for text, ids in fitting]
 
 
-def _write(request: Request, decoder: deci.Decoder, vocabulary: Vocabulary, dtype: torch.dtype) -> None:
-    """The file, one tensor in memory at a time."""
-    from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
+def _write(writer: Any, decoder: deci.Decoder, dtype: torch.dtype) -> None:
+    """Write the file, one tensor in memory at a time."""
+    from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
+    from gguf.quants import quantize
 
-    kinds = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-    writer = GGUFWriter(request.path, "deci")
     writer.add_type("model")
-    writer.add_name(request.name)
     writer.add_string("headprune.version", __version__)
-    writer.add_file_type(LlamaFileType["ALL_F32" if dtype == torch.float32 else f"MOSTLY_{kinds[dtype]}"])
+    writer.add_file_type(LlamaFileType["ALL_F32" if dtype == torch.float32 else f"MOSTLY_{_KINDS[dtype]}"])
     writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_block_count(len(decoder.heads))
     writer.add_context_length(decoder.context)
@@ -119,83 +121,189 @@ def _write(request: Request, decoder: deci.Decoder, vocabulary: Vocabulary, dtyp
     writer.add_rope_freq_base(decoder.rope_base)
     if decoder.rope_scale != 1:
         writer.add_rope_scaling_attn_factors(decoder.rope_scale)
-    vocabulary.write(writer)
-    for name, stored in decoder.tensors.items():
-        # Norms and biases stay in float32: llama.cpp adds and multiplies by nothing else.
-        kind = dtype if stored.tensor.ndim > 1 else torch.float32
-        size = stored.tensor.numel() * kind.itemsize
-        writer.add_tensor_info(
-            name, tuple(stored.tensor.shape), np.dtype("f4" if kind.itemsize == 4 else "f2"), size,
-            raw_dtype=GGMLQuantizationType[kinds[kind]],
-        )  # fmt: skip
-    with _closing(writer):
+    # Norms and biases stay in float32: llama.cpp adds and multiplies by nothing else.
+    kinds = {n: GGMLQuantizationType[_KINDS[dtype] if t.ndim > 1 else "F32"] for n, t in decoder.tensors.items()}
+    for name, tensor in decoder.tensors.items():
+        size = tensor.numel() * (dtype.itemsize if tensor.ndim > 1 else 4)
+        writer.add_tensor_info(name, tensor.shape, np.dtype("f4"), size, raw_dtype=kinds[name])
+    with closing(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for stored in decoder.tensors.values():
-            value = stored.read().to(dtype if stored.tensor.ndim > 1 else torch.float32).contiguous()
-            raw = value.view(torch.int16) if value.dtype == torch.bfloat16 else value  # numpy has no bfloat16
-            writer.write_tensor_data(raw.numpy())
-
-
-@contextmanager
-def _closing(writer: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        writer.close()
+        for name, kind in kinds.items():
+            writer.write_tensor_data(quantize(decoder.read(name).contiguous().numpy(), kind))
 
 
 def _prove(
-    request: Request, decoder: deci.Decoder, vocabulary: Vocabulary, probes: list[Probe], dtype: torch.dtype
+    path: Path, tokenizer: Any, decoder: deci.Decoder, prompts: list[Prompt], dtype: torch.dtype
 ) -> dict[str, Any]:
     """Run the file in llama.cpp, and compare.
 
     Raises:
         HeadPruneError: It reads a text as other tokens, or its answers differ by more than rounding.
     """
-    asked = min(decoder.vocabulary, llama_cpp.MOST)
     # It tells the log-probabilities of a token only where that token is text, so a letter is made to come; they are those before.
-    letter = next((i for i, t in enumerate(vocabulary.tokens) if len(t) == 1 and t.isascii() and t.isalpha()), None)
-    bias = [] if letter is None else [[letter, 1e4]]
-    requests = [
-        {"prompt": p.prompt, "n_predict": 1, "temperature": 0, "n_probs": asked, "logit_bias": bias} for p in probes
-    ]
-    version, answers = llama_cpp.complete(request.path, requests, context=max(len(p.ids) for p in probes) + 8)
-    largest, allowed = 0.0, max(deci.TOLERANCE, _rounding(decoder, probes, dtype))
-    for probe, answer in zip(probes, answers, strict=True):
+    letters = [i for t, i in tokenizer.get_vocab().items() if len(t) == 1 and t.isascii() and t.isalpha()]
+    likeliest, bias = min(decoder.vocabulary, 4096), [[i, 1e4] for i in letters[:1]]
+    settings = {"n_predict": 1, "temperature": 0, "n_probs": likeliest, "logit_bias": bias}
+    requests = [{"prompt": text, **settings} for text, *_ in prompts]
+    version, answers = engines.complete(path, requests, context=max(len(ids) for _, ids, *_ in prompts) + 8)
+    largest, allowed = 0.0, max(deci.TOLERANCE, *(_rounding(decoder, prompt, dtype) for prompt in prompts))
+    for (text, ids, expected, _), answer in zip(prompts, answers, strict=True):
+        shown = repr(text) if isinstance(text, str) else f"{len(text)} random tokens"
         counted = answer.get("usage", {}).get("prompt_tokens")
-        if counted != len(probe.ids):
+        if counted != len(ids):
             raise HeadPruneError(
-                f"llama.cpp reads {probe.prompt!r} as {counted} tokens, the tokenizer as {len(probe.ids)}.",
+                f"llama.cpp reads {shown} as {counted} tokens, the tokenizer as {len(ids)}.",
                 "Its tokenizer of this kind differs; report it, with the tokenizer's name.",
             )
-        own = llama_cpp.log_probabilities(answer, decoder.vocabulary)
-        gap = (own - probe.answer).abs()[~own.isnan()].max().item()
+        likely = engines.log_probabilities(answer)
+        gap = (torch.tensor(list(likely.values())) - expected[list(likely)]).abs().max().item()
         if not gap <= allowed:
             raise HeadPruneError(
-                f"llama.cpp's log-probabilities are {gap:.2g} off after {_shown(probe.prompt)} (allowed: {allowed:.2g}).",
+                f"llama.cpp's log-probabilities are {gap:.2g} off after {shown} (allowed: {allowed:.2g}).",
                 "Report it, with the model's name and xllamacpp's version.",
             )
         largest = max(largest, gap)
     return {
-        "engine": f"xllamacpp {version}", "prompts": len(probes), "largest_difference": largest, "allowed": allowed,
+        "engine": f"xllamacpp {version}", "prompts": len(prompts), "largest_difference": largest, "allowed": allowed,
     }  # fmt: skip
 
 
-def _rounding(decoder: deci.Decoder, probes: list[Probe], dtype: torch.dtype) -> float:
-    """What rounding may do to the log-probabilities of the last tokens, at most."""
-    largest = 0.0
-    with torch.inference_mode():
-        for probe in probes:
-            if dtype == torch.float32:
-                own = deci.NOISE * deci.sensitivity(decoder, probe.ids)[-1]
-            else:
-                *_, last = deci.layers_of(decoder, probe.ids, dtype)
-                own = _ROUNDED * (deci.log_probabilities(decoder, last[-1:], dtype)[0] - probe.answer).abs().max()
-            largest = max(largest, own.item())
-    return largest
+def _rounding(decoder: deci.Decoder, prompt: Prompt, dtype: torch.dtype) -> float:
+    """What rounding may do to the log-probabilities of the last token, at most."""
+    _, ids, expected, _ = prompt
+    if dtype == torch.float32:
+        return float(deci.NOISE * deci.sensitivity(decoder, ids)[-1])
+    return float(_ROUNDED * (deci.render(decoder, ids, dtype)[1][-1] - expected).abs().max())
 
 
-def _shown(prompt: str | list[int]) -> str:
-    return repr(prompt) if isinstance(prompt, str) else f"{len(prompt)} random tokens"
+def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> tuple[str, list[str]]:
+    """Note a tokenizer in a GGUF file that is still to be written.
+
+    Args:
+        writer: A `gguf.GGUFWriter`.
+        tokenizer: One of transformers', with a fast backend.
+        size: Of the model's vocabulary; ids that the tokenizer does not have are filled up.
+
+    Returns:
+        llama.cpp's name for how text is cut, and what a reader should know.
+
+    Raises:
+        HeadPruneError: llama.cpp has no tokenizer of this kind.
+    """
+    from gguf import SpecialVocab
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise HeadPruneError("There is no tokenizer with a tokenizer.json.", "Save one into the model's folder.")
+    data = json.loads(backend.to_str())
+    model = data["model"]
+    if model["type"] != "BPE":
+        raise HeadPruneError(f"The tokenizer is a {model['type']} model.", "Use one of byte-pair encoding (BPE).")
+    tokens, types = _tokens(tokenizer, bool(model["byte_fallback"]), size)
+    pre, spaced = _pre_tokenizer(data)
+    pieces, ends = pre == _PIECES, _ends(tokenizer)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        special = SpecialVocab(folder, not pieces, ("bos", "eos", "unk", "pad"), size)
+    special.add_special_token = ends
+    writer.add_tokenizer_model("llama" if pieces else "gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    if pieces:
+        writer.add_token_scores(_scores(tokens, model["merges"]))
+    special.add_to_gguf(writer, quiet=True)
+    writer.add_add_space_prefix(spaced)
+    normalises = (data["normalizer"] or {}).get("type") == "NFC"
+    return pre, ["llama.cpp does not normalise text (NFC), as the tokenizer does."] if normalises else []
+
+
+def _tokens(tokenizer: Any, bytewise: bool, size: int) -> tuple[list[str], list[int]]:
+    """Texts and types, by id."""
+    from gguf import TokenType
+
+    texts = {index: text for text, index in tokenizer.get_vocab().items()}
+    if max(texts) >= size:
+        raise HeadPruneError(
+            f"The tokenizer has a token {max(texts)}, the model only {size} embeddings.",
+            "Use the model's own tokenizer, or resize its embeddings (model.resize_token_embeddings).",
+        )
+    tokens, types, added = [f"[PAD{i}]" for i in range(size)], [TokenType.UNUSED] * size, tokenizer.added_tokens_decoder
+    for index, text in texts.items():
+        tokens[index], types[index] = text, TokenType.NORMAL
+        if index in added:
+            types[index] = TokenType.CONTROL if added[index].special else TokenType.USER_DEFINED
+        elif bytewise and re.fullmatch(r"<0x[0-9A-F]{2}>", text):
+            types[index] = TokenType.BYTE
+    if bytewise and tokenizer.unk_token_id is not None:
+        types[tokenizer.unk_token_id] = TokenType.UNKNOWN
+    return tokens, types
+
+
+def _pre_tokenizer(data: dict[str, Any]) -> tuple[str, bool]:
+    """llama.cpp's name for how text is cut, and whether a space is put before it."""
+    kinds = [step["type"] for step in _steps(data["normalizer"], "normalizers")]
+    cuts, model = _steps(data["pre_tokenizer"], "pretokenizers"), data["model"]
+    if model["byte_fallback"]:
+        if kinds in (["Prepend", "Replace"], ["Replace"]) and not cuts:
+            return _PIECES, "Prepend" in kinds
+        if not kinds and [step["type"] for step in cuts] == ["Metaspace"] and not cuts[0]["split"]:
+            return _PIECES, cuts[0]["prepend_scheme"] != "never"
+    steps = ([] if kinds in ([], ["NFC"]) else kinds) + [_step_name(step) for step in cuts]
+    looked_up = bool(model["ignore_merges"])
+    if pre := PRE_TOKENIZERS.get((", ".join(steps), looked_up)):
+        return pre, False
+    raise HeadPruneError(
+        f"The tokenizer cuts text by {', '.join(steps) or 'nothing'}{' and looks up whole words' if looked_up else ''}, which is none of the "
+        "ways written for llama.cpp.",
+        f"Known are the tokenizers of {', '.join(PRE_TOKENIZERS.values())} and SentencePiece's.",
+    )
+
+
+def _steps(step: dict[str, Any] | None, parts: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer."""
+    if step is None:
+        return []
+    return list(step[parts]) if step["type"] == "Sequence" else [step]
+
+
+def _step_name(step: dict[str, Any]) -> str:
+    """One way to cut text, in the words of `PRE_TOKENIZERS`, or as tokenizer.json has it."""
+    match step:
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": words}:
+            return "GPT-2's words" if words else "bytes"
+        case {"type": "Digits", "individual_digits": True}:
+            return "digits"
+        case {"type": "Split", "pattern": {"Regex": regex}, "behavior": behavior, "invert": inverted}:
+            # What matches is a word: Isolated keeps it and what lies between; Removed, inverted, keeps it too.
+            if regex in _WORDS and (behavior, inverted) in (("Isolated", False), ("Removed", True)):
+                return _WORDS[regex]
+    return json.dumps(step, ensure_ascii=False)
+
+
+def _ends(tokenizer: Any) -> dict[str, bool]:
+    """Whether the beginning (bos) and the end (eos) of a text are marked: tried, since the post-processor has no one form."""
+    bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    for bos, eos in product((False, True), repeat=2):
+        if whole == [tokenizer.bos_token_id] * bos + bare + [tokenizer.eos_token_id] * eos:
+            return {"bos": bos, "eos": eos}
+    raise HeadPruneError(
+        f"The tokenizer makes {whole} of a text whose tokens are {bare}: llama.cpp adds bos and eos tokens only.",
+        "Use a tokenizer without such a post-processor.",
+    )
+
+
+def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> list[float]:
+    """SentencePiece's scores: llama.cpp merges the neighbours whose joint piece has the highest.
+
+    tokenizer.json has their order only, which is all that counts; all merges that make a piece must lie together in it.
+    """
+    pieces = [piece for piece, _ in groupby(left + right for left, right in merges)]
+    order = {piece: place for place, piece in enumerate(pieces)}
+    if len(order) < len(pieces):
+        raise HeadPruneError(
+            "The merges into a piece don't lie together, as SentencePiece's do.", "Use another tokenizer."
+        )
+    return [-float(order.get(token, len(order))) for token in tokens]

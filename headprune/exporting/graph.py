@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import inspect
-import logging
-import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headprune.errors import HeadPruneError, first_line
-from headprune.forms import guesses, made, remembered
-from headprune.inputs import LABELS, Example, call, is_encoder_decoder, map_tensors, seeded, tensors, writes
-from headprune.modules import uncompiled
-from headprune.trace import attributes_kept, evaluating
+from headprune.input_specs import build, of_config, recorded
+from headprune.inputs import LABELS, Example, call, is_encoder_decoder, map_tensors, tensors, writes
+from headprune.running import attributes_kept, uncached, uncompiled
 
 BATCH, LENGTH = "batch", "length"
+
+
+class FlatModel(nn.Module):
+    """A model as a function from tensors to tensors, both in a fixed order.
+
+    Attributes:
+        example: Inputs that the model takes.
+        inputs, outputs: Names of the tensors: arguments of the model's ``forward``, fields of its output.
+    """
+
+    def __init__(self, model: nn.Module, example: Example) -> None:
+        super().__init__()
+        self.model = model
+        self.example = example
+        self.inputs = [name for name, _ in _leaves(_names_of(model, example), "input")]
+        outputs = [name for name, _ in _outputs(call(model, example))]
+        self.outputs = [f"{name}_out" if name in self.inputs else name for name in outputs]
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        left = iter(given)
+        example = map_tensors(self.example, lambda _: next(left))
+        return tuple(t for _, t in _outputs(call(self.model, example)))
 
 
 @dataclass(frozen=True)
@@ -30,57 +47,21 @@ class Graph:
     """A traced model.
 
     Attributes:
-        program: A `torch.export.ExportedProgram` from the inputs, in order, to the outputs.
-        inputs, outputs: Their names: arguments of the model's ``forward``, fields of its output.
+        program: A `torch.export.ExportedProgram` of a `FlatModel`.
         example: The inputs that it was traced with.
         dims: Of every input, each dimension: a number, or an expression (of sympy) in the free sizes.
-        names: What the free sizes are called in a file, by the tracer's names.
+        names: What the free sizes are called: batch, length, …
+        sizes: The free sizes' values in the trace.
     """
 
     program: Any
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    example: tuple[Tensor, ...]
-    dims: tuple[tuple[Any, ...], ...]
-    names: dict[str, str]
-
-    def named(self, expression: Any) -> str:
-        """A size as it is called in a file."""
-        return re.sub(r"\b[su]\d+\b", lambda found: self.names.get(found[0], found[0]), str(expression))
-
-    @property
-    def shapes(self) -> dict[str, list[int | str]]:
-        """Every input's shape; free sizes by their names."""
-        return {
-            name: [d if isinstance(d, int) else self.named(d) for d in dims]
-            for name, dims in zip(self.inputs, self.dims, strict=True)
-        }
+    example: list[Tensor]
+    dims: list[list[Any]]
+    names: dict[Any, str]
+    sizes: dict[Any, int]
 
 
-class Call(nn.Module):
-    """A model as a function from tensors to tensors, both in a fixed order."""
-
-    def __init__(self, model: nn.Module, example: Example) -> None:
-        super().__init__()
-        self.model = model
-        self.example = example
-        self.inputs = tuple(name for name, _ in _leaves(_by_name(model, example), "input"))
-        with torch.no_grad():
-            found = _outputs(call(model, example))
-        self.outputs = tuple(f"{name}_out" if name in self.inputs else name for name, _ in found)
-
-    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
-        left = iter(given)
-        example = map_tensors(self.example, lambda _: next(left))
-        return tuple(t for _, t in _outputs(call(self.model, example)))
-
-    def answers(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """What the model answers, with the same random numbers each time."""
-        with torch.no_grad(), seeded(self.model, 0):
-            return [t.detach() for t in self(*given)]
-
-
-def callable_of(model: nn.Module, processor: Any = None) -> Call:
+def flat_model(model: nn.Module, processor: Any = None) -> FlatModel:
     """A model with inputs that it takes: of the form that it was pruned with, or that its config names.
 
     Args:
@@ -92,7 +73,7 @@ def callable_of(model: nn.Module, processor: Any = None) -> Call:
     reason = ""
     for example in _examples(model, processor):
         try:
-            return Call(model, example)
+            return FlatModel(model, example)
         except Exception as error:  # a model may refuse an input with any error
             reason = reason or f" It did not run on a made-up input ({type(error).__name__}: {first_line(error)})."
     raise HeadPruneError(
@@ -101,81 +82,90 @@ def callable_of(model: nn.Module, processor: Any = None) -> Call:
     )
 
 
-def graphs(function: Call) -> Iterator[Graph]:
-    """The model traced with as many free sizes as it can be, then with fewer: for the first that works.
+def graphs(function: FlatModel) -> Iterator[Graph]:
+    """The model traced with as many free sizes as it can have, then with fewer: for the first that works.
 
     Raises:
         HeadPruneError: `torch.export` does not take the model, whatever is fixed.
     """
-    example = tuple(tensors(function.example))
-    free = [_axes(example, lengths=True), _axes(example, lengths=False), tuple({} for _ in example)]
-    failed, some = None, False
-    for axes in {repr(a): a for a in free}.values():
+    example, auto = tensors(function.example), torch.export.Dim.AUTO  # torch.export fixes sizes that the model fixes
+    lengths = tuple(t.ndim if t.ndim < 4 else 1 for t in example)
+    choices = dict.fromkeys((lengths, tuple(min(t.ndim, 1) for t in example), (0,) * len(example)))
+    failed: list[Exception] = []
+    for dims in choices:
         try:
-            graph = _traced(function, example, axes)
+            graph = _trace(function, example, [dict.fromkeys(range(most), auto) for most in dims])
         except Exception as error:
-            failed = failed or error
-            continue
-        some = True
-        yield graph
-    if not some:
-        assert failed is not None
+            failed.append(error)
+        else:
+            yield graph
+    if len(failed) == len(choices):
         raise HeadPruneError(
-            f"torch.export does not take {type(function.model).__name__}: {type(failed).__name__}: {first_line(failed)}",
+            f"torch.export does not take {type(function.model).__name__}: {type(failed[0]).__name__}: {first_line(failed[0])}",
             "Try the dense model: where that fails too, PyTorch's exporter does not know something that it does.",
-        ) from failed
+        ) from failed[0]
 
 
 @contextmanager
-def plainly(model: nn.Module) -> Iterator[None]:
-    """Whatever a trace needs of a model: no cache, no fused kernels, experts of which all shapes are known; and silence."""
-    configs = [v for m in model.modules() for v in vars(m).values() if getattr(v, "use_cache", None) is True]
-    chosen: Any = model
-    experts = chosen.get_experts_implementation() if hasattr(model, "get_experts_implementation") else None
-    fast, fused = torch.backends.mha.get_fastpath_enabled(), F.scaled_dot_product_attention
-    loggers = [
-        logging.getLogger(name)
-        for name in ("torch", "torch.__trace", "torch.onnx", "torch.export", "onnxscript", "onnx_ir")
-    ]
-    levels = [logger.level for logger in loggers]
+def traceable(model: nn.Module) -> Iterator[None]:
+    """A model as a trace needs it while the context lasts: no cache, no fused layers, experts of which all shapes are known."""
+    own: Any = model
+    experts = own.get_experts_implementation() if hasattr(own, "get_experts_implementation") else None
+    fast = torch.backends.mha.get_fastpath_enabled()
     try:
-        for config in configs:
-            config.use_cache = False
         if experts is not None:
-            chosen.set_experts_implementation("batched_mm")
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
+            own.set_experts_implementation("batched_mm")
         torch.backends.mha.set_fastpath_enabled(False)
-        F.scaled_dot_product_attention = _attend  # type: ignore[assignment]
-        with (
-            warnings.catch_warnings(), evaluating(model), attributes_kept(model), uncompiled(), torch.no_grad(),
-        ):  # fmt: skip
-            warnings.simplefilter("ignore")
+        with uncached(model), attributes_kept(model), uncompiled():
             yield
     finally:
-        if experts is not None:
-            chosen.set_experts_implementation(experts)
-        F.scaled_dot_product_attention = fused
         torch.backends.mha.set_fastpath_enabled(fast)
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        for config in configs:
-            config.use_cache = True
+        if experts is not None:
+            own.set_experts_implementation(experts)
 
 
-def _traced(function: Call, example: tuple[Tensor, ...], axes: tuple[dict[int, Any], ...]) -> Graph:
-    with plainly(function.model), _PlainAttention():
-        program = torch.export.export(function, example, dynamic_shapes=(axes,))
+class _PlainAttention(TorchFunctionMode):
+    """`scaled_dot_product_attention` in plain operations, and zeros for a token that sees none, as PyTorch has it.
+
+    What PyTorch's exporter puts in its place takes 4 % longer in onnxruntime (a BERT), and computes a softmax over nothing for such tokens.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch._C._nn.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        query, key, value = (given[name] for name in names[:3])
+        mask, scale = given.get("attn_mask"), given.get("scale")
+        if given.get("enable_gqa"):
+            key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+        scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if given.get("is_causal"):
+            mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        if mask is None:
+            return scores.softmax(-1) @ value
+        if mask.dtype == torch.bool:
+            blind, scores = ~mask.any(-1, keepdim=True), scores.masked_fill(~mask, float("-inf"))
+        else:
+            blind, scores = mask.amax(-1, keepdim=True) == float("-inf"), scores + mask
+        return (scores.softmax(-1) @ value).masked_fill(blind, 0.0)
+
+
+def _trace(function: FlatModel, example: list[Tensor], free: list[dict[int, Any]]) -> Graph:
+    with traceable(function.model), _PlainAttention():
+        program = torch.export.export(function, tuple(example), dynamic_shapes=(tuple(free),))
     inputs = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"][-len(example) :]
-    dims = tuple(tuple(_size(d) for d in value.shape) for value in inputs)
-    names: dict[str, str] = {}
-    for name, own in zip(function.inputs, dims, strict=True):
+    dims = [[_size(d) for d in value.shape] for value in inputs]
+    names: dict[Any, str] = {}
+    sizes: dict[Any, int] = {}
+    for name, t, own in zip(function.inputs, example, dims, strict=True):
         for d, size in enumerate(own):
             for symbol in getattr(size, "free_symbols", ()):
-                taken = set(names.values())
-                plain = BATCH if d == 0 else LENGTH if LENGTH not in taken else f"{name}_{LENGTH if d == 1 else d}"
-                names.setdefault(str(symbol), plain)
-    return Graph(program, function.inputs, function.outputs, example, dims, names)
+                length = f"{name}_{LENGTH if d == 1 else d}" if LENGTH in names.values() else LENGTH
+                names.setdefault(symbol, length if d else BATCH)
+            if size in names:
+                sizes[size] = t.shape[d]
+    return Graph(program, example, dims, names, sizes)
 
 
 def _size(d: Any) -> Any:
@@ -184,77 +174,52 @@ def _size(d: Any) -> Any:
     return expression if getattr(expression, "free_symbols", None) else int(expression)
 
 
-def _axes(example: Sequence[Tensor], *, lengths: bool) -> tuple[dict[int, Any], ...]:
-    """The dimensions that may be free: rows, and lengths where asked. torch.export fixes those that the model fixes."""
-    auto = torch.export.Dim.AUTO
-    return tuple({d: auto for d in range(t.ndim) if not d or (lengths and t.ndim < 4)} for t in example)
-
-
 def _examples(model: nn.Module, processor: Any) -> Iterator[Example]:
-    known = [made(form) for form in remembered(model)]
-    guessed = [made(form) for form in guesses(model)]
-    for example in (
-        *known,
-        *(with_more for each in guessed if (with_more := _tokenized(model, processor, each))),
-        *guessed,
-    ):
+    """Inputs that a model may take, the fullest first."""
+    # A service passes on what the tokenizer gives. Without token types, pairs of texts would get other answers. Models that write text are
+    # called without.
+    try:
+        given = [] if writes(model) else list(processor("a"))
+    except Exception:  # no tokenizer, an image processor, or one that takes texts in another form
+        given = []
+    parameters = inspect.signature(model.forward).parameters
+    more = [name for name in given if name in parameters and name not in LABELS]
+    mask = ["attention_mask"] if "attention_mask" in parameters else []
+    forms = [(form, mask) for form in recorded(model)]
+    forms += [(form, names) for names in (mask + more, mask) for form in of_config(model)]
+    for form, names in forms:
+        example = build(form)
         if isinstance(example, Mapping):
-            example = _unlabelled(model, example)
-            own = inspect.signature(model.forward).parameters
-            if "input_ids" in example and "attention_mask" in own and "attention_mask" not in example:
-                yield _rows({**example, "attention_mask": torch.ones_like(example["input_ids"])})
-        yield _rows(example)
+            example = _without_labels(model, example)
+            if isinstance(ids := example.get("input_ids"), Tensor):
+                filled = {name: torch.full_like(ids, "mask" in name) for name in names if name not in example}
+                yield _two_rows({**example, **filled})
+        yield _two_rows(example)
         yield example
 
 
-def _tokenized(model: nn.Module, processor: Any, example: Example) -> Example | None:
-    """A text with what its tokenizer gives and the model takes beside the guessed; None if there is no more.
-
-    A service passes on what the tokenizer gives. Without token types, pairs of texts would get other answers. Models that write text are
-    called without.
-    """
-    if not callable(processor) or not isinstance(example, Mapping) or "input_ids" not in example or writes(model):
-        return None
-    try:
-        given = set(processor("a"))
-    except Exception:  # an image processor, or one that takes texts in another form
-        return None
-    more = [name for name in inspect.signature(model.forward).parameters if name in given - {*example, *LABELS}]
-    return {**example, **{name: torch.zeros_like(example["input_ids"]) for name in more}} if more else None
-
-
-def _unlabelled(model: nn.Module, example: Mapping[str, Any]) -> dict[str, Any]:
-    """Without labels; where a decoder reads its tokens off them, with these tokens."""
+def _without_labels(model: nn.Module, example: Mapping[str, Any]) -> dict[str, Any]:
+    """An example without labels; a decoder that reads its tokens off the labels gets these tokens."""
     kept = {k: v for k, v in example.items() if k not in LABELS}
     labels = example.get("labels")
-    if (
-        is_encoder_decoder(model)
-        and isinstance(labels, Tensor)
-        and not any(k.startswith("decoder_input") for k in kept)
-    ):
-        kept["decoder_input_ids"] = labels.clamp(min=0)
-    return kept
+    reads = is_encoder_decoder(model) and not any(k.startswith("decoder_input") for k in kept)
+    return {**kept, "decoder_input_ids": labels.clamp(min=0)} if reads and isinstance(labels, Tensor) else kept
 
 
-def _rows(example: Example) -> Example:
-    """With two rows where there is one: torch.export takes 1 for a size that is fixed."""
-    found = [t for t in tensors(example) if t.ndim]
-    if any(len(t) != 1 for t in found):
+def _two_rows(example: Example) -> Example:
+    """An example with two rows where it has one: torch.export takes 1 for a size that is fixed."""
+    if any(len(t) != 1 for t in tensors(example) if t.ndim):
         return example
     two: Example = map_tensors(example, lambda t: torch.cat([t, t.roll(1, -1)]) if t.ndim else t)
     return two
 
 
-def _by_name(model: nn.Module, example: Example) -> dict[str, Any]:
+def _names_of(model: nn.Module, example: Example) -> dict[str, Any]:
     """An example with the names of forward's arguments."""
     if isinstance(example, Mapping):
         return dict(example)
     given = (example,) if isinstance(example, Tensor) else tuple(example)
-    try:
-        bound = inspect.signature(model.forward).bind(*given).arguments
-    except TypeError:
-        return {f"input_{i}": value for i, value in enumerate(given)}
-    return dict(bound)
+    return dict(inspect.signature(model.forward).bind(*given).arguments)
 
 
 def _outputs(output: Any) -> list[tuple[str, Tensor]]:
@@ -277,42 +242,3 @@ def _leaves(value: Any, name: str) -> list[tuple[str, Tensor]]:
     else:
         return []
     return [leaf for key, part in parts for leaf in _leaves(part, key)]
-
-
-class _PlainAttention(TorchFunctionMode):
-    """`_attend` for code that holds the fused function under another name."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        fused = func is torch._C._nn.scaled_dot_product_attention
-        return (_attend if fused else func)(*args, **(kwargs or {}))
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`scaled_dot_product_attention` in plain operations.
-
-    The strides of the fused kernels' results are others than those of what the exporter puts in their place, and it fails
-    on this where sizes are free.
-    """
-    if enable_gqa:
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is None:
-        return scores.softmax(-1) @ value
-    if attn_mask.dtype == torch.bool:
-        blind = ~attn_mask.any(-1, keepdim=True)
-        scores = scores.masked_fill(~attn_mask, float("-inf"))
-    else:
-        blind = attn_mask.amax(-1, keepdim=True) == float("-inf")
-        scores = scores + attn_mask
-    return (scores.softmax(-1) @ value).masked_fill(blind, 0.0)  # as PyTorch: a token that sees none gets zeros

@@ -1,10 +1,11 @@
-"""ONNX files, which onnxruntime and many other engines run."""
+"""ONNX files, which onnxruntime and many other engines run; and OpenVINO's folders, which are made of them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,225 +14,184 @@ from torch import Tensor, nn
 
 from headprune import __version__
 from headprune.errors import HeadPruneError, first_line
-from headprune.exporting import engines
-from headprune.exporting.base import Exported, Request, exporter
-from headprune.exporting.graph import BATCH, Call, Graph, callable_of, graphs, plainly
+from headprune.exporting.engines import Session
+from headprune.exporting.formats import Exported, exporter
+from headprune.exporting.graph import BATCH, FlatModel, Graph, flat_model, graphs, traceable
 from headprune.inputs import map_tensors, writes
 from headprune.surgery.watch import gap, largest
 
 TOLERANCE = 1e-4  # of an answer's largest value, for a file in float32
 _ROUNDED = 4  # times what rounding does to the answers is allowed where weights are stored in half
-_LARGEST = 1_800_000_000  # bytes of weights in one file; protobuf, which ONNX files are, ends at 2 GiB
+# The sizes that a file is tried with, of the batch and of lengths: so many times the traced size, and so much more.
+_SIZES = (((1, 0), (1, 0)), ((0, 1), (1, 0)), ((0, 1), (0, 1)), ((1, 1), (2, 1)), ((1, 1), (1, 1)))
 
-
-@dataclass(frozen=True)
-class Trial:
-    """Inputs, and what the model answers to them.
-
-    Attributes:
-        inputs, answers: In the order of the graph's.
-        allowed: How far an engine's answers may be off, each as a share of its largest value.
-    """
-
-    inputs: list[Tensor]
-    answers: list[Tensor]
-    allowed: list[float]
-
-
-@dataclass(frozen=True)
-class Proof:
-    """How an engine answered: the largest difference, as a share of that answer's largest value; and the shapes tried."""
-
-    engine: str
-    difference: float
-    allowed: float
-    shapes: list[list[list[int]]]
-    varied: frozenset[str]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "engine": self.engine, "largest_difference": self.difference, "allowed": self.allowed, "shapes": self.shapes,
-        }  # fmt: skip
+Load = Callable[[Path], Session]
+"""An ONNX file to what runs it."""
 
 
 @exporter("onnx", ".onnx", needs=("onnx", "onnxscript", "onnxruntime"), dtypes=("float32", "float16"), as_stored=False)
-def onnx(request: Request) -> Exported:
+def onnx(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) -> Exported:
     """A file for onnxruntime and other engines (any model that torch.export takes; batch and lengths stay free)."""
-    function = callable_of(request.model, request.processor)
-    traced = function if request.dtype == "float32" else _rounded(function, getattr(torch, request.dtype))
-    graph, proof = written(function, request.path, engines.session, traced=traced, rounded=traced)
-    return exported(request, "onnx", graph, proof)
+    function = flat_model(model, processor)
+    traced = function if dtype == "float32" else _half(function)
+    return _export(path, dtype, path, Session, function, traced, traced)
 
 
-def exported(request: Request, name: str, graph: Graph, proof: Proof) -> Exported:
-    """What is said of a file or folder that was proved."""
-    folder = request.path if request.path.is_dir() else request.path.parent
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    facts = {
-        "dtype": request.dtype, "bytes": size, "inputs": graph.shapes, "outputs": list(graph.outputs), "proof": proof.to_json(),
-    }  # fmt: skip
-    summary = (
-        f"{size / 1e6:,.1f} MB, {request.dtype}; {_listed(graph.shapes)} to {', '.join(graph.outputs)}; tried in {proof.engine} "
-        f"on {len(proof.shapes)} shapes: answers within {proof.difference:.1g} of their largest value"
-    )
-    return Exported(request.path, name, True, summary, facts, _notes(request.model, graph, proof))
+@exporter("openvino", "-openvino", needs=("openvino", "onnx", "onnxscript"), dtypes=("float32", "float16"), folder=True)
+def openvino(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) -> Exported:
+    """A folder for OpenVINO: the same graph as onnx (weights may be in half precision; it computes as the processor likes)."""
+    import openvino as ov
+
+    half = dtype == "float16"
+
+    def load(file: Path) -> Session:
+        ov.save_model(ov.Core().read_model(file), path / "openvino_model.xml", compress_to_fp16=half)
+        return Session(path)
+
+    function = flat_model(model, processor)
+    rounded = FlatModel(copy.deepcopy(model).half().float(), function.example) if half else function
+    with tempfile.TemporaryDirectory() as folder:
+        return _export(path, dtype, Path(folder, "model.onnx"), load, function, function, rounded)
 
 
-def written(
-    function: Call, path: Path, load: Callable[[Path], engines.Session], *, traced: Call | None = None, rounded: Call
-) -> tuple[Graph, Proof]:
+def _half(function: FlatModel) -> FlatModel:
+    """A model in half precision, inputs and all."""
+    try:
+        example = map_tensors(function.example, lambda t: t.half() if t.is_floating_point() else t)
+        return FlatModel(copy.deepcopy(function.model).half(), example)
+    except Exception as error:
+        raise HeadPruneError(
+            f"{type(function.model).__name__} does not run in float16: {type(error).__name__}: {first_line(error)}",
+            "Use --dtype float32.",
+        ) from error
+
+
+def _export(
+    path: Path, dtype: str, file: Path, load: Load, function: FlatModel, traced: FlatModel, rounded: FlatModel
+) -> Exported:
     """Write an ONNX file that gives the model's answers in an engine, with as many free sizes as it can have.
 
     Args:
-        function: The model, in float32.
+        path: What is exported: the file, or a folder.
+        file: Where the ONNX file goes.
         load: The file in its engine.
-        traced: What the graph is made of, by default the same.
+        function: The model, in float32.
+        traced: What the graph is made of.
         rounded: What rounding of the weights makes of the model: this much may the answers differ.
 
     Raises:
         HeadPruneError: There is none.
     """
-    failed: HeadPruneError | None = None
-    for graph in graphs(traced or function):
+    failed: list[HeadPruneError] = []
+    for graph in graphs(traced):
         try:
-            _convert(graph, path, function.model)
-            return graph, prove(load(path), graph, function, rounded)
+            _convert(graph, traced, file)
+            proof = prove(load(file), graph, function, rounded)
+            break
         except HeadPruneError as error:
-            failed = failed or error
-    assert failed is not None
-    raise failed
+            failed.append(error)
+    else:
+        raise failed[0]
+    size = sum(f.stat().st_size for f in (path if path.is_dir() else path.parent).rglob("*") if f.is_file())
+    plain = {symbol: type(symbol)(name) for symbol, name in graph.names.items()}
+    sizes = [[d if isinstance(d, int) else str(d.subs(plain)) for d in dims] for dims in graph.dims]
+    inputs = dict(zip(function.inputs, sizes, strict=True))
+    shapes = ", ".join(f"{name} [{', '.join(map(str, shape))}]" for name, shape in inputs.items())
+    summary = (
+        f"{size / 1e6:,.1f} MB, {dtype}; {shapes} to {', '.join(function.outputs)}; tried in {proof['engine']} "
+        f"on {len(proof['shapes'])} shapes: answers within {proof['largest_difference']:.1g} of their largest value"
+    )
+    facts = {"dtype": dtype, "bytes": size, "inputs": inputs, "outputs": function.outputs, "proof": proof}
+    return Exported(path, "onnx", True, summary, facts, _notes(function.model, inputs, proof["shapes"]))
 
 
-def prove(session: engines.Session, graph: Graph, function: Call, rounded: Call) -> Proof:
+def _convert(graph: Graph, function: FlatModel, file: Path) -> None:
+    """Write an ONNX file; weights that one file cannot hold go into another beside it."""
+    axes = tuple({d: graph.names[size] for d, size in enumerate(dims) if size in graph.names} for dims in graph.dims)
+    with traceable(function.model):
+        try:
+            converted: Any = torch.onnx.export(
+                graph.program, (), input_names=function.inputs, output_names=function.outputs, dynamic_shapes=axes, verbose=False,
+            )  # fmt: skip
+        except Exception as error:
+            cause = error.__cause__ or error
+            raise HeadPruneError(
+                f"PyTorch's exporter does not convert {type(function.model).__name__} to ONNX: {type(cause).__name__}: {first_line(cause)}",
+                "Try the dense model: where that fails too, ONNX has no operation for something that it does.",
+            ) from error
+        converted.model.producer_name, converted.model.producer_version = "headprune", __version__
+        converted.save(file)
+
+
+def prove(session: Session, graph: Graph, function: FlatModel, rounded: FlatModel) -> dict[str, Any]:
     """Compare an engine's answers with the model's, on several shapes.
 
     Args:
         function: The model, in float32.
         rounded: The same, or what rounding to half precision makes of it.
 
+    Returns:
+        The facts; differences are shares of an answer's largest value.
+
     Raises:
         HeadPruneError: They differ.
     """
-    worst, bound, shapes, varied = 0.0, TOLERANCE, [], set[str]()
-    for sizes, trial in trials(graph, function, rounded):
-        shape = [list(t.shape) for t in trial.inputs]
-        got = session.run(dict(zip(graph.inputs, trial.inputs, strict=True)))
-        for name, own, expected, allowed in zip(graph.outputs, got, trial.answers, trial.allowed, strict=True):
-            off = _off(own, expected)
+    worst, bound, shapes = 0.0, TOLERANCE, []
+    for inputs, answers in trials(graph, function):
+        near = answers if rounded is function else rounded(*inputs)
+        shapes.append([list(t.shape) for t in inputs])
+        got = session(**dict(zip(function.inputs, inputs, strict=True)))
+        for name, own, expected, close in zip(function.outputs, got, answers, near, strict=True):
+            off, allowed = _difference(own, expected), max(TOLERANCE, _ROUNDED * _difference(close, expected))
             if not off <= allowed:
                 raise HeadPruneError(
                     f"The engine's {name} is {off:.2g} of its largest value off the model's, on inputs of the shapes "
-                    f"{', '.join(map(str, shape))} (allowed: {allowed:.2g}).",
+                    f"{', '.join(map(str, shapes[-1]))} (allowed: {allowed:.2g}).",
                     "Report it, with the model's name and the versions of torch and onnxscript.",
                 )
             worst, bound = max(worst, off), max(bound, allowed)
-        shapes.append(shape)
-        varied |= {str(symbol) for symbol, size in sizes.items() if size != _traced_sizes(graph)[symbol]}
-    return Proof(session.engine, worst, bound, shapes, frozenset(varied))
+    if not shapes:
+        raise HeadPruneError(
+            "The model took none of the inputs that the file was to be tried on.", "Report it, with the model's name."
+        )
+    return {"engine": session.engine, "largest_difference": worst, "allowed": bound, "shapes": shapes}
 
 
-def trials(graph: Graph, function: Call, rounded: Call) -> Iterator[tuple[dict[Any, int], Trial]]:
-    """The traced shape, and others that the model takes, with padding where there are masks; with the free sizes of each."""
-    traced_sizes = _traced_sizes(graph)
-    bounds = graph.program.range_constraints
-    plans: list[Callable[[bool, int], int]] = [
-        lambda row, size: size, lambda row, size: 1 if row else size, lambda row, size: 1,
-        lambda row, size: size + 1 if row else 2 * size + 1, lambda row, size: size + 1,
-    ]  # fmt: skip
+def trials(graph: Graph, function: FlatModel) -> Iterator[tuple[list[Tensor], tuple[Tensor, ...]]]:
+    """Inputs of the traced shape, and of others that the model takes, with padding where there are masks; and the model's answers."""
     seen: list[dict[Any, int]] = []
-    for number, plan in enumerate(plans):
+    for number, plan in enumerate(_SIZES):
         sizes = {}
-        for symbol, size in traced_sizes.items():
-            new = plan(graph.names[str(symbol)] == BATCH, size)
-            high = bounds[symbol].upper if symbol in bounds else None
-            sizes[symbol] = min(new, int(high)) if high is not None and high.is_Integer else new
-        if sizes in seen:
-            continue
-        for shift in (number, 0):  # other content, if the model takes it: some ids have places of their own
+        for symbol, size in graph.sizes.items():
+            times, plus = plan[graph.names[symbol] != BATCH]
+            limits = graph.program.range_constraints.get(symbol)
+            most = limits.upper if limits is not None and limits.upper.is_Integer else math.inf
+            sizes[symbol] = int(min(times * size + plus, most))
+        for shift in dict.fromkeys((number, 0)) if sizes not in seen else ():
+            # other content, if the model takes it: some ids have places of their own
             inputs = [
-                _padded(name, _resized(t, dims, sizes, shift if shift else 0, name))
-                for name, t, dims in zip(graph.inputs, graph.example, graph.dims, strict=True)
+                _pad(name, _resize(name, t, dims, sizes, shift))
+                for name, t, dims in zip(function.inputs, graph.example, graph.dims, strict=True)
             ]
-            wide = [t.float() if t.dtype == torch.float16 else t for t in inputs]
             try:
-                answers = function.answers(wide)
-                near = answers if rounded is function else rounded.answers(inputs)
+                answers = function(*(t.float() if t.dtype == torch.float16 else t for t in inputs))
             except Exception:  # too long, or too short: a model may refuse with any error
                 continue
-            allowed = [max(TOLERANCE, _ROUNDED * _off(r, a)) for r, a in zip(near, answers, strict=True)]
             seen.append(sizes)
-            yield sizes, Trial(inputs, answers, allowed)
+            yield inputs, answers
             break
 
 
-def _convert(graph: Graph, path: Path, model: nn.Module) -> None:
-    """Write the file; weights that one file cannot hold go into another beside it."""
-    import onnx_ir
-
-    with plainly(model):
-        try:
-            converted: Any = torch.onnx.export(
-                graph.program, (), input_names=list(graph.inputs), output_names=list(graph.outputs), verbose=False,
-            )  # fmt: skip
-        except Exception as error:
-            cause = error.__cause__ or error
-            raise HeadPruneError(
-                f"PyTorch's exporter does not convert {type(model).__name__} to ONNX: {type(cause).__name__}: {first_line(cause)}",
-                "Try the dense model: where that fails too, ONNX has no operation for something that it does.",
-            ) from error
-        for value in _values(converted.model):
-            if value.shape is not None:
-                dims = [
-                    onnx_ir.SymbolicDim(graph.named(d.value)) if hasattr(d, "value") and d.value else d
-                    for d in value.shape
-                ]
-                value.shape = onnx_ir.Shape(dims)
-        converted.model.producer_name, converted.model.producer_version = "headprune", __version__
-        size = sum(t.nbytes for t in graph.program.state_dict.values())
-        converted.save(path, external_data=size > _LARGEST)
-
-
-def _values(model: Any) -> Iterator[Any]:
-    yield from model.graph.inputs
-    for node in model.graph:
-        yield from node.outputs
-
-
-def _rounded(function: Call, dtype: torch.dtype) -> Call:
-    """The same in half precision, inputs and all."""
-    model = copy.deepcopy(function.model).to(dtype)
-
-    def half(t: Tensor) -> Tensor:
-        return t.to(dtype) if t.is_floating_point() else t
-
-    try:
-        return Call(model, map_tensors(function.example, half))
-    except Exception as error:
-        raise HeadPruneError(
-            f"{type(model).__name__} does not run in {str(dtype).removeprefix('torch.')}: {type(error).__name__}: {first_line(error)}",
-            "Use --dtype float32.",
-        ) from error
-
-
-def _traced_sizes(graph: Graph) -> dict[Any, int]:
-    """The free sizes' values in the trace."""
-    found: dict[Any, int] = {}
-    for t, dims in zip(graph.example, graph.dims, strict=True):
-        found |= {d: size for d, size in zip(dims, t.shape, strict=True) if getattr(d, "is_Symbol", False)}
-    return found
-
-
-def _resized(t: Tensor, dims: Sequence[Any], sizes: dict[Any, int], shift: int, name: str) -> Tensor:
+def _resize(name: str, t: Tensor, dims: list[Any], sizes: dict[Any, int], shift: int) -> Tensor:
+    """An input of the traced one's content in other sizes; rolled, if it is content."""
     for d, size in enumerate(dims):
         new = size if isinstance(size, int) else int(size.subs(sizes))
         t = t.index_select(d, torch.arange(new) % t.shape[d])
-    content = t.is_floating_point() or (
-        t.dtype in (torch.long, torch.int) and name.endswith("ids") and "type" not in name
-    )
-    return t.roll(shift, -1) if content and t.ndim > 1 else t
+    ids = t.dtype in (torch.long, torch.int) and name.endswith("ids") and "type" not in name
+    return t.roll(shift, -1) if t.ndim > 1 and (ids or t.is_floating_point()) else t
 
 
-def _padded(name: str, t: Tensor) -> Tensor:
+def _pad(name: str, t: Tensor) -> Tensor:
     """A mask with the end of the first row padded, and the start of the last."""
     if "mask" not in name or t.ndim != 2 or t.is_floating_point() or t.shape[1] < 3 or bool((t > 1).any()):
         return t
@@ -242,29 +202,25 @@ def _padded(name: str, t: Tensor) -> Tensor:
     return t
 
 
-def _off(got: Tensor, expected: Tensor) -> float:
+def _difference(got: Tensor, expected: Tensor) -> float:
     """The largest difference, as a share of the largest expected value; infinite for another shape, or another whole number."""
     if got.shape != expected.shape:
-        return float("inf")
-    if not expected.numel():
-        return 0.0
+        return math.inf
     if not expected.is_floating_point():
-        return 0.0 if torch.equal(got.to(expected.dtype), expected) else float("inf")
-    off = gap(got.double(), expected.double())
+        return 0.0 if torch.equal(got.to(expected.dtype), expected) else math.inf
+    off = gap(got.double(), expected.double()) if expected.numel() else 0.0
     return off / max(largest(expected.double()), 1e-30) if off else 0.0
 
 
-def _listed(shapes: dict[str, list[int | str]]) -> str:
-    return ", ".join(f"{name} [{', '.join(map(str, shape))}]" for name, shape in shapes.items())
-
-
-def _notes(model: nn.Module, graph: Graph, proof: Proof) -> tuple[str, ...]:
+def _notes(model: nn.Module, inputs: dict[str, list[int | str]], tried: list[list[list[int]]]) -> tuple[str, ...]:
     notes = []
-    fixed = [name for name, dims in graph.shapes.items() if all(isinstance(d, int) for d in dims)]
-    if fixed:
+    if fixed := [name for name, shape in inputs.items() if all(isinstance(d, int) for d in shape)]:
         notes.append(f"Of fixed size in the file, since the model or PyTorch's exporter fixes it: {', '.join(fixed)}.")
-    if untried := sorted({graph.names[s] for s in graph.names if s not in proof.varied}):
-        notes.append(f"The model took no other {' or '.join(untried)} than it was traced with, so none was tried.")
+    free = [
+        (size, i, d) for i, dims in enumerate(inputs.values()) for d, size in enumerate(dims) if isinstance(size, str)
+    ]
+    if untried := {size for size, i, d in free if len({shapes[i][d] for shapes in tried}) == 1}:
+        notes.append(f"The model took no other {' or '.join(sorted(untried))} than the traced one, so none was tried.")
     if writes(model):
         notes.append("The file computes whole sequences; it holds no cache of keys and values for generating text.")
     return tuple(notes)

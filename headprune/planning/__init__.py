@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from headprune.errors import HeadPruneError
-from headprune.fingerprint import identity, is_same
+from headprune.fingerprint import has_identity, identity
 from headprune.planning import search as search  # registers its strategies
 from headprune.planning import uniform as uniform  # and this its own
 from headprune.planning.order import Order
@@ -98,7 +98,7 @@ def arrange(
         HeadPruneError: An unknown strategy, scores of another model, or nothing to rank by.
     """
     chosen = strategy_named(strategy)
-    if search.scores and search.scores.model and search.model and not is_same(search.model, search.scores.model):
+    if search.scores and search.scores.model and search.model and not has_identity(search.model, search.scores.model):
         raise HeadPruneError(
             f"The scores are another model's (fingerprint {search.scores.model}, this one is {identity(search.model)}).",
             "Score this model first.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,16 +11,16 @@ import torch
 from torch import Tensor
 
 from headprune.attention import AttentionLayer, Heads
+from headprune.files import digest
 from headprune.gates import gated, mask
-from headprune.inputs import call, doubled, gathered, tensors
-from headprune.loss import inputs_of
+from headprune.inputs import call, doubled, gathered, inputs_of, tensors
 from headprune.planning.effort import spread
 from headprune.planning.units import Unit
-from headprune.reference import OutputProjection
-from headprune.reference.token_weights import probe_of
-from headprune.repairing import Refit, Weights
-from headprune.scoring.base import Store
-from headprune.scoring.gradient import finite, frozen
+from headprune.repairing import Calibration, OutputProjection, RepairWeights, fit_layers
+from headprune.repairing.probes import probe_of
+from headprune.running import frozen
+from headprune.scoring.gradient import finite
+from headprune.store import Store
 
 _FIRST_RIDGE = 0.3  # for layers that have lost nothing yet, so that cross-validation has said nothing; see RIDGES
 
@@ -67,7 +66,7 @@ class _Removal:
 
 
 def effects(
-    refit: Refit,
+    calibration: Calibration,
     layers: Sequence[AttentionLayer],
     drop: Heads,
     units: Sequence[Unit],
@@ -87,7 +86,7 @@ def effects(
     the gate gradient.
 
     Args:
-        refit: The dense reference, and how the heads that stay are refitted to it. With an infinite ridge nothing is made up for.
+        calibration: The dense model, and how the heads that stay are refitted. With an infinite ridge nothing is made up for.
         layers: What the units' layers are counted in.
         drop: What is gone, ``{layer_name: [head, ...]}``.
         units: What may go next.
@@ -97,30 +96,34 @@ def effects(
     Raises:
         HeadPruneError: Some are not finite.
     """
-    chosen = spread(len(refit.reference.runner.batches), refit.reference.runner.examples, examples)
+    chosen = spread(len(calibration.runner.batches), calibration.runner.examples, examples)
     key = (tuple(chosen), tuple((layers[unit.layer].name, unit.heads) for unit in units))
-    name = hashlib.sha256(repr((sorted(drop.items()), key)).encode()).hexdigest()[:16]
-    return (store or Store()).get(f"look-{name}", lambda: _looked(refit, layers, drop, units, chosen))
+    name = digest(repr((sorted(drop.items()), key)))
+    return (store or Store()).get(f"look-{name}", lambda: _looked(calibration, layers, drop, units, chosen))
 
 
 def _looked(
-    refit: Refit, layers: Sequence[AttentionLayer], drop: Heads, units: Sequence[Unit], chosen: Sequence[int]
+    calibration: Calibration,
+    layers: Sequence[AttentionLayer],
+    drop: Heads,
+    units: Sequence[Unit],
+    chosen: Sequence[int],
 ) -> Tensor:
     """`effects` on some batches, measured."""
-    weights, reference = refit.fitted(drop), refit.reference
-    every = {p.name: _removal(refit, p, layers, drop, weights, units) for p in reference.projections}
+    weights = fit_layers(calibration, drop)
+    every = {p.name: _removal(calibration, p, layers, drop, weights, units) for p in calibration.projections}
     removals = {name: removal for name, removal in every.items() if removal is not None}
-    fitted = {layer.name for projection in reference.projections for layer in projection.layers}
+    fitted = {layer.name for projection in calibration.projections for layer in projection.layers}
     others = [i for i, unit in enumerate(units) if layers[unit.layer].name not in fitted]
 
     def looked_at(index: int) -> Tensor:
-        batch = reference.runner.batches[index]
-        size = reference.runner.rows.size(batch)
+        batch = calibration.runner.batches[index]
+        size = calibration.runner.rows.size(batch)
         out = torch.zeros(size, len(units), dtype=torch.float64)
         if others:
-            out[:, others] = _gated(refit, layers, index, [units[i] for i in others])
+            out[:, others] = _gated(calibration, layers, index, [units[i] for i in others])
         parts: dict[str, Tensor] = {}
-        for name, calls in reference.slopes(index).items():
+        for name, calls in calibration.slopes(index).items():
             for x, slope in calls if name in removals else ():
                 removals[name] = removals[name].near(x)
                 seen = _effects(size, removals[name], x, slope)
@@ -132,15 +135,19 @@ def _looked(
                 out[:, own] += part
         return out
 
-    with torch.inference_mode(False), refit.applied(weights), mask(refit.model, drop, layers=layers):
-        batches = [reference.runner.batches[index] for index in chosen]
-        found = reference.runner.share("a look", [partial(looked_at, index) for index in chosen], batches)
+    with (
+        torch.inference_mode(False),
+        calibration.applied(weights.by_module),
+        mask(calibration.model, drop, layers=layers),
+    ):
+        batches = [calibration.runner.batches[index] for index in chosen]
+        found = calibration.runner.share("a look", [partial(looked_at, index) for index in chosen], batches)
     return finite(torch.cat(found))
 
 
-def _gated(refit: Refit, layers: Sequence[AttentionLayer], index: int, units: Sequence[Unit]) -> Tensor:
+def _gated(calibration: Calibration, layers: Sequence[AttentionLayer], index: int, units: Sequence[Unit]) -> Tensor:
     """Minus the gate gradients on a batch, ``[examples, units]``."""
-    runner = refit.reference.runner
+    runner = calibration.runner
     names = {layers[unit.layer].name: layers[unit.layer] for unit in units}
     found = []
     # One by one: at these layers nobody has seen which rows are whose.
@@ -148,12 +155,17 @@ def _gated(refit: Refit, layers: Sequence[AttentionLayer], index: int, units: Se
         gates = {
             name: torch.ones(layer.num_heads, dtype=torch.float64, requires_grad=True) for name, layer in names.items()
         }
-        with torch.enable_grad(), runner.deterministic_eval(), frozen(refit.model), gated(refit.model, layers, gates):
-            output = call(refit.model, inputs_of(refit.model, one))
+        with (
+            torch.enable_grad(),
+            runner.deterministic_eval(),
+            frozen(calibration.model),
+            gated(calibration.model, layers, gates),
+        ):
+            output = call(calibration.model, inputs_of(calibration.model, one))
             # Answers may depend on none of these layers, but then on others, or they cannot be differentiated at all.
             slopes: Sequence[Tensor | None] = [None] * len(gates)
-            if not refit.reference.projections or any(t.requires_grad for t in tensors(output)):
-                probe = probe_of(refit.model, output, one, runner.first(index) + row, runner.rows)
+            if not calibration.projections or any(t.requires_grad for t in tensors(output)):
+                probe = probe_of(calibration.model, output, one, runner.first(index) + row, runner.rows)
                 slopes = torch.autograd.grad(probe, list(gates.values()), allow_unused=True)
         of = {name: gate * 0 if s is None else s for (name, gate), s in zip(gates.items(), slopes, strict=True)}
         found.append(torch.stack([of[layers[u.layer].name][list(u.heads)].sum() for u in units]))
@@ -162,11 +174,11 @@ def _gated(refit: Refit, layers: Sequence[AttentionLayer], index: int, units: Se
 
 
 def _removal(
-    refit: Refit,
+    calibration: Calibration,
     projection: OutputProjection,
     layers: Sequence[AttentionLayer],
     drop: Heads,
-    weights: Weights,
+    weights: RepairWeights,
     units: Sequence[Unit],
 ) -> _Removal | None:
     """What the removal of each of the units that end in one W_O does to it."""
@@ -175,17 +187,16 @@ def _removal(
     if not columns:
         return None
     current = weights.by_module[projection.name][0] if projection.name in weights.by_module else projection.weight.cpu()
-    reference = refit.reference
-    ridge = weights.ridges.get(projection.name, _FIRST_RIDGE if refit.ridge is None else refit.ridge)
-    if not reference.seen(projection):
+    ridge = weights.ridges.get(projection.name, _FIRST_RIDGE if calibration.ridge is None else calibration.ridge)
+    if not calibration.is_seen(projection):
         ridge = math.inf
     inverse, kept = None, projection.kept(drop)
     mean = torch.zeros(len(kept), dtype=torch.float64)
     if math.isfinite(ridge):
-        hessian, mean, kept = reference.hessian(projection, drop, weights.mixes.get(projection.name, {}), ridge)
+        hessian, mean, kept = calibration.hessian(projection, drop, weights.mixes.get(projection.name, {}), ridge)
         inverse = torch.linalg.inv(hessian)
     at = {int(feature): i for i, feature in enumerate(kept)}
-    values = reference.values.get(projection.name) if inverse is not None else None
+    values = calibration.values.get(projection.name) if inverse is not None else None
     heads = [[(layers[units[i].layer].name, h) for h in units[i].heads] for i in columns]
     own = [[f for name, h in unit for f in features[name][h]] for unit in heads]
     width = max(map(len, own))

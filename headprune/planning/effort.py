@@ -14,10 +14,9 @@ from torch import nn
 
 from headprune import latency
 from headprune.amounts import flops
+from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
-from headprune.inputs import tensors
-from headprune.loss import inputs_of
-from headprune.rows import apparent_size
+from headprune.inputs import inputs_of, tensors
 
 
 @dataclass(frozen=True)
@@ -74,17 +73,16 @@ class Work:
         passes: Forward passes over all scoring examples; a backward pass counts as two.
         flops: Floating-point operations of these.
         examples: How many scoring examples there are.
+        left_out: Why this work was not done; None if it was.
     """
 
     passes: float
     flops: float
     examples: int
+    left_out: str | None = None
 
     def __str__(self) -> str:
         return f"{self.passes:,.0f} forward passes over {self.examples:,} examples ({flops(self.flops, 3)})"
-
-    def to_json(self) -> dict[str, Any]:
-        return {"passes": round(self.passes, 1), "flops": self.flops, "examples": self.examples}
 
 
 def flops_of_pass(model: nn.Module, batches: Sequence[Any]) -> float:

@@ -24,7 +24,7 @@ class Order:
         model: Fingerprint of the model it is for.
         stays: Why the heads that are in no step stay.
         notes: What else a reader should know.
-        stock: Whether every plan is one that the model's stock class can state, as far as names and shapes tell.
+        stock: Whether every plan is one that the model's stock class can represent, as far as names and shapes tell.
     """
 
     heads: dict[str, int]

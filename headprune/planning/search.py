@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,19 +11,18 @@ import torch
 from torch import Tensor
 
 from headprune.attention import Heads
+from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
-from headprune.loss import ExampleLoss
+from headprune.losses import ExampleLoss
 from headprune.planning.effects import Look, effects
 from headprune.planning.effort import Work, flops_of_pass, spread
 from headprune.planning.order import Order
 from headprune.planning.state import State
 from headprune.planning.strategies import Search, strategy
 from headprune.planning.units import SLICES, Unit
-from headprune.reference import Calibration, calibrate, measure
-from headprune.reference.runner import Runner
-from headprune.repairing import Refit
-from headprune.rows import apparent_size
+from headprune.repairing import Calibration, calibrate, fit_layers
+from headprune.repairing.runner import Runner
 
 _LOOKING = ("re-scored", "compensated", "greedy")  # strategies that look at the model
 _SHARE = 1 / 6  # of the kept heads that go before they are looked at again
@@ -38,16 +36,16 @@ def rescored(search: Search, levels: Sequence[int]) -> Order:
     The measure is the mean over examples of `effects`' absolute values, measured again at every level and whenever a sixth
     of the heads has gone.
     """
-    refit, state = _refit_of(search), State(search)
-    before = refit.reference.runner.passes
+    calibration, state = _calibration_of(search), State(search)
+    before = calibration.runner.passes
     looks = stages(state.kept, levels)
-    ranked = [] if looks else _ranked(refit, state)
+    ranked = [] if looks else _ranked(calibration, state)
     for i, level in enumerate(looks):
-        ranked = _ranked(refit, state)
+        ranked = _ranked(calibration, state)
         state.remove(ranked, level)
         search.progress(i + 1, len(looks))
     state.remove(ranked, 0)  # the rest in the last order, for budgets that no one has asked for yet
-    return search.order(state.steps, "re-scored", _cost(search, refit, before))
+    return search.order(state.steps, "re-scored", _cost(search, calibration, before))
 
 
 @strategy("compensated", needs_scores=False, runs_model=True)
@@ -57,10 +55,10 @@ def compensated(search: Search, levels: Sequence[int]) -> Order:
     The first look of `re-scored`, for all budgets. It costs a fraction, and is better where so many heads of small effect
     go that their effects on one another matter less than what `effects` does not see of a model far from the dense one.
     """
-    refit, state = _refit_of(search), State(search)
-    before = refit.reference.runner.passes
-    state.remove(_ranked(refit, state), 0)
-    return search.order(state.steps, "compensated", _cost(search, refit, before))
+    calibration, state = _calibration_of(search), State(search)
+    before = calibration.runner.passes
+    state.remove(_ranked(calibration, state), 0)
+    return search.order(state.steps, "compensated", _cost(search, calibration, before))
 
 
 @strategy("auto", needs_scores=False, runs_model=True)
@@ -85,10 +83,10 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
 
     The loss is the model's own on some scoring examples, the head masked and W_O refitted.
     """
-    refit, state = _refit_of(search), State(search)
-    runner, before = refit.reference.runner, refit.reference.runner.passes
+    calibration, state = _calibration_of(search), State(search)
+    runner, before = calibration.runner, calibration.runner.passes
     looks = stages(state.kept, levels)
-    losses = ExampleLoss(refit.model, search.loss_fn)
+    losses = ExampleLoss(calibration.model, search.loss_fn)
     with runner.deterministic_eval():
         batches = losses.prepare(runner.batches)
     examples = [batches[i] for i in spread(len(batches), runner.examples, _TRIED_EXAMPLES)]
@@ -100,19 +98,19 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
     def loss(drop: Heads) -> float:
         nonlocal tries
         tries += 1
-        weights = refit.fitted(drop)
+        weights = fit_layers(calibration, drop)
         with (
             torch.no_grad(),
-            refit.applied(weights),
+            calibration.applied(weights.by_module),
             runner.deterministic_eval(),
-            mask(refit.model, drop, layers=refit.reference.layers),
+            mask(calibration.model, drop, layers=calibration.layers),
         ):
             found = torch.cat(runner.share("losses", [partial(losses_of, batch) for batch in examples], examples))
         return float(found.double().mean())
 
-    ranked = [] if looks else _ranked(refit, state)
+    ranked = [] if looks else _ranked(calibration, state)
     for i, level in enumerate(looks):
-        ranked = _ranked(refit, state)
+        ranked = _ranked(calibration, state)
         while state.kept > level and (able := [u for u in ranked if state.fits(u)]):
             tried = able[:_TRIED]
             best = min(tried, key=lambda u: loss(state.without(u)))
@@ -121,7 +119,7 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
         search.progress(i + 1, len(looks))
     state.remove(ranked, 0)
     runner.count(tries * sum(map(losses.rows.size, examples)))
-    return search.order(state.steps, "greedy", _cost(search, refit, before))
+    return search.order(state.steps, "greedy", _cost(search, calibration, before))
 
 
 @strategy("swap")
@@ -186,7 +184,7 @@ def _least(units: Sequence[Unit], pairs: Tensor, state: State, level: int) -> li
         chosen[best[1]] = best[2]
 
 
-def _ranked(refit: Refit, state: State) -> list[Unit]:
+def _ranked(calibration: Calibration, state: State) -> list[Unit]:
     """All units that may go, those with the least effect first."""
     search, units = state.search, state.units()
     if not units:
@@ -194,7 +192,7 @@ def _ranked(refit: Refit, state: State) -> list[Unit]:
     if (look := search.dense_looks.get(search.kind)) and not state.drop:
         found = look.effects
     else:
-        found = effects(refit, search.layers, state.drop, units, search.effort.examples, search.store)
+        found = effects(calibration, search.layers, state.drop, units, search.effort.examples, search.store)
     if search.kind == SLICES:
         units, found = _sliced(search, units, found)
     sizes = found.abs().mean(0).tolist()
@@ -238,13 +236,13 @@ def stages(total: int, levels: Sequence[int]) -> list[int]:
 
 def dense_looks(search: Search, kinds: Sequence[str]) -> dict[str, Look]:
     """The look at the dense model that every search begins with, made once for several: for every kind in which heads go."""
-    refit, found = _refit_of(search), {}
+    calibration, found = _calibration_of(search), {}
     for kind in kinds:
-        before = refit.reference.runner.passes
+        before = calibration.runner.passes
         units = State(replace(search, kind=kind)).units()
         if units:
-            each = effects(refit, search.layers, {}, units, search.effort.examples, search.store)
-            found[kind] = Look(each, refit.reference.runner.passes - before)
+            each = effects(calibration, search.layers, {}, units, search.effort.examples, search.store)
+            found[kind] = Look(each, calibration.runner.passes - before)
     return found
 
 
@@ -279,18 +277,19 @@ def _share(runner: Runner, examples: int | None) -> float:
     return sum(runner.rows.size(runner.batches[i]) for i in chosen) / runner.examples
 
 
-def _refit_of(search: Search) -> Refit:
-    """The repair that will follow; where none will, the same model with its old weights."""
-    if search.refit is not None:
-        return search.refit
-    if search.model is None or not search.batches:
-        raise HeadPruneError("This strategy runs the model, but got none.", "Give Search a model and batches.")
-    calibration = calibrate(search.model, search.layers, search.batches, repair=False)
-    return Refit(measure(calibration, answers=False), ridge=math.inf)
+def _calibration_of(search: Search) -> Calibration:
+    """The dense model as the repair that will follow sees it; where none will, the same model with its old weights. Measured."""
+    calibration = search.calibration
+    if calibration is None:
+        if search.model is None or not search.batches:
+            raise HeadPruneError("This strategy runs the model, but got none.", "Give Search a model and batches.")
+        calibration = calibrate(search.model, search.layers, search.batches, repair=False)
+    assert calibration.statistics is not None  # measured before passes are counted
+    return calibration
 
 
-def _cost(search: Search, refit: Refit, before: float) -> str:
+def _cost(search: Search, calibration: Calibration, before: float) -> str:
     """A note on the passes of a search, of which there were ``before`` when it began."""
-    runner, look = refit.reference.runner, search.dense_looks.get(search.kind)
-    passes = refit.reference.passes + runner.passes - before + (look.passes if look else 0)
+    runner, look = calibration.runner, search.dense_looks.get(search.kind)
+    passes = calibration.statistics.passes + runner.passes - before + (look.passes if look else 0)
     return f"This order took about {passes:.0f} forward passes over {runner.examples:,} examples."

@@ -11,14 +11,15 @@ from torch import nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import identity
-from headprune.loss import LossFn
+from headprune.losses import LossFn
 from headprune.planning.effects import Look
 from headprune.planning.effort import NORMAL, Effort
 from headprune.planning.order import Order
 from headprune.planning.units import GROUPS, Constraints, Unit, units_of, why_stay
-from headprune.repairing import Refit
-from headprune.scoring.base import Progress, Store
+from headprune.repairing import Calibration
+from headprune.running import Progress
 from headprune.scoring.scores import HeadScores
+from headprune.store import Store
 
 
 def _unheard(done: int, total: int, note: str = "") -> None:
@@ -38,7 +39,7 @@ class Search:
         progress: Called as work goes on.
         model: For strategies that run it: in evaluation mode, on its device, never changed.
         batches: Labelled batches to score or to compare on (the scoring part of the data).
-        refit: The repair that will follow, if any: strategies that run the model see it repaired.
+        calibration: Of the repair that will follow, if any: strategies that run the model see it repaired.
         dense_looks: What strategies that look at the model begin with, where it was measured already, by kind.
         store: Keeps what strategies measure, so that an interrupted search goes on where it was.
         effort: How much work it may be.
@@ -53,7 +54,7 @@ class Search:
     progress: Progress = _unheard
     model: nn.Module | None = None
     batches: Sequence[Any] = ()
-    refit: Refit | None = None
+    calibration: Calibration | None = None
     dense_looks: Mapping[str, Look] = field(default_factory=dict)
     store: Store | None = None
     effort: Effort = NORMAL

@@ -1,4 +1,4 @@
-"""Plans with one number of heads for all layers, within what the model's stock class can state."""
+"""Plans with one number of heads for all layers, within what the model's stock class can represent."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from headprune.attention import AttentionLayer
+from headprune.checkpoint import StockCounts, pattern
 from headprune.planning.order import Order
 from headprune.planning.strategies import Search, strategy
 from headprune.planning.units import Unit
 from headprune.pruned import SharedPositionBias
-from headprune.stock import Counts, alike, pattern
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,17 @@ class _Part:
 
 @strategy("uniform")
 def uniform(search: Search, levels: Sequence[int]) -> Order:
-    """The same number of heads in every layer, as the stock class can state it; in each, the most important ones.
+    """The same number of heads in every layer, as the stock class can represent it; in each, the most important ones.
 
-    Which numbers it can state is tried on copies of the model without weights; a step goes from one such number to the next. Where layers
+    Which numbers it can represent is tried on copies of the model without weights; a step goes from one such number to the next. Where layers
     share something for each head (T5's position bias), they lose the same heads: those with the least score in sum. Parts of the model
-    that cannot be stated (such as the image encoder of a language model that sees) keep all heads. If no part can, or if the model is
+    that it cannot represent (such as the image encoder of a language model that sees) keep all heads. If no part can, or if the model is
     not seen (`headprune.plan`), a step takes a unit from every layer that has as many heads and groups.
     """
-    columns, groups = search.units(), alike(search.layers)
-    counts = Counts.of(search.model, search.layers)
-    parts = [part for same in groups for part in _stated(search, counts, same, columns)] if counts else []
-    stays, notes, stated = list[str](), list[str](), bool(parts)
+    columns, groups = search.units(), _same_counts(search.layers)
+    counts = StockCounts.of(search.model, search.layers)
+    parts = [part for same in groups for part in _representable(search, counts, same, columns)] if counts else []
+    stays, notes, in_stock = list[str](), list[str](), bool(parts)
     if counts and parts:
         there = {i for part in parts for i in part.layers}
         if left := [layer.name for i, layer in enumerate(search.layers) if i not in there and layer.prunable]:
@@ -58,8 +59,7 @@ def uniform(search: Search, levels: Sequence[int]) -> Order:
         parts = [_Part(same, r, list(range(1, len(r) + 1))) for same, r in zip(groups, rows, strict=True)]
         if counts:
             notes.append(
-                f"{counts.name} cannot have another number of heads, so the folder loads with trust_remote_code=True "
-                "(headprune export FOLDER --to stock --pad makes one that loads without, as large as the dense model)."
+                f"{counts.name} cannot have another number of heads, so the folder loads with trust_remote_code=True."
             )
     queue: list[tuple[float, int, list[Unit]]] = []
     for part in parts:
@@ -73,16 +73,24 @@ def uniform(search: Search, levels: Sequence[int]) -> Order:
             middle = (sum(sizes[:start]) + sum(sizes)) / 2 / heads
             queue.append((middle, part.layers[0], [unit for row in part.rows[start:stop] for unit in row]))
     steps = [search.step(*units) for *_, units in sorted(queue)]
-    return replace(search.order(steps, "uniform", *notes, stays=stays), stock=stated)
+    return replace(search.order(steps, "uniform", *notes, stays=stays), stock=in_stock)
 
 
-def _stated(search: Search, counts: Counts, same: list[int], columns: Sequence[list[Unit]]) -> list[_Part]:
+def _representable(search: Search, counts: StockCounts, same: list[int], columns: Sequence[list[Unit]]) -> list[_Part]:
     """The parts of some layers with numbers of heads that the stock class can have: all of them, or else those of one kind each."""
     whole = _best(search, counts, same, columns)
     if whole.stops:
         return [whole]
     kinds = _kinds(search, same)
     return [part for kind in kinds if len(kinds) > 1 and (part := _best(search, counts, kind, columns)).stops]
+
+
+def _same_counts(layers: Sequence[AttentionLayer]) -> list[list[int]]:
+    """Positions of the layers that have as many heads and key/value heads as each other."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, layer in enumerate(layers):
+        groups.setdefault((layer.num_heads, layer.num_kv_heads), []).append(i)
+    return list(groups.values())
 
 
 def _kinds(search: Search, layers: Sequence[int]) -> list[list[int]]:
@@ -93,13 +101,13 @@ def _kinds(search: Search, layers: Sequence[int]) -> list[list[int]]:
     return list(found.values())
 
 
-def _best(search: Search, counts: Counts, layers: list[int], columns: Sequence[list[Unit]]) -> _Part:
-    """Each layer loses the heads that it misses least, or, where the class can state more models so, layers of a kind the same."""
+def _best(search: Search, counts: StockCounts, layers: list[int], columns: Sequence[list[Unit]]) -> _Part:
+    """Each layer loses the heads that it misses least, or, where the class can represent more models so, layers of a kind the same."""
 
     def tried(kinds: Sequence[Sequence[int]]) -> _Part:
         rows = _rows(layers, _tied(columns, kinds))
         found = cache(
-            lambda stop: counts.statement(search.step(*(unit for row in rows[:stop] for unit in row))) is not None
+            lambda stop: counts.config_without(search.step(*(unit for row in rows[:stop] for unit in row))) is not None
         )
         few = {1, len(rows) // 2, len(rows) - 1, len(rows)}  # a class that has none of these has none
         stops = range(1, len(rows) + 1) if any(found(stop) for stop in few if 0 < stop <= len(rows)) else ()
@@ -138,7 +146,7 @@ def _rows(layers: Sequence[int], columns: Sequence[list[Unit]]) -> list[tuple[Un
     return list(zip(*(columns[i] for i in layers), strict=False))
 
 
-def _possible(search: Search, counts: Counts, part: _Part, several: bool) -> str:
+def _possible(search: Search, counts: StockCounts, part: _Part, several: bool) -> str:
     """The numbers of heads that the class can have, in words."""
     first = search.layers[part.layers[0]]
     kept = [first.num_heads - sum(len(row[0].heads) for row in part.rows[:stop]) for stop in (0, *part.stops)]

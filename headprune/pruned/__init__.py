@@ -2,44 +2,30 @@
 
 `structure_of` reads the differences off a pruned model; `restructure` gives them to a freshly built dense one, whose weights
 are loaded afterwards. What differs is the shape of tensors, the integers by which modules count heads, modules that were
-replaced (`empty`, `standins`), and what hooks on a module take from what is still computed for all heads (`carried`).
+replaced (`empty`, `standins`), and what hooks take from what is still computed for all heads (`hooks`).
 
-The files of this package, but for `saving`, are copied into every folder that headprune saves (`modeling_headprune.py`), so that transformers can
-load it where headprune is not installed. So they import nothing of headprune but each other.
+The files of this package are copied into every folder that headprune saves (`modeling_headprune.py`), so that transformers can
+load it where headprune is not installed. So they import nothing of headprune but each other, and none of their names occurs twice.
 """
 
-from headprune.pruned.carried import (
-    Carried,
-    Edited,
-    Features,
-    HeadArgument,
-    HeadArguments,
-    Narrowing,
-    Placement,
-    Selection,
-    SharedPositionBias,
-    from_ranges,
-    surviving,
-    to_ranges,
-)
-from headprune.pruned.empty import ConfigView, EmptyAttention, OnlyBias, emptied
-from headprune.pruned.saving import save_by_headprune
-from headprune.pruned.standins import MultiheadAttention, convert, is_ours, rebuilt, stand_in
+from headprune.pruned.empty import EmptyAttention, OnlyBias
+from headprune.pruned.hooks import HeadArgument, SharedPositionBias, from_ranges, to_ranges
+from headprune.pruned.standins import MultiheadAttention, convert, is_ours, stand_in
 from headprune.pruned.structure import (
     Structure,
     add_biases,
+    add_record,
     added_biases,
     ghosts,
     heads_before,
-    hold,
     home,
     note_ghosts,
     note_heads,
     note_removed,
     note_was_repaired,
+    record_of,
     remove_biases,
     removed,
-    replace_by_stand_in,
     restructure,
     set_module,
     structure_of,
@@ -47,8 +33,32 @@ from headprune.pruned.structure import (
 )
 
 __all__ = [
-    "Carried", "ConfigView", "Edited", "EmptyAttention", "Features", "HeadArgument", "HeadArguments", "MultiheadAttention",
-    "Narrowing", "OnlyBias", "Placement", "Selection", "SharedPositionBias", "Structure", "add_biases", "added_biases", "convert",
-    "emptied", "from_ranges", "ghosts", "heads_before", "hold", "home", "is_ours", "note_ghosts", "note_heads", "note_removed", "note_was_repaired", "rebuilt", "remove_biases", "removed", "replace_by_stand_in", "restructure", "save_by_headprune", "set_module",
-    "stand_in", "structure_of", "surviving", "to_ranges", "was_repaired",
+    "EmptyAttention",
+    "HeadArgument",
+    "MultiheadAttention",
+    "OnlyBias",
+    "SharedPositionBias",
+    "Structure",
+    "add_biases",
+    "add_record",
+    "added_biases",
+    "convert",
+    "from_ranges",
+    "ghosts",
+    "heads_before",
+    "home",
+    "is_ours",
+    "note_ghosts",
+    "note_heads",
+    "note_removed",
+    "note_was_repaired",
+    "record_of",
+    "remove_biases",
+    "removed",
+    "restructure",
+    "set_module",
+    "stand_in",
+    "structure_of",
+    "to_ranges",
+    "was_repaired",
 ]  # fmt: skip

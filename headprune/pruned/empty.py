@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 
-_OF_ACCELERATE = (
-    "forward",
-    "_old_forward",
-    "_hf_hook",
-)  # what its hooks put into a module: they run the module that they were put on
+# What Accelerate's hooks put into a module: they run the module that they were put on.
+_OF_ACCELERATE = ("forward", "_old_forward", "_hf_hook")
 
 
 class _Shadow(nn.Module):
@@ -26,14 +24,14 @@ class _Shadow(nn.Module):
 
     def __init__(self, gone: Mapping[str, Tensor]) -> None:
         super().__init__()
-        below: dict[str, dict[str, Tensor]] = {}
+        inner: dict[str, dict[str, Tensor]] = {}
         for name, tensor in gone.items():
             first, _, rest = name.partition(".")
             if rest:
-                below.setdefault(first, {})[rest] = tensor
+                inner.setdefault(first, {})[rest] = tensor
             else:
                 self.register_buffer(first, tensor.detach().new_empty(0, *tensor.shape[1:]))
-        for name, tensors in below.items():
+        for name, tensors in inner.items():
             self.add_module(name, _Shadow(tensors))
 
 
@@ -69,37 +67,32 @@ class EmptyAttention(nn.Module):
         return _new_empty, (type(self).__mro__[2],), self.__dict__
 
 
-_CLASSES: dict[type, type[EmptyAttention]] = {}
-
-
+@cache
 def _empty_class(base: type[nn.Module]) -> type[EmptyAttention]:
-    """An `EmptyAttention` that passes for the class it stands in for, to code that looks for attention modules."""
-    if base not in _CLASSES:
-        _CLASSES[base] = type(f"Empty{base.__name__}", (EmptyAttention, base), {"__module__": __name__})
-    return _CLASSES[base]
+    """An `EmptyAttention` that passes for the class it replaces, to code that looks for attention modules."""
+    return type(f"Empty{base.__name__}", (EmptyAttention, base), {"__module__": __name__})
 
 
 def _new_empty(base: type[nn.Module]) -> Any:
-    return object.__new__(_empty_class(base))
+    return object.__new__(_empty_class(base))  # type: ignore[arg-type]
 
 
 def emptied(attention: nn.Module, width: int, bias: Tensor | None, arity: int) -> nn.Module:
-    """What takes the place of an attention module without heads.
+    """What replaces an attention module without heads.
 
     Args:
-        attention: The module; what it notes of itself (such as its config, and hooks that collect outputs) is kept.
+        attention: The module; its own attributes (such as its config, and hooks that collect outputs) are kept.
         width: Features of the output (0 where W_O comes after the attention module and adds its own bias).
         bias: W_O's bias, ``[width]``, or None.
         arity: Length of the returned tuple; 0 returns the tensor alone.
     """
-    gone = {n: t for n, t in attention.named_parameters() if n != "bias"}
+    shadow = _Shadow({name: tensor for name, tensor in attention.named_parameters() if name != "bias"})
     new: nn.Module = _new_empty(type(attention))
     own = {k: v for k, v in vars(attention).items() if k not in _OF_ACCELERATE or "_hf_hook" not in vars(attention)}
     new.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in own.items()}
     for held in (new._parameters, new._buffers, new._modules, new._forward_pre_hooks):
         held.clear()
     new._non_persistent_buffers_set = set()
-    shadow = _Shadow(gone)
     new._buffers.update(shadow._buffers)
     new._modules.update(shadow._modules)
     vars(new).update(width=width, arity=arity)
@@ -113,13 +106,12 @@ class OnlyBias(nn.Module):
     def __init__(self, width: int, bias: Tensor | None, gone: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.width, self.in_features, self.out_features = width, 0, width
-        shadow = _Shadow({n: t for n, t in gone.items() if n != "bias"})
-        self._buffers.update(shadow._buffers)
+        self._buffers.update(_Shadow({name: tensor for name, tensor in gone.items() if name != "bias"})._buffers)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), bias.requires_grad)
 
     @classmethod
     def of(cls, projection: nn.Module, bias: Tensor | None) -> OnlyBias:
-        """What takes the place of an ``nn.Linear`` or of transformers' ``Conv1D``."""
+        """What replaces an ``nn.Linear`` or transformers' ``Conv1D``."""
         weight = projection.weight
         assert isinstance(weight, Tensor)
         width = weight.shape[0] if isinstance(projection, nn.Linear) else weight.shape[1]

@@ -1,4 +1,4 @@
-"""How a pruned model's modules differ from their classes, read off and given to a freshly built model."""
+"""How a pruned model's modules differ from their classes: read off as data, and given to a freshly built model."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from headprune.pruned.carried import CARRIED, Edited
 from headprune.pruned.empty import ConfigView, EmptyAttention, OnlyBias, emptied
+from headprune.pruned.hooks import HOOK_DATA, Edited
 from headprune.pruned.standins import convert, is_ours
 
 Structure = dict[str, Any]
 """What `structure_of` gives: values that JSON can hold."""
 
 VERSION = 1
+# Attributes of a pruned model. A model that transformers loaded has them from its folder's code, so their names must stay.
 _BIASES, _GHOSTS, _REMOVED = "_headprune_biases", "_headprune_ghosts", "_headprune_removed"
 _HEADS, _WAS_REPAIRED = "_headprune_heads", "_headprune_was_repaired"
 
@@ -37,11 +38,10 @@ def structure_of(model: nn.Module) -> Structure:
             modules[name] = cast(Any, module).to_json()
             replaced += (f"{name}.",)
             continue
-        entry = _entry(module)
-        if entry:
+        if entry := _differences(module):
             modules[name] = entry
         for own in entry.get("tensors", ()):
-            names.setdefault(id(_held(module, own)[own]), []).append(f"{name}.{own}" if name else own)
+            names.setdefault(id(_tensors(module, own)[own]), []).append(_joined(name, own))
     biases, kept = added_biases(model), sorted(ghosts(model))
     if not (modules or biases or kept):
         return {}
@@ -49,21 +49,18 @@ def structure_of(model: nn.Module) -> Structure:
     return {"version": VERSION, "modules": modules, "shared": shared, "biases": biases, "ghosts": kept}
 
 
-def _entry(module: nn.Module) -> dict[str, Any]:
+def _differences(module: nn.Module) -> dict[str, Any]:
     """How one module differs from its class."""
-    edited = Edited.of(module) or Edited()
+    edited = Edited.of(module)
     entry: dict[str, Any] = {"stand_in": True} if edited.stand_in else {}
-    if tensors := {
-        n: list(_held(module, n)[n].shape) for n in sorted(edited.tensors) if _held(module, n).get(n) is not None
-    }:
-        entry["tensors"] = tensors
-    if numbers := {n: getattr(module, n) for n in sorted(edited.numbers)}:
-        entry["numbers"] = numbers
-    if configs := {n: dict(v.own) for n, v in vars(module).items() if is_ours(v, ConfigView)}:
-        entry["configs"] = configs
-    if carried := {kind: cls.of(module).to_json() for kind, cls in CARRIED.items() if cls.of(module) is not None}:
-        entry["carried"] = carried
-    return entry
+    held = {own: _tensors(module, own).get(own) for own in sorted(edited.tensors)}
+    parts = {
+        "tensors": {own: list(tensor.shape) for own, tensor in held.items() if tensor is not None},
+        "numbers": {own: getattr(module, own) for own in sorted(edited.numbers)},
+        "configs": {own: dict(v.own) for own, v in vars(module).items() if is_ours(v, ConfigView)},
+        "carried": {kind: of.to_json() for kind, cls in HOOK_DATA.items() if (of := cls.of(module)) is not None},
+    }
+    return entry | {key: part for key, part in parts.items() if part}
 
 
 def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
@@ -78,49 +75,58 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
         return
     if structure["version"] > VERSION:
         raise ValueError(f"this folder was saved by a newer headprune (structure {structure['version']})")
-    made: dict[str, Tensor] = {}
-    group_of = {name: group[0] for group in structure["shared"] for name in group}
+    first_of = {name: group[0] for group in structure["shared"] for name in group}
+    tensors: dict[str, Tensor] = {}  # by the first of their names in the structure
+    here: dict[str, str] = {}  # the names in this model of tensors that differ
     for saved, entry in structure["modules"].items():
-        name = _renamed(model, saved)
-        if name is None:
+        if (name := _renamed(model, saved)) is None:
             continue
-        module = model.get_submodule(name)
-        if entry.get("stand_in"):
-            module = replace_by_stand_in(model, name)
-        if "empty" in entry:
-            bias = _new(next(module.parameters()), [entry["empty"]["width"]]) if entry["empty"]["bias"] else None
-            set_module(model, name, emptied(module, entry["empty"]["width"], bias, entry["empty"]["arity"]))
-            continue
-        if "only_bias" in entry:
-            bias = (
-                _new(next(module.parameters()), [entry["only_bias"]["width"]]) if entry["only_bias"]["bias"] else None
-            )
-            set_module(model, name, OnlyBias.of(module, bias))
+        module = replace_by_stand_in(model, name) if entry.get("stand_in") else model.get_submodule(name)
+        if empty := entry.get("empty") or entry.get("only_bias"):
+            bias = _new(next(module.parameters()), [empty["width"]]) if empty["bias"] else None
+            arity = empty.get("arity")
+            new = OnlyBias.of(module, bias) if arity is None else emptied(module, empty["width"], bias, arity)
+            set_module(model, name, new)
             continue
         for own, shape in entry.get("tensors", {}).items():
-            held, full = _held(module, own), f"{saved}.{own}" if saved else own
-            key = group_of.get(full, full)
-            if key not in made:
-                made[key] = _new(held.get(own), shape, next(module.parameters(), None))
-            hold(module, own, made[key])
+            full = _joined(saved, own)
+            key = first_of.get(full, full)
+            if key not in tensors:
+                tensors[key] = _new(_tensors(module, own).get(own), shape, next(module.parameters(), None))
+            hold(module, own, tensors[key])
+            here[full] = _joined(name, own)
         vars(module).update(entry.get("numbers", {}))
-        edited = Edited(
-            frozenset(entry.get("tensors", ())), frozenset(entry.get("numbers", ())), bool(entry.get("stand_in"))
-        )
+        edited = Edited(frozenset(entry.get("tensors", ())), frozenset(entry.get("numbers", ())), "stand_in" in entry)
         if edited != Edited():
             vars(module)[Edited.name] = edited
         for own, fields in entry.get("configs", {}).items():
             vars(module)[own] = ConfigView(getattr(module, own), dict(fields))
         for kind, data in entry.get("carried", {}).items():
-            CARRIED[kind].from_json(data).carried_by(module)
-    vars(model)[_BIASES] = [n for n in (_renamed(model, b) for b in structure["biases"]) if n is not None]
-    vars(model)[_GHOSTS] = {n for n in (_renamed(model, g) for g in structure["ghosts"]) if n is not None}
-    note_removed(
-        model, [{_renamed(model, n) or n: h for n, h in drop.items()} for drop in structure.get("removed", ())]
-    )
-    note_heads(model, {_renamed(model, n) or n: count for n, count in structure.get("heads", {}).items()})
-    if structure.get("repaired"):
-        note_was_repaired(model)
+            HOOK_DATA[kind].from_json(data).attach(module)
+    _tie_what_is_one(model, here, first_of)
+    vars(model)[_BIASES] = [name for name in (_renamed(model, b) for b in structure["biases"]) if name is not None]
+    vars(model)[_GHOSTS] = {name for name in (_renamed(model, g) for g in structure["ghosts"]) if name is not None}
+    drops = [{_renamed(model, n) or n: heads for n, heads in drop.items()} for drop in structure.get("removed", ())]
+    heads = {_renamed(model, n) or n: count for n, count in structure.get("heads", {}).items()}
+    add_record(model, {"removed": drops, "heads": heads, "repaired": structure.get("repaired")})
+
+
+def _tie_what_is_one(model: nn.Module, here: Mapping[str, str], first_of: Mapping[str, str]) -> None:
+    """Correct which tensors transformers ties when it loads a folder: of those that differ from their class's, those that are one.
+
+    Layers that share their weights (Zamba 2) may have lost different heads; they must not get each other's.
+
+    Args:
+        here: The names in this model of the tensors that differ, by their names in the structure.
+        first_of: Of names of one tensor, the first, by the names in the structure.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None)
+    if tied is None:
+        return
+    for saved, name in here.items():
+        tied.pop(name, None)
+        if (first := first_of.get(saved, saved)) != saved and first in here:
+            tied[name] = here[first]
 
 
 def _renamed(model: nn.Module, saved: str) -> str | None:
@@ -135,7 +141,11 @@ def _renamed(model: nn.Module, saved: str) -> str | None:
     return None
 
 
-def _held(module: nn.Module, name: str) -> dict[str, Any]:
+def _joined(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def _tensors(module: nn.Module, name: str) -> dict[str, Any]:
     """The parameters or the buffers of a module, wherever ``name`` is (or belongs)."""
     return module._buffers if name in module._buffers else module._parameters
 
@@ -152,7 +162,7 @@ def _new(like: Tensor | None, shape: Sequence[int], beside: Tensor | None = None
 
 def hold(module: nn.Module, name: str, value: Tensor | None) -> None:
     """Put a tensor into a module. A buffer that was cut is saved with the weights from then on: no class can compute it."""
-    _held(module, name)[name] = value
+    _tensors(module, name)[name] = value
     if name in module._buffers:
         module._non_persistent_buffers_set.discard(name)
 
@@ -167,7 +177,7 @@ def set_module(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
 
 
 def replace_by_stand_in(model: nn.Module, name: str) -> nn.Module:
-    """Replace a module by its stand-in (`headprune.standins`) for good."""
+    """Replace a module for good by its stand-in (`headprune.pruned.standins`), if it has one; returns what is there then."""
     module = model.get_submodule(name)
     new = convert(module)
     if new is None:
@@ -180,7 +190,7 @@ def replace_by_stand_in(model: nn.Module, name: str) -> nn.Module:
     return new
 
 
-# -- what was added to a model as a whole -----------------------------------------------------------
+# -- what is noted of a model as a whole --------------------------------------------------------------
 
 
 def home(model: nn.Module) -> tuple[nn.Module, str]:
@@ -210,7 +220,7 @@ def add_biases(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def remove_biases(model: nn.Module, names: Sequence[str]) -> None:
-    """Take away what `add_biases` gave."""
+    """Undo `add_biases`."""
     inner, prefix = home(model)
     own = vars(inner).setdefault(_BIASES, [])
     for name in names:
@@ -221,14 +231,14 @@ def remove_biases(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def note_removed(model: nn.Module, removed: Sequence[Mapping[str, Sequence[int]]]) -> None:
-    """Note which heads a model has lost, prune by prune."""
+    """Add to the heads that a model has lost, a mapping for each prune."""
     inner, prefix = home(model)
     noted = [{name.removeprefix(prefix): heads for name, heads in drop.items()} for drop in removed]
     vars(inner)[_REMOVED] = [*vars(inner).get(_REMOVED, ()), *noted]
 
 
 def removed(model: nn.Module) -> list[dict[str, list[int]]]:
-    """Which heads a model has lost, prune by prune: each counts within what the prune before left."""
+    """The heads that each prune has removed from a model; each counts within what the prune before left."""
     inner, prefix = home(model)
     return [{prefix + name: heads for name, heads in drop.items()} for drop in vars(inner).get(_REMOVED, ())]
 
@@ -251,17 +261,30 @@ def note_was_repaired(model: nn.Module) -> None:
 
 
 def was_repaired(model: nn.Module) -> bool:
-    """What `note_was_repaired` was told."""
+    """Whether a repair refitted a model."""
     return _WAS_REPAIRED in vars(home(model)[0])
 
 
+def record_of(model: nn.Module) -> dict[str, Any]:
+    """What was done to a model: which heads were ``removed``, of how many (``heads``), and whether it was ``repaired``."""
+    return {"removed": removed(model), "heads": heads_before(model), "repaired": was_repaired(model)}
+
+
+def add_record(model: nn.Module, record: Mapping[str, Any]) -> None:
+    """Let a model know what `record_of` said of another of the same weights."""
+    note_removed(model, record.get("removed", ()))
+    note_heads(model, record.get("heads", {}))
+    if record.get("repaired"):
+        note_was_repaired(model)
+
+
 def note_ghosts(model: nn.Module, names: Sequence[str]) -> None:
-    """Note layers whose heads were all removed, but that keep one head with zero output."""
+    """Add to a model's `ghosts`."""
     inner, prefix = home(model)
     vars(inner)[_GHOSTS] = {*vars(inner).get(_GHOSTS, ()), *(name.removeprefix(prefix) for name in names)}
 
 
 def ghosts(model: nn.Module) -> set[str]:
-    """What `note_ghosts` was told."""
+    """Layers whose heads were all removed, but that keep one head with zero output."""
     inner, prefix = home(model)
     return {prefix + name for name in vars(inner).get(_GHOSTS, ())}

@@ -6,8 +6,8 @@ W_O gives, with a pull towards the old weights and a bias that takes up the remo
 before change (and biases that did not are added), so a repaired model prunes like any other.
 
 A repair is a list of steps (`headprune.repairing.steps`): output projections, values, and last all output projections together,
-towards the dense model's answers. All take what they need from one `headprune.reference.DenseReference`, which serves any choice
-of heads (`Refit`). A step that does no better on the examples that choose is left out (`checked`).
+towards the dense model's answers. All take what they need from one `Calibration`, which serves any choice
+of heads. A step that does no better on the examples that choose is left out (`checked_repair`).
 """
 
 from __future__ import annotations
@@ -19,34 +19,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from headprune import input_specs
 from headprune.arguments import Plan, given_to_choose, heads_of, layers_for, listed, together
 from headprune.attention import AttentionLayer, Heads, check_heads
-from headprune.fidelity import Fidelity
-from headprune.fingerprint import known_as
-from headprune.forms import remember
-from headprune.inputs import check_weights
-from headprune.loss import inputs_of
+from headprune.divergence import Fidelity
+from headprune.fingerprint import identities
+from headprune.inputs import check_weights, inputs_of
 from headprune.plans import PruningPlan, note_repaired
-from headprune.pruned import save_by_headprune
-from headprune.reference import Calibration, calibrate, measure
-from headprune.repairing.held_out import checked
-from headprune.repairing.refit import Refit
-from headprune.repairing.weights import AnswersRepair, LayerRepair, Repair, Trial, Weights
-from headprune.scoring.base import Progress
+from headprune.repairing.calibration import Calibration, calibrate
+from headprune.repairing.checks import checked_repair
+from headprune.repairing.projections import OutputProjection
+from headprune.repairing.results import AnswersRepair, LayerRepair, Repair, RepairWeights, Trial
+from headprune.repairing.steps import STEPS, fit_layers, summary
+from headprune.running import Progress
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 __all__ = [
-    "AnswersRepair",
-    "LayerRepair",
-    "Refit",
-    "Repair",
-    "Trial",
-    "Weights",
-    "checked",
-    "repair",
-]
+    "AnswersRepair", "Calibration", "LayerRepair", "OutputProjection", "Repair", "RepairWeights", "Trial", "calibrate",
+    "checked_repair", "fit_layers", "repair", "summary",
+]  # fmt: skip
 
 
 def repair(
@@ -77,7 +70,7 @@ def repair(
     Statistics are sums over tokens, so memory does not grow with the data.
 
     Every step is fitted to all of ``batches`` and left out unless the model's answers come nearer to the dense model's on
-    ``choose`` (`headprune.repairing.held_out`); with few examples, by more than chance. So with few examples it may be that
+    ``choose`` (`headprune.repairing.checks`); with few examples, by more than chance. So with few examples it may be that
     only the columns of removed heads become zero.
 
     Args:
@@ -90,9 +83,9 @@ def repair(
         ridge: Strength of the pull towards the old weights; by default what is best by cross-validation, for each layer.
         values: Whether the value projections are refitted too: it takes about four passes more.
         mixtures: Whether to fit to mixtures of the examples too, where the model gives one answer a text
-            (`headprune.reference.mixtures`): then the passes are over up to three times as many.
+            (`headprune.repairing.mixtures`): then the passes are over up to three times as many.
         answers: Whether all W_O that lose heads are then moved together towards the dense model's answers, where these are
-            one vector of logits an example (`headprune.repairing.steps.logits`). Not where a ridge is given.
+            one vector of logits an example (`headprune.repairing.gauss_newton`). Not where a ridge is given.
         biases: Whether a W_O that has no bias gets one, which takes up the removed heads' mean. A stock class may have no place for
             it: without, a model that is pruned evenly can still be saved as a stock one.
         accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
@@ -109,33 +102,25 @@ def repair(
         plan.check_model(model)
     layers = layers_for(model, layers, batches=(batches := listed(batches)))
     others = None if choose is None else given_to_choose(choose, batches)
-    drop, before = check_heads(heads_of(plan), layers), known_as(model)
+    drop, before = check_heads(heads_of(plan), layers), identities(model)
     fits = ridge != math.inf
     with torch.inference_mode(False), together(accelerator, model, batches):
         calibration = calibrate(
-            model, layers, batches, values=values and fits, mixtures=mixtures and fits, biases=biases
-        )
-        done = _repaired(calibration, drop, others, ridge, answers and ridge is None, progress)
+            model, layers, batches, values=values and fits, mixtures=mixtures and fits, biases=biases, ridge=ridge,
+            progress=progress,
+        )  # fmt: skip
+        result = _repair(calibration, drop, others, answers and ridge is None)
     note_repaired(model, before, drop)
-    remember(model, inputs_of(model, calibration.runner.batches[0]))
-    save_by_headprune(model)
-    return done
+    input_specs.record(model, inputs_of(model, calibration.runner.batches[0]))
+    return result
 
 
-def _repaired(
-    calibration: Calibration,
-    drop: Heads,
-    choose: Sequence[Any] | None,
-    ridge: float | None,
-    answers: bool,
-    progress: Progress | None,
-) -> Repair:
+def _repair(calibration: Calibration, drop: Heads, choose: Sequence[Any] | None, answers: bool) -> Repair:
     """Measure the dense model, if a projection that can be refitted loses heads, and write the new weights into it."""
     runner = calibration.runner
     if not any(projection.loses(drop) for projection in calibration.projections):
         return Repair({}, runner.examples, 0, 0, notes=calibration.notes)
-    refit = Refit(measure(calibration, answers=answers, progress=progress), ridge)
-    others = None if choose is None else Fidelity(calibration.model, choose)
-    weights = checked(refit, drop, others)
-    calibration.weights.write(weights.by_module)
-    return refit.report(weights, runner.passes - refit.reference.passes)
+    fidelity = None if choose is None else Fidelity(calibration.model, choose)
+    weights = checked_repair(calibration, drop, fidelity, STEPS if answers else STEPS[:-1])
+    calibration.write(weights.by_module)
+    return summary(calibration, weights, runner.passes)

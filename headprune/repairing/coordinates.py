@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headprune.inputs import doubled, gathered
-from headprune.reference.projections import at
+from headprune.repairing.projections import at
 
 MOST = 4096  # coordinates, of all projections together
 _WIDEST = 256  # eigenvectors of a projection's inputs, and of its outputs, that products are taken of

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +12,14 @@ from torch import Tensor, nn
 
 from headprune.arguments import layers_for, listed, together
 from headprune.attention import AttentionLayer
+from headprune.batches import is_empty
 from headprune.errors import HeadPruneError, first_line
-from headprune.fingerprint import identity
+from headprune.fingerprint import identity, versions
 from headprune.inputs import check_weights, model_device, move, too_long, usable
-from headprune.loss import ExampleLoss, LossFn
+from headprune.losses import ExampleLoss, LossFn
 from headprune.memory import is_out_of_memory
-from headprune.modules import exact_attention, full_precision, uncached, uncompiled
-from headprune.ranks import current
-from headprune.rows import is_empty
+from headprune.parallel import current
+from headprune.running import Progress, quiet
 from headprune.scoring import ablation, gradient, learned, path, random, shapley, statistics
 from headprune.scoring.agreement import agreement
 from headprune.scoring.base import (
@@ -30,17 +29,14 @@ from headprune.scoring.base import (
     Method,
     NotFiniteError,
     Problem,
-    Progress,
-    Settings,
-    Store,
     method,
     method_named,
 )
 from headprune.scoring.reliability import split_half
 from headprune.scoring.replay import DisagreementError
-from headprune.scoring.resume import DiskStore, Work
 from headprune.scoring.scores import HeadScores, load_scores, save_scores
-from headprune.trace import attributes_kept, evaluating
+from headprune.scoring.settings import Settings, method_and_settings
+from headprune.store import Store, traits
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -61,7 +57,7 @@ def score(
     layers: Sequence[AttentionLayer] | None = None,
     seed: int = 0,
     settings: Settings | None = None,
-    work: Path | str | Work | None = None,
+    work: Path | str | Store | None = None,
     accelerator: Accelerator | None = None,
     progress: Progress | None = None,
 ) -> HeadScores:
@@ -70,7 +66,8 @@ def score(
     Args:
         model: Any model with attention; its mode and weights are left as they were.
         batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``.
-        method: ``"gradient"``, ``"ablation"``, ``"random"``, or one registered with `headprune.scoring.method`.
+        method: ``"gradient"``, ``"ablation"``, ``"random"``, or one registered with `headprune.scoring.method`; settings may
+            follow, as in ``"shapley:permutations=64"``.
         loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``. Not needed for dicts
             with labels: the loss is then the model's own, per example.
         distil: Measure the divergence from the dense model's answers (KL, nats) instead of a loss. This is also what
@@ -78,8 +75,9 @@ def score(
         layers: From `headprune.find_attention`, to save the trace.
         seed: For methods that draw.
         settings: Time, memory, and options of single methods (`headprune.scoring.Settings`).
-        work: A folder for finished parts: after an interruption, the same call continues there, and returns exactly what
-            it would have returned without. Parts of any other model, data, seed or setting are never used.
+        work: A folder (or a store) for finished parts: after an interruption, the same call continues there, and returns exactly
+            what it would have returned without. Parts of any other model, data, seed or setting are never used. With a
+            ``loss_fn`` nothing is kept: whether a function computes the same as another process's cannot be known.
         accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
         progress: Called with (steps done, steps in all, note).
 
@@ -90,8 +88,8 @@ def score(
     Raises:
         HeadPruneError: An unknown method, no examples, labels missing, or a loss that is not finite.
     """
-    chosen, settings = method_named(method), settings or Settings()
-    settings.check()
+    name, settings = method_and_settings(method, settings)
+    chosen = method_named(name)
     if seed < 0:
         raise HeadPruneError(f"The seed is {seed}.", "Give 0 or more.")
     check_weights(model)
@@ -102,25 +100,24 @@ def score(
 
 def _scored(
     model: nn.Module, batches: Sequence[Any], chosen: Method, loss_fn: LossFn | None, distil: bool,
-    layers: Sequence[AttentionLayer] | None, seed: int, settings: Settings, work: Path | str | Work | None,
+    layers: Sequence[AttentionLayer] | None, seed: int, settings: Settings, work: Path | str | Store | None,
     progress: Progress | None,
 ) -> HeadScores:  # fmt: skip
     """`score`, with its arguments checked."""
     losses = ExampleLoss(model, loss_fn, distil=distil, seed=seed)
     kept = _not_empty(model, batches)
-    with _deterministic(model):
+    with quiet(model), torch.enable_grad():
         kept = losses.prepare(kept)
     maskable = maskable_of(model, layers_for(model, layers, batches=kept))
     own = identity(model)  # before anything is swapped: parts of the model may have other names then
-    with _deterministic(model):
+    with quiet(model), torch.enable_grad():
         problem = _problem(model, maskable, kept, losses, seed, settings, progress)
-        unfinished = Work(Path(work)) if isinstance(work, str | Path) else work
-        store = unfinished.store(problem, chosen.name, own, loss_fn) if unfinished else Store()
-        estimate = _estimate(chosen, replace(problem, store=store))
+        store = Store(Path(work)) if isinstance(work, str | Path) else work
+        if store is not None and loss_fn is None:
+            problem = replace(problem, store=store.keyed(chosen.name, own, *_facts(problem)))
+        estimate = _estimate(chosen, problem)
     details = {**estimate.details, "loss": losses.about}
-    if isinstance(store, DiskStore) and store.found:
-        details["resumed"] = f"{store.found} parts were finished by an earlier, interrupted run"
-    # What rank 0 says of memory, time and finished parts counts.
+    # What rank 0 says of memory and time counts.
     estimate = current().first("estimate", lambda: replace(estimate, details=details))
     found = _scores(chosen, problem, estimate, own)
     return replace(found, unit=losses.unit(found.unit))
@@ -163,12 +160,23 @@ def _problem(
     return problem
 
 
+def _facts(problem: Problem) -> list[Any]:
+    """What a problem's results depend on, beside the method and the model's weights."""
+    settings = replace(problem.settings, max_memory=None)  # how much memory there is changes no number
+    dtypes = sorted({str(p.dtype) for p in problem.model.parameters()})
+    distils = problem.surrogate is not None
+    return [
+        versions(), problem.seed, settings, list(problem.layers), distils, model_device(problem.model).type, dtypes,
+        traits(problem.model), list(problem.batches),
+    ]  # fmt: skip
+
+
 def _estimate(chosen: Method, problem: Problem) -> Estimate:
     """What a method finds; by plain forwards, if replaying them turns out to give other losses."""
     try:
         return chosen.run(problem)
     except DisagreementError:
-        current().first("forgetting", problem.store.clear)
+        problem.store.clear()
         return chosen.run(replace(problem, replays=False))
 
 
@@ -189,18 +197,6 @@ def _scores(chosen: Method, problem: Problem, estimate: Estimate, own: str) -> H
         details={**estimate.details, **({} if reliability is None else {"reliability": reliability})},
         matrix=None if estimate.matrix is None else estimate.matrix.cpu().double(),
     )
-
-
-@contextmanager
-def _deterministic(model: nn.Module) -> Iterator[None]:
-    """A model with the same answers each time: in evaluation mode, not compiled, with separate heads and no cache, without TF32.
-
-    What it keeps of a pass in attributes (D2L's ``attention_weights``) is forgotten: with a graph in them no model can be copied.
-    """
-    with (
-        attributes_kept(model), torch.inference_mode(False), full_precision(), uncompiled(), evaluating(model), exact_attention(model), uncached(model),
-    ):  # fmt: skip
-        yield
 
 
 def _normalised(problem: Problem, estimate: Estimate) -> Estimate:

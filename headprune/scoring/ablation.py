@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headprune.attention import AttentionLayer
+from headprune.batches import cost_of
 from headprune.gates import Fill, gated
-from headprune.ranks import current, shares
-from headprune.scoring.base import Estimate, Problem, Samples, cost_of, method, standard_error
+from headprune.parallel import current, shares
+from headprune.scoring.base import Estimate, Problem, Samples, method, standard_error
 from headprune.scoring.gradient import separate
 from headprune.scoring.replay import Replay
 from headprune.scoring.sampled import sampled

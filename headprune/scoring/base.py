@@ -3,68 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
+from headprune.batches import Rows, cost_of
 from headprune.errors import HeadPruneError
-from headprune.inputs import tensors
-from headprune.ranks import current
-from headprune.rows import Rows
+from headprune.plans import heads_to_keep
+from headprune.running import Progress
+from headprune.scoring.settings import Settings
+from headprune.store import Store
 from headprune.uncertainty import carried_by, spread
-
-
-class Progress(Protocol):
-    """A callback that is told how far a long run is."""
-
-    def __call__(self, done: int, total: int, note: str = "") -> None:
-        """``done`` of ``total`` steps; ``note`` is more for a person who waits, such as the widest interval so far."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Options of scoring methods. Each method reads those that concern it; None is the method's own default.
-
-    Attributes:
-        keep: How many heads are going to stay: near this cut adaptive methods look closest, and learned gates aim at it.
-        examples: How many examples to ablate exactly, at most; gradients on all examples estimate the rest.
-        seconds: The time to spend, approximately.
-        max_memory: Bytes that a method may use beyond the model; by default half of the free memory.
-        normalise: Divide each layer's scores by their L2 norm (Michel et al., section 4.1, after Molchanov et al. 2017).
-        steps: Training steps of learned gates, or points of integration.
-        permutations: The most permutations that Shapley values are sampled from.
-        sparsity: Weight of the L0 penalty per head, where ``keep`` is not given.
-    """
-
-    keep: int | None = None
-    examples: int | None = None
-    seconds: float | None = None
-    max_memory: int | None = None
-    normalise: bool = False
-    steps: int | None = None
-    permutations: int | None = None
-    sparsity: float | None = None
-
-    def check(self) -> None:
-        """Refuse numbers out of range.
-
-        Raises:
-            HeadPruneError: A number is too small or not finite.
-        """
-        least = {"keep": 1, "examples": 2, "max_memory": 1, "steps": 1, "permutations": 1, "sparsity": 0}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value < math.inf:
-                raise HeadPruneError(f"{name} is {value}.", f"Give {low} or more.")
-        if self.seconds is not None and not self.seconds > 0:
-            raise HeadPruneError(f"The time to spend is {self.seconds} seconds.", "Give more than 0.")
-
 
 Batches = Sequence[tuple[Any, int]]
 """Pairs (batch, examples in it)."""
@@ -96,7 +51,7 @@ class Problem:
     seed: int
     progress: Progress
     settings: Settings = field(default_factory=Settings)
-    store: Store = field(default_factory=lambda: Store())
+    store: Store = field(default_factory=Store)
     surrogate: Callable[[Any], Tensor] | None = None
     replays: bool = True
     rows: Rows = field(default_factory=Rows)
@@ -104,6 +59,11 @@ class Problem:
     @property
     def examples(self) -> int:
         return sum(size for _, size in self.batches)
+
+    @property
+    def keep(self) -> int | None:
+        """How many heads are going to stay, if that was said."""
+        return None if self.settings.keep is None else heads_to_keep(self.settings.keep, self.heads)
 
     @property
     def heads(self) -> int:
@@ -144,66 +104,6 @@ class NotFiniteError(HeadPruneError):
         super().__init__(
             f"The loss of {problem.place(batch, row)} is {value}.", "Check its label and text, or use --dtype float32."
         )
-
-
-def cost_of(batch: Any) -> float:
-    """About how long a pass over a batch takes, relative to others."""
-    return float(sum(t.numel() for t in tensors(batch)))
-
-
-class Store:
-    """Keeps finished parts of a long computation. This one keeps nothing; `headprune.scoring.resume.DiskStore` has files.
-
-    Where several ranks share out the work, all of them call it alike, and get what rank 0 has kept.
-    """
-
-    def get(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
-        """What ``compute`` gives, or gave for this key in an earlier run of the same computation. All ranks compute it."""
-        ranks = current()
-        known = ranks.first(f"known of {key}", partial(self.known, key))
-        if known is not None:
-            return known
-        value = compute()
-        return ranks.first(f"keeping {key}", partial(self.keep, key, value))
-
-    def share(
-        self,
-        name: str,
-        parts: Mapping[str, Callable[[], Tensor]],
-        costs: Sequence[float] | None = None,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> list[Tensor]:
-        """As `get`, for many keys at once; each is computed by one rank.
-
-        Args:
-            name: Of all of them, for `headprune.ranks.Ranks.share`; as ``costs`` and ``progress``.
-            parts: What to compute, by key.
-        """
-
-        def looked() -> dict[str, Tensor]:
-            every = ((key, self.known(key)) for key in parts)
-            return {key: value for key, value in every if value is not None}
-
-        ranks = current()
-        known = ranks.first(f"known of {name}", looked)
-
-        def made(key: str, compute: Callable[[], Tensor]) -> Tensor:
-            return known[key] if key in known else self.keep(key, compute())
-
-        tasks = [partial(made, key, compute) for key, compute in parts.items()]
-        left = costs and [0.0 if key in known else cost for key, cost in zip(parts, costs, strict=True)]
-        return ranks.share(name, tasks, left, progress)
-
-    def known(self, key: str) -> Tensor | None:
-        """What was kept under a key; None if nothing was."""
-        return None
-
-    def keep(self, key: str, value: Tensor) -> Tensor:
-        """Keep a value under a key, and give it back."""
-        return value
-
-    def clear(self) -> None:
-        """Remove all parts."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from headprune.attention import AttentionLayer
 from headprune.inputs import tensors
-from headprune.modules import wrapped
+from headprune.running import wrapped
 from headprune.scoring.base import Problem
 from headprune.scoring.kept import Output, tensors_in
 

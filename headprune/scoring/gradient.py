@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from headprune.batches import Rows
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, gated
 from headprune.inputs import doubled, gathered, model_device
 from headprune.memory import halving, is_out_of_memory
-from headprune.modules import uncached, wrapped
-from headprune.offload import is_offloaded, trainable
-from headprune.rows import Rows
+from headprune.offload import is_offloaded
+from headprune.running import blocks_of, frozen, uncached, wrapped
 from headprune.scoring.base import Batches, Estimate, NotFiniteError, Problem, Samples, method
 
 _ASKED: ContextVar[bool] = ContextVar("checkpoints", default=False)  # whether memory demands them
@@ -124,23 +124,6 @@ def together_or_singly(problem: Problem, measure: Callable[[Any, int], Tensor], 
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """No gradients for the weights while the context lasts: the backward pass to the gates then takes half the time."""
-    before = [(module, name, module._parameters[name]) for module, name in trainable(model)]
-    for *_, p in before:
-        if p is not None:
-            p.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for module, name, p in before:
-            if p is not None:
-                p.requires_grad_(True)
-            if (now := module._parameters.get(name)) is not None:  # another one, where a hook of accelerate loads it
-                now.requires_grad_(True)
-
-
-@contextmanager
 def checkpointed(model: nn.Module) -> Iterator[None]:
     """Gradient checkpointing, if the model has enabled it, memory demands it, or some of its weights are kept elsewhere.
 
@@ -168,23 +151,6 @@ def _checkpoints(model: nn.Module) -> bool:
     return _ASKED.get() or bool(
         getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False)
     )
-
-
-def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """A model's blocks, by name: transformers' own, or else the outermost entries of lists of modules; no blocks inside blocks."""
-    found: dict[str, nn.Module] = {}
-    named = dict(model.named_modules())
-    marked = [n for n, m in named.items() if any(c.__name__ == "GradientCheckpointingLayer" for c in type(m).__mro__)]
-    listed = [
-        f"{name}.{child}" if name else child
-        for name, module in named.items()
-        if isinstance(module, nn.ModuleList)
-        for child, _ in module.named_children()
-    ]
-    for name in marked or listed:
-        if not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = named[name]
-    return found
 
 
 def recomputing() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.modules import wrapped
+from headprune.running import wrapped
 
 
 @dataclass

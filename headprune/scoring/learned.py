@@ -11,9 +11,10 @@ from torch import Tensor
 
 from headprune.errors import HeadPruneError
 from headprune.gates import gated
-from headprune.ranks import current
+from headprune.parallel import current
+from headprune.running import frozen
 from headprune.scoring.base import Estimate, Problem, method
-from headprune.scoring.gradient import checkpointed, frozen, separate
+from headprune.scoring.gradient import checkpointed, separate
 
 _STEPS, _EPOCHS = 200, 2  # the larger of the two
 _NO_ERROR = "none from one training run of the gates"
@@ -43,7 +44,7 @@ def l0(problem: Problem) -> Estimate:
     the price at which a step leads there, to first order. ``details["open"]`` is C in the end.
     """
     heads, keep = problem.heads, _keep(problem)
-    fixed = problem.settings.sparsity if problem.settings.keep is None else None
+    fixed = problem.settings.sparsity if problem.keep is None else None
     begin = heads / (1 + math.exp(-_OPEN))
 
     def draw(odds: Tensor, size: int, generator: torch.Generator, done: float) -> Tensor:
@@ -85,7 +86,7 @@ def dsp(problem: Problem) -> Estimate:
 
 def _keep(problem: Problem) -> int:
     """How many heads to aim at: at least 1 and at most all, half of them by default."""
-    keep = problem.heads // 2 if problem.settings.keep is None else problem.settings.keep
+    keep = problem.heads // 2 if problem.keep is None else problem.keep
     return min(max(keep, 1), problem.heads)
 
 

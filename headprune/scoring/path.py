@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headprune.ranks import current
+from headprune.parallel import current
+from headprune.running import frozen
 from headprune.scoring.base import Estimate, Problem, Samples, method
-from headprune.scoring.gradient import finite, frozen, separate, slopes
+from headprune.scoring.gradient import finite, separate, slopes
 from headprune.scoring.replay import Replay
 
 _FEWEST, _MOST = 4, 64  # points of integration

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from headprune.gates import Fill, RowsError, gated
 from headprune.inputs import model_device
 from headprune.memory import free_memory, halving
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.scoring.base import NotFiniteError, Problem
 from headprune.scoring.calls import Call, Key, Observed, Start, observe, starts_of
 from headprune.scoring.gradient import examples_first
@@ -49,7 +49,7 @@ class Replay:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self._here = problem, current().here
+        self.problem, self._here = problem, current().local_size
         self.notes: list[str] = []
         self.budget = problem.settings.max_memory or current().first("memory", self._free) // 2
         self.stacks = False

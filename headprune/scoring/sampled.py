@@ -87,7 +87,7 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
     n = len(expected)
     state = State.empty(expected, problem.seed)
     budget = _budget(problem, replay, state, began) * problem.heads
-    cut = problem.settings.keep if (problem.settings.keep or 0) < problem.heads else None  # all: there is no cut
+    cut = problem.keep if (problem.keep or 0) < problem.heads else None  # all: there is no cut
     share = _FIRST if cut is not None else 1.0
     state = _look(problem, replay, state, torch.full_like(state.wanted, share * budget / problem.heads), 1)
     for number in range(2, _ROUNDS + 2):

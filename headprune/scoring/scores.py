@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
-from headprune.jsonio import read_json, write_json
+from headprune.files import read_json, write_json
 from headprune.scoring.checked import check_scores, check_together, numbers_of
 from headprune.uncertainty import FEW
 

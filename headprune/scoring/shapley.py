@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headprune.scoring.base import Estimate, Problem, cost_of, method
+from headprune.batches import cost_of
+from headprune.scoring.base import Estimate, Problem, method
 from headprune.scoring.replay import Replay
 
 _PERMUTATIONS = 128

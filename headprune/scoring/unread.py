@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError
 from headprune.inputs import map_tensors, tensors
-from headprune.modules import wrapped
+from headprune.running import wrapped
 from headprune.scoring.base import NotFiniteError
 from headprune.scoring.calls import Call, all_calls
 

@@ -22,7 +22,7 @@ from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, module_of
 from headprune.inputs import widened
-from headprune.modules import exact_attention, uncompiled
+from headprune.running import exact_attention, uncompiled
 
 _MOST = 2**23  # weights that are computed at once
 

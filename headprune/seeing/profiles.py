@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from headprune.arguments import layers_for, listed
 from headprune.attention import AttentionLayer
+from headprune.batches import Rows, is_empty
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError
-from headprune.inputs import Example, check_model, is_encoder_decoder, vocabulary_size, without_labels
-from headprune.loss import inputs_of
-from headprune.rows import Rows, is_empty
+from headprune.inputs import Example, check_model, inputs_of, is_encoder_decoder, vocabulary_size, without_labels
 from headprune.seeing.figures import HeadProfiles
 from headprune.seeing.maps import Weights
 from headprune.seeing.roles import with_role

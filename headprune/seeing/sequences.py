@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
+from headprune.batches import Rows
 from headprune.divergence import IGNORED
 from headprune.inputs import is_encoder_decoder
-from headprune.rows import Rows
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from headprune.arguments import layers_for
 from headprune.attention import AttentionLayer
+from headprune.batches import Rows, find_rows
 from headprune.errors import HeadPruneError, first_line
 from headprune.gates import RowsError
 from headprune.inputs import Example, call, model_device, move, tensors, usable
 from headprune.memory import is_out_of_memory
-from headprune.modules import exact_attention, uncached, uncompiled
-from headprune.rows import Rows, find_rows
+from headprune.running import quiet
 from headprune.seeing.maps import Keep, Weights, attention_maps
-from headprune.trace import attributes_kept, evaluating
 
 
 def attention_weights(
@@ -66,10 +65,7 @@ def on_device(model: nn.Module, batch: Any) -> Any:
 @contextmanager
 def as_it_is(model: nn.Module) -> Iterator[None]:
     """A model that only runs: in evaluation mode, without gradients and caches, and with the attributes it has now afterwards."""
-    with (
-        torch.inference_mode(False), torch.no_grad(), uncompiled(), evaluating(model), exact_attention(model), uncached(model),
-        attributes_kept(model),
-    ):  # fmt: skip
+    with quiet(model), torch.no_grad():
         yield
 
 

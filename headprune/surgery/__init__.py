@@ -1,4 +1,4 @@
-"""Remove heads for real, and prove it: the pruned model must give the masked model's answers.
+"""Mask heads, or remove them for real and prove it: the pruned model must give the masked model's answers.
 
 Every change goes through an undo log, so a prune that cannot be proved is undone, and the model is exactly what it was.
 The undo log keeps the replaced tensors; the model is not copied.
@@ -6,26 +6,53 @@ The undo log keeps the replaced tensors; the model is not copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from headprune import gates, input_specs
 from headprune.arguments import Plan, heads_of, layers_for
 from headprune.attention import AttentionLayer, check_heads, check_possible
 from headprune.errors import PruneError
-from headprune.forms import remember
 from headprune.inputs import Example, check_model, model_device, move, usable
-from headprune.modules import forget_compiled, full_precision, uncompiled
 from headprune.offload import renewed
 from headprune.plans import PruningPlan
-from headprune.pruned import note_ghosts, note_heads, note_removed, removed, save_by_headprune, structure_of
+from headprune.pruned import note_ghosts, note_heads, note_removed, removed, structure_of
+from headprune.running import evaluating, forget_compiled, full_precision, uncompiled
 from headprune.surgery.journal import Journal
-from headprune.surgery.proof import Proof, answers, failing_alone, first_exact, inputs_for, references, tolerance_of
-from headprune.surgery.removal import Removal, check_present, left_as_ghosts, ways
-from headprune.trace import evaluating, example_for
+from headprune.surgery.proof import Proof, answers, failing_alone, prove
+from headprune.surgery.proof_inputs import inputs_for
+from headprune.surgery.removal import Removal, check_present, left_as_ghosts
+from headprune.trace import example_for
 
-__all__ = ["Proof", "Removal", "answers", "prune", "remove"]
+__all__ = ["Proof", "Removal", "answers", "mask", "prune", "remove"]
+
+
+@contextmanager
+def mask(
+    model: nn.Module,
+    plan: Plan,
+    example: Example | None = None,
+    *,
+    layers: Sequence[AttentionLayer] | None = None,
+) -> Iterator[None]:
+    """Switch heads off while the context lasts: their output is 0.
+
+    Args:
+        model: Any model with attention.
+        plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` to switch off.
+        example: A batch without labels, to trace the model with. Not needed if ``layers`` are given, or if the model is one
+            for which an input can be made up, such as those of transformers.
+        layers: From `headprune.find_attention`, to save the trace.
+
+    Raises:
+        HeadPruneError: An unknown layer or head, or a layer that cannot be masked.
+    """
+    layers = layers_for(model, layers, example)
+    with gates.mask(model, heads_of(plan), layers=layers):
+        yield
 
 
 def prune(
@@ -67,14 +94,11 @@ def prune(
         check_possible(layer, drop[layer.name])
         check_present(model, layer)
 
-    tolerance = tolerance_of(model)
     with torch.inference_mode(False), full_precision(), uncompiled(), evaluating(model), torch.no_grad():
         inputs = inputs_for(model, usable(move(example, model_device(model))))
-        reference = references(model, inputs, drop, layers)
-        cut = first_exact(model, ways(touched, drop, model), reference, tolerance)
+        cut = prove(model, touched, drop, inputs, layers)
         if cut.failure:
-            guilty = failing_alone(model, touched, drop, inputs, layers, tolerance)
-            names = ", ".join(c.name for c in guilty[:3]) or "these layers together"
+            names = ", ".join(failing_alone(model, touched, drop, inputs, layers)[:3]) or "these layers together"
             raise PruneError(
                 f"The heads of {names} cannot be removed exactly: {cut.failure}. The model is unchanged.",
                 "Mask them instead (headprune.mask), or leave that layer out of the plan.",
@@ -84,18 +108,18 @@ def prune(
     forget_compiled()
     for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of what it replaced
         model.get_submodule(name).train(training)
-    _remember(model, cut.removal)
-    remember(model, example)
-    return Proof(cut.difference, tolerance, len(reference), left_as_ghosts(touched, drop))
+    _note(model, cut.removal)
+    input_specs.record(model, example)
+    return Proof(cut.difference, cut.tolerance, cut.inputs, left_as_ghosts(touched, drop))
 
 
 def remove(model: nn.Module, removal: Removal) -> None:
     """Repeat a removal without a proof: for a skeleton whose weights are loaded afterwards."""
     Journal().remove(model, removal)
-    _remember(model, removal)
+    _note(model, removal)
 
 
-def _remember(model: nn.Module, removal: Removal) -> None:
+def _note(model: nn.Module, removal: Removal) -> None:
+    """Note on a model what it has lost, and let it save itself by headprune."""
     note_removed(model, [removal.drop])
     note_ghosts(model, left_as_ghosts(removal.layers, removal.drop))
-    save_by_headprune(model)

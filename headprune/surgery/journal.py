@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,39 +12,24 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, HeadFeatures
 from headprune.inputs import model_device
 from headprune.offload import is_elsewhere, put, value_of, with_numbers
-from headprune.pruned import (
-    Carried,
-    ConfigView,
-    Edited,
-    Features,
-    HeadArgument,
-    HeadArguments,
-    MultiheadAttention,
-    Narrowing,
-    OnlyBias,
-    Placement,
-    Selection,
-    SharedPositionBias,
-    convert,
-    emptied,
-    hold,
-    is_ours,
-    replace_by_stand_in,
-    set_module,
-    surviving,
-)
-from headprune.surgery.features import Counts, groups_left
-from headprune.surgery.removal import WIDTHS, Removal
-from headprune.surgery.scratch import placed
+from headprune.pruned import MultiheadAttention, convert, hooks, is_ours
+from headprune.pruned.empty import ConfigView, OnlyBias, emptied
+from headprune.pruned.hooks import Features, HeadArgument, surviving
+from headprune.pruned.structure import hold, replace_by_stand_in, set_module
+from headprune.surgery.removal import WIDTHS, HeadCounts, Removal, groups_left
 
 
 class Journal:
-    """An undo log: changes to a model, and how to take each back."""
+    """Cuts a model, and notes how to take every change back.
+
+    Attributes:
+        changes: What was set where, to tell two ways of removal apart.
+    """
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._slices: dict[tuple[int, int, tuple[int, ...]], Tensor] = {}  # so that what is shared stays shared
-        self.changes: list[str] = []  # what was set where, to tell two ways apart
+        self.changes: list[str] = []
 
     def undo(self) -> None:
         """Take every change back, the last one first."""
@@ -54,26 +39,26 @@ class Journal:
     def remove(self, model: nn.Module, removal: Removal) -> None:
         """Remove the heads of one `Removal`."""
         for layer in removal.layers:
-            self._remove_from(model, layer, removal)
+            self._cut_layer(model, layer, removal)
 
-    def _remove_from(self, model: nn.Module, layer: AttentionLayer, removal: Removal) -> None:
-        dropped = removal.drop[layer.name]
+    def _cut_layer(self, model: nn.Module, layer: AttentionLayer, removal: Removal) -> None:
+        """Remove the heads of one layer."""
+        dropped = set(removal.drop[layer.name])
         attention = model.get_submodule(layer.module)
         if convert(attention) is not None:
-            attention = self._stand_in(model, layer.module)
-        kept = [h for h in range(layer.num_heads) if h not in set(dropped)]
+            attention = self._replace_by_stand_in(model, layer.module)
+        kept = [h for h in range(layer.num_heads) if h not in dropped]
         ghost = not kept and layer.bypass == "ghost"
         if not kept and layer.bypass == "stub":
-            self._stub(model, layer)
+            self._replace_by_bias(model, layer)
             return
         if ghost:
             kept = list(layer.units[0])
-        assert layer.output_projection is not None
         for part in layer.projections:
             self._slice(model.get_submodule(part.module), surviving(part.features, kept), output=True)
         for part in layer.selections:
             self._select(model.get_submodule(part.module), surviving(part.features, kept))
-        shares_bias = SharedPositionBias.needed_by(attention)
+        shares_bias = hooks.SharedPositionBias.needed_by(attention)
         for table in () if shares_bias else layer.tables:
             owner, _, name = table.name.rpartition(".")
             self._slice_table(model.get_submodule(owner), name, surviving(table.indices, kept), table.dim)
@@ -81,9 +66,9 @@ class Journal:
         if is_ours(attention, MultiheadAttention):
             known: Any = attention.kept_heads or list(range(layer.num_heads))
             self._set(attention, "kept_heads", [known[h] for h in kept])
-            key = next(p for p in layer.projections if p.module.endswith("k_proj"))
+            key = next(part for part in layer.projections if part.module.endswith("k_proj"))
             for name in ("bias_k", "bias_v"):
-                self._slice_parameter(attention, name, surviving(key.features, kept), dim=2)
+                self._slice_tensor(attention, name, surviving(key.features, kept), dim=2)
         self._correct_counts(model, layer, removal, kept)
         if removal.narrow:
             self._narrow(attention, layer.num_heads * layer.head_dim, len(kept) * layer.head_dim)
@@ -93,59 +78,81 @@ class Journal:
             self._index_arguments(attention, arguments, layer.num_heads, kept)
 
     def _cut_output(self, model: nn.Module, layer: AttentionLayer, kept: Sequence[int], ghost: bool) -> None:
-        """W_O, or what stands for it, without the removed heads' columns."""
-        assert layer.output_projection is not None
-        output = model.get_submodule(layer.output_projection.module)
+        """Remove heads' columns from W_O, or from what stands for it."""
+        place = layer.output_projection
+        assert place is not None
+        output, left = model.get_submodule(place.module), surviving(place.features, kept)
         if layer.concatenates:
-            self._place(output, layer.output_projection, [] if ghost else kept, kept)
-        else:
-            if layer.mixer and layer.gate:
-                mixer = model.get_submodule(layer.mixer)
-                self._place(mixer, layer.gate, kept, kept, before=True)
-                self._select(mixer, surviving(layer.output_projection.features, kept))
-            self._slice(output, surviving(layer.output_projection.features, kept), output=False)
-            if ghost:
-                self._zero(output)
+            self._place(output, place, [] if ghost else kept, kept)
+            return
+        if layer.mixer and layer.gate:
+            mixer = model.get_submodule(layer.mixer)
+            self._place(mixer, layer.gate, kept, kept, before=True)
+            self._select(mixer, left)
+        self._slice(output, left, output=False)
+        if ghost:
+            self._zero(output)
 
     def _correct_counts(self, model: nn.Module, layer: AttentionLayer, removal: Removal, kept: Sequence[int]) -> None:
-        """Correct the numbers of heads that modules hold as attributes or in a config."""
-        is_width = WIDTHS[removal.widths]
+        """Correct the numbers of heads that modules hold as attributes or in a config, and drop what they cached for all heads."""
+        left = (layer, len(kept), groups_left(layer, kept), WIDTHS[removal.widths])
         for name in (*layer.inner_modules, *(layer.side_modules if removal.side_modules else ())):
             module = model.get_submodule(name)
-            counts = Counts(
-                layer, len(kept), groups_left(layer, kept), is_width, name != layer.module, removal.by_group
-            )
-            for attribute, new in counts.changed(vars(module)).items():
+            counts = HeadCounts(*left, beside=name != layer.module, by_group=removal.by_group)
+            for attribute, new in counts.changes(vars(module)).items():
                 self._set(module, attribute, new)
             if removal.own_config:
                 self._set_config(module, counts)
-            for attribute, cache in list(vars(module).items()):  # tensors that were kept for all heads
+            for attribute, cache in list(vars(module).items()):
                 if type(cache) is dict and attribute[0] != "_" and any(isinstance(v, Tensor) for v in cache.values()):
                     self._set(module, attribute, {})
+
+    # -- tensors ------------------------------------------------------------------------------------
 
     def _slice(self, module: nn.Module, features: Features, *, output: bool) -> None:
         """Keep some input or output features of a linear module."""
         # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out].
         dim = 0 if output == isinstance(module, nn.Linear | nn.modules.conv._ConvNd) else 1
-        size = self._slice_parameter(module, "weight", features, dim)
+        size = self._slice_tensor(module, "weight", features, dim)
         if output:
-            self._slice_parameter(module, "bias", features, 0)
+            self._slice_tensor(module, "bias", features, 0)
         for name in ("out_features", "out_channels", "nf") if output else ("in_features", "in_channels", "nx"):
             if hasattr(module, name):
                 self._set(module, name, size)
 
-    def _carry(self, module: nn.Module, value: Carried) -> None:
-        """Give a module something that its hooks read (`headprune.structure.Carried`)."""
-        before = dict(vars(module))
-        handles = value.carried_by(module)
-        self._undo.append(lambda: _restore(vars(module), before, (value.name, "compute_bias")))
-        self._undo.extend(handle.remove for handle in handles)
-        self.changes.append(f"{id(module)} {value.name}")
+    def _slice_table(self, module: nn.Module, name: str, features: Features, dim: int) -> None:
+        """Keep some entries of a parameter or buffer, and correct what its module knows about their number."""
+        size = self._slice_tensor(module, name, features, dim)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and name == "weight":
+            for statistic in ("running_mean", "running_var"):  # not differentiable, so never traced
+                self._slice_tensor(module, statistic, features, dim)
+            self._set(module, "num_features", size)
+        elif isinstance(module, nn.modules.conv._ConvNd) and name == "weight" and dim == 0:
+            if module.groups > 1:  # filters for some features, such as each head's: whole groups go
+                self._set(module, "groups", module.groups * size // module.out_channels)
+                self._set(module, "in_channels", module.in_channels * size // module.out_channels)
+            self._set(module, "out_channels", size)
 
-    def _select(self, module: nn.Module, features: Features) -> None:
-        """Pass on only some features of a module's output."""
-        earlier = Selection.of(module)
-        self._carry(module, Selection((*(earlier.stages if earlier else ()), features)))
+    def _slice_tensor(self, module: nn.Module, name: str, features: Features, dim: int) -> int:
+        """Keep some entries of a module's parameter or buffer, if it has one of this name; returns how many."""
+        held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        old = held.get(name)
+        if old is None:
+            return 0
+        index = features.index(old.shape[dim], torch.device("cpu"))
+        if is_elsewhere(module, name):  # it is loaded, cut and stored again
+            value = value_of(module, name)
+            self._undo.append(put(module, name, value.index_select(dim, index.to(value.device))))
+        else:
+            key = (id(old), dim, tuple(index.tolist()))
+            if key not in self._slices:
+                new: Tensor = old.detach().index_select(dim, index.to(old.device))
+                self._slices[key] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+            temporary = name in module._non_persistent_buffers_set
+            hold(module, name, self._slices[key])
+            self._undo.append(partial(_put_back, module, held, name, old, temporary))
+        self._note_edited(module, tensors=(name,))
+        return len(index)
 
     def _zero(self, output: nn.Module) -> None:
         """Let a W_O that has just been sliced give nothing."""
@@ -154,8 +161,51 @@ class Journal:
         if is_elsewhere(output, "weight"):
             self._undo.append(put(output, "weight", torch.zeros(old.shape, dtype=old.dtype)))
             return
-        held["weight"] = nn.Parameter(placed(torch.zeros_like(old)), requires_grad=old.requires_grad)
+        held["weight"] = nn.Parameter(torch.zeros_like(old), requires_grad=old.requires_grad)
         self._undo.append(lambda: held.__setitem__("weight", old))
+
+    # -- attributes ---------------------------------------------------------------------------------
+
+    def _remember(self, module: nn.Module, *names: str) -> None:
+        """Give some attributes of a module their values of now, or none, when all is undone."""
+        before = {name: vars(module)[name] for name in names if name in vars(module)}
+        self._undo.append(lambda: vars(module).update(before))
+        self._undo.extend(partial(vars(module).pop, name, None) for name in names)
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set a plain attribute."""
+        own = value.own if is_ours(value, ConfigView) else value
+        self.changes.append(f"{id(module)} {name} {own if isinstance(own, int | dict | tuple | list) else type(own)}")
+        self._remember(module, name)
+        vars(module)[name] = value
+        if isinstance(value, int | list):
+            self._note_edited(module, numbers=(name,))
+
+    def _note_edited(self, module: nn.Module, tensors: Sequence[str] = (), numbers: Sequence[str] = ()) -> None:
+        """Record which tensors and numbers of a module differ from its class's."""
+        self._remember(module, hooks.Edited.name)
+        hooks.Edited.add(module, tensors, numbers)
+
+    def _set_config(self, module: nn.Module, counts: HeadCounts) -> None:
+        """Give a module a view of its config with its own counts of heads, where it has a config."""
+        for attribute, value in list(vars(module).items()):
+            if hasattr(value, "to_dict") and not isinstance(value, nn.Module):
+                original, own = (value.original, value.own) if is_ours(value, ConfigView) else (value, {})
+                if changes := counts.changes({**vars(original), **own}):
+                    self._set(module, attribute, ConfigView(original, {**own, **changes}))
+
+    # -- hooks; the heads of a second prune count within what the first one kept ---------------------------
+
+    def _attach(self, module: nn.Module, data: hooks.HookData) -> None:
+        """Give a module data and the hooks that read it."""
+        self._remember(module, data.name, "compute_bias")
+        self._undo.extend(handle.remove for handle in data.attach(module))
+        self.changes.append(f"{id(module)} {data.name}")
+
+    def _select(self, module: nn.Module, features: Features) -> None:
+        """Pass on only some features of a module's output."""
+        earlier = hooks.Selection.of(module)
+        self._attach(module, hooks.Selection((*(earlier.stages if earlier else ()), features)))
 
     def _place(
         self, module: nn.Module, part: HeadFeatures, stay: Sequence[int], kept: Sequence[int], *, before: bool = False
@@ -164,107 +214,48 @@ class Journal:
 
         In the output of a module that returns its heads side by side; in the input (``before``) of a norm over all heads.
         """
-        earlier = Placement.of(module)
+        earlier = hooks.Placement.of(module)
         computed = sorted(f for h in kept for f in part.features[h])
         target = sorted(f for h in stay for f in part.features[h])
         # The trace before a second prune saw what the first one placed, at the same features.
         width = earlier.width if earlier else sum(map(len, part.features))
-        self._carry(module, Placement(width, tuple(computed.index(f) for f in target), tuple(target), before))
+        self._attach(module, hooks.Placement(width, tuple(computed.index(f) for f in target), tuple(target), before))
 
     def _narrow(self, module: nn.Module, width: int, new: int) -> None:
         """Let the inputs of a module that reads the width of its heads from their shape claim the new width."""
-        earlier = Narrowing.of(module)
-        self._carry(module, Narrowing(earlier.width if earlier else width, new))
+        earlier = hooks.Narrowing.of(module)
+        self._attach(module, hooks.Narrowing(earlier.width if earlier else width, new))
 
-    def _slice_table(self, module: nn.Module, name: str, features: Features, dim: int) -> None:
-        """Keep some entries of a parameter or buffer, and correct what its module knows about their number."""
-        size = self._slice_parameter(module, name, features, dim)
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and name == "weight":
-            for statistic in ("running_mean", "running_var"):  # not differentiable, so never traced
-                self._slice_parameter(module, statistic, features, dim)
-            self._set(module, "num_features", size)
-        elif isinstance(module, nn.modules.conv._ConvNd) and name == "weight" and dim == 0:
-            if module.groups > 1:  # filters for some features, such as each head's: whole groups go
-                self._set(module, "groups", module.groups * size // module.out_channels)
-                self._set(module, "in_channels", module.in_channels * size // module.out_channels)
-            self._set(module, "out_channels", size)
+    def _index_position_bias(self, attention: nn.Module, num_heads: int, kept: Sequence[int]) -> None:
+        """Let a T5-style layer take its heads of the shared bias."""
+        if earlier := hooks.SharedPositionBias.of(attention):
+            num_heads, kept = earlier.num_heads, [earlier.kept[h] for h in kept]
+        self._attach(attention, hooks.SharedPositionBias(num_heads, tuple(kept)))
 
-    def _slice_parameter(self, module: nn.Module, name: str, features: Features, dim: int) -> int:
-        held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-        old = held.get(name)
-        if old is None:
-            return 0
-        index = features.index(old.shape[dim], torch.device("cpu"))
-        if is_elsewhere(module, name):
-            return self._slice_stored(module, name, index, dim)
-        key = (id(old), dim, tuple(index.tolist()))
-        if key not in self._slices:
-            new: Tensor = placed(old.detach().index_select(dim, index.to(old.device)))
-            self._slices[key] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-        passing = name in module._non_persistent_buffers_set
-        hold(module, name, self._slices[key])
+    def _index_arguments(
+        self, attention: nn.Module, arguments: tuple[HeadArgument, ...], num_heads: int, kept: Sequence[int]
+    ) -> None:
+        """Let a module take its heads of arguments that hold something for each."""
+        if earlier := hooks.HeadArguments.of(attention):
+            arguments, num_heads = earlier.arguments, earlier.num_heads
+            kept = [earlier.kept[h] for h in kept]
+        self._attach(attention, hooks.HeadArguments(arguments, num_heads, tuple(kept)))
 
-        def undo() -> None:
-            held[name] = old
-            if passing:
-                module._non_persistent_buffers_set.add(name)
+    # -- modules ------------------------------------------------------------------------------------
 
-        self._undo.append(undo)
-        self._note(module, tensors=(name,))
-        return self._slices[key].shape[dim]
+    def _replace(self, model: nn.Module, name: str, new: nn.Module) -> None:
+        """Replace a module by another."""
+        self._undo.append(partial(set_module, model, name, set_module(model, name, new)))
 
-    def _slice_stored(self, module: nn.Module, name: str, index: Tensor, dim: int) -> int:
-        """As `_slice_parameter`, of a tensor that accelerate keeps elsewhere: it is loaded, cut and stored again."""
-        value = value_of(module, name)
-        self._undo.append(put(module, name, value.index_select(dim, index.to(value.device))))
-        self._note(module, tensors=(name,))
-        return len(index)
-
-    def _note(self, module: nn.Module, tensors: Sequence[str] = (), numbers: Sequence[str] = ()) -> None:
-        """Note on a module what of it is no longer as its class makes it."""
-        before = dict(vars(module))
-        Edited.add(module, tensors, numbers)
-        self._undo.append(lambda: _restore(vars(module), before, (Edited.name,)))
-
-    def _set(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set a plain attribute."""
-        before = dict(vars(module))
-        own = value.own if is_ours(value, ConfigView) else value
-        self.changes.append(f"{id(module)} {name} {own if isinstance(own, int | dict | tuple | list) else type(own)}")
-        vars(module)[name] = value
-        self._undo.append(lambda: _restore(vars(module), before, (name,)))
-        if isinstance(value, int | list):
-            self._note(module, numbers=(name,))
-
-    def _set_config(self, module: nn.Module, counts: Counts) -> None:
-        """Give a module a view of its config with its own counts of heads, where it has a config."""
-        for attribute, value in list(vars(module).items()):
-            if hasattr(value, "to_dict") and not isinstance(value, nn.Module):
-                viewed = is_ours(value, ConfigView)
-                fields = {**vars(value.original), **value.own} if viewed else vars(value)
-                if changed := counts.changed(fields):
-                    original, own = (value.original, value.own) if viewed else (value, {})
-                    self._set(module, attribute, ConfigView(original, {**own, **changed}))
-
-    def _replace_module(self, model: nn.Module, name: str, new: nn.Module) -> None:
-        old = set_module(model, name, new)
-        self._undo.append(lambda: (set_module(model, name, old), None)[1])
-
-    def _stand_in(self, model: nn.Module, name: str) -> nn.Module:
-        """Replace a module by its stand-in for good."""
+    def _replace_by_stand_in(self, model: nn.Module, name: str) -> nn.Module:
+        """Replace a module by its stand-in for good; returns that."""
         old = model.get_submodule(name)
-        nested = [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
-        new = replace_by_stand_in(model, name)
+        for encoder in (m for m in model.modules() if isinstance(m, nn.TransformerEncoder)):
+            self._remember(encoder, "use_nested_tensor")
+        self._undo.append(partial(set_module, model, name, old))
+        return replace_by_stand_in(model, name)
 
-        def undo() -> None:
-            set_module(model, name, old)
-            for encoder, used in nested:
-                encoder.use_nested_tensor = used
-
-        self._undo.append(undo)
-        return new
-
-    def _stub(self, model: nn.Module, layer: AttentionLayer) -> None:
+    def _replace_by_bias(self, model: nn.Module, layer: AttentionLayer) -> None:
         """Replace the whole attention module by W_O's bias."""
         assert layer.output_projection is not None
         attention, name = model.get_submodule(layer.module), layer.output_projection.module
@@ -278,29 +269,12 @@ class Journal:
             stub = emptied(attention, width, bias, layer.output_arity)
         else:
             stub = emptied(attention, 0, None, layer.output_arity)
-            self._replace_module(model, name, with_numbers(OnlyBias.of(output, bias)))
-        self._replace_module(model, layer.module, with_numbers(stub))
-
-    def _index_position_bias(self, attention: nn.Module, num_heads: int, kept: Sequence[int]) -> None:
-        earlier: SharedPositionBias | None = SharedPositionBias.of(attention)
-        if earlier is None:
-            self._carry(attention, SharedPositionBias(num_heads, kept))
-        else:  # heads of a second prune count within what the first one kept
-            self._carry(attention, SharedPositionBias(earlier.num_heads, [earlier.kept[h] for h in kept]))
-
-    def _index_arguments(
-        self, attention: nn.Module, arguments: tuple[HeadArgument, ...], num_heads: int, kept: Sequence[int]
-    ) -> None:
-        own, earlier = HeadArguments(arguments, num_heads, tuple(kept)), HeadArguments.of(attention)
-        if earlier:  # heads of a second prune count within what the first one kept
-            own = replace(earlier, kept=tuple(earlier.kept[h] for h in kept))
-        self._carry(attention, own)
+            self._replace(model, name, with_numbers(OnlyBias.of(output, bias)))
+        self._replace(model, layer.module, with_numbers(stub))
 
 
-def _restore(now: dict[str, Any], before: dict[str, Any], names: Sequence[str]) -> None:
-    """Give attributes the values that they had, if any."""
-    for name in names:
-        if name in before:
-            now[name] = before[name]
-        else:
-            now.pop(name, None)
+def _put_back(module: nn.Module, held: dict[str, Any], name: str, tensor: Tensor, temporary: bool) -> None:
+    """Undo the cut of a parameter or buffer; a temporary buffer is not saved with the weights."""
+    held[name] = tensor
+    if temporary:
+        module._non_persistent_buffers_set.add(name)

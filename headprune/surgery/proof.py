@@ -14,26 +14,14 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError, first_line
 from headprune.gates import mask
-from headprune.inputs import (
-    Example,
-    call,
-    scrambled,
-    seeded,
-    shortened,
-    tensors,
-    variants,
-    vocabulary_size,
-    widened,
-    writes,
-)  # fmt: skip
-from headprune.longer import LONG, longer, position_limit, within_bounds
-from headprune.modules import exact_attention
+from headprune.inputs import Example, call, does_not_run, seeded, tensors, widened
+from headprune.running import attributes_kept, exact_attention
 from headprune.surgery.journal import Journal
+from headprune.surgery.proof_inputs import Prompt, within_bounds
 from headprune.surgery.removal import Removal, ways
 from headprune.surgery.watch import Seen, differing, gap, largest, watching
-from headprune.trace import attributes_kept
 
-_TRIED = "tried before"  # the failure of another removal that makes the same changes
+_SAME = "the same changes were tried before"  # by another removal
 
 # Relative tolerances of the proof: what summing the same products in another order may change.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -88,7 +76,7 @@ class Reference:
 def references(
     model: nn.Module, inputs: Sequence[Sequence[Example]], drop: Heads, layers: Sequence[AttentionLayer]
 ) -> list[Reference]:
-    """The masked model's answers to its inputs.
+    """The masked model's outputs for its inputs.
 
     Args:
         inputs: The choices for each input, of which the first that the model takes is used. It must take the first input, the
@@ -97,58 +85,42 @@ def references(
     Raises:
         HeadPruneError: The model does not run on the example, or its outputs are not finite.
     """
-    found = []
+    result = []
     with exact_attention(model):  # dense and masked by the same arithmetic
         for number, choices in enumerate(inputs):
             for batch in choices:
                 try:
                     # An index out of range ends all work on a GPU, so it must not get there.
                     with within_bounds(model) if number else nullcontext():
-                        found.append(_reference(model, batch, drop, layers))
+                        result.append(_reference(model, batch, drop, layers))
                     break
                 except HeadPruneError:
                     raise
                 except Exception as error:
                     if number == 0:
-                        raise HeadPruneError(
-                            f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
-                            "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
-                        ) from error
+                        raise does_not_run(error) from error
                     # A model may refuse an input that was only derived, or not generate from its example alone.
-    if not any(torch.isfinite(t).any() for t in found[0].masked):
+    if not any(torch.isfinite(t).any() for t in result[0].masked):
         raise HeadPruneError("The masked model's outputs are not finite, so a prune cannot be proved on them.")
-    return found
+    return result
 
 
 def _reference(model: nn.Module, batch: Example, drop: Heads, layers: Sequence[AttentionLayer]) -> Reference:
     """What the pruned model has to return for one input."""
     with mask(model, drop, layers=layers):
-        if isinstance(batch, _Prompt):
+        if isinstance(batch, Prompt):
             sure = _sure(_answer(model, batch))
             return Reference(batch, sure, [math.inf] * len(sure), {})
         with watching(model, layers, drop, cut=False) as seen:
-            masked = _answer(model, batch)
+            outputs = _answer(model, batch)
     # A model may decide on the length of its output, so a mask may change that too.
-    pairs = zip(masked, _answer(model, batch), strict=True)
+    pairs = zip(outputs, _answer(model, batch), strict=True)
     effect = [largest(m - d) if m.shape == d.shape else math.inf for m, d in pairs]
-    return Reference(batch, masked, effect, seen)
-
-
-def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
-    """Inputs for the proof: the example, versions with other shapes and padding, random content, more tokens, and a prompt.
-
-    If all tokens of the example are alike, attention is uniform, which hides errors; if it is short, errors that only affect
-    later tokens are hidden. What is derived from a text has at most `LONG` tokens: with padding many models build a mask of tokens x
-    tokens. Each input is a list of choices: a model may refuse some, and the first that it takes is used.
-    """
-    short = shortened(example, LONG)
-    prompt = _prompt(model, short)
-    alone = [example, *variants(short)[:2], *scrambled(short, vocabulary_size(model)), *([prompt] if prompt else [])]
-    return [[each] for each in alone] + longer(example, position_limit(model))
+    return Reference(batch, outputs, effect, seen)
 
 
 @dataclass(frozen=True)
-class Cut:
+class Attempt:
     """A removal that was tried on a model.
 
     Attributes:
@@ -156,44 +128,79 @@ class Cut:
         difference: The largest relative difference from the masked model's outputs.
         failure: Why it is not exact, and then the model is unchanged; "" if it is, and then the heads are gone.
         journal: Takes the removal back.
+        tolerance: What the difference had to stay under.
+        inputs: How many inputs were compared.
     """
 
     removal: Removal
     difference: float
     failure: str
     journal: Journal
+    tolerance: float
+    inputs: int
 
 
-def first_exact(model: nn.Module, removals: Sequence[Removal], reference: Sequence[Reference], tolerance: float) -> Cut:
+def prove(
+    model: nn.Module,
+    touched: Sequence[AttentionLayer],
+    drop: Heads,
+    inputs: Sequence[Sequence[Example]],
+    layers: Sequence[AttentionLayer],
+) -> Attempt:
+    """Remove the heads of the layers ``touched`` in the first way that passes the proof.
+
+    Args:
+        inputs: As `references` takes them.
+        layers: All layers of the model.
+    """
+    heads = {layer.name: drop[layer.name] for layer in touched}
+    reference = references(model, inputs, heads, layers)
+    return first_exact(model, ways(touched, heads, model), reference, tolerance_of(model))
+
+
+def failing_alone(model: nn.Module, touched: Sequence[AttentionLayer], drop: Heads, *context: Any) -> list[str]:
+    """The names of the layers that fail the proof without the others; ``context`` is what else `prove` takes."""
+    names = []
+    for layer in touched:
+        attempt = prove(model, [layer], drop, *context)
+        attempt.journal.undo()
+        names += [layer.name] if attempt.failure else []
+    return names
+
+
+def first_exact(
+    model: nn.Module, removals: Sequence[Removal], reference: Sequence[Reference], tolerance: float
+) -> Attempt:
     """Remove heads in the first of several ways that passes the proof; the last that failed, if none does."""
-    tried: set[tuple[str, ...]] = set()
+    changes: set[tuple[str, ...]] = set()
     failed = []
     for removal in removals:
         journal = Journal()
         try:
-            cut = Cut(removal, *_attempt(model, journal, removal, reference, tolerance, tried), journal)
+            result = _compare(model, journal, removal, reference, tolerance, changes)
+            attempt = Attempt(removal, *result, journal, tolerance, len(reference))
         except BaseException:  # an interrupt must not leave half a prune either
             journal.undo()
             raise
-        if not cut.failure:
-            return cut
+        if not attempt.failure:
+            return attempt
         journal.undo()
-        failed += [cut] if cut.failure != _TRIED else []
+        failed += [attempt] if attempt.failure != _SAME else []
     return failed[-1]
 
 
-def _attempt(
+def _compare(
     model: nn.Module,
     journal: Journal,
     removal: Removal,
     reference: Sequence[Reference],
     tolerance: float,
-    tried: set[tuple[str, ...]],
+    known: set[tuple[str, ...]],
 ) -> tuple[float, str]:
-    """Remove and compare.
+    """Remove heads, and compare the model with the masked one.
 
     Args:
-        tried: The changes of all removals that were tried before; those of this one are added.
+        known: The changes of all removals that were tried before; those of this one are added.
 
     Returns:
         The largest relative difference, and why it failed ("" if it did not).
@@ -201,53 +208,37 @@ def _attempt(
     worst = 0.0
     try:
         journal.remove(model, removal)
-        if (changes := tuple(journal.changes)) in tried:
-            return worst, _TRIED
-        tried.add(changes)
+        if (changes := tuple(journal.changes)) in known:
+            return worst, _SAME
+        known.add(changes)
         for each in reference:
             with watching(model, removal.layers if each.seen else (), removal.drop, cut=True) as seen:
-                got = _answer(model, each.batch)
-            got = got[: len(each.masked)] if isinstance(each.batch, _Prompt) else got
-            if len(got) != len(each.masked) or got[0].shape != each.masked[0].shape:
+                outputs = _answer(model, each.batch)
+            outputs = outputs[: len(each.masked)] if isinstance(each.batch, Prompt) else outputs
+            if len(outputs) != len(each.masked) or outputs[0].shape != each.masked[0].shape:
                 return worst, "the pruned model's outputs have another shape"
-            for g, e, effect in zip(got, each.masked, each.effect, strict=True):
-                if _per_head(g.shape, e.shape):
+            for got, expected, effect in zip(outputs, each.masked, each.effect, strict=True):
+                if _per_head(got.shape, expected.shape):
                     continue
-                if g.shape != e.shape:
+                if got.shape != expected.shape:
                     return worst, "the pruned model's outputs have another shape"
-                if (difference := gap(g, e)) == math.inf:
+                if (difference := gap(got, expected)) == math.inf:
                     return worst, "the pruned model's outputs are not finite where the masked one's are"
-                scale = max(largest(e), 1e-30)
+                scale = max(largest(expected), 1e-30)
                 worst = max(worst, difference / scale)
                 # A model in which these heads hardly count would pass whatever is done to them.
                 least = tolerance * (FINEST if tolerance < HALF else 1)
                 if difference > max(0.05 * effect, least * scale):
-                    return worst, f"its outputs differ from the masked model's by {worst:.2g} of their largest value"
+                    return worst, _differ_by(worst)
             if why := differing(seen, each.seen, min(LAYERS * tolerance, COARSEST)):
                 return worst, why
     except Exception as error:
         return worst, f"the pruned model does not run ({type(error).__name__}: {first_line(error)})"
-    if worst > tolerance:
-        return worst, f"its outputs differ from the masked model's by {worst:.2g} of their largest value"
-    return worst, ""
+    return worst, _differ_by(worst) if worst > tolerance else ""
 
 
-def failing_alone(
-    model: nn.Module,
-    touched: Sequence[AttentionLayer],
-    drop: Heads,
-    inputs: Sequence[Sequence[Example]],
-    layers: Sequence[AttentionLayer],
-    tolerance: float,
-) -> list[AttentionLayer]:
-    """The layers that fail when pruned alone."""
-    culprits = []
-    for layer in touched:
-        alone = {layer.name: drop[layer.name]}
-        cut = first_exact(model, ways([layer], alone, model), references(model, inputs, alone, layers), tolerance)
-        cut.journal.undo()
-        culprits += [layer] if cut.failure else []
-    return culprits
+def _differ_by(share: float) -> str:
+    return f"its outputs differ from the masked model's by {share:.2g} of their largest value"
 
 
 def _per_head(got: torch.Size, expected: torch.Size) -> bool:
@@ -256,18 +247,7 @@ def _per_head(got: torch.Size, expected: torch.Size) -> bool:
     return len(got) == len(expected) > 2 and fewer == [True]
 
 
-class _Prompt(dict[str, Any]):
-    """An example from which the model generates token by token, with a cache."""
-
-
-def _prompt(model: nn.Module, example: Example) -> _Prompt | None:
-    """The part of an example from which the model generates text; None if it cannot."""
-    if not isinstance(example, Mapping) or "input_ids" not in example or not writes(model):
-        return None
-    return _Prompt({k: v for k, v in example.items() if not k.startswith(("decoder_", "labels"))})
-
-
-def _continued(model: nn.Module, prompt: _Prompt) -> list[Tensor]:
+def _continued(model: nn.Module, prompt: Prompt) -> list[Tensor]:
     """The scores of three tokens that the model generates, greedily and with a cache."""
     pad = getattr(cast(Any, model).config, "pad_token_id", None)
     out = cast(Any, model).generate(
@@ -290,7 +270,7 @@ def _answer(model: nn.Module, batch: Example) -> list[Tensor]:
     """What the model answers, with the same random numbers each time: some models draw noise even in evaluation mode."""
     # Some modules keep what a long input made them compute, such as other frequencies or a wider mask.
     with attributes_kept(model), seeded(model, 0):
-        if isinstance(batch, _Prompt):
+        if isinstance(batch, Prompt):
             return _continued(model, batch)
         return answers(call(model, batch))
 
@@ -304,11 +284,10 @@ def answers(output: Any) -> list[Tensor]:
         output = {k: v for k, v in output.items() if not k.endswith("attentions") and k != "past_key_values"}
     elif hasattr(output, "__dict__") and not isinstance(output, Tensor):
         output = vars(output)
-    found = [t.detach() for t in tensors(output) if t.is_floating_point()]
-    found = found[:1] + [t for t in found[1:] if not _is_distribution(t)]
-    if not found:
+    floats = [t.detach() for t in tensors(output) if t.is_floating_point()]
+    if not floats:
         raise HeadPruneError("The model returns no floating-point tensor that a prune could be proved on.")
-    return [widened(t) for t in found]
+    return [widened(t) for t in floats[:1] + [t for t in floats[1:] if not _is_distribution(t)]]
 
 
 def _is_distribution(t: Tensor) -> bool:

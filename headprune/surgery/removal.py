@@ -1,9 +1,10 @@
-"""What a prune removes, and the ways in which the modules may have to be changed for it."""
+"""What a prune removes, the ways in which modules may have to be changed for it, and the integers by which they count heads."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
@@ -11,8 +12,8 @@ from torch import nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.offload import is_elsewhere
-from headprune.pruned import ConfigView, is_ours
-from headprune.surgery.features import names_groups
+from headprune.pruned import is_ours
+from headprune.pruned.empty import ConfigView
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Removal:
 
     layers: tuple[AttentionLayer, ...]
     drop: Heads
-    widths: str
-    cut_arguments: bool
+    widths: str = "none"
+    cut_arguments: bool = False
     own_config: bool = False
     side_modules: bool = False
     narrow: bool = False
@@ -45,13 +46,9 @@ class Removal:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Removal:
-        layers = tuple(AttentionLayer.from_json(d) for d in data["layers"])
-        drop = {k: list(v) for k, v in data["drop"].items()}
-        flags = {
-            name: data.get(name, False)
-            for name in ("cut_arguments", "own_config", "side_modules", "narrow", "by_group")
-        }
-        return cls(layers, drop, data["widths"], **flags)
+        known = {f.name: data[f.name] for f in fields(cls) if f.name in data}  # an older file may lack some
+        layers = tuple(map(AttentionLayer.from_json, data["layers"]))
+        return cls(**known | {"layers": layers, "drop": {name: list(heads) for name, heads in data["drop"].items()}})
 
 
 # Which integers that equal heads * head_dim shrink with the heads: some models reshape by them. As few as possible, because
@@ -67,7 +64,7 @@ def ways(layers: Sequence[AttentionLayer], drop: Heads, model: nn.Module | None 
     """All ways to remove the heads, in the order in which they are tried: a trace cannot decide between them, the proof does.
 
     Args:
-        model: Of which those ways are left out that differ in numbers alone that it does not have.
+        model: Leaves out the ways that differ only in integers that this model does not have.
     """
     # An argument with as many entries as heads may be something for each head; where it is, leaving it fails.
     arguments = (False, True) if any(not a.features for layer in layers for a in layer.arguments) else (False,)
@@ -85,11 +82,12 @@ def ways(layers: Sequence[AttentionLayer], drop: Heads, model: nn.Module | None 
 
 
 def _names_groups(model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
-    """Whether modules whose numbers are corrected, or their configs, have one that is named for groups."""
+    """Whether a module whose integers are corrected, or its config, has one that is named for groups."""
     modules = [model.get_submodule(name) for layer in layers for name in (*layer.inner_modules, *layer.side_modules)]
     held = [value for module in modules for value in vars(module).values() if hasattr(value, "to_dict")]
     configs = [value.original if is_ours(value, ConfigView) else value for value in held]
-    return any(names_groups(vars(each)) for each in (*modules, *configs))
+    integers = [name for each in (*modules, *configs) for name, value in vars(each).items() if type(value) is int]
+    return any(_IN_GROUP.search(name) or _ANY_GROUPS.search(name) for name in integers)
 
 
 def check_present(model: nn.Module, layer: AttentionLayer) -> None:
@@ -111,3 +109,73 @@ def check_present(model: nn.Module, layer: AttentionLayer) -> None:
 def left_as_ghosts(layers: Sequence[AttentionLayer], drop: Heads) -> tuple[str, ...]:
     """Layers that lose all heads, but keep one with zero output."""
     return tuple(a.name for a in layers if a.bypass == "ghost" and len(drop[a.name]) == a.num_heads)
+
+
+# -- how many heads stay, and the integers that say so -----------------------------------------------
+
+
+def groups_left(layer: AttentionLayer, kept: Sequence[int]) -> int:
+    """Key/value groups that still have a head."""
+    if not layer.groups:
+        return 1 if layer.num_kv_heads == 1 else len(kept)
+    return sum(1 for unit in layer.units if set(unit) & set(kept))
+
+
+@dataclass(frozen=True)
+class HeadCounts:
+    """How many heads and key/value groups a layer keeps, to correct the integers by which a module counts them.
+
+    Attributes:
+        is_width: Whether an integer of this name that equals heads * head_dim shrinks with the heads.
+        beside: Whether the module is another than the attention module: one that works on keys or values calls the key/value heads
+            its heads.
+        by_group: Whether integers named for groups count the groups, or a group's heads (`Removal.by_group`).
+    """
+
+    layer: AttentionLayer
+    heads: int
+    groups: int
+    is_width: Callable[[str], bool]
+    beside: bool
+    by_group: bool = False
+
+    def changes(self, attributes: Mapping[str, Any]) -> dict[str, int]:
+        """The integers among a module's attributes that count heads or their features, with their new values."""
+        integers = {name: v for name, v in attributes.items() if type(v) is int and not name.startswith("_")}
+        new = {name: self._new(name, value) for name, value in integers.items()}
+        return {name: value for name, value in new.items() if value != integers[name]}
+
+    def _new(self, name: str, value: int) -> int:
+        """What an integer becomes; itself where it counts something else."""
+        layer, heads, kv = self.layer, self.layer.num_heads, self.layer.num_kv_heads
+        of_group = self.heads // self.groups if self.groups else 1
+        if self.by_group and _IN_GROUP.search(name) and value == heads // kv:
+            return of_group
+        # LitGPT's ``n_query_groups`` are as many as key/value heads, the groups of a norm over single heads as many as heads.
+        if self.by_group and _ANY_GROUPS.search(name) and value in (kv, heads):
+            return self.groups if value == kv else self.heads
+        if _GROUPS.search(name) and value == heads // kv:
+            return of_group
+        if _KV_HEADS.search(name) and value == kv:
+            return self.groups
+        if _HEADS.search(name) and value == heads:
+            return self.heads
+        if _HEADS.search(name) and value == kv and self.beside:
+            return self.groups
+        if (_HEAD_WIDTH.search(name) and value == layer.head_dim) or _LENGTH.search(name) or not self.is_width(name):
+            return value
+        if value == heads * layer.head_dim:
+            return self.heads * layer.head_dim
+        return self.groups * layer.head_dim if _KV_WIDTH.search(name) and value == kv * layer.head_dim else value
+
+
+_HEADS = re.compile(r"heads$|^(n|num|nb)_?head$|^h$")
+_KV_HEADS = re.compile(r"(kv|key_value).*heads?$|heads?_?kv$|^n_?kv")
+_GROUPS = re.compile(r"(kv|key_value).*groups$|^n_rep$")
+_ANY_GROUPS = re.compile(r"groups$|group_num$|groups_per_partition$")
+_IN_GROUP = re.compile(r"group_size$|per_(kv|group)$")
+_LENGTH = re.compile(
+    r"window|len|position|block|ctx|context|seq|token|vocab|patch|chunk|bucket|image|max_|stride|kernel|landmark|latent|^num_"
+)
+_KV_WIDTH = re.compile(r"kv|key|value")
+_HEAD_WIDTH = re.compile(r"head_(dim|size)$|^(dim|size)_(per_)?head$|^(d_kv|d_k|d_v|d_head|key_value_proj_dim)$")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.inputs import tensors, widened
-from headprune.pruned import surviving
+from headprune.pruned.hooks import surviving
 
 ROWS = 64  # positions that are kept of each output: a large model has many layers
 FAINT = 1e-2  # a head far smaller than its layer's largest is compared as if it were this share of that one
@@ -47,16 +47,16 @@ def differing(got: Seen, expected: Seen, tolerance: float) -> str:
     for place, calls in expected.items():
         if len(got.get(place, [])) != len(calls):
             return f"{place} runs {len(got.get(place, []))} times instead of {len(calls)}"
-        for mine, theirs in zip(got[place], calls, strict=True):
-            if [t.shape for t in mine] != [t.shape for t in theirs]:
+        for pruned, masked in zip(got[place], calls, strict=True):
+            if [t.shape for t in pruned] != [t.shape for t in masked]:
                 return f"what reaches {place} has another shape"
-            most = max((largest(t) for t in theirs), default=0.0)
-            for head, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            most = max(map(largest, masked), default=0.0)
+            for head, (a, b) in enumerate(zip(pruned, masked, strict=True)):
                 if (off := gap(a, b)) == math.inf:
                     return f"{place} is not finite where the masked model's is"
                 scale = max(largest(b), FAINT * most)
                 if off > tolerance * scale:
-                    which = f" (head {head} of those left)" if len(theirs) > 1 else ""
+                    which = f" (head {head} of those left)" if len(masked) > 1 else ""
                     return f"{place}{which} differs from the masked model's by {off / max(scale, 1e-30):.2g} of its largest value"
     return ""
 
@@ -66,33 +66,33 @@ def _hooks(model: nn.Module, layer: AttentionLayer, dropped: Sequence[int], cut:
     place = layer.output_projection
     assert place is not None
     kept = [h for h in range(layer.num_heads) if h not in set(dropped)]
-    stubbed = not kept and layer.bypass == "stub" and layer.output_inside
-    attention, output = model.get_submodule(layer.module), None if stubbed else model.get_submodule(place.module)
+    attention = model.get_submodule(layer.module)
 
     def note(key: str, parts: list[Tensor]) -> None:
         seen.setdefault(key, []).append([_sampled(t) for t in parts])
 
     def whole(key: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, given: Any) -> None:
-            if found := [t for t in tensors(given) if t.is_floating_point() and not t.is_nested][:1]:
-                note(key, found)
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if floats := [t for t in tensors(output) if t.is_floating_point() and not t.is_nested][:1]:
+                note(key, floats)
 
         return hook
 
     def heads(module: nn.Module, args: Any, kwargs: Any) -> None:
         hidden = tensors([args, kwargs])[0]
-        if hidden.is_nested:
-            return
-        hidden = hidden.movedim(1, -1) if isinstance(module, nn.modules.conv._ConvNd) else hidden
-        note(f"what heads of {layer.name} give", _by_head(hidden, place.features, kept, cut))
+        if not hidden.is_nested:
+            hidden = hidden.movedim(1, -1) if isinstance(module, nn.modules.conv._ConvNd) else hidden
+            note(f"what heads of {layer.name} give", _by_head(hidden, place.features, kept, cut))
 
     handles = []
     if layer.output_inside:  # otherwise the layer's heads go on to W_O, and are masked there
         handles.append(attention.register_forward_hook(whole(f"the output of {layer.module}")))
-    if output is not None and output is not attention:
-        handles.append(output.register_forward_hook(whole(f"the output of {place.module}")))
-    if output is not None and kept and not layer.concatenates:
-        handles.append(output.register_forward_pre_hook(heads, with_kwargs=True))
+    if kept or layer.bypass != "stub" or not layer.output_inside:  # otherwise W_O is gone
+        output = model.get_submodule(place.module)
+        if output is not attention:
+            handles.append(output.register_forward_hook(whole(f"the output of {place.module}")))
+        if kept and not layer.concatenates:
+            handles.append(output.register_forward_pre_hook(heads, with_kwargs=True))
     return handles
 
 

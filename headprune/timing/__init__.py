@@ -1,8 +1,7 @@
-"""Where the time of a model goes: the parts of a forward pass (shares.py), text that is written (decoding.py), energy (joules.py)."""
+"""Where the time of a model goes: the parts of a forward pass (shares.py), and text that is written (decoding.py)."""
 
 from headprune.timing.decoding import GenerationRow, generation
-from headprune.timing.joules import EnergyRow, energy
 from headprune.timing.parts import PARTS
 from headprune.timing.shares import Breakdown, Cost, breakdown
 
-__all__ = ["PARTS", "Breakdown", "Cost", "EnergyRow", "GenerationRow", "breakdown", "energy", "generation"]
+__all__ = ["PARTS", "Breakdown", "Cost", "GenerationRow", "breakdown", "generation"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headprune import latency
 from headprune.inputs import LABELS, call, is_encoder_decoder, model_device, move, writes
 from headprune.latency import Speedup, Timing
-from headprune.trace import evaluating
+from headprune.running import evaluating
 
 NEW_TOKENS, MIN_ROUNDS = 16, 6
 

@@ -18,7 +18,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 from headprune.inputs import Example, call
-from headprune.modules import uncompiled, wrapped
+from headprune.running import uncompiled, wrapped
 
 _MARK = "headprune:"
 _CPU = _autograd.DeviceType.CPU

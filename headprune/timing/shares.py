@@ -14,11 +14,10 @@ from headprune.arguments import Plan, heads_of, layers_for
 from headprune.attention import AttentionLayer, check_heads
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example, model_device, move, without_labels
-from headprune.modules import exact_attention
 from headprune.pruned import convert
+from headprune.running import evaluating, exact_attention
 from headprune.timing.parts import ATTENTION, LAUNCH, PARTS, PROJECTIONS, Parts
 from headprune.timing.profiling import Pass, profiled
-from headprune.trace import evaluating
 
 MIN_PASSES, MAX_PASSES = 5, 15
 

@@ -22,20 +22,20 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headprune.attention import AttentionLayer
-from headprune.errors import HeadPruneError, first_line
-from headprune.forms import as_stored, guesses, made, remembered
-from headprune.inputs import Example, call, check_weights, model_device, move, usable
-from headprune.modules import exact_attention, uncompiled
+from headprune.errors import HeadPruneError
+from headprune.input_specs import build, of_config, recorded, with_own_dtype
+from headprune.inputs import Example, call, check_weights, does_not_run, model_device, move, usable
 from headprune.offload import hook_of, is_elsewhere, is_offloaded, renewed
-from headprune.pruned import EmptyAttention, convert, is_ours
+from headprune.pruned import EmptyAttention, MultiheadAttention, convert, is_ours
+from headprune.running import quiet
 from headprune.trace.layers import read_layers
 from headprune.trace.meta import Materialised
 from headprune.trace.tracer import Tracer
 
-__all__ = ["attributes_kept", "evaluating", "example_for", "find_attention"]
+__all__ = ["example_for", "find_attention"]
 
 
 def find_attention(model: nn.Module, example: Example | None = None) -> list[AttentionLayer]:
@@ -63,31 +63,28 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
     device = model_device(model)
     with torch.inference_mode(False):
         given = usable(move(example, "cpu" if device.type == "meta" else device))
-    with (
-        torch.inference_mode(False),
-        uncompiled(),
-        evaluating(model),
-        exact_attention(model),
-        attributes_kept(model),
-        torch.enable_grad(),
-    ):
+    with quiet(model), torch.enable_grad():
         try:
-            layers = _traced(model, given, buffers=True)
+            layers = _trace(model, given, buffers=True)
         except Exception:
             # Some buffers cannot be differentiated, such as a batch norm's, or the model writes to them.
             try:
-                layers = _traced(model, given, buffers=False)
+                layers = _trace(model, given, buffers=False)
             except Exception as error:
-                raise HeadPruneError(
-                    f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
-                    "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
-                ) from error
-    if not layers and not any(is_ours(m, EmptyAttention) for m in model.modules()):
+                raise does_not_run(error) from error
+    if not layers and not any(_is_emptied(m) for m in model.modules()):
         raise HeadPruneError(
             f"{type(model).__name__} has no softmax attention that headprune can see.",
             "If attention only runs on longer or other inputs, pass such an example.",
         )
     return layers
+
+
+def _is_emptied(module: nn.Module) -> bool:
+    """Whether a module is an attention layer that has lost all of its heads."""
+    return is_ours(module, EmptyAttention) or (
+        is_ours(module, MultiheadAttention) and getattr(module, "num_heads", 1) == 0
+    )
 
 
 def example_for(model: nn.Module) -> Example:
@@ -97,10 +94,10 @@ def example_for(model: nn.Module) -> Example:
     Raises:
         HeadPruneError: It is not known what the model takes.
     """
-    for form in as_stored(model, [*reversed(remembered(model)), *guesses(model)]):
-        example: Example = made(form)
+    for spec in with_own_dtype(model, [*reversed(recorded(model)), *of_config(model)]):
+        example: Example = build(spec)
         try:
-            with torch.no_grad(), uncompiled(), evaluating(model), exact_attention(model):
+            with quiet(model), torch.no_grad():
                 call(model, move(example, model_device(model)))
         except Exception:  # a model may refuse an input with any error
             continue
@@ -111,15 +108,16 @@ def example_for(model: nn.Module) -> Example:
     )
 
 
-def _traced(model: nn.Module, example: Example, *, buffers: bool) -> list[AttentionLayer]:
+def _trace(model: nn.Module, example: Example, *, buffers: bool) -> list[AttentionLayer]:
+    """The layers of one traced forward, in which buffers may be differentiated, too."""
     tracer = Tracer(model)
     with ExitStack() as stack:
         stack.enter_context(_differentiable(model, buffers))
         stack.enter_context(tracer.watching())
         if _has_no_numbers(model):
-            stack.enter_context(Materialised(tracer.note_made))
+            stack.enter_context(Materialised(tracer.note_materialised))
         stack.enter_context(tracer)
-        tracer.note_bypass(call(model, example))
+        tracer.note_leaks(call(model, example))
     return read_layers(tracer)
 
 
@@ -147,67 +145,20 @@ def _has_no_numbers(model: nn.Module) -> bool:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for every module while the context lasts; afterwards each module has its own mode again."""
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-@contextmanager
 def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
     """Gradients for every parameter (and floating-point buffer) while the context lasts, frozen or not."""
     renewed(model)
     # By place: a hook of accelerate puts other tensors there whenever a module runs.
     places: list[tuple[Any, str]] = [(m._parameters, n) for m in model.modules() for n in m._parameters]
     places += [(m._buffers, n) for m in model.modules() for n in m._buffers] if buffers else []
-    held = [(own, name, own[name]) for own, name in places]
-    before = [
-        (own, n, t, t.requires_grad) for own, n, t in held if t is not None and t.is_floating_point() and t.is_leaf
-    ]
+    held = [(own, name, own[name]) for own, name in places if own[name] is not None]
+    before = [(own, name, t, t.requires_grad) for own, name, t in held if t.is_floating_point() and t.is_leaf]
     try:
-        for *_, t, _ in before:
-            t.requires_grad_(True)
+        for *_, tensor, _ in before:
+            tensor.requires_grad_(True)
         yield
     finally:
-        for own, name, t, required in before:
-            t.requires_grad_(required)
-            if (now := own.get(name)) is not None and now is not t and now.is_leaf:
+        for own, name, tensor, required in before:
+            tensor.requires_grad_(required)
+            if (now := own.get(name)) is not None and now is not tensor and now.is_leaf:
                 now.requires_grad_(required)
-
-
-@contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of all modules afterwards: one such as D2L's ``attention_weights`` would hold the traced graph."""
-    before = [(m, dict(m.__dict__)) for m in model.modules()]
-    caches = [
-        (v, dict(v)) for _, attributes in before for k, v in attributes.items() if type(v) is dict and k[0] != "_"
-    ]
-    lists = [(v, list(v)) for _, attributes in before for v in attributes.values() if type(v) is list]
-    buffers = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
-    # A model may register hooks on its first run (transformers' `capture_outputs`), and note that in an attribute. Both are
-    # restored, or a later run would register the hooks once more.
-    hooks = [
-        (v, dict(v)) for _, attributes in before for k, v in attributes.items() if "_hooks" in k and isinstance(v, dict)
-    ]
-    copies: dict[int, Tensor] = {}
-    for held, content in buffers:  # a forward may write into them, so it gets copies
-        held.update({k: copies.setdefault(id(b), b.detach().clone()) for k, b in content.items() if b is not None})
-    for cache, content in caches:  # tensors kept from earlier calls have no graph
-        if any(isinstance(v, Tensor) for v in content.values()):
-            cache.clear()
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        for cache, content in (*caches, *buffers, *hooks):
-            cache.clear()
-            cache.update(content)
-        for items, were in lists:
-            items[:] = were

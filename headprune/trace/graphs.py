@@ -1,10 +1,11 @@
-"""Reading small autograd graphs: what depends on which features of which tensor."""
+"""Small autograd graphs, and what is read off them: a set of features for each head."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ Key = TypeVar("Key", str, tuple[str, int], str | int)
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadSlices:
     """Where the heads are in a tensor: ``indices[h]`` of dimension ``dim``.
 
     Four-dimensional attention has the heads in dimension 1; three-dimensional attention
@@ -24,14 +25,14 @@ class Heads:
     indices: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def along(cls, dim: int, count: int) -> Heads:
+    def along(cls, dim: int, count: int) -> HeadSlices:
         """One head for each index of a dimension."""
         return cls(dim, tuple((h,) for h in range(count)))
 
-    def repeated(self, size: int) -> Heads:
+    def repeated(self, size: int) -> HeadSlices:
         """The same heads in a tensor that has ``size`` of them, each shared by several (grouped keys and values)."""
         repeat = max(1, len(self) // size) if self.dim == 1 else 1
-        return Heads(self.dim, tuple(tuple(i // repeat for i in index) for index in self.indices))
+        return HeadSlices(self.dim, tuple(tuple(i // repeat for i in index) for index in self.indices))
 
     def take(self, tensor: Tensor, head: int) -> Tensor:
         """The part of a tensor that belongs to one head."""
@@ -46,22 +47,23 @@ class Uses:
 
     def __init__(self, heads: int) -> None:
         self.heads = heads
-        self.used: dict[tuple[str, int], list[set[int]]] = {}
+        self.entries: dict[tuple[str, int], list[set[int]]] = {}
 
     def add(self, head: int, name: str, gradient: Tensor) -> None:
-        """Note what a head reads of a tensor: where its gradient is not zero."""
+        """Add what a head reads of a tensor: the entries for which its gradient is not zero."""
         for dim in range(gradient.ndim):
-            self.used.setdefault((name, dim), none_of(self.heads))[head] |= used(gradient.movedim(dim, -1))
+            sets = self.entries.setdefault((name, dim), empty_sets(self.heads))
+            sets[head] |= nonzero(gradient.movedim(dim, -1))
 
     def merge_into(self, tables: dict[tuple[str, int], list[set[int]]]) -> None:
         """Add the dimensions along which every head reads entries that not all heads read."""
-        for key, heads in self.used.items():
+        for key, heads in self.entries.items():
             shared = set.intersection(*heads)
             if self.heads > 1 and all(h - shared for h in heads):
                 merge(tables, {key: [h - shared for h in heads]})
 
 
-def none_of(heads: int) -> list[set[int]]:
+def empty_sets(heads: int) -> list[set[int]]:
     """No features for any head, to begin with."""
     return [set() for _ in range(heads)]
 
@@ -71,25 +73,70 @@ def is_matrix(weight: Tensor) -> bool:
     return weight.ndim >= 2 and set(weight.shape[2:]) <= {1}
 
 
-def overlap(columns: Sequence[set[int]]) -> bool:
+def overlap(features: Sequence[set[int]]) -> bool:
     """Whether some heads share features."""
-    return sum(map(len, columns)) != len(set().union(*columns))
+    return sum(map(len, features)) != len(set().union(*features))
 
 
-def apart(columns: Sequence[set[int]]) -> bool:
+def disjoint(features: Sequence[set[int]]) -> bool:
     """Whether every head has features, and no two heads share one."""
-    return bool(columns) and all(columns) and not overlap(columns)
+    return bool(features) and all(features) and not overlap(features)
+
+
+def alike(features: Sequence[set[int]]) -> bool:
+    """Whether all heads have the same features."""
+    return all(own == features[0] for own in features)
+
+
+def users_of(features: Sequence[set[int]]) -> dict[int, frozenset[int]]:
+    """The heads that have each feature."""
+    users: dict[int, frozenset[int]] = {}
+    for head, own in enumerate(features):
+        for feature in own:
+            users[feature] = users.get(feature, frozenset()) | {head}
+    return users
+
+
+def sharing(rows: Sequence[Sequence[set[int]]], heads: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of heads that share features with each other but not with all others; () where none do."""
+    group = {h: frozenset({h}) for h in range(heads)}
+    for features in rows:
+        for together in {users for users in users_of(features).values() if len(users) < heads}:
+            whole = frozenset().union(*(group[h] for h in together))
+            group.update(dict.fromkeys(whole, whole))
+    groups = sorted({tuple(sorted(g)) for g in group.values()})
+    return tuple(groups) if any(len(g) > 1 for g in groups) else ()
+
+
+def filled(features: list[set[int]], size: int) -> list[set[int]]:
+    """Each head's features with their gaps filled: features that an activation made zero for every token of the example.
+
+    A feature that no head seems to use belongs to the heads on both sides of it, if those are the same; and where every head
+    has its own block of ``size / heads`` features, to the head of that block. If this guess is wrong, the proof fails.
+    """
+    users = users_of(features)
+    if len(users) in (0, size):
+        return features
+    block, rest = divmod(size, len(features))
+    if block and not rest and len(users) > size // 2 and all(u == {f // block} for f, u in users.items()):
+        return [set(range(h * block, (h + 1) * block)) for h in range(len(features))]
+    result = [set(own) for own in features]
+    for before, after in pairwise(sorted(users)):
+        if users[before] == users[after]:
+            for h in users[before]:
+                result[h].update(range(before + 1, after))
+    return result
 
 
 def merge(into: dict[Key, list[set[int]]], rows: Mapping[Key, list[set[int]]]) -> None:
     """Add each head's features to those that are known."""
     for key, heads in rows.items():
-        known = into.get(key, none_of(len(heads)))
-        into[key] = [mine | new for mine, new in zip(known, heads, strict=True)]
+        known = into.get(key, empty_sets(len(heads)))
+        into[key] = [old | new for old, new in zip(known, heads, strict=True)]
 
 
-def used(gradient: Tensor) -> set[int]:
-    """Indices of the last dimension that are not zero everywhere."""
+def nonzero(gradient: Tensor) -> set[int]:
+    """The indices of the last dimension that are not zero everywhere."""
     gradient = gradient.detach() if gradient.element_size() > 1 else gradient.detach().float()  # float8 is for storage
     flat = gradient.nan_to_num().reshape(-1, gradient.shape[-1])
     return set((flat != 0).any(dim=0).nonzero().flatten().tolist())
@@ -100,28 +147,20 @@ def memory(tensor: Tensor) -> int:
     return id(tensor) if tensor.device.type == "meta" else tensor.data_ptr()
 
 
-def nodes_of(tensor: Tensor | None) -> set[object]:
-    """Every node of ``tensor``'s autograd graph."""
-    seen, stack = set[object](), [tensor.grad_fn if tensor is not None else None]
+def nodes_of(tensor: Tensor | None) -> dict[Any, None]:
+    """Every node of a tensor's autograd graph, in a fixed order."""
+    nodes: dict[Any, None] = {}
+    stack = [tensor.grad_fn if tensor is not None else None]
     while stack:
         node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            stack.extend(n for n, _ in node.next_functions)
-    return seen
+        if node is not None and node not in nodes:
+            nodes[node] = None
+            stack.extend(parent for parent, _ in node.next_functions)
+    return nodes
 
 
 def leaves_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors where ``tensor``'s autograd graph starts."""
+    """The tensors where a tensor's autograd graph starts."""
     if tensor.is_leaf:
         return [tensor] if tensor.requires_grad else []
-    seen, stack, leaves = set(), [tensor.grad_fn], []
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        stack.extend(n for n, _ in node.next_functions)
-    return leaves
+    return [node.variable for node in nodes_of(tensor) if hasattr(node, "variable")]

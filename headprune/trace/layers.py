@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, HeadFeatures, HeadTable, is_inside
 from headprune.offload import hook_of
 from headprune.pruned import HeadArgument, MultiheadAttention, ghosts, is_ours
-from headprune.trace.graphs import apart, is_matrix, leaves_of, nodes_of, overlap
-from headprune.trace.record import Attention
+from headprune.trace.graphs import alike, disjoint, filled, is_matrix, leaves_of, nodes_of, overlap, sharing
+from headprune.trace.record import AttentionCall
 from headprune.trace.tracer import Tracer
 
 
 def read_layers(trace: Tracer) -> list[AttentionLayer]:
     """One layer for each attention module; several, where one module computes attention from several projections."""
-    unique: dict[str, list[Attention]] = {}
-    for attention in trace.found:
+    unique: dict[str, list[AttentionCall]] = {}
+    for attention in trace.attentions:
         _settle_output(trace, attention)
         if not attention.fused and not attention.output and not attention.rows:
             continue  # a softmax that is no attention, such as a router's
-        others = any(a.pairwise and a.module == attention.module for a in trace.found)
-        if not attention.pairwise and (others or not apart(attention.columns)):
+        others = any(a.pairwise and a.module == attention.module for a in trace.attentions)
+        if not attention.pairwise and (others or not disjoint(attention.columns)):
             continue  # over channels, streams or a convolution's taps
         known = unique.setdefault(attention.module, [])
         same = next((a for a in known if a.rows == attention.rows), None)
@@ -35,42 +35,38 @@ def read_layers(trace: Tracer) -> list[AttentionLayer]:
                 known.append(attention)
         elif (same.output, same.columns) != (attention.output, attention.columns):
             same.refuse(f"its result goes through two output projections, {same.output} and {attention.output}")
-    made: list[AttentionLayer] = []
-    for calls in unique.values():
-        for number, attention in enumerate(calls, 1):
-            made.append(_layer(trace, len(made), attention, "" if number == 1 else f"#{number}"))
-    return made
+    named = [(a, f"#{n}" if n > 1 else "") for calls in unique.values() for n, a in enumerate(calls, 1)]
+    return [_layer(trace, index, attention, suffix) for index, (attention, suffix) in enumerate(named)]
 
 
-def _gives_the_same_heads(one: Attention, other: Attention) -> bool:
-    """Whether two computations in one module reach the same columns of W_O, head by head: two parts of the same heads, such as
-    the two softmaxes of differential attention."""
+def _gives_the_same_heads(one: AttentionCall, other: AttentionCall) -> bool:
+    """Whether two computations in one module reach the same columns of W_O, head by head, as differential attention's do."""
+    columns, others = ((a.output, a.output_dim, a.columns) for a in (one, other))
     reasons = one.reason or other.reason
-    places = [(a.output, a.output_dim, a.columns) for a in (one, other)]
-    return not reasons and bool(one.output) and places[0] == places[1] and apart(one.columns)
+    return not reasons and bool(one.output) and columns == others and disjoint(one.columns)
 
 
-def _settle_output(trace: Tracer, attention: Attention) -> None:
+def _settle_output(trace: Tracer, attention: AttentionCall) -> None:
     """Decide what the output projection of an attention is, or why it has none whose inputs can be cut."""
-    if attention.returned and (not apart(attention.columns) or attention.bypass or trace.reader.adds_more(attention)):
+    if attention.returned and (not disjoint(attention.columns) or attention.leak or trace.reader.adds_more(attention)):
         attention.output, attention.columns = attention.module, attention.returned
         attention.concatenated, attention.output_dim, attention.reason = True, -1, ""
-    elif around := _around(attention):
-        attention.around, attention.columns = around, []
-        attention.reason = f"its output projection {around} is made of several layers: merge them (LoRA) first"
+    elif wrapper := _wrapper(attention):
+        attention.wrapper, attention.columns = wrapper, []
+        attention.reason = f"its output projection {wrapper} is made of several layers: merge them (LoRA) first"
     elif attention.output and not attention.reason and _elsewhere(trace, attention):
         attention.refuse(f"its output projection {attention.output} is also called on other data")
-    elif attention.bypass and not attention.reason and not overlap(attention.columns):
-        attention.refuse(f"its heads reach {attention.bypass} past the output projection {attention.output}")
+    elif attention.leak and not attention.reason and not overlap(attention.columns):
+        attention.refuse(f"its heads reach {attention.leak} past the output projection {attention.output}")
 
 
-def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> AttentionLayer:
+def _layer(trace: Tracer, index: int, attention: AttentionCall, suffix: str) -> AttentionLayer:
     heads = len(attention.heads)
     kind = "cross" if attention.cross else "decoder" if attention.causal else "encoder"
     reason = attention.reason or _separable(attention)
-    attention.columns = _filled(attention.columns, trace.seen[attention.output].size_in)
+    attention.columns = filled(attention.columns, trace.records[attention.output].size_in)
     output = None
-    if attention.output and apart(attention.columns):
+    if attention.output and disjoint(attention.columns):
         output = HeadFeatures(attention.output, _sorted(attention.columns))
     projections, tables, groups = _projections(trace, attention), _tables(trace, attention), _groups(attention)
     owners = tuple(t.name.rpartition(".")[0] for t in tables)
@@ -92,7 +88,8 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
         reason, output = "all of its heads were pruned; one stays with zero output, for the cache", None
     cut = [part for part in (output, *projections) if part and not (part is output and attention.concatenated)]
     reason = reason or _uncuttable(trace, attention, cut, output, tables)
-    if not attention.output and _is_quantised(trace, attention):
+    inside = [module for name, module in trace.modules.items() if is_inside(name, attention.module)]
+    if not attention.output and not all(map(_is_plain, inside)):
         reason += " (its weights are quantised: prune first, then quantise)"
     return AttentionLayer(
         name=attention.module + suffix, index=index, kind=kind, num_heads=heads, num_kv_heads=_kv_heads(attention, groups), groups=groups,
@@ -100,36 +97,35 @@ def _layer(trace: Tracer, index: int, attention: Attention, suffix: str) -> Atte
         output_projection=output, gate=gate, mixer=mixer, projections=projections, values=_values(trace, attention), tables=tables,
         selections=tuple(HeadFeatures(n, _sorted(rows)) for n, rows in attention.selections.items()),
         arguments=_head_arguments(trace, attention), inner_modules=tuple(inner), side_modules=tuple(n for n in counting if n not in inner),
-        bypass=_bypass(trace, attention, kind), output_arity=trace.seen[attention.module].arity or 0,
+        bypass=_bypass(trace, attention, kind), output_arity=trace.records[attention.module].arity or 0,
     )  # fmt: skip
 
 
-def _projections(trace: Tracer, attention: Attention) -> tuple[HeadFeatures, ...]:
+def _projections(trace: Tracer, attention: AttentionCall) -> tuple[HeadFeatures, ...]:
     """Every projection but W_O that holds features of single heads."""
-    heads, found = len(attention.heads), []
+    result = []
     for module, rows in attention.rows.items():
-        rows = _filled(rows, trace.seen[module].size_out)
-        if not is_inside(module, attention.module) and any(
-            module in a.rows and a.module != attention.module for a in trace.found
-        ):
+        rows = filled(rows, trace.records[module].size_out)
+        elsewhere = any(module in a.rows and a.module != attention.module for a in trace.attentions)
+        if elsewhere and not is_inside(module, attention.module):
             continue  # something that several layers read, such as a position bias: it stays whole
-        shared = set.intersection(*rows) if heads > 1 else set()
+        shared = set.intersection(*rows) if len(rows) > 1 else set()
         own = [r - shared for r in rows]  # features that all heads use stay (MQA, latent attention)
         if any(own):
-            found.append(HeadFeatures(module, _sorted(own)))
-    return tuple(found)
+            result.append(HeadFeatures(module, _sorted(own)))
+    return tuple(result)
 
 
-def _values(trace: Tracer, attention: Attention) -> HeadFeatures | None:
+def _values(trace: Tracer, attention: AttentionCall) -> HeadFeatures | None:
     """The one value projection, if there is one in which every head has features."""
     if len(attention.value_rows) != 1:
         return None
     ((module, rows),) = attention.value_rows.items()
-    rows = _filled(rows, trace.seen[module].size_out)
+    rows = filled(rows, trace.records[module].size_out)
     return HeadFeatures(module, _sorted(rows)) if all(rows) else None
 
 
-def _kv_heads(attention: Attention, groups: tuple[tuple[int, ...], ...]) -> int:
+def _kv_heads(attention: AttentionCall, groups: tuple[tuple[int, ...], ...]) -> int:
     """Key/value heads: one a group; one in all, where all heads read the same values (MQA).
 
     Features alone do not say it: of a gate over all heads, or of values through a convolution, all heads read the same too.
@@ -137,16 +133,16 @@ def _kv_heads(attention: Attention, groups: tuple[tuple[int, ...], ...]) -> int:
     heads, same = len(attention.heads), attention.same_values or [0] * len(attention.heads)
     if groups:
         return len(groups) if all(len({same[h] for h in group}) == 1 for group in groups) else heads
-    alike = any(all(r == rows[0] != set() for r in rows) for rows in attention.value_rows.values())
-    return 1 if alike and not any(same) else heads
+    shared = any(rows[0] and alike(rows) for rows in attention.value_rows.values())
+    return 1 if shared and not any(same) else heads
 
 
-def _tables(trace: Tracer, attention: Attention) -> tuple[HeadTable, ...]:
+def _tables(trace: Tracer, attention: AttentionCall) -> tuple[HeadTable, ...]:
     """Parameters and buffers of the attention module with entries of their own for each head."""
     # A layer that runs several times reads its tables each time; one that other layers read too must stay whole.
-    others = [a for a in trace.found if a.module != attention.module or a.output != attention.output]
+    others = [a for a in trace.attentions if a.module != attention.module or a.output != attention.output]
     return tuple(
-        HeadTable(name, dim, _sorted(_filled(indices, trace.shape[name][dim])))
+        HeadTable(name, dim, _sorted(filled(indices, trace.shape[name][dim])))
         for (name, dim), indices in attention.tables.items()
         if f"{name}.".startswith(f"{attention.module}.")
         and not any((name, dim) in a.tables for a in others)
@@ -154,11 +150,11 @@ def _tables(trace: Tracer, attention: Attention) -> tuple[HeadTable, ...]:
     )
 
 
-def _bypass(trace: Tracer, attention: Attention, kind: str) -> str:
+def _bypass(trace: Tracer, attention: AttentionCall, kind: str) -> str:
     """How the layer is taken out when all of its heads go (`AttentionLayer.bypass`)."""
     if is_ours(trace.modules[attention.module], MultiheadAttention):
         return "slice"
-    seen = trace.seen[attention.module]
+    seen = trace.records[attention.module]
     if (
         kind == "encoder"
         and attention.output_dim == -1
@@ -177,20 +173,18 @@ def _sorted(rows: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(own)) for own in rows)
 
 
-def _counting(trace: Tracer, attention: Attention) -> list[str]:
+def _counting(trace: Tracer, attention: AttentionCall) -> list[str]:
     """Modules that may count the heads: the attention module and those inside, but no layers with weights of their own."""
-    below = [n for n in trace.modules if is_inside(n, attention.module)]
-    if not attention.module or any(a.module != attention.module and a.module in below for a in trace.found):
-        below = [n for n in attention.running if n in below]
-    return [
-        n for n in below
-        if n == attention.module or not any(p.ndim > 1 for p in trace.modules[n].parameters(recurse=False))
-    ]  # fmt: skip
+    inside = [n for n in trace.modules if is_inside(n, attention.module)]
+    if not attention.module or any(a.module != attention.module and a.module in inside for a in trace.attentions):
+        inside = [n for n in attention.running if n in inside]
+    matrices = {n for n in inside if any(p.ndim > 1 for p in trace.modules[n].parameters(recurse=False))}
+    return [n for n in inside if n == attention.module or n not in matrices]
 
 
 def _uncuttable(
     trace: Tracer,
-    attention: Attention,
+    attention: AttentionCall,
     cut: Sequence[HeadFeatures],
     output: HeadFeatures | None,
     tables: Sequence[HeadTable],
@@ -203,22 +197,28 @@ def _uncuttable(
     matrices = any(len(trace.shape[t.name]) > 1 for t in tables)
     if not (any(part is not output for part in cut) or matrices or attention.selections):
         return f"no weights of {attention.module} were found that belong to single heads (quantised?)"
-    for part in cut:
-        weight = getattr(trace.modules[part.module], "weight", None)
+    weights = [(part.module, getattr(trace.modules[part.module], "weight", None)) for part in cut]
+    for module, weight in weights:
         if not isinstance(weight, nn.Parameter) or not weight.is_floating_point() or not is_matrix(weight):
-            return _unsliceable(part.module, trace.modules[part.module])
+            return _unsliceable(module, trace.modules[module])
         if hasattr(weight, "placements"):
-            return f"the weight of {part.module} is spread over devices (tensor parallel): prune before distributing it"
-        if not _can_be_cut(weight):
-            return f"{part.module}.weight is quantised ({_kind(weight)}): prune first, then quantise"
-    for table in tables:
-        owner, _, own = table.name.rpartition(".")
-        if not _can_be_cut(held := getattr(trace.modules[owner], own)):
-            return f"{table.name} is quantised ({_kind(held)}): prune first, then quantise"
+            return f"the weight of {module} is spread over devices (tensor parallel): prune before distributing it"
+    named = [(f"{module}.weight", weight) for module, weight in weights]
+    for name, tensor in (*named, *((t.name, _tensor_of(trace.model, t.name)) for t in tables)):
+        if not _can_be_cut(tensor):
+            plain = type(tensor) in (Tensor, nn.Parameter)
+            kind = str(tensor.dtype).removeprefix("torch.") if plain else type(tensor).__name__
+            return f"{name} is quantised ({kind}): prune first, then quantise"
     for part in cut:
         if idle := _idle(trace, attention, part, "in" if part is output else "out"):
             return f"{idle} does not run, but would no longer fit (an adapter that is not active: merge or delete it first)"
     return ""
+
+
+def _tensor_of(model: nn.Module, name: str) -> Any:
+    """A model's parameter or buffer by its qualified name."""
+    module, _, own = name.rpartition(".")
+    return getattr(model.get_submodule(module), own)
 
 
 def _can_be_cut(weight: Tensor) -> bool:
@@ -237,84 +237,80 @@ def _is_byte_float(weight: Tensor) -> bool:
     return weight.is_floating_point() and weight.element_size() == 1
 
 
-def _kind(weight: Tensor) -> str:
-    """What a weight is, for an error's text."""
-    return str(weight.dtype).removeprefix("torch.") if type(weight) in (Tensor, nn.Parameter) else type(weight).__name__
-
-
-def _is_quantised(trace: Tracer, attention: Attention) -> bool:
-    """Whether a module within an attention module holds packed numbers."""
-    return any(is_inside(n, attention.module) and not _is_plain(m) for n, m in trace.modules.items())
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module has no packed numbers, as quantised layers have."""
+    held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    packed = (torch.int8, torch.uint8, torch.int32)
+    return not any(t.numel() > 1 and (t.dtype in packed or _is_byte_float(t)) for t in held)
 
 
 def _unsliceable(name: str, module: nn.Module) -> str:
     return f"{name} ({type(module).__name__}) has no plain weight matrix to slice (quantised?)"
 
 
-def _idle(trace: Tracer, attention: Attention, part: HeadFeatures, side: str) -> str:
+def _idle(trace: Tracer, attention: AttentionCall, part: HeadFeatures, side: str) -> str:
     """A module that did not run, but stands beside a projection and is as wide; "" if there is none."""
-    seen = trace.seen[part.module]
+    record = trace.records[part.module]
     beside, _, _ = part.module.rpartition(".")
     wrapper = beside and not f"{attention.module}.".startswith(f"{beside}.")  # LoRA's, not the attention module itself
     for name, module in trace.modules.items():
         own = name.startswith((f"{part.module}.", *((f"{beside}.",) if wrapper else ())))
-        idle = own and not trace.seen[name].calls and not any(t.startswith(f"{name}.") for t, _ in attention.tables)
-        if idle and _as_wide(module, seen.size_in if side == "in" else seen.size_out, side):
+        idle = own and not trace.records[name].calls and not any(t.startswith(f"{name}.") for t, _ in attention.tables)
+        if idle and _as_wide(module, record.size_in if side == "in" else record.size_out, side):
             return name
     return ""
 
 
 def _as_wide(module: nn.Module, width: int, side: str) -> bool:
     """Whether a module seems to have weights for as many inputs or outputs."""
-    linear = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
     for parameter in module.parameters(recurse=False):
         shape = parameter.shape[:2]
-        if linear and parameter.ndim > 1:
+        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and parameter.ndim > 1:
             shape = shape[:1] if side == "out" else shape[1:]
         if width in shape:
             return True
     return False
 
 
-def _elsewhere(trace: Tracer, attention: Attention) -> bool:
+def _elsewhere(trace: Tracer, attention: AttentionCall) -> bool:
     """Whether W_O is called more often than this attention module computes attention."""
-    own = [a for a in trace.found if a.module == attention.module and a.output == attention.output]
-    return trace.seen[attention.output].calls > len(own)
+    own = [a for a in trace.attentions if a.module == attention.module and a.output == attention.output]
+    return trace.records[attention.output].calls > len(own)
 
 
-def _around(attention: Attention) -> str:
+def _wrapper(attention: AttentionCall) -> str:
     """The module that holds both W_O and what the heads reach past it; "" if there is none."""
-    if not attention.bypass or attention.reason:
+    if not attention.leak or attention.reason:
         return ""
-    parts = (attention.output, attention.bypass)
-    return next((name for name, _ in attention.passed if name and all(p.startswith(f"{name}.") for p in parts)), "")
+    parts = (attention.output, attention.leak)
+    return next((name for name, _ in attention.between if name and all(p.startswith(f"{name}.") for p in parts)), "")
 
 
-def _gate(trace: Tracer, attention: Attention) -> HeadFeatures | None:
+def _gate(trace: Tracer, attention: AttentionCall) -> HeadFeatures | None:
     """The first module between the attention and W_O that still has the heads apart."""
     if len(attention.heads) < 2:
         return None
-    calls = sum(a.module == attention.module for a in trace.found)
-    way = nodes_of(attention.source)
-    for name, tensor in attention.passed:
+    calls = sum(a.module == attention.module for a in trace.attentions)
+    nodes = nodes_of(attention.source)
+    for name, tensor in attention.between:
         # A module that is called on other data too, such as a dropout, would gate that as well; one that W_O does not
         # depend on would gate nothing.
-        seen = trace.seen[name]
-        off = attention.around != name and (seen.output is None or seen.output.grad_fn not in way)
-        if off or seen.calls > calls or not any(leaf is attention.result for leaf in leaves_of(tensor)):
+        record = trace.records[name]
+        off = attention.wrapper != name and (record.output is None or record.output.grad_fn not in nodes)
+        if off or record.calls > calls or not any(leaf is attention.result for leaf in leaves_of(tensor)):
             continue
         for dim in (-1, *((1,) if tensor.ndim > 3 else ())):
             columns = trace.reader.columns_of(attention, tensor, dim)
-            if apart(columns):
+            if disjoint(columns):
                 return HeadFeatures(name, _sorted(columns), dim)
     return None
 
 
-def _keeps_zeros(trace: Tracer, attention: Attention, gate: HeadFeatures) -> bool:
+def _keeps_zeros(trace: Tracer, attention: AttentionCall, gate: HeadFeatures) -> bool:
     """Whether the module of a gate, a norm over all heads before W_O, maps the zeros of masked heads to zeros."""
-    module, width = trace.modules[gate.module], dict(attention.passed)[gate.module].shape[-1]
+    module, width = trace.modules[gate.module], dict(attention.between)[gate.module].shape[-1]
     entries = sum(map(len, gate.features))
-    if gate.dim != -1 or entries != trace.seen[attention.output].size_in or gate.module == attention.output:
+    if gate.dim != -1 or entries != trace.records[attention.output].size_in or gate.module == attention.output:
         return False
     held = next(module.parameters(), None)
     loads = held is not None and held.is_meta and hook_of(module) is not None
@@ -331,14 +327,14 @@ def _keeps_zeros(trace: Tracer, attention: Attention, gate: HeadFeatures) -> boo
         return False
 
 
-def _head_arguments(trace: Tracer, attention: Attention) -> tuple[HeadArgument, ...]:
+def _head_arguments(trace: Tracer, attention: AttentionCall) -> tuple[HeadArgument, ...]:
     """Arguments of the attention module with something for each head."""
     heads = len(attention.heads)
     hidden = {id(call.source) for call in trace.calls.values()}  # what is projected is no bias
     found = []
-    for key, tensor in trace.seen[attention.module].biases.items():
+    for key, tensor in trace.records[attention.module].biases.items():
         read = attention.arguments.get(key, [set[int]()])
-        if all(read) and any(own != read[0] for own in read) and set().union(*read) == set(range(tensor.shape[-1])):
+        if all(read) and not alike(read) and set().union(*read) == set(range(tensor.shape[-1])):
             found.append(HeadArgument(key, -1, False, _sorted(read)))
             continue
         dim = 1 if tensor.ndim == 4 else 0
@@ -352,15 +348,7 @@ def _head_arguments(trace: Tracer, attention: Attention) -> tuple[HeadArgument, 
     return tuple(found)
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module has no packed numbers, as quantised layers have."""
-    held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return not any(
-        t.numel() > 1 and (t.dtype in (torch.int8, torch.uint8, torch.int32) or _is_byte_float(t)) for t in held
-    )
-
-
-def _separable(attention: Attention) -> str:
+def _separable(attention: AttentionCall) -> str:
     """Why the heads of this layer cannot be told apart, or ""."""
     if not attention.output:
         return "no output projection follows the attention"
@@ -370,7 +358,7 @@ def _separable(attention: Attention) -> str:
         return f"the heads are mixed before the output projection {attention.output}"
     if len(attention.heads) > 1:
         queries = [*attention.query_rows.values(), *attention.selections.values()]
-        if queries and not attention.tables and all(r == rows[0] for rows in queries for r in rows):
+        if queries and not attention.tables and all(map(alike, queries)):
             return "its heads are computed from the same query features (something mixes them)"
         groups = _groups(attention)
         members = [h for group in groups for h in group]
@@ -379,49 +367,13 @@ def _separable(attention: Attention) -> str:
     return ""
 
 
-def _filled(rows: list[set[int]], size: int) -> list[set[int]]:
-    """Rows with their gaps filled: features that an activation made zero for every token of the example.
-
-    A feature that no head seems to use belongs to the heads on both sides of it, if those are the same; and where every head
-    has its own block of ``size / heads`` features, to the head of that block. If this guess is wrong, the proof fails.
-    """
-    if len(set().union(*rows)) in (0, size):
-        return rows
-    users: dict[int, frozenset[int]] = {}
-    for h, features in enumerate(rows):
-        for feature in features:
-            users[feature] = users.get(feature, frozenset()) | {h}
-    filled = [set(r) for r in rows]
-    block, rest = divmod(size, len(rows))
-    if block and not rest and len(users) > size // 2 and all(u == {f // block} for f, u in users.items()):
-        return [set(range(h * block, (h + 1) * block)) for h in range(len(rows))]
-    known = sorted(users)
-    for before, after in pairwise(known):
-        if users[before] == users[after]:
-            for h in users[before]:
-                filled[h].update(range(before + 1, after))
-    return filled
+def _groups(attention: AttentionCall) -> tuple[tuple[int, ...], ...]:
+    """Key/value groups: the heads that share features with some others but not with all; () where none do."""
+    rows = [*attention.rows.values(), *attention.selections.values()]
+    return sharing([own for own in rows if overlap(own)], len(attention.heads))
 
 
-def _groups(attention: Attention) -> tuple[tuple[int, ...], ...]:
-    """The heads that share features with some others but not with all: key/value groups. () where none do."""
-    heads = len(attention.heads)
-    group = {h: frozenset({h}) for h in range(heads)}
-    for rows in (*attention.rows.values(), *attention.selections.values()):
-        if not overlap(rows):
-            continue
-        users: dict[int, set[int]] = {}
-        for h, features in enumerate(rows):
-            for feature in features:
-                users.setdefault(feature, set()).add(h)
-        for together in {frozenset(u) for u in users.values() if len(u) < heads}:
-            whole = frozenset().union(*(group[h] for h in together))
-            group.update(dict.fromkeys(whole, whole))
-    groups = sorted({tuple(sorted(g)) for g in group.values()})
-    return tuple(groups) if any(len(g) > 1 for g in groups) else ()
-
-
-def _has_other_weights(modules: dict[str, nn.Module], attention: Attention) -> bool:
+def _has_other_weights(modules: dict[str, nn.Module], attention: AttentionCall) -> bool:
     """Whether a stub would remove more than attention: parameters besides the projections."""
     below = set(attention.rows) | {attention.output}
     inside = modules[attention.module].named_modules(prefix=attention.module)

@@ -21,27 +21,27 @@ class Materialised(TorchFunctionMode):
     """While this mode is on, random tensors on the CPU take the place of meta tensors.
 
     Args:
-        made: Called with a meta tensor, the one that takes its place, and whether that stays: if not, another call of the model may
+        note: Called with a meta tensor, the one that takes its place, and whether that stays: if not, another call of the model may
             give it another, and only the memory where it lies stays what it is for now.
     """
 
-    def __init__(self, made: Callable[[Tensor, Tensor, bool], None]) -> None:
+    def __init__(self, note: Callable[[Tensor, Tensor, bool], None]) -> None:
         super().__init__()
-        self.note = made
-        self.made: dict[int, Tensor] = {}
+        self.note = note
+        self.kept: dict[int, Tensor] = {}  # small tensors, by the id of the meta tensor
         self.pools: dict[
             torch.dtype, list[Tensor]
         ] = {}  # all stay, so that nothing else comes to lie where weights lay
-        self.calls = 0
+        self.pieces = 0
         self.generator = torch.Generator().manual_seed(0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.device.__get__:  # type: ignore[attr-defined]
-            device = func(*args)
-            return torch.device("cpu") if device.type == "meta" else device
+            return self._real(func(*args))
         return func(*self._real(args), **self._real(kwargs or {}))
 
     def _real(self, value: Any) -> Any:
+        """A value with real tensors, and the CPU, in the place of meta ones."""
         if isinstance(value, Tensor):
             return self._tensor(value) if value.is_meta else value
         if isinstance(value, torch.device):
@@ -53,8 +53,9 @@ class Materialised(TorchFunctionMode):
         return value
 
     def _tensor(self, meta: Tensor) -> Tensor:
-        if id(meta) in self.made:
-            return self.made[id(meta)]
+        """What takes the place of a meta tensor."""
+        if id(meta) in self.kept:
+            return self.kept[id(meta)]
         if not meta.is_floating_point():
             # Positions and indices: zero always exists. Masks: every token is visible.
             real = torch.full(meta.shape, meta.dtype in (torch.bool, torch.uint8), dtype=meta.dtype)
@@ -62,20 +63,20 @@ class Materialised(TorchFunctionMode):
             real = torch.rand(meta.shape, generator=self.generator).to(meta.dtype) + 0.5
         elif meta.numel() > _LARGE:
             # A piece of one random vector, each tensor another piece: drawing billions of numbers would take minutes.
-            pool = self._pool(meta.dtype, meta.numel() + _SHIFTS)
-            self.calls += 1
-            shift = 16 * self.calls % _SHIFTS
-            piece = pool[shift : shift + meta.numel()].view(meta.shape)
+            self.pieces += 1
+            shift = 16 * self.pieces % _SHIFTS
+            piece = self._pool(meta.dtype, meta.numel() + _SHIFTS)[shift : shift + meta.numel()].view(meta.shape)
             self.note(meta, piece, False)
             return piece
         else:
             real = self._noise(meta.shape, meta.dtype)
         real.requires_grad_(meta.requires_grad and real.is_floating_point())
-        self.made[id(meta)] = real
+        self.kept[id(meta)] = real
         self.note(meta, real, True)
         return real
 
     def _pool(self, dtype: torch.dtype, size: int) -> Tensor:
+        """A random vector of at least this size."""
         pools = self.pools.setdefault(dtype, [])
         if not pools or pools[-1].numel() < size:
             pools.append(self._noise((size,), dtype))

@@ -1,4 +1,4 @@
-"""What heads depend on: derivatives in the small graphs between linear layers, read off one head at a time."""
+"""What each head depends on: derivatives in the small graphs between linear layers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from headprune.trace.graphs import Heads, Uses, apart, leaves_of, nodes_of, none_of, used
-from headprune.trace.record import Attention, LinearCall, Rows
+from headprune.trace.graphs import HeadSlices, Uses, alike, disjoint, empty_sets, leaves_of, merge, nodes_of, nonzero
+from headprune.trace.record import AttentionCall, LinearCall, Rows
 
 Source = TypeVar("Source")
 _MOST_SLICES = 2048  # of (batch * heads, …), each of which is differentiated
 
 
 class Reader:
-    """Asks graphs which features, tables and arguments each head reads.
+    """Finds which features, tables and arguments each head reads.
 
     Args:
         calls: Calls of linear layers so far, by the id of the leaf that stands for their output; it may grow.
@@ -26,37 +26,38 @@ class Reader:
     def __init__(self, calls: Mapping[int, LinearCall], names: dict[int, str]) -> None:
         self.calls, self.names = calls, names
         self.generator = torch.Generator().manual_seed(0)
-        self.read: list[tuple[Tensor, Heads, Rows]] = []  # what `rows` found in this attention
+        self.known: list[tuple[Tensor, HeadSlices, Rows]] = []  # what `rows` has found for this attention
 
     def forget(self) -> None:
-        """Drop what `rows` found in the last attention: the next one begins."""
-        self.read = []
+        """Drop what `rows` has found for the last attention: the next one begins."""
+        self.known = []
 
-    def heads_in(self, tensor: Tensor) -> Heads | None:
+    def heads_in(self, tensor: Tensor) -> HeadSlices | None:
         """Where the heads of queries or scores are; None if they cannot be told apart."""
         if tensor.ndim >= 4:
             if not tensor.shape[1]:
                 return None
-            heads = Heads.along(1, tensor.shape[1])
+            heads = HeadSlices.along(1, tensor.shape[1])
             # (batch, tokens, heads, …), as in sliding windows and deformable attention: all tokens read the same features.
-            if len(heads) == 1 or self._alike(tensor, heads):
+            rows = self.rows(tensor, heads) if len(heads) > 1 else {}
+            if len(heads) == 1 or (rows and all(map(alike, rows.values()))):
                 for dim in range(2, tensor.ndim - 1):
-                    others = Heads.along(dim, tensor.shape[dim])
-                    if 1 < len(others) <= 256 and self._differ(tensor, others):
+                    others = HeadSlices.along(dim, tensor.shape[dim])
+                    if 1 < len(others) <= 256 and self._have_own_rows(tensor, others):
                         return others
             return heads
         if tensor.ndim != 3 or not tensor.requires_grad or tensor.shape[0] > _MOST_SLICES:
             return None
         # (batch * heads, …): slices that read the same features of the projections are one head.
-        each = Heads(0, tuple((i,) for i in range(tensor.shape[0])))
+        each = HeadSlices(0, tuple((i,) for i in range(tensor.shape[0])))
         rows = self.rows(tensor, each)
         groups: dict[frozenset[tuple[str, int]], list[int]] = {}
         for i in range(len(each)):
-            used = frozenset((module, feature) for module, heads in rows.items() for feature in heads[i])
-            groups.setdefault(used, []).append(i)
+            features = frozenset((module, feature) for module, slices in rows.items() for feature in slices[i])
+            groups.setdefault(features, []).append(i)
         if len(groups) < 2 or len({len(g) for g in groups.values()}) > 1:
             return None  # a softmax over classes or experts, or one head
-        return Heads(0, tuple(tuple(g) for g in groups.values()))
+        return HeadSlices(0, tuple(tuple(g) for g in groups.values()))
 
     def compares_tokens(self, row: Tensor) -> bool:
         """Whether a query's scores ``[keys]`` depend on several tokens, as a softmax of queries with keys does."""
@@ -69,37 +70,26 @@ class Reader:
         tokens = [int((g.flatten(0, -2) != 0).any(-1).sum()) for g in moved]
         return max(tokens, default=2) > 1
 
-    def _alike(self, tensor: Tensor, heads: Heads) -> bool:
-        """Whether all heads read the same features of every projection, and of some."""
-        rows = self.rows(tensor, heads)
-        return bool(rows) and all(r == features[0] for features in rows.values() for r in features)
-
-    def _differ(self, tensor: Tensor, heads: Heads) -> bool:
+    def _have_own_rows(self, tensor: Tensor, heads: HeadSlices) -> bool:
         """Whether heads read features of their own in some projection (a group's are the same), as tokens do not where a router or
         a ReLU leaves each of them other features."""
         each = [{frozenset(r) for r in features} for features in self.rows(tensor, heads).values()]
-        return any(len(sets) > 1 and apart([set(s) for s in sets]) for sets in each)
+        return any(len(sets) > 1 and disjoint([set(s) for s in sets]) for sets in each)
 
-    def rows(self, tensor: Tensor, heads: Heads) -> Rows:
+    def rows(self, tensor: Tensor, heads: HeadSlices) -> Rows:
         """Which features of which projection each head of ``tensor`` depends on.
 
         The same question comes several times for one attention's queries and keys; it is answered once.
         """
-        rows = next((r for known, those, r in self.read if known is tensor and those == heads), None)
+        rows = next((r for t, h, r in self.known if t is tensor and h == heads), None)
         if rows is None:
-            rows = self._read_rows(tensor, heads)
-            self.read.append((tensor, heads, rows))
+            calls = [(self.calls[id(leaf)], leaf) for leaf in leaves_of(tensor) if id(leaf) in self.calls]
+            rows = self._features(tensor, heads, [((call.module, call.dim), leaf) for call, leaf in calls])
+            self.known.append((tensor, heads, rows))
         return {module: [set(own) for own in features] for module, features in rows.items()}
 
-    def _read_rows(self, tensor: Tensor, heads: Heads) -> Rows:
-        calls = [(self.calls[id(leaf)], leaf) for leaf in leaves_of(tensor) if id(leaf) in self.calls]
-        rows: Rows = {}
-        for h, call, gradient in self._gradients(tensor, heads, calls):
-            rows.setdefault(call.module, none_of(len(heads)))[h] |= call.used(gradient)
-        return rows
-
     def _gradients(
-        self, tensor: Tensor, heads: Heads, sources: Sequence[tuple[Source, Tensor]]
+        self, tensor: Tensor, heads: HeadSlices, sources: Sequence[tuple[Source, Tensor]]
     ) -> Iterator[tuple[int, Source, Tensor]]:
         """Differentiate each head's part of ``tensor``: (head, source, gradient) for every source that it depends on."""
         for h in range(len(heads) if sources else 0):
@@ -111,7 +101,18 @@ class Reader:
                 if gradient is not None:
                     yield h, source, gradient
 
-    def note_selections(self, attention: Attention, tensor: Tensor, heads: Heads, mixers: Mapping[str, Tensor]) -> None:
+    def _features(
+        self, tensor: Tensor, heads: HeadSlices, sources: Sequence[tuple[tuple[Source, int], Tensor]]
+    ) -> dict[Source, list[set[int]]]:
+        """The features of each source that each head of ``tensor`` reads. A source has a key, and a dimension that its features lie along."""
+        features: dict[Source, list[set[int]]] = {}
+        for h, (key, dim), gradient in self._gradients(tensor, heads, sources):
+            features.setdefault(key, empty_sets(len(heads)))[h] |= nonzero(gradient.movedim(dim, -1))
+        return features
+
+    def note_selections(
+        self, attention: AttentionCall, tensor: Tensor, heads: HeadSlices, mixers: Mapping[str, Tensor]
+    ) -> None:
         """Note norms over all heads: modules in the attention whose output has the heads apart, though their input has not.
 
         Args:
@@ -120,46 +121,40 @@ class Reader:
         if len(heads) < 2 or not tensor.requires_grad:
             return
         projections = {call.module for call in self.calls.values()}
-        inside = [(n, t) for n, t in mixers.items() if n.startswith(attention.prefix) and n not in projections]
-        if not inside or not any(all(r == rows[0] for r in rows) for rows in self.rows(tensor, heads).values()):
+        inside = [((n, -1), t) for n, t in mixers.items() if n.startswith(attention.prefix) and n not in projections]
+        if not inside or not any(map(alike, self.rows(tensor, heads).values())):
             return
-        features: Rows = {}
-        for h, name, gradient in self._gradients(tensor, heads, inside):
-            features.setdefault(name, none_of(len(heads)))[h] |= used(gradient)
-        for name, rows in features.items():
-            if all(rows) and any(r != rows[0] for r in rows):
+        for name, rows in self._features(tensor, heads, inside).items():
+            if all(rows) and not alike(rows):
                 attention.selections[name] = rows
 
-    def note_tables(self, attention: Attention, tensor: Tensor, heads: Heads) -> None:
+    def note_tables(self, attention: AttentionCall, tensor: Tensor, heads: HeadSlices) -> None:
         """Note parameters and buffers in which each head of ``tensor`` has entries of its own."""
         if len(heads) < 2:
             return
         uses = Uses(len(heads))
-        for h, name, gradient in self._gradients(tensor, heads, self._named(leaves_of(tensor))):
+        leaves = leaves_of(tensor)
+        named = [(self.names[id(leaf)], leaf) for leaf in leaves if id(leaf) in self.names and leaf.ndim]
+        for h, name, gradient in self._gradients(tensor, heads, named):
             uses.add(h, name, gradient)
         uses.merge_into(attention.tables)
 
-    def _named(self, leaves: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        """The parameters and buffers among some tensors, with their names."""
-        return [(self.names[id(leaf)], leaf) for leaf in leaves if id(leaf) in self.names and leaf.ndim]
-
     def note_arguments(
-        self, attention: Attention, tensor: Tensor, heads: Heads, given: Mapping[str | int, Tensor]
+        self, attention: AttentionCall, tensor: Tensor, heads: HeadSlices, given: Mapping[str | int, Tensor]
     ) -> None:
         """Note arguments of the attention module of which each head of ``tensor`` reads features, not through a projection."""
-        computed = {k: t for k, t in given.items() if t.grad_fn is not None}
+        computed = {key: t for key, t in given.items() if t.grad_fn is not None}
         if len(heads) < 2 or not computed or not tensor.requires_grad:
             return
-        way = nodes_of(tensor)
+        nodes = nodes_of(tensor)
         sources = [
-            (k, t)
-            for k, t in computed.items()  # the output of a projection is cut at that projection
-            if t.grad_fn in way and not any(id(leaf) in self.calls for leaf in leaves_of(t))
+            ((key, -1), t)
+            for key, t in computed.items()  # the output of a projection is cut at that projection
+            if t.grad_fn in nodes and not any(id(leaf) in self.calls for leaf in leaves_of(t))
         ]
-        for h, key, gradient in self._gradients(tensor, heads, sources):
-            attention.arguments.setdefault(key, none_of(len(heads)))[h] |= used(gradient)
+        merge(attention.arguments, self._features(tensor, heads, sources))
 
-    def columns_of(self, attention: Attention, source: Tensor, dim: int = -1) -> list[set[int]]:
+    def columns_of(self, attention: AttentionCall, source: Tensor, dim: int = -1) -> list[set[int]]:
         """The features of ``source`` along ``dim`` that each head's result reaches."""
         forward = _derivative(source, attention.result)
         heads, columns = attention.heads, []
@@ -167,22 +162,22 @@ class Reader:
             tangent = torch.zeros_like(attention.result)
             where = torch.tensor(indices, device=tangent.device)
             tangent.index_copy_(heads.dim, where, self._noise(heads.take(tangent, h)))
-            columns.append(used(forward(tangent).movedim(dim, -1)))
+            columns.append(nonzero(forward(tangent).movedim(dim, -1)))
         return columns
 
-    def same_values(self, attention: Attention, columns: list[set[int]], source: Tensor) -> list[int]:
+    def same_values(self, attention: AttentionCall, columns: list[set[int]], source: Tensor) -> list[int]:
         """For each head of eager attention, the first that reads the same values, up to a gate; ``columns`` of ``source`` are its.
 
         Of the same weights over the keys the same values make the same. So of two draws of them; whatever is multiplied later cancels.
         """
         forward, heads = _derivative(source, attention.result), attention.heads
-        made = []
+        outputs = []
         for _ in range(2):
             drawn, tangent = self._noise(heads.take(attention.result, 0)), torch.zeros_like(attention.result)
             for indices in heads.indices:
                 tangent.index_copy_(heads.dim, torch.tensor(indices, device=tangent.device), drawn)
-            made.append(forward(tangent).double().nan_to_num())
-        parts = [tuple(out[..., sorted(own)] for out in made) for own in columns]
+            outputs.append(forward(tangent).double().nan_to_num())
+        parts = [tuple(out[..., sorted(own)] for out in outputs) for own in columns]
         close = 64 * torch.finfo(source.dtype).eps
 
         def equal(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
@@ -193,7 +188,7 @@ class Reader:
 
         return [next(i for i, first in enumerate(parts) if first is part or equal(first, part)) for part in parts]
 
-    def adds_more(self, attention: Attention) -> bool:
+    def adds_more(self, attention: AttentionCall) -> bool:
         """Whether something, such as a residual, is added to the heads before what was taken for their W_O reads them.
 
         Only asked where the module returns its heads side by side: nothing but weights and gates should come in between.
@@ -201,16 +196,18 @@ class Reader:
         source = attention.source
         if source is None or not source.requires_grad:
             return False
-        made = _derivative(source, attention.result)(attention.result.detach())
-        rest = (source.detach() - made).movedim(attention.output_dim, -1)
+        of_heads = _derivative(source, attention.result)(attention.result.detach())
+        rest = (source.detach() - of_heads).movedim(attention.output_dim, -1)
         index = sorted(set().union(*attention.columns))
         size = source.detach().abs().max().clamp(min=1e-30)
         return bool(rest[..., index].abs().max() > 1e-3 * size) if index else False
 
-    def note_values(self, attention: Attention, columns: list[set[int]], source: Tensor, leaves: list[Tensor]) -> None:
+    def note_values(
+        self, attention: AttentionCall, columns: list[set[int]], source: Tensor, leaves: list[Tensor]
+    ) -> None:
         """Note what else the heads' features of ``source`` depend on: values of eager attention, gates and scales."""
         leaves = [leaf for leaf in leaves if leaf is not attention.result and leaf.ndim]
-        if not leaves or not apart(columns):
+        if not leaves or not disjoint(columns):
             return
         if not attention.fused:
             attention.same_values = self.same_values(attention, columns, source)
@@ -227,7 +224,7 @@ class Reader:
                     uses.add(h, name, gradient)
                 if call := self.calls.get(id(leaf)):
                     for rows in (attention.rows, *(() if attention.fused else (attention.value_rows,))):
-                        rows.setdefault(call.module, none_of(len(columns)))[h] |= call.used(gradient)
+                        rows.setdefault(call.module, empty_sets(len(columns)))[h] |= call.features(gradient)
         uses.merge_into(attention.tables)
 
     def _noise(self, like: Tensor) -> Tensor:
@@ -241,3 +238,24 @@ def _derivative(of: Tensor, by: Tensor) -> Callable[[Tensor], Tensor]:
     cotangent = torch.zeros_like(of, requires_grad=True)
     (back,) = torch.autograd.grad(of, by, cotangent, create_graph=True)
     return lambda tangent: torch.autograd.grad(back, cotangent, tangent, retain_graph=True)[0]
+
+
+def _is_causal(blocked: Tensor) -> bool:
+    """Whether every key behind its query is blocked, and not every key before it: of ``[..., queries, keys]``."""
+    tokens = blocked.shape[-2]
+    blocked = blocked[..., :tokens]
+    behind = torch.ones(tokens, tokens, dtype=torch.bool, device=blocked.device).triu(1)
+    return tokens > 1 and bool(blocked[..., behind].all()) and not bool(blocked[..., behind.T].all())
+
+
+def is_causal_mask(mask: Tensor | None) -> bool:
+    """Whether a boolean or additive mask blocks every key behind its query."""
+    if mask is None or mask.shape[-1] != mask.shape[-2]:
+        return False
+    return _is_causal(~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2)
+
+
+def are_causal(probabilities: Tensor) -> bool:
+    """Whether every query gives probability 0 to all keys behind it; an attention sink is one key more."""
+    queries, keys = probabilities.shape[-2:]
+    return keys in (queries, queries + 1) and _is_causal(probabilities == 0)

@@ -1,4 +1,4 @@
-"""Watch one forward of a model, and note what each head of each attention depends on."""
+"""One forward of a model, watched: which modules run, and what each head of each attention depends on."""
 
 from __future__ import annotations
 
@@ -15,30 +15,28 @@ from torch.overrides import TorchFunctionMode
 
 from headprune.inputs import tensors
 from headprune.offload import is_offloaded
-from headprune.trace.graphs import Heads, apart, is_matrix, leaves_of, memory, merge
-from headprune.trace.reading import Reader
-from headprune.trace.record import Attention, LinearCall, ModuleSeen, Rows
+from headprune.trace.graphs import HeadSlices, disjoint, is_matrix, leaves_of, memory, merge
+from headprune.trace.reading import Reader, are_causal, is_causal_mask
+from headprune.trace.record import AttentionCall, LinearCall, ModuleRecord, Rows
 
 # Autograd's names of operations that change no number.
-_SHAPES = {
-    f"{name}Backward"
-    for name in (
-        "Clone", "View", "UnsafeView", "Alias", "Transpose", "Permute", "Squeeze", "Unsqueeze", "ReshapeAlias", "T",
-    )
-}  # fmt: skip
+_SHAPES = ("Clone", "View", "UnsafeView", "Alias", "Transpose", "Permute", "Squeeze", "Unsqueeze", "ReshapeAlias", "T")
 _SDPA = F.scaled_dot_product_attention
 _SOFTMAX: set[Callable[..., Any]] = {F.softmax, torch.softmax, Tensor.softmax}
 _CONV: set[Callable[..., Any]] = {F.conv1d, F.conv2d}  # linear layers over channels, where the kernel is 1 wide
 _LINEAR: set[Callable[..., Any]] = {F.linear, torch.addmm, torch.matmul, Tensor.matmul, Tensor.__matmul__}
-_PASSED = 12  # modules between an attention and W_O that are remembered, at most
+_MOST_BETWEEN = 12  # modules between an attention and W_O that are remembered, at most
 
 
 class Tracer(TorchFunctionMode):
-    """Watches one forward.
+    """Records one forward.
 
     Attributes:
-        found: Every computation of attention, in the order of execution.
-        seen: What was seen of every module.
+        attentions: Every computation of attention, in the order of execution.
+        records: What is recorded of every module, by its name.
+        calls: Calls of linear layers, by the id of the leaf that stands for their output.
+        tensors: Names of parameters and buffers, by id.
+        owner: Modules by the memory of their weights, so that ``weight.T`` is known too.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,12 +44,12 @@ class Tracer(TorchFunctionMode):
         self.model = model
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self.running: list[str] = []
-        self.seen = {name: ModuleSeen() for name in self.modules}
-        self.calls: dict[int, LinearCall] = {}  # by id of the leaf
-        self.found: list[Attention] = []
-        self.tensors: dict[int, str] = {}  # names of parameters and buffers
+        self.records = {name: ModuleRecord() for name in self.modules}
+        self.calls: dict[int, LinearCall] = {}
+        self.attentions: list[AttentionCall] = []
+        self.tensors: dict[int, str] = {}
         self.shape: dict[str, torch.Size] = {}
-        self.owner: dict[int, list[str]] = {}  # module by its weight's memory, so that weight.T is known too
+        self.owner: dict[int, list[str]] = {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.tensors[id(tensor)] = name
             self.shape[name] = tensor.shape
@@ -62,8 +60,8 @@ class Tracer(TorchFunctionMode):
         self.loads = is_offloaded(model)
         self.reader = Reader(self.calls, self.tensors)
 
-    def note_made(self, meta: Tensor, real: Tensor, stays: bool) -> None:
-        """Note that ``real`` takes the place of a meta tensor, so that it has its name, and a view of it (``weight.T``) its module."""
+    def note_materialised(self, meta: Tensor, real: Tensor, stays: bool) -> None:
+        """Record that ``real`` replaces a meta tensor: it gets its name, and a view of it (``weight.T``) its module."""
         if stays and id(meta) in self.tensors:
             self.tensors[id(real)] = self.tensors[id(meta)]
         if (owners := self.owner.get(memory(meta))) is not None:
@@ -71,7 +69,7 @@ class Tracer(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note the calls of all modules."""
+        """Record the calls of all modules while the context lasts."""
         with ExitStack() as stack:
             for name, module in self.modules.items():
                 enter, leave = partial(self._enter, name), partial(self._leave, name)
@@ -81,43 +79,43 @@ class Tracer(TorchFunctionMode):
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.running.append(name)
-        seen = self.seen[name]
-        seen.calls += 1
-        seen.inputs = [t for t in tensors((args, kwargs)) if t.ndim]
-        seen.biases = {
+        record = self.records[name]
+        record.calls += 1
+        record.inputs = [t for t in tensors((args, kwargs)) if t.ndim]
+        record.biases = {
             k: v
             for k, v in {**dict(enumerate(args)), **kwargs}.items()
             if isinstance(v, Tensor) and (v.is_floating_point() or v.dtype == torch.bool) and v.ndim > 2
         }
-        seen.cached |= any(v is not None and "past" in k for k, v in kwargs.items())
+        record.cached |= any(v is not None and "past" in k for k, v in kwargs.items())
         if args and isinstance(args[0], Tensor) and args[0].requires_grad:
-            for attention in self.found:
-                if not attention.output and not attention.reason and len(attention.passed) < _PASSED:
-                    attention.passed.append((name, args[0]))
+            for attention in self.attentions:
+                if not attention.output and not attention.reason and len(attention.between) < _MOST_BETWEEN:
+                    attention.between.append((name, args[0]))
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
         if self.running and self.running[-1] == name:
             self.running.pop()
-        seen = self.seen[name]
-        seen.arity, seen.returned = _arity(output), self._returned(output)
+        record = self.records[name]
+        record.arity, record.returned = _arity(output), self._returned(output)
         scales = any(p.ndim == 1 for p in module.parameters(recurse=False))
         if scales and isinstance(output, Tensor) and output.grad_fn is not None:
-            seen.mixed = output
+            record.mixed = output
         self._match_concatenation(name, output)
-        if isinstance(output, Tensor) and any(name in dict(a.passed) for a in self.found if not a.output):
+        if isinstance(output, Tensor) and any(name in dict(a.between) for a in self.attentions if not a.output):
             # A node of its own in the graph, to see whether W_O depends on it.
-            seen.output = output.view_as(output)
-            return seen.output
+            record.output = output.view_as(output)
+            return record.output
         return None
 
     def _note_loaded(self, given: Any) -> None:
         """Name parameters that came in just for this call (accelerate), as long as they last."""
         for part in given:
             if isinstance(part, nn.Parameter) and id(part) not in self.tensors:
-                for around in reversed(self.running):
-                    own = self.modules[around]._parameters.items()
-                    if (found := next((n for n, p in own if p is part), None)) is not None:
-                        self.tensors[id(part)] = f"{around}.{found}" if around else found
+                for module in reversed(self.running):
+                    own = self.modules[module]._parameters.items()
+                    if (name := next((n for n, p in own if p is part), None)) is not None:
+                        self.tensors[id(part)] = f"{module}.{name}" if module else name
                         weakref.finalize(part, self.tensors.pop, id(part), None)
                         break
 
@@ -173,18 +171,18 @@ class Tracer(TorchFunctionMode):
         if source is None or not out.is_floating_point():
             return out
         as_module = bool(self.running) and self.running[-1] == owner
-        self.seen[owner].size_in, self.seen[owner].size_out = source.shape[dim], out.shape[dim]
-        mixing = [a for a in self.found if self._mixes_probabilities(a, source, dim)]
+        self.records[owner].size_in, self.records[owner].size_out = source.shape[dim], out.shape[dim]
+        mixing = [a for a in self.attentions if self._mixes_probabilities(a, source, dim)]
         matched = bool(mixing) or self._match_output(owner, as_module, source, dim)
         if not matched and source.ndim > 3 and self._inside_heads(owner, source):
             return out
         leaf: Tensor = out.detach().requires_grad_()
-        self.calls[id(leaf)] = LinearCall(owner, as_module, source, leaf, dim)
+        self.calls[id(leaf)] = LinearCall(owner, source, leaf, dim)
         for attention in mixing:
             attention.mix(leaf, dim)
         return leaf.clone()  # a copy, since models may write into it
 
-    def _mixes_probabilities(self, attention: Attention, source: Tensor, dim: int) -> bool:
+    def _mixes_probabilities(self, attention: AttentionCall, source: Tensor, dim: int) -> bool:
         """Whether a linear layer's input is an attention's probabilities, a feature for each head, before they weigh any values."""
         if attention.fused or attention.output or attention.reason or not source.requires_grad:
             return False
@@ -194,24 +192,30 @@ class Tracer(TorchFunctionMode):
         if not any(leaf is result for leaf in leaves_of(source)):
             return False
         columns = self.reader.columns_of(attention, source, dim)
-        return apart(columns) and all(len(own) == 1 for own in columns)
+        return disjoint(columns) and all(len(own) == 1 for own in columns)
 
     def _inside_heads(self, owner: str, source: Tensor) -> bool:
         """Whether a linear layer works on heads that the same module has split already, as on relative positions."""
-        around = [name for name in self.running if name and name != owner]
+        outer = [name for name in self.running if name and name != owner]
         calls = [self.calls[id(leaf)].module for leaf in leaves_of(source) if id(leaf) in self.calls]
-        return bool(calls and around) and all(name.startswith(f"{around[-1]}.") for name in calls)
+        return bool(calls and outer) and all(name.startswith(f"{outer[-1]}.") for name in calls)
+
+    def _new_attention(self, result: Tensor, heads: HeadSlices | None, **about: Any) -> AttentionCall:
+        """Record a computation of attention by the module that runs now."""
+        attention = AttentionCall(
+            self._attention_module(), tuple(self.running), result, heads or HeadSlices.along(1, 0), **about
+        )
+        self.attentions.append(attention)
+        return attention
 
     def _on_sdpa(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        query, key, value, mask, _, is_causal = _sdpa_arguments(*args, **kwargs)
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
         result: Tensor = func(*args, **kwargs).detach().requires_grad_()
         self.reader.forget()
         heads = self.reader.heads_in(query)
-        attention = Attention(
-            self._attention_module(), tuple(self.running), result, heads or Heads.along(1, 0),
-            causal=is_causal or _is_causal_mask(mask), fused=True, tokens=query.shape[-2],
-        )  # fmt: skip
-        self.found.append(attention)
+        causal = given.get("is_causal", False) or is_causal_mask(mask)
+        attention = self._new_attention(result, heads, causal=causal, tokens=query.shape[-2])
         if heads is None:
             attention.reason = f"its query has shape {tuple(query.shape)}, in which no heads can be told apart"
             return result.clone()
@@ -229,26 +233,22 @@ class Tracer(TorchFunctionMode):
         self._note_sources(attention, query, key)
         return result.clone()
 
-    def _read(self, attention: Attention, tensor: Tensor, heads: Heads, *, are_values: bool = False) -> Rows:
+    def _read(self, attention: AttentionCall, tensor: Tensor, heads: HeadSlices, *, are_values: bool = False) -> Rows:
         """Note what each head of the queries, keys, values or scores depends on; returns the features of projections."""
         rows = self.reader.rows(tensor, heads)
         merge(attention.rows, rows)
         if not are_values:
-            mixed = {name: seen.mixed for name, seen in self.seen.items() if seen.mixed is not None}
+            mixed = {name: record.mixed for name, record in self.records.items() if record.mixed is not None}
             self.reader.note_selections(attention, tensor, heads, mixed)
         self.reader.note_tables(attention, tensor, heads)
-        self.reader.note_arguments(attention, tensor, heads, self.seen[attention.module].biases)
+        self.reader.note_arguments(attention, tensor, heads, self.records[attention.module].biases)
         return rows
 
     def _on_hidden(self, args: Any, kwargs: Any) -> None:
-        """Attention inside torch's own function, where nothing can be seen: note at least that it is there."""
+        """Attention inside torch's own function, where nothing can be seen: record at least that it is there."""
         heads = kwargs.get("num_heads", args[4] if len(args) > 4 else 1)
-        attention = Attention(
-            self._attention_module(), tuple(self.running), torch.zeros(0), Heads.along(1, heads),
-            causal=False, fused=True, tokens=1,
-        )  # fmt: skip
+        attention = self._new_attention(torch.zeros(0), HeadSlices.along(1, heads))
         attention.reason = "it calls torch's multi_head_attention_forward, which hides its heads; declare a stand-in"
-        self.found.append(attention)
 
     def _on_softmax(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         out: Tensor = func(*args, **kwargs)
@@ -264,11 +264,7 @@ class Tracer(TorchFunctionMode):
             return out
         out = out.movedim(dim, -1)
         result: Tensor = out.detach().requires_grad_()
-        attention = Attention(
-            self._attention_module(), tuple(self.running), result, heads,
-            causal=_are_causal(out), fused=False, tokens=out.shape[-2],
-        )  # fmt: skip
-        self.found.append(attention)
+        attention = self._new_attention(result, heads, causal=are_causal(out), fused=False, tokens=out.shape[-2])
         # A softmax over another dimension is mostly no attention: it counts where its heads reach a W_O separately.
         last = dim in (-1, out.ndim - 1)
         attention.pairwise = last and self.reader.compares_tokens(scores[(0,) * (scores.ndim - 2) + (-1,)])
@@ -277,32 +273,28 @@ class Tracer(TorchFunctionMode):
         return result.clone().movedim(-1, dim)
 
     def _note_lone_head(self, scores: Tensor) -> None:
-        """Attention of one head ``[batch, queries, keys]`` by an entry of a list of modules, as textbooks write a head: note that it is there."""
-        name = self._attention_module()
-        listed = isinstance(self.modules.get(name.rpartition(".")[0]), nn.ModuleList)
+        """Record attention of one head ``[batch, queries, keys]`` by an entry of a list of modules, as textbooks write a head."""
+        listed = isinstance(self.modules.get(self._attention_module().rpartition(".")[0]), nn.ModuleList)
         if not listed or scores.ndim != 3 or not self.reader.compares_tokens(scores[0, -1]):
             return
-        heads = Heads(0, (tuple(range(scores.shape[0])),))
-        attention = Attention(
-            name, tuple(self.running), scores, heads, causal=False, fused=False, tokens=scores.shape[-2]
-        )
+        heads = HeadSlices(0, (tuple(range(scores.shape[0])),))
+        attention = self._new_attention(scores, heads, fused=False, tokens=scores.shape[-2])
         self._read(attention, scores, heads)
         attention.reason = (
             "it is a head by itself in a list of modules, and headprune removes heads from within a module"
         )
-        self.found.append(attention)
 
     def _match_output(self, owner: str, as_module: bool, source: Tensor, dim: int) -> bool:
-        """Note a linear layer as W_O of every attention that its input ``source`` depends on; returns whether there is one."""
-        if not self.found or not source.requires_grad:
+        """Take a linear layer for W_O of every attention that its input ``source`` depends on; returns whether there is one."""
+        if not self.attentions or not source.requires_grad:
             return False
         matched = False
         reached = {id(leaf): leaf for leaf in leaves_of(source)}
-        for attention in self.found:
+        for attention in self.attentions:
             if id(attention.result) not in reached or attention.reason:
                 continue
             if attention.output:
-                attention.bypass = attention.bypass or owner
+                attention.leak = attention.leak or owner
                 continue
             attention.output, attention.output_dim, attention.source, matched = owner, dim, source, True
             if not as_module or owner == attention.module:
@@ -312,28 +304,28 @@ class Tracer(TorchFunctionMode):
             self.reader.note_values(attention, attention.columns, source.movedim(dim, -1), list(reached.values()))
         return matched
 
-    def note_bypass(self, output: Any) -> None:
+    def note_leaks(self, output: Any) -> None:
         """Note whether heads reach the model's output past their W_O."""
         if isinstance(output, Mapping):
             output = {k: v for k, v in output.items() if "attentions" not in k}
         elif isinstance(output, tuple | list):
             output = output[:1]
         reached = {id(leaf) for tensor in tensors(output) for leaf in leaves_of(tensor)}
-        for attention in self.found:
+        for attention in self.attentions:
             if attention.output and id(attention.result) in reached:
-                attention.bypass = attention.bypass or "the model's output"
+                attention.leak = attention.leak or "the model's output"
 
     def _match_concatenation(self, name: str, output: Any) -> None:
         """Note where the heads are in the output of attention module ``name``: without a W_O, they are gated there."""
         returned = output[0] if isinstance(output, tuple) and output else output
-        pending = [a for a in self.found if a.module == name and not a.output and not a.reason]
+        pending = [a for a in self.attentions if a.module == name and not a.output and not a.reason]
         if not pending or not isinstance(returned, Tensor) or not returned.requires_grad:
             return
         reached = {id(leaf): leaf for leaf in leaves_of(returned)}
         for attention in pending:
             if id(attention.result) in reached and len(attention.heads) > 1:
                 columns = self.reader.columns_of(attention, returned)
-                if apart(columns):
+                if disjoint(columns):
                     attention.returned = columns
                     self.reader.note_values(attention, columns, returned, list(reached.values()))
 
@@ -341,26 +333,20 @@ class Tracer(TorchFunctionMode):
         """The linear layer whose output a module returns, in another shape at most; "" if it returns something else."""
         returned = output[0] if isinstance(output, tuple) and output else output
         node = returned.grad_fn if isinstance(returned, Tensor) else None
-        while node is not None and len(node.next_functions) == 1 and node.name().removesuffix("0") in _SHAPES:
+        while node is not None and len(node.next_functions) == 1 and node.name().removesuffix("Backward0") in _SHAPES:
             node = node.next_functions[0][0]
         call = self.calls.get(id(getattr(node, "variable", None)))
         return call.module if call else ""
 
-    def _note_sources(self, attention: Attention, *parts: Tensor) -> None:
+    def _note_sources(self, attention: AttentionCall, *parts: Tensor) -> None:
         """Note cross-attention: some projections read an argument of the module that no other projection reads."""
-        given = {id(t): t for t in self.seen[attention.module].inputs}
-        read: set[frozenset[int]] = set()
-        batch: set[int] = set()
-        for part in parts:
-            for leaf in leaves_of(part):
-                if id(leaf) in self.calls:
-                    read.add(frozenset(self._origins(self.calls[id(leaf)].source, given)))
-                    batch.add(self.calls[id(leaf)].source.shape[0])
+        given = {id(t): t for t in self.records[attention.module].inputs}
+        sources = [self.calls[id(leaf)].source for part in parts for leaf in leaves_of(part) if id(leaf) in self.calls]
         # Relative positions are projected from an argument too, but it has no rows of the batch.
-        rows = max(batch, default=0)
-        hidden = {names & {n for n in names if given[n].shape[0] == rows} for names in read if names}
-        hidden = {names for names in hidden if names}
-        attention.cross = len(hidden) > 1 and not set.intersection(*map(set, hidden))
+        rows = max((source.shape[0] for source in sources), default=0)
+        origins = {frozenset(n for n in self._origins(s, given) if given[n].shape[0] == rows) for s in sources}
+        origins.discard(frozenset())
+        attention.cross = len(origins) > 1 and not frozenset.intersection(*origins)
 
     def _origins(self, source: Tensor, given: dict[int, Tensor]) -> set[int]:
         """Which of the arguments ``given`` a projection's input was computed from, perhaps through other projections."""
@@ -369,12 +355,11 @@ class Tracer(TorchFunctionMode):
         computed = [t for t in given.values() if t.requires_grad and source.requires_grad]
         if computed:
             gradients = torch.autograd.grad(source.sum(), computed, retain_graph=True, allow_unused=True)
-            if found := {id(t) for t, g in zip(computed, gradients, strict=True) if g is not None}:
-                return found
+            if direct := {id(t) for t, g in zip(computed, gradients, strict=True) if g is not None}:
+                return direct
         calls = [self.calls[id(leaf)] for leaf in leaves_of(source) if id(leaf) in self.calls]
-        inner = [
-            call for call in calls if call.source is not source and call.module.startswith(self._attention_module())
-        ]
+        module = self._attention_module()
+        inner = [call for call in calls if call.source is not source and call.module.startswith(module)]
         return {name for call in inner for name in self._origins(call.source, given)}
 
     def _attention_module(self) -> str:
@@ -385,34 +370,6 @@ class Tracer(TorchFunctionMode):
             if any(t.ndim >= 2 for t in (*module.parameters(), *packed)):
                 return name
         return self.running[-1] if self.running else ""
-
-
-def _sdpa_arguments(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool]:  # fmt: skip
-    return query, key, value, attn_mask, dropout_p, is_causal
-
-
-def _is_causal(blocked: Tensor) -> bool:
-    """Whether every key behind its query is blocked, and not every key before it: of ``[..., queries, keys]``."""
-    tokens = blocked.shape[-2]
-    blocked = blocked[..., :tokens]
-    behind = torch.ones(tokens, tokens, dtype=torch.bool, device=blocked.device).triu(1)
-    return tokens > 1 and bool(blocked[..., behind].all()) and not bool(blocked[..., behind.T].all())
-
-
-def _is_causal_mask(mask: Tensor | None) -> bool:
-    if mask is None or mask.shape[-1] != mask.shape[-2]:
-        return False
-    return _is_causal(~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2)
-
-
-def _are_causal(probabilities: Tensor) -> bool:
-    queries, keys = probabilities.shape[-2:]
-    return keys in (queries, queries + 1) and _is_causal(
-        probabilities == 0
-    )  # one more where there is an attention sink
 
 
 def _arity(output: Any) -> int | None:

@@ -11,7 +11,7 @@ import torch
 
 from headprune.app.documents import Heads, LayerProfile, Positions, Sample, SampleLayer
 from headprune.attention import AttentionLayer
-from headprune.jsonio import CHECKSUM
+from headprune.files import CHECKSUM
 from headprune.scoring.scores import HeadScores
 from headprune.seeing import HeadProfile
 
@@ -146,7 +146,7 @@ def scores_of(values: list[float], method: str = "ablation", layer: AttentionLay
     )  # fmt: skip
 
 
-def heads_document(title: str = "", token: str = "a", role: str = "", samples: int = 1) -> Heads:
+def heads_document(title: str = "", token: str = "a", role: str = "", samples: int = 1, unseen: str = "") -> Heads:
     """What heads.json says of the one layer: three tokens, and head h attends to token h - 1 alone."""
     weights = np.zeros((4, 3, 3), np.float32)
     for h in range(4):
@@ -154,7 +154,7 @@ def heads_document(title: str = "", token: str = "a", role: str = "", samples: i
     profile = HeadProfile(9, 1.25, role=role, because="0.81 of its attention goes there" if role else "")
     return Heads(
         examples=1, tokens=3, unit="tokens", layers=(
-            LayerProfile(name=LAYER.name, index=0, kind="encoder", heads=(profile,) * 4),
+            LayerProfile(name=LAYER.name, index=0, kind="encoder", heads=() if unseen else (profile,) * 4, unseen=unseen),
         ), samples=tuple(
             Sample(
                 title=title or f"sample {i}", positions={"input": Positions(labels=(token, "b", "c"))},
@@ -162,6 +162,18 @@ def heads_document(title: str = "", token: str = "a", role: str = "", samples: i
             ) for i in range(samples)
         ),
     )  # fmt: skip
+
+
+def large_heads_document(layers: int, heads: int, tokens: int) -> Heads:
+    """What heads.json says of so many layers, named ``layer.0`` and so on; their attention in one example is random."""
+    profile = HeadProfile(900, 1.2345, role="attends to the previous token", because="0.81 of its attention goes to it")
+    weights = np.random.default_rng(0).random((heads, tokens, tokens), np.float32)
+    sample = Sample(title="", positions={"input": Positions(labels=("token",) * tokens)}, layers=tuple(
+        SampleLayer.packed(n, weights, "input", "input") for n in range(layers)
+    ))  # fmt: skip
+    return Heads(examples=1, tokens=2, unit="tokens", samples=(sample,), layers=tuple(
+        LayerProfile(name=f"layer.{n}", index=n, kind="decoder", heads=(profile,) * heads) for n in range(layers)
+    ))  # fmt: skip
 
 
 def _profile(role: str, clarity: float) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +25,11 @@ class Shape:
     def heads(self) -> int:
         return self.kv * self.per_group
 
-    def parameters(self, width: int, heads: int, kv: int) -> int:
-        """How many numbers the four projections have with so many heads; W_O's bias has no head."""
-        per_input = (heads + 2 * kv) * self.head_dim
-        return per_input * (width + self.bias) + width * heads * self.head_dim + width * self.bias
+    def parameters(self, width: int, gone: set[int]) -> int:
+        """How many numbers the four projections have without some heads; W_O's bias has no head."""
+        stay = [h for h in range(self.heads) if h not in gone]
+        per_input = (len(stay) + 2 * len({h // self.per_group for h in stay})) * self.head_dim
+        return per_input * (width + self.bias) + width * len(stay) * self.head_dim + width * self.bias
 
 
 class GroupedAttention(nn.Module):
@@ -43,61 +43,38 @@ class GroupedAttention(nn.Module):
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, width, shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in self.projections())
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projections)
         k, v = (t.repeat_interleave(self.num_heads // self.num_key_value_heads, dim=1) for t in (k, v))
         return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
-    def projections(self) -> tuple[nn.Linear, ...]:
-        return self.q_proj, self.k_proj, self.v_proj
-
 
 class Stack(nn.Module):
-    """Attention layers with residuals and norms, and a head for three classes."""
+    """Attention layers with residuals and norms."""
 
     def __init__(self, shapes: list[Shape], width: int) -> None:
         super().__init__()
         self.shapes, self.width = shapes, width
         self.layers = nn.ModuleList(GroupedAttention(shape, width) for shape in shapes)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in shapes)
-        self.head = nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         for attention, norm in zip(self.layers, self.norms, strict=True):
             x = norm(x + attention(x))
-        return self.head(x.mean(dim=1))
-
-    def without(self, drop: dict[str, list[int]]) -> nn.Module:
-        """A copy in which W_O reads nothing of some heads: what a pruned model must compute, without any gate or hook."""
-        other = copy.deepcopy(self)
-        with torch.no_grad():
-            for name, heads in drop.items():
-                attention = other.get_submodule(name)
-                for h in heads:
-                    attention.o_proj.weight[:, h * attention.head_dim : (h + 1) * attention.head_dim] = 0
-        return other
+        return x
 
 
 @st.composite
-def stacks(draw: st.DrawFn) -> tuple[Stack, Tensor]:
-    """A model of one to three layers, and an example; in float64."""
+def stacks(draw: st.DrawFn) -> tuple[Stack, Tensor, dict[str, list[int]]]:
+    """A model of one to three layers in float64, an example, and heads that may go: as many of every group that stays."""
     shape = st.builds(Shape, st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 3, 4]), st.booleans())
     shapes = draw(st.lists(shape.filter(lambda s: s.heads > 1), min_size=1, max_size=3))
     model = randomise(Stack(shapes, draw(st.sampled_from([5, 12]))), seed=draw(st.integers(0, 99))).double()
-    x = torch.randn(2, 6, model.width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return model, x  # type: ignore[return-value]
-
-
-@st.composite
-def drops(draw: st.DrawFn, shapes: list[Shape]) -> dict[str, list[int]]:
-    """Heads that may go: whole groups, and as many heads of every group that stays; whole layers too."""
-    found = {}
-    for i, shape in enumerate(shapes):
-        kept_groups = draw(st.sets(st.integers(0, shape.kv - 1)))
-        count = draw(st.integers(1, shape.per_group))
-        kept = set()
-        for group in kept_groups:
-            first = group * shape.per_group
-            kept |= draw(st.sets(st.integers(first, first + shape.per_group - 1), min_size=count, max_size=count))
-        if gone := sorted(set(range(shape.heads)) - kept):
-            found[f"layers.{i}"] = gone
-    return found
+    drop = {}
+    for i, each in enumerate(shapes):
+        count, stay = draw(st.integers(1, each.per_group)), set[int]()
+        for group in draw(st.sets(st.integers(0, each.kv - 1))):
+            heads = st.integers(group * each.per_group, (group + 1) * each.per_group - 1)
+            stay |= draw(st.sets(heads, min_size=count, max_size=count))
+        drop[f"layers.{i}"] = sorted(set(range(each.heads)) - stay)
+    return model, torch.randn(2, 6, model.width, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), drop  # type: ignore[return-value]

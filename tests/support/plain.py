@@ -1,4 +1,4 @@
-"""Plain attention modules, without transformers."""
+"""Plain attention modules, without transformers, and modules that make their heads in ways of their own."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headprune.forms import remember
+from headprune.input_specs import record
 from tests.support.zoo import randomise
 
 WIDTH, HEADS = 32, 4
+SIZE = WIDTH // HEADS
 
 
 class Attention(nn.Module):
-    """Ordinary attention. ``kill`` is the brute force: this head's result is zero."""
+    """Ordinary attention. ``silent`` is the brute force: these heads' results are zero."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_heads = HEADS
         self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.kill: int | None = None
+        self.silent: tuple[int, ...] = ()
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values ``[batch, heads, tokens, width of a head]``."""
+        return tuple(t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
 
     def attend(self, x: Tensor, **mask: Any) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return self.joined(F.scaled_dot_product_attention(q, k, v, **mask))
+        return self.joined(F.scaled_dot_product_attention(*self.split(x), **mask))
 
     def joined(self, result: Tensor) -> Tensor:
-        if self.kill is not None:
-            result = result.clone()
-            result[:, self.kill] = 0
+        if self.silent:
+            result = result.index_fill(1, torch.tensor(self.silent), 0.0)
         return result.transpose(1, 2).flatten(2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +77,7 @@ class Summed(nn.Module):
         return {"summed": self.outer(hidden).sum(1), "x": hidden if scale is None else hidden * scale}
 
 
-def summed() -> nn.Module:
-    model = randomise(Summed())
-    remember(model, {"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))})
+def summed(kind: type[nn.Module] = Summed, rows: int = 2, **more: Tensor) -> nn.Module:
+    model = randomise(kind())
+    record(model, {"x": torch.randn(rows, 5, 8, generator=torch.Generator().manual_seed(0)), **more})
     return model

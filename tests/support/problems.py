@@ -14,30 +14,29 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.inputs import first_rows
-from headprune.loss import ExampleLoss
+from headprune.losses import ExampleLoss
 from headprune.scoring import METHODS, Problem, Settings
-from headprune.scoring.base import Estimate, Store
+from headprune.scoring.base import Estimate
+from headprune.store import Store
 from tests.support.checks import hooks
 from tests.support.zoo import labelled, randomise, text
 
 
 class Memory(Store):
-    """Remembers finished parts, and fails at a new part when the limit is reached."""
+    """Fails at a new part when the limit is reached."""
 
     def __init__(self, limit: int = 10**9) -> None:
-        self.parts: dict[str, Tensor] = {}
+        super().__init__()
+        self.parts: set[str] = set()
         self.limit = limit
 
-    def known(self, key: str) -> Tensor | None:
-        return self.parts[key].clone() if key in self.parts else None
-
-    def keep(self, key: str, value: Tensor) -> Tensor:
+    def keep(self, name: str, value: Any) -> Any:
         if len(self.parts) == self.limit:
             raise KeyboardInterrupt
         assert value.dtype == torch.float64
         assert value.device.type == "cpu"
-        self.parts[key] = value.clone()
-        return value.clone()
+        self.parts.add(name)
+        return super().keep(name, value.clone())
 
 
 def small(heads: int = 3, layers: int = 2) -> tuple[nn.Module, list[dict[str, Tensor]]]:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.attention import Heads
 from headprune.inputs import call
-from headprune.modules import exact_attention
 from headprune.reference import OutputProjection, calibrate, measure
 from headprune.repairing import Refit, Weights
 from headprune.repairing.step import LeftOut
 from headprune.repairing.steps import logits
+from headprune.running import exact_attention
 from tests.support import zoo
 from tests.support.problems import small
 from tests.support.zoo import Made, randomise, sizes, text

@@ -1,4 +1,4 @@
-"""What several processes do together in tests of `headprune.ranks`: each function is called in every one of them."""
+"""What several processes do together in tests of `headprune.parallel`: each function is called in every one of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.app.folders import Folder, claimed
 from headprune.errors import HeadPruneError
-from headprune.ranks import Ranks, current, launched
+from headprune.parallel import Ranks, current, launcher_ranks
 from headprune.scoring import Settings
 from tests.support.zoo import labelled, randomise, text
 
@@ -33,7 +33,7 @@ def small() -> tuple[nn.Module, list[dict[str, Tensor]]]:
 def scored(method: str, count: int = 5, work: str = "", **settings: Any) -> dict[str, Any]:
     """Scores of the small model on its first batches."""
     model, batches = small()
-    with launched():
+    with launcher_ranks():
         found = hp.score(
             model, batches[:count], method, seed=3, settings=Settings(**settings), work=Path(work) if work else None
         )
@@ -46,7 +46,7 @@ def pruned(strategy: str = "auto", effort: str = "normal") -> dict[str, Any]:
     model = model.double()
     batches = [labelled(model, text(rows, 7, seed=rows), seed=rows) for rows in (24, 30, 20, 27, 1)]
     held_out = [labelled(model, text(rows, 7, seed=90 + rows), seed=rows) for rows in (3, 5)]
-    with launched() as ranks:
+    with launcher_ranks() as ranks:
         plans = hp.search(model, batches, [8, 4], choose=held_out, strategy=strategy, effort=effort)
         before = hp.evaluate(model, held_out)
         repair = hp.repair(model, plans[1], batches)
@@ -64,7 +64,7 @@ def pruned(strategy: str = "auto", effort: str = "normal") -> dict[str, Any]:
 
 def together(kind: str) -> Any:
     """Small things that ranks do."""
-    with launched() as ranks:
+    with launcher_ranks() as ranks:
         return KINDS[kind](ranks)
 
 
@@ -189,8 +189,7 @@ def finetuned(
 ) -> dict[str, Any]:
     """The small model trained after heads went, on batches of 6, 2, 5, 4 and 1 rows; its weights and what was measured."""
     from headprune.app import finetune
-    from headprune.app.distillation import Mixture
-    from headprune.app.options import FinetuneOptions
+    from headprune.app.options import FinetuneOptions, Mixture
     from tests.support.finetuning import tuned
 
     config = tf.BertConfig(
@@ -214,11 +213,11 @@ def finetuned(
         return loss(self, batch)
 
     finetune.DistillationLoss.forward = noting  # type: ignore[method-assign]
-    with launched():
+    with launcher_ranks():
         model, training = tuned(pruned, dense, batches, batches[:2], Path(work), options)
     return {
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
-        "history": [epoch.model_dump() for epoch in training.history],
+        "history": training.history,
         "best": training.best,
         "largest": max(sizes),
         "moved": float((next(model.parameters()) - next(pruned.parameters())).detach().abs().max()),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -14,9 +16,6 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.attention import Heads
-from headprune.checkpoint.remote_code import auto_classes
-from headprune.checkpoint.writing import dense_class
 from tests.support.zoo import Made, bert, gpt2, llama, qwen3, randomise, sizes, t5, vit, whisper
 
 
@@ -45,7 +44,7 @@ def cases(names: Iterable[str] = FAMILIES, quick: Iterable[str] = FAMILIES, kind
     ]
 
 
-def plan(layers: list[hp.AttentionLayer], kind: str) -> Heads:
+def plan(layers: list[hp.AttentionLayer], kind: str) -> dict[str, list[int]]:
     """Which heads go: another number in every layer; ``emptied``: all of the first layer of each kind."""
     drop, first = {}, set()
     for i, layer in enumerate(layers):
@@ -72,7 +71,7 @@ def like(example: dict[str, Tensor], seed: int, rows: int = 24) -> dict[str, Ten
 
 
 @cache
-def _changed(name: str, kind: str) -> tuple[nn.Module, Any, Heads]:
+def _changed(name: str, kind: str) -> tuple[nn.Module, Any, dict[str, list[int]]]:
     model, example = MODELS[name]()
     layers = hp.find_attention(model, example)
     drop = plan(layers, kind)
@@ -89,7 +88,7 @@ def changed(name: str, kind: str) -> tuple[Any, dict[str, Tensor]]:
     return copy.deepcopy(model), {k: v.clone() for k, v in example.items()}
 
 
-def heads_gone(name: str, kind: str) -> Heads:
+def heads_gone(name: str, kind: str) -> dict[str, list[int]]:
     """What that model lost."""
     return _changed(name, kind)[2]
 
@@ -106,12 +105,33 @@ def off(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).abs().max() / b.float().abs().max())
 
 
-def auto_class(model: nn.Module) -> Any:
-    """The auto class of transformers that makes models of this class."""
-    cls = dense_class(model)
-    return getattr(tf, next(auto for auto, name in auto_classes(cls).items() if name == cls.__name__))
+def by_transformers(folder: Path, **options: Any) -> Any:
+    """What transformers loads from a folder, by the call that its README.md shows."""
+    call = re.search(
+        r'= (\w+)\.from_pretrained\("[\w/]+"(, trust_remote_code=True)?\)', (folder / "README.md").read_text()
+    )
+    assert call is not None
+    return getattr(tf, call[1]).from_pretrained(folder, trust_remote_code=call[2] is not None, **options).eval()
 
 
-def by_transformers(model: nn.Module, folder: Path, **options: Any) -> Any:
-    """What transformers loads from the folder of a model, by the folder's own code."""
-    return auto_class(model).from_pretrained(folder, trust_remote_code=True, **options).eval()
+def needs_code(folder: Path) -> bool:
+    """Whether a folder's README.md says that its code has to run."""
+    return "trust_remote_code=True" in (folder / "README.md").read_text()
+
+
+def sidecar(folder: Path) -> dict[str, Any]:
+    """A folder's headprune.json."""
+    found: dict[str, Any] = json.loads((folder / "headprune.json").read_text())
+    return found
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change entries of a JSON file, and leave out its checksum; those that become None are removed."""
+    document = {
+        k: v for k, v in {**json.loads(path.read_text()), **changes}.items() if v is not None and k != "checksum"
+    }
+    path.write_text(json.dumps(document))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}

@@ -99,29 +99,6 @@ class HeadsFirst(D2LMultiHead):
         return x.reshape(x.shape[0], x.shape[1], -1)
 
 
-class BertSelfAttention(nn.Module):
-    """BERT as blogs write it: 12 heads of 64, in one or two reshapes."""
-
-    def __init__(self, reshapes: int, heads: int = 12, size: int = 64) -> None:
-        super().__init__()
-        self.num_attention_heads, self.attention_head_size, self.all_head_size = heads, size, heads * size
-        self.query, self.key, self.value = (nn.Linear(heads * size, heads * size) for _ in range(3))
-        self.dense = nn.Linear(heads * size, heads * size)
-        self.reshapes = reshapes
-
-    def heads(self, x: Tensor) -> Tensor:
-        if self.reshapes == 2:
-            x = x.view(*x.size()[:-1], self.num_attention_heads, self.attention_head_size)
-            return x.permute(0, 2, 1, 3)
-        return x.view(x.size(0), -1, self.num_attention_heads, self.attention_head_size).transpose(1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.heads(self.query(x)), self.heads(self.key(x)), self.heads(self.value(x))
-        weights = nn.Softmax(dim=-1)(torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(self.attention_head_size))
-        out = torch.matmul(weights, v).permute(0, 2, 1, 3).contiguous()
-        return self.dense(out.view(*out.size()[:-2], self.all_head_size))
-
-
 class Classifier(nn.Module):
     """Two attention layers with residuals behind a linear head."""
 
@@ -246,10 +223,9 @@ CLASSES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "linear names": lambda: (Classifier(LinearNames(), LinearNames(), 32, 3), hidden(32)),
     "d2l": lambda: (Classifier(D2LMultiHead(), D2LMultiHead(bias=True), 32, 3), (hidden(32), torch.tensor([4, 6, 2]))),
     "d2l without lengths": lambda: (Classifier(D2LMultiHead(), D2LMultiHead(), 32, 3), hidden(32)),
+    "heads first": lambda: (Classifier(HeadsFirst(), HeadsFirst(), 32, 3), hidden(32)),
     "mingpt": lambda: (MinGPT(), tokens(8, 3)),
     "encoder-decoder": lambda: (EncoderDecoder(), (tokens(7, 0), tokens(5, 1))),
-    "bert, two reshapes": lambda: (Classifier(BertSelfAttention(2), BertSelfAttention(2), 768, 1), hidden(768)),
-    "bert, one reshape": lambda: (Classifier(BertSelfAttention(1), BertSelfAttention(1), 768, 1), hidden(768)),
 }
 
 

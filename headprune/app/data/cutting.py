@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from headprune.app.data.options import DataOptions
 from headprune.app.data.reading import place
+from headprune.app.options import DataOptions
 from headprune.errors import HeadPruneError
 
 _CHOOSE_SPLITS = ("validation", "valid", "val", "dev", "eval", "validation_matched")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor
+
+from headprune.files import digest
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,6 @@ def content_hash(value: Any) -> str:
     """A hash of plain values and tensors: equal where they are equal."""
 
     def plain(x: Any) -> Any:
-        return hashlib.sha256(x.numpy().tobytes()).hexdigest() if isinstance(x, Tensor) else str(x)
+        return digest([x.numpy().tobytes()], 64) if isinstance(x, Tensor) else str(x)
 
-    return hashlib.sha256(json.dumps(value, default=plain, sort_keys=True).encode()).hexdigest()[:16]
+    return digest(json.dumps(value, default=plain, sort_keys=True))

@@ -12,10 +12,10 @@ from headprune.amounts import example_count
 from headprune.app.data.cutting import cut_rows, reported_of, shuffled
 from headprune.app.data.encoders import encoder_of
 from headprune.app.data.encoders.language import CausalLM, MaskedLM
-from headprune.app.data.options import DataOptions
 from headprune.app.data.part import OnDemand, Part, Parts, content_hash
 from headprune.app.data.reading import place, read_splits
 from headprune.app.models import LoadedModel
+from headprune.app.options import DataOptions
 from headprune.errors import HeadPruneError, first_line
 
 PLAIN_TEXT = Path(__file__).parent / "plain-english.txt"  # a passage a line; its source is in plain-english.md

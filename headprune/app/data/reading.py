@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headprune.app.data.broken import fatal, first_broken
+from headprune.app.data.broken import broken_line, fatal, files_in
 from headprune.errors import HeadPruneError, causes, check_text, explained, first_line, is_of_the_disk
 
 BUILDERS = {
@@ -94,14 +94,40 @@ def _load(dataset: str, subset: str | None) -> dict[str, Any]:
 
     path = Path(dataset)
     if path.is_file():
-        suffix = path.suffix.lower()
-        extra = {"delimiter": "\t"} if suffix == ".tsv" else {}
-        found = datasets.load_dataset(BUILDERS[suffix], data_files=glob.escape(str(path)), **extra)
-        return {WHOLE: found["train"]}
+        return {WHOLE: _load_file(path)}
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         stored = datasets.load_from_disk(str(path))
         return dict(stored) if isinstance(stored, Mapping) else {WHOLE: stored}
     return dict(datasets.load_dataset(dataset, subset))
+
+
+def _load_file(path: Path, streaming: bool = False) -> Any:
+    import datasets
+
+    suffix = path.suffix.lower()
+    extra = {"delimiter": "\t"} if suffix == ".tsv" else {}
+    return datasets.load_dataset(
+        BUILDERS[suffix], data_files=glob.escape(str(path)), split="train", streaming=streaming, **extra
+    )
+
+
+def unreadable_file(path: Path) -> HeadPruneError | None:
+    """The error for the first file, of a folder or itself, that cannot be read by itself; None without one.
+
+    The library's error for a folder does not name the file.
+    """
+    for file in files_in(path, *BUILDERS):
+        try:
+            if BUILDERS[file.suffix.lower()] != "parquet" and (problem := broken_line(file)):
+                return problem
+            for _ in _load_file(file, streaming=True).with_format("arrow").iter(1000):
+                pass
+        except Exception as error:
+            return HeadPruneError(
+                f"{file} cannot be read as a dataset: {first_line(error)}.",
+                "Repair or remove it, then run the same command again.",
+            )
+    return None
 
 
 def _of_the_cache(path: Path, error: Exception) -> HeadPruneError | None:
@@ -131,8 +157,8 @@ def _unreadable(dataset: str, error: Exception) -> HeadPruneError:
     if (elsewhere := _of_the_cache(path, error)) is not None:
         return elsewhere
     if path.exists():
-        if found := first_broken(path):
-            return found
+        if problem := unreadable_file(path):
+            return problem
         if path.is_dir() and glob.has_magic(str(path.resolve())):
             return HeadPruneError(
                 f"{path} cannot be read as a dataset: the library takes *, ? and [ in {path.resolve()} for patterns of names.",

@@ -1,15 +1,10 @@
-"""What a run folder's JSON files hold: one definition each, by which they are written, read and reported.
+"""What a run folder's JSON files hold: one dataclass each, by which they are written, read and reported (`headprune.documents`).
 
-`Run` is run.json, `Metrics` is metrics.json, `Heads` is heads.json, `StreamedRun` is streamed.json and `FinetuneRecord` is finetune.json. The files of scores and plans hold values of the
-library, which writes and reads them itself (`headprune.scoring.HeadScores`, `headprune.plans.PruningPlan`).
-
-An unknown key is an error: what this version does not understand could make its report wrong. A field that has a default was added
-later, or is only there where it applies: files without it are readable, and only what was set is written. A key that changes its name
-or meaning needs a new `headprune.jsonio.SCHEMA`.
+`Run` is run.json, `Metrics` is metrics.json, `Heads` is heads.json and `FinetuneRecord` is finetune.json. The files of scores and plans
+hold values of the library, which writes and reads them itself (`headprune.scoring.HeadScores`, `headprune.plans.PruningPlan`). A key that
+changes its name or meaning needs a new `headprune.files.SCHEMA`.
 """
 
-from headprune.app.documents.base import Document, File
-from headprune.app.documents.common import Cut, Environment, Epoch, Examples, Measured, Training
 from headprune.app.documents.finetune import (
     FinetunedChanges,
     FinetunedModels,
@@ -23,30 +18,23 @@ from headprune.app.documents.metrics import (
     AlsoMeasured,
     Asked,
     BudgetResult,
-    ComparedOrder,
-    ComparedPlan,
     Dense,
     EngineLatency,
     ExportedModel,
     Latency,
     Metrics,
-    PlannedWork,
     Planning,
     Point,
     Proved,
-    Refitted,
     Repaired,
-    StepTrial,
     TimeParts,
     Trained,
 )
-from headprune.app.documents.run import LayerFacts, ModelFacts, Run
-from headprune.app.documents.streamed import StreamedProof, StreamedRun
+from headprune.app.documents.run import Cut, Environment, Examples, LayerFacts, Measured, ModelFacts, Run, Training
 
 __all__ = [
-    "MOST_APART", "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "ComparedOrder", "ComparedPlan", "Cut", "Dense", "Document",
-    "EngineLatency", "Environment", "Epoch", "Examples", "ExportedModel", "File", "FinetuneRecord",
-    "FinetunedChanges", "FinetunedModels", "Heads", "Latency", "LayerFacts", "LayerProfile", "Measured", "Metrics",
-    "ModelFacts", "PlannedWork", "Planning", "Point", "Positions", "Proved", "Refitted", "Repaired", "Run", "Sample",
-    "SampleLayer", "StepTrial", "StreamedProof", "StreamedRun", "TimeParts", "Trained", "Training", "TrainingOptions",
+    "MOST_APART", "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "Cut", "Dense", "EngineLatency", "Environment",
+    "Examples", "ExportedModel", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Heads", "Latency",
+    "LayerFacts", "LayerProfile", "Measured", "Metrics", "ModelFacts", "Planning", "Point", "Positions", "Proved", "Repaired",
+    "Run", "Sample", "SampleLayer", "TimeParts", "Trained", "Training", "TrainingOptions",
 ]  # fmt: skip

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from headprune.app.data.options import DataOptions
-from headprune.app.documents.base import Count, Document, File
-from headprune.app.documents.common import Cut, Environment, Measured, Training
-from headprune.app.options import FinetuneOptions
+from headprune.app.documents.run import Cut, Environment, Measured, Training
+from headprune.app.options import DataOptions, FinetuneOptions
+from headprune.documents import Count, File
 from headprune.evaluation import Change
 
 
@@ -19,7 +19,8 @@ class TrainingOptions(FinetuneOptions):
     train_limit: Count | None = None
 
 
-class FinetunedModels(Document):
+@dataclass(frozen=True, kw_only=True)
+class FinetunedModels:
     """The three models on the reporting part."""
 
     dense: Measured
@@ -27,7 +28,8 @@ class FinetunedModels(Document):
     finetuned: Measured
 
 
-class FinetunedChanges(Document):
+@dataclass(frozen=True, kw_only=True)
+class FinetunedChanges:
     """Paired changes: from the dense model to the pruned and to the fine-tuned one, and from the pruned to the fine-tuned one."""
 
     pruned: Change
@@ -35,6 +37,7 @@ class FinetunedChanges(Document):
     gain: Change
 
 
+@dataclass(frozen=True, kw_only=True)
 class FinetuneRecord(File):
     """How a pruned model was fine-tuned, and what that gave.
 
@@ -43,7 +46,7 @@ class FinetuneRecord(File):
         seconds: The time it took in all.
     """
 
-    kind = "finetune"
+    kind: ClassVar[str] = "finetune"
 
     command: str
     when: str

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import base64
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from pydantic import model_validator
 
-from headprune.app.documents.base import Count, Document, File
+from headprune.documents import Count, File
 from headprune.seeing.figures import HeadProfile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from typing_extensions import Self
 
 
-class LayerProfile(Document):
+@dataclass(frozen=True, kw_only=True)
+class LayerProfile:
     """What the heads of a layer do.
 
     Attributes:
@@ -35,7 +35,8 @@ class LayerProfile(Document):
     unseen: str = ""
 
 
-class Positions(Document):
+@dataclass(frozen=True, kw_only=True)
+class Positions:
     """What stands at the positions of a sequence that is attended from or to.
 
     Attributes:
@@ -50,7 +51,8 @@ class Positions(Document):
     image: str | None = None
 
 
-class SampleLayer(Document):
+@dataclass(frozen=True, kw_only=True)
+class SampleLayer:
     """The attention of a layer's heads in one example.
 
     Attributes:
@@ -74,7 +76,7 @@ class SampleLayer(Document):
     @classmethod
     def packed(
         cls, layer: int, weights: NDArray[np.float32], queries: str, keys: str, rows: tuple[int, ...] | None = None
-    ) -> Self:
+    ) -> SampleLayer:
         """From weights ``[heads, queries, keys]`` between 0 and 1."""
         scale = 1.0 if rows is None else float(weights.max()) or 1.0
         data = base64.b64encode(np.rint(weights / scale * 255).astype(np.uint8).tobytes()).decode()
@@ -88,14 +90,13 @@ class SampleLayer(Document):
         data = np.frombuffer(base64.b64decode(self.weights), np.uint8).reshape(self.shape)
         return np.multiply(data, self.scale / 255, dtype=np.float32)
 
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
+    def __post_init__(self) -> None:
         if len(base64.b64decode(self.weights)) != math.prod(self.shape):
             raise ValueError("weights do not have the shape that is given")
-        return self
 
 
-class Sample(Document):
+@dataclass(frozen=True, kw_only=True)
+class Sample:
     """One example as the heads see it.
 
     Attributes:
@@ -110,8 +111,7 @@ class Sample(Document):
     layers: tuple[SampleLayer, ...]
     shortened: bool = False
 
-    @model_validator(mode="after")
-    def _labelled(self) -> Self:
+    def __post_init__(self) -> None:
         for layer in self.layers:
             for name in (layer.queries, layer.keys):
                 if name not in self.positions:
@@ -119,9 +119,9 @@ class Sample(Document):
             held = len(self.positions[layer.queries].labels) if layer.rows is None else len(layer.rows)
             if layer.shape[1:] != (held, len(self.positions[layer.keys].labels)):
                 raise ValueError(f"layer {layer.layer} does not have the shape of its positions")
-        return self
 
 
+@dataclass(frozen=True, kw_only=True)
 class Heads(File):
     """What the dense model's heads do, on examples of the scoring part.
 
@@ -132,7 +132,7 @@ class Heads(File):
         seconds: That it took.
     """
 
-    kind = "heads"
+    kind: ClassVar[str] = "heads"
 
     examples: Count
     tokens: Count

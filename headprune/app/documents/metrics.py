@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from pydantic import Field, model_validator
-
-from headprune.app.documents.base import Beside, Count, Document, File
-from headprune.app.documents.common import Environment, Examples, Measured, Training
+from headprune.app.documents.run import Environment, Examples, Measured, Training
 from headprune.app.options import FinetuneOptions
 from headprune.budgets import Budget, Reading, kind_named
+from headprune.documents import Beside, Count, File
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow
-from headprune.planning.effort import Effort
-from headprune.repairing import AnswersRepair, LayerRepair
-from headprune.timing import Breakdown, EnergyRow, GenerationRow
+from headprune.planning.effort import Effort, Work
+from headprune.repairing import Repair
+from headprune.searching import ComparedOrder
+from headprune.surgery import Proof
+from headprune.timing import Breakdown, GenerationRow
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
-
+@dataclass(frozen=True, kw_only=True)
 class Dense(Measured):
     """The dense model on the reporting part.
 
@@ -38,40 +37,8 @@ class Dense(Measured):
     dtype: str | None = None
 
 
-class PlannedWork(Document):
-    """What making an order was counted to cost; see `headprune.planning.effort.Work`.
-
-    Attributes:
-        left_out: Why it was not made.
-    """
-
-    passes: float
-    flops: float
-    examples: Count
-    left_out: str | None = None
-
-
-class ComparedPlan(Document):
-    """How a plan did on the choosing part: divergence from the dense model's answers, or where that is not known the loss, in nats.
-
-    A divergence is never less than what rounding makes of equal answers (`headprune.divergence.Divergence.rounding`).
-    """
-
-    budget: str
-    kept: Count
-    divergence: float | None = None
-    loss: float | None = None
-
-
-class ComparedOrder(Document):
-    """An order of heads, and how its plans did, one a budget; one of the orders is used."""
-
-    order: str
-    used: bool
-    plans: tuple[ComparedPlan, ...]
-
-
-class Planning(Document):
+@dataclass(frozen=True, kw_only=True)
+class Planning:
     """How plans were made.
 
     Attributes:
@@ -88,12 +55,13 @@ class Planning(Document):
     protect: str = ""
     min_heads_per_layer: Count = 0
     effort: Effort | None = None
-    work: dict[str, PlannedWork] = Field(default_factory=dict)
+    work: dict[str, Work] = field(default_factory=dict)
     judged_by: str = ""
     compared: tuple[ComparedOrder, ...] = ()
 
 
-class Asked(Document):
+@dataclass(frozen=True, kw_only=True)
+class Asked:
     """A budget.
 
     Attributes:
@@ -116,7 +84,7 @@ class Asked(Document):
     length: Count | None = None
 
     @classmethod
-    def of(cls, budget: Budget, reading: Reading) -> Self:
+    def of(cls, budget: Budget, reading: Reading) -> Asked:
         return cls(
             asked=str(budget), kind=budget.kind, limit=budget.amount, relative=budget.relative, unit=budget.amount_unit,
             measured=reading.value, low=reading.low, high=reading.high,
@@ -137,30 +105,8 @@ class Asked(Document):
         return Reading(self.measured, self.low, self.high)
 
 
-class StepTrial(Document):
-    """As `headprune.repairing.Trial`; None for what is not finite."""
-
-    step: str
-    before: float | None
-    after: float | None
-    examples: Count
-    kept: bool
-
-
-class Refitted(Document):
-    """As `headprune.repairing.Repair`."""
-
-    layers: dict[str, LayerRepair]
-    examples: Count
-    mixtures: Count = 0
-    passes: Count
-    biases: tuple[str, ...]
-    notes: tuple[str, ...]
-    answers: AnswersRepair | None = None
-    trials: tuple[StepTrial, ...] = ()
-
-
-class Repaired(Refitted):
+@dataclass(frozen=True, kw_only=True)
+class Repaired(Repair):
     """A repair, and what it was worth on the reporting part.
 
     Attributes:
@@ -174,6 +120,7 @@ class Repaired(Refitted):
     gain: Change | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
 class Trained(Training):
     """A fine-tuning, and what was measured on the reporting part before it."""
 
@@ -181,22 +128,20 @@ class Trained(Training):
     before: Measured
 
 
-class Proved(Document):
-    """As `headprune.surgery.Proof`.
+@dataclass(frozen=True, kw_only=True)
+class Proved(Proof):
+    """The proof of a prune, and of its folder.
 
     Attributes:
         reload_difference: Largest difference between the saved folder's outputs and those of the model in memory, as a share of
             their largest value.
     """
 
-    difference: float
-    tolerance: float
-    inputs: Count
-    ghosts: tuple[str, ...]
     reload_difference: float
 
 
-class AlsoMeasured(Document):
+@dataclass(frozen=True, kw_only=True)
+class AlsoMeasured:
     """A pruned model on a second dataset.
 
     Attributes:
@@ -209,7 +154,8 @@ class AlsoMeasured(Document):
     gain: Change | None = None
 
 
-class AlsoData(Document):
+@dataclass(frozen=True, kw_only=True)
+class AlsoData:
     """A second dataset, that nothing was fitted to, and the dense model on it.
 
     Attributes:
@@ -221,7 +167,8 @@ class AlsoData(Document):
     dense: Measured
 
 
-class BudgetResult(Document):
+@dataclass(frozen=True, kw_only=True)
+class BudgetResult:
     """A pruned model.
 
     Attributes:
@@ -267,13 +214,11 @@ class BudgetResult(Document):
     dtype: str | None = None
     loads: str = ""
 
-    @model_validator(mode="after")
-    def _heads_once(self) -> Self:
+    def __post_init__(self) -> None:
         if any(len(set(heads)) < len(heads) for heads in self.drop.values()):
             raise ValueError("a head is listed twice")
         if self.kept > self.total:
             raise ValueError("more heads are kept than there are")
-        return self
 
     @property
     def runs_code(self) -> bool:
@@ -281,7 +226,8 @@ class BudgetResult(Document):
         return self.loads.startswith("headprune.") and "trust_remote_code" in self.loads
 
 
-class Point(Document):
+@dataclass(frozen=True, kw_only=True)
+class Point:
     """A point of the trade-off curve: a plan's metric on the choosing part, with its 95 % interval.
 
     Attributes:
@@ -298,7 +244,8 @@ class Point(Document):
     loss: float
 
 
-class Latency(Document):
+@dataclass(frozen=True, kw_only=True)
+class Latency:
     """Times of forward passes, in milliseconds.
 
     Attributes:
@@ -313,7 +260,8 @@ class Latency(Document):
     typical_length: Count
 
 
-class ExportedModel(Document):
+@dataclass(frozen=True, kw_only=True)
+class ExportedModel:
     """A pruned model for another engine, as it was asked for (``--export``).
 
     Attributes:
@@ -333,14 +281,16 @@ class ExportedModel(Document):
     notes: tuple[str, ...] = ()
 
 
-class EngineLatency(Document):
+@dataclass(frozen=True, kw_only=True)
+class EngineLatency:
     """Times of exported models in the engine that they are for, the dense one first, as `Latency`."""
 
     format: str
     rows: tuple[LatencyRow, ...]
 
 
-class TimeParts(Document):
+@dataclass(frozen=True, kw_only=True)
+class TimeParts:
     """What the dense model's forward pass on one input spends its time on; see `headprune.Breakdown`.
 
     Attributes:
@@ -358,7 +308,7 @@ class TimeParts(Document):
     stand_ins: bool = False
 
     @classmethod
-    def of(cls, found: Breakdown, bounds: dict[str, float], batch: int, length: int) -> Self:
+    def of(cls, found: Breakdown, bounds: dict[str, float], batch: int, length: int) -> TimeParts:
         return cls(
             batch=batch, length=length, total=found.total, parts=found.parts, bounds=bounds, stand_ins=found.stand_ins
         )
@@ -386,6 +336,7 @@ MOST_APART = 1.5
 """The factor between two timings of one model beyond which one of them was disturbed; undisturbed ones differ by less."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Metrics(File):
     """What was measured of the dense model and of the pruned ones.
 
@@ -394,11 +345,10 @@ class Metrics(File):
         curve: The trade-off between heads and the metric.
         time: For each input of ``latency.rows``; none where the device's time cannot be looked into.
         generation: For models that write text.
-        energy: On the largest input; None where the machine does not count it.
         also: Second datasets.
     """
 
-    kind = "metrics"
+    kind: ClassVar[str] = "metrics"
 
     metric: str
     environment: Environment | None = None
@@ -409,7 +359,6 @@ class Metrics(File):
     latency: Latency
     time: tuple[TimeParts, ...] = ()
     generation: tuple[GenerationRow, ...] = ()
-    energy: EnergyRow | None = None
     also: tuple[AlsoData, ...] = ()
     exports: tuple[ExportedModel, ...] = ()
     engines: tuple[EngineLatency, ...] = ()

@@ -1,21 +1,134 @@
-"""run.json."""
+"""run.json: the machine, the model, the examples and the options of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Field, field_serializer, field_validator
+from pydantic import BeforeValidator, Field
 
-from headprune.app.documents.base import Count, Document, File
-from headprune.app.documents.common import Cut, Environment
+from headprune.app.data.part import OnDemand, Part, Parts, content_hash
 from headprune.app.options import Options
+from headprune.attention import AttentionLayer
+from headprune.documents import Count, File
+from headprune.evaluation import Measurement, interval
 
 
-class LayerFacts(Document):
+@dataclass(frozen=True)
+class Environment:
+    """Versions and hardware of a run.
+
+    Attributes:
+        device: As torch names it, such as ``"cpu"`` or ``"cuda:0"``.
+        device_name: The processor's or the GPU's own name.
+        threads: That torch computes with on the CPU.
+    """
+
+    headprune: str
+    python: str
+    torch: str
+    transformers: str
+    system: str
+    device: str
+    device_name: str
+    threads: Count
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Which examples a part has: enough to see later whether they are the same.
+
+    Attributes:
+        rows_hash: Of their row numbers in the split.
+        content_hash: Of their token ids and labels; None for images and sounds, whose values may differ between machines.
+        shortened: How many were cut at their end, since they were too long.
+    """
+
+    split: str
+    examples: Count
+    rows_hash: str
+    content_hash: str | None = None
+    shortened: Count = 0
+
+    @classmethod
+    def of(cls, part: Part) -> Examples:
+        # Token ids are the same everywhere; pixels and sounds may differ in their last digit between machines.
+        is_text = not isinstance(part.features, OnDemand) and "input_ids" in part.features[0]
+        content = part.content_hash() if is_text else None
+        return cls(part.split, len(part), content_hash(part.rows), content, part.shortened)
+
+    def same(self, other: Examples) -> bool:
+        """Whether these are the same examples, as far as both sides say."""
+        known = None not in (self.content_hash, other.content_hash)
+        same_rows = (self.split, self.examples, self.rows_hash) == (other.split, other.examples, other.rows_hash)
+        return same_rows and (not known or self.content_hash == other.content_hash)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the data was cut into parts without a common example.
+
+    Attributes:
+        train: What a model was fine-tuned on; it may hold scored examples.
+    """
+
+    score: Examples
+    choose: Examples
+    report: Examples
+    train: Examples | None = None
+
+    @classmethod
+    def of(cls, parts: Parts, train: Part | None = None) -> Cut:
+        score, choose, report = map(Examples.of, (parts.score, parts.choose, parts.report))
+        return cls(score, choose, report, None if train is None else Examples.of(train))
+
+    def same(self, other: Cut) -> bool:
+        """Whether the three parts are the same."""
+        pairs = ((self.score, other.score), (self.choose, other.choose), (self.report, other.report))
+        return all(own.same(others) for own, others in pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A model's metrics on one part, by name; ``low`` and ``high`` are the 95 % interval of the run's own metric."""
+
+    metrics: dict[str, float]
+    low: float
+    high: float
+    examples: Count
+
+    @classmethod
+    def of(cls, measurement: Measurement, metric: str) -> Measured:
+        low, high = interval(measurement, metric)
+        return Measured(metrics=measurement.metrics, low=low, high=high, examples=len(measurement))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model was fine-tuned.
+
+    Attributes:
+        examples: Training examples per epoch.
+        steps: Optimizer steps, of the ``planned`` ones.
+        history: The choosing part's metrics by name, with ``step`` and ``epoch``: before training (step 0) and after every epoch.
+        best: The step whose weights the model has; 0 if training did not make the model better.
+        resumed: The step at which this run continued an interrupted one; None if it did not.
+        seconds: Of the training, without those of an interrupted run.
+    """
+
+    examples: Count
+    steps: Count
+    planned: Count
+    history: tuple[dict[str, float], ...]
+    best: Count
+    resumed: Count | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LayerFacts:
     """What a report says of an attention layer; see `headprune.AttentionLayer`."""
-
-    model_config = ConfigDict(from_attributes=True)
 
     name: str
     index: Count
@@ -26,11 +139,18 @@ class LayerFacts(Document):
     prunable: bool
     reason: str
 
+    @classmethod
+    def of(cls, layer: AttentionLayer) -> LayerFacts:
+        names = ("name", "index", "kind", "num_heads", "num_kv_heads", "head_dim", "prunable", "reason")
+        return cls(*(getattr(layer, name) for name in names))
 
-class ModelFacts(Document):
+
+@dataclass(frozen=True)
+class ModelFacts:
     """The dense model.
 
     Attributes:
+        class_name: Its class; ``class`` in the file.
         dtype: That it was computed in, such as ``"float32"``.
         attention: Its attention kernel, by transformers' name for it.
         parameters: How many it has, shared ones once.
@@ -38,7 +158,7 @@ class ModelFacts(Document):
         config, processor: Hashes of its config and of its tokenizer or image processor (`headprune.fingerprint`); "" in older files.
     """
 
-    class_name: str = Field(validation_alias="class", serialization_alias="class")
+    class_name: Annotated[str, Field(alias="class")]
     task: str
     metric: str
     dtype: str
@@ -64,6 +184,12 @@ class ModelFacts(Document):
         return [what for what, (before, now) in pairs.items() if before and now and before != now]
 
 
+def _without_trust(options: Any) -> Any:
+    """A folder from elsewhere must not allow that code runs."""
+    return {**options, "trust_remote_code": False} if isinstance(options, Mapping) else options
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run(File):
     """How scores and plans were made.
 
@@ -79,12 +205,12 @@ class Run(File):
         checksums: Of the documents that were written with this one, by their names.
     """
 
-    kind = "run"
+    kind: ClassVar[str] = "run"
 
     commands: tuple[str, ...]
     when: str
     seconds: tuple[float, ...]
-    options: Options
+    options: Annotated[Options, BeforeValidator(_without_trust)]
     methods: tuple[str, ...]
     environment: Environment
     parts: Cut
@@ -92,16 +218,4 @@ class Run(File):
     notes: tuple[str, ...]
     model: ModelFacts
     folder: str = ""
-    checksums: dict[str, str] = Field(default_factory=dict)
-
-    @field_validator("options", mode="before")
-    @classmethod
-    def _without_trust(cls, options: Any) -> Any:
-        """A folder from elsewhere must not allow that code runs."""
-        return {**options, "trust_remote_code": False} if isinstance(options, Mapping) else options
-
-    @field_serializer("options", mode="wrap")
-    def _where_it_was_said(self, options: Options, written: Callable[[Options], dict[str, Any]]) -> dict[str, Any]:
-        """Where weights go is in the file only if it was said: older files do not have it."""
-        unsaid = {name for name in ("device_map", "device_memory", "offload_folder") if getattr(options, name) is None}
-        return {key: value for key, value in written(options).items() if key not in unsaid}
+    checksums: dict[str, str] = field(default_factory=dict)

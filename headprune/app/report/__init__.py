@@ -1,21 +1,24 @@
-"""The report of a run: markdown with figures and one HTML page, made from the run folder's documents alone."""
+"""The report of a run: report.md with its pictures, and report.html, made from the run folder's documents alone."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import jinja2
-
 from headprune import checkpoint
-from headprune.app.report import figures, markdown, page
-from headprune.app.report.verdict import verdict
-from headprune.app.runs import RunFolder
-from headprune.app.seeing import draw_all
+from headprune.app import pictures
+from headprune.app.report import markdown, page
+from headprune.app.report.card import card
+from headprune.app.report.content import Documents, Figure
+from headprune.app.report.sections import sections_of
+from headprune.app.runs import PARTS, RunFolder
 from headprune.errors import HeadPruneError
-from headprune.jsonio import write_text
+from headprune.files import write_file
 
 __all__ = ["write", "write_cards"]
+
+# What documents that belong to no run can raise where they are put into words.
+_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, StopIteration)
 
 
 def write_cards(folder: RunFolder) -> None:
@@ -25,55 +28,39 @@ def write_cards(folder: RunFolder) -> None:
         data = run.options.data.dataset
         of_hub = data if re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not Path(data).exists() else None
         for budget in metrics.budgets:
-            checkpoint.add_figures(folder.path / budget.checkpoint, markdown.card(run, metrics, budget), of_hub)
+            checkpoint.add_figures(folder.path / budget.checkpoint, card(run, metrics, budget), of_hub)
 
 
 def write(folder: RunFolder) -> None:
-    """Write ``report.md``, its figures and ``report.html``; doing it again gives the same text.
+    """Write ``report.md``, its pictures and ``report.html``; doing it again gives the same files.
 
     Raises:
-        HeadPruneError: A document is missing or damaged.
+        HeadPruneError: A document is missing or damaged. Then no file is touched.
     """
+    scores = folder.read_scores() if folder.scores_path.exists() else []  # a plan of the user's needs none
+    documents = Documents(folder.read_run(), scores, folder.read_metrics(), folder.read_heads())
     try:
-        _write(folder)
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-        ArithmeticError,
-        StopIteration,
-        jinja2.UndefinedError,
-    ) as error:
+        files = _files(documents)
+    except _DAMAGE as error:
         raise HeadPruneError(
             f"The documents in {folder.path} are damaged, or of another version ({type(error).__name__}: {error}).",
             "Make the run again.",
         ) from error
+    for name, content in files.items():
+        write_file(folder.path / name, content)
+    for name in PARTS:  # a picture of a run that had more to show
+        if name.endswith(".png") and name not in files:
+            (folder.path / name).unlink(missing_ok=True)
 
 
-def _write(folder: RunFolder) -> None:
-    # All is read, and put into words, before the first file is touched: a damaged document leaves the report as it was.
-    run, metrics = folder.read_run(), folder.read_metrics()
-    scores = folder.read_scores() if folder.scores_path.exists() else []  # a plan of the user's needs none
-    heads = folder.read_heads()
-    text, whole = markdown.render(run, scores, metrics, heads), page.render(run, scores, metrics, heads)
-    if scores:
-        figures.importance(folder.path / "importance.png", scores, metrics)
-    # A picture that is drawn again stays until then; one of an earlier run with more methods, or with heads that were seen, goes.
-    if len([s for s in scores if s.method != "random"]) > 1:
-        figures.agreement(folder.path / "agreement.png", scores)
-    else:
-        (folder.path / "agreement.png").unlink(missing_ok=True)
-    if metrics is not None:
-        figures.trade_off(folder.path / "tradeoff.png", metrics)
-        figures.orders(folder.path / "orders.png", metrics)
-        figures.latency(folder.path / "latency.png", metrics.latency)
-        if metrics.time:
-            figures.time_parts(folder.path / "time.png", metrics.time)
-    if heads is not None and heads.samples:
-        draw_all(folder.path / "heads.png", heads, heads.samples[-1], verdict(metrics).budget.drop if metrics else None)
-    else:
-        (folder.path / "heads.png").unlink(missing_ok=True)
-    write_text(folder.report_path, text)
-    write_text(folder.page_path, whole)
+def _files(documents: Documents) -> dict[str, bytes]:
+    """Everything that a report consists of, by the names of its files."""
+    sections = sections_of(documents)
+    what = "Every head" if documents.metrics is None else "Every size and every head"
+    link = f"{what}, and what it attends to: [report.html](report.html), one file for a browser, no network needed."
+    drawings = [
+        block for section in sections for block in (*section.blocks, *section.folded) if isinstance(block, Figure)
+    ]
+    painted = {drawing.file: pictures.png(drawing.draw()) for drawing in drawings}
+    texts = {"report.md": markdown.render(sections, link), "report.html": page.render(documents, sections, painted)}
+    return painted | {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()}

@@ -1,73 +1,62 @@
-"""The short report of a fine-tuning. Every figure in it comes from its finetune.json."""
+"""What a fine-tuning gave: its report, and what the model card says of it."""
 
 from __future__ import annotations
 
-from headprune.amounts import visible
 from headprune.app.documents import FinetuneRecord
-from headprune.app.report import numbers
-from headprune.app.report.heads import prose
-from headprune.checkpoint import code
+from headprune.app.report import markdown, numbers
+from headprune.app.report.content import Block, Bullets, Section, Strong, Table, code
 
 _NAMES = {"dense": "dense", "pruned": "pruned", "finetuned": "pruned, fine-tuned"}
 
 
 def render(name: str, record: FinetuneRecord) -> str:
     """The whole report."""
-    sections = [f"# {prose(name)}: a pruned model, fine-tuned", _opening(record), _results(record), _training(record)]
-    return visible("\n\n".join([*sections, f"Made by {code(record.command)}."]) + "\n")
-
-
-def _opening(d: FinetuneRecord) -> str:
-    metric, change, gain = d.metric, d.changes.finetuned, d.changes.gain
-    return (
-        f"{code(d.pruned)} after training with distillation from {code(d.teacher)}. On {change.examples:,} examples that "
-        f"decided nothing, {metric} is {numbers.value(d.models.finetuned.metrics[metric], metric)}: against the dense "
-        f"model {numbers.change(change, metric)}, **{change.verdict}**; against the pruned one before training "
-        f"{numbers.change(gain, metric)}, **{gain.verdict}**."
-    )
+    opening = _opening(record, record.pruned, record.teacher)
+    command = f"Made by {code(record.command)}."
+    blocks: list[Block] = [opening, results(record), _training(record), Bullets(record.notes), command]
+    return markdown.render([Section(f"{name}: a pruned model, fine-tuned", blocks)])
 
 
 def card(record: FinetuneRecord) -> str:
     """What the model card of the folder says."""
-    named = {name: numbers.without_place(getattr(record, name)) for name in ("pruned", "teacher")}
-    made = code(numbers.without_places(record.command))
-    return "\n\n".join([_opening(record.changed(**named)), _results(record), f"Made by {made}."])
+    opening = _opening(record, numbers.without_place(record.pruned), numbers.without_place(record.teacher))
+    command = f"Made by {code(numbers.without_places(record.command))}."
+    blocks: list[Block] = [opening, results(record), command]
+    return "\n\n".join(map(markdown.block_of, blocks))
 
 
-def rows(d: FinetuneRecord) -> list[list[str]]:
-    """The table of results, its head first."""
-    metric = d.metric
-    found = [["model", f"{metric} (95 %)", "change from dense (95 %, paired)", "verdict"]]
-    for key, model in d.models:
-        value, low, high = (numbers.value(v, metric) for v in (model.metrics[metric], model.low, model.high))
-        change = getattr(d.changes, key, None)
-        told = [numbers.change(change, metric), change.verdict] if change else ["", ""]
-        found.append([_NAMES[key], f"{value} ({low} to {high})", *told])
-    return found
+def results(record: FinetuneRecord) -> Table:
+    """The dense, the pruned and the fine-tuned model on the reporting part."""
+    metric, rows = record.metric, []
+    for key, name in _NAMES.items():
+        change = getattr(record.changes, key, None)
+        cells = (numbers.change(change, metric), change.verdict) if change else ("", "")
+        rows.append((name, numbers.interval(getattr(record.models, key), metric), *cells))
+    return Table(("model", f"{metric} (95 %)", "change from dense (95 %, paired)", "verdict"), rows)
 
 
-def _results(d: FinetuneRecord) -> str:
-    head, *body = rows(d)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
-
-
-def _training(d: FinetuneRecord) -> str:
-    t, o, m, metric = d.training, d.options, d.options.mixture, d.metric
-    hidden = ", and the relative squared difference of the hidden states" if m.hidden_states else ""
-    kept = next(h for h in t.history if h.step == t.best)
-    chosen = (
-        f"the weights after epoch {kept.epoch:g}" if t.best else "the weights from before training: it made none better"
+def _opening(record: FinetuneRecord, pruned: str, teacher: str) -> Strong:
+    metric, change, gain = record.metric, record.changes.finetuned, record.changes.gain
+    value = numbers.value(record.models.finetuned.metrics[metric], metric)
+    return Strong(
+        f"{metric} {value}: {change.verdict} against the dense model, {gain.verdict} against the pruned one.",
+        f"{code(pruned)} was trained with distillation from {code(teacher)}. On {change.examples:,} examples that decided nothing, the "
+        f"{metric} changed by {numbers.change(change, metric)} from the dense model's, and by {numbers.change(gain, metric)} from the "
+        "pruned one's before training.",
     )
-    before, *values = (numbers.value(h.metrics[metric], metric) for h in t.history)
-    course = ", ".join(
-        f"{value} after {h.epoch:g} {'epoch' if h.epoch == 1 else 'epochs'}"
-        for value, h in zip(values, t.history[1:], strict=True)
-    )
+
+
+def _training(record: FinetuneRecord) -> str:
+    """What was trained, and which weights were kept."""
+    training, metric, choose, mixture = record.training, record.metric, record.parts.choose, record.options.mixture
+    best = next(epoch for epoch in training.history if epoch["step"] == training.best)
+    kept = f"the weights after epoch {best['epoch']:g}{'' if training.best else ' (training made none better)'}"
+    values = [(numbers.value(epoch[metric], metric), epoch["epoch"]) for epoch in training.history]
+    course = ", ".join(f"{value} after {number:g} epoch{'s' * (number != 1)}" for value, number in values)
+    hidden = ", and the relative squared difference of the hidden states" * mixture.hidden_states
     return (
-        f"Loss: {m.alpha:g} x divergence from the dense model at temperature {m.temperature:g} + {1 - m.alpha:g} x the "
-        f"labels' cross-entropy{hidden}. AdamW, learning rate {o.learning_rate:g}, batches of {d.data.batch_size}, "
-        f"{t.steps:,} of {t.planned:,} steps on {t.examples:,} examples an epoch, seed {o.seed}, on "
-        f"{d.environment.device_name} ({d.environment.device}). Kept: {chosen}, by {metric} on "
-        f"{d.parts.choose.examples:,} choosing examples ({code(d.parts.choose.split)}): {before} before, {course}.\n\n"
-        + "\n".join(f"- {prose(n)}" for n in d.notes)
+        f"Loss: {mixture.alpha:g} x divergence from the dense model at temperature {mixture.temperature:g} + {1 - mixture.alpha:g} x the "
+        f"labels' cross-entropy{hidden}. Learning rate {record.options.learning_rate:g}, {training.steps:,} of {training.planned:,} steps on "
+        f"{training.examples:,} examples an epoch. Kept: {kept}, by {metric} on {choose.examples:,} choosing examples "
+        f"({code(choose.split)}): {course}."
     )

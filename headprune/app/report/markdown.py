@@ -1,93 +1,64 @@
-"""Fills the report's template. Every figure in it comes from the run folder's documents."""
+"""A report's content as Markdown. Nothing in a text is markup but what stands in backticks, which is code."""
 
 from __future__ import annotations
 
-import functools
-import shlex
+import re
 from collections.abc import Sequence
-from typing import Any
 
-import jinja2
+from headprune.amounts import in_line
+from headprune.app.report.content import Block, Bullets, CommandLines, Figure, Section, Strong, Table, code, spans
 
-from headprune.amounts import head_count, visible
-from headprune.app.documents import BudgetResult, Heads, Metrics, Run
-from headprune.app.report import busy, findings, numbers, sentences
-from headprune.app.report import heads as seen
-from headprune.app.report.usage import usage
-from headprune.app.report.verdict import verdict
-from headprune.checkpoint import code
-from headprune.latency import WARM_UP
-from headprune.repairing.steps import STEPS
-from headprune.scoring.agreement import agreements, chance
-from headprune.scoring.scores import HeadScores
+_MARKS = re.compile(r"([\\`<\[*~$]|&(?=[\w#])|(?<!\w)_|_(?!\w))")
+_AT_START = re.compile(r"^(\d*)([#>+\-.)])")
 
 
-def render(run: Run, scores: Sequence[HeadScores], metrics: Metrics | None, heads: Heads | None = None) -> str:
-    """The whole report.
+def render(sections: Sequence[Section], note: str = "") -> str:
+    """The whole report: the first section's title is the report's.
 
     Args:
-        run: The run's ``run.json``.
-        scores: Of every method, or none for a plan of the user's.
-        metrics: The run's ``metrics.json``; None where nothing was pruned.
-        heads: The run's ``heads.json``; None in a run from before there was one, or of a model whose weights cannot be seen.
+        note: A line of Markdown below the first section.
     """
-    values: dict[str, Any] = {
-        "run": run,
-        "scores": scores,
-        "metrics": metrics,
-        "heads": heads,
-        "pairs": agreements(scores),
-        "repairs": [],
-    }
-    values["rankings"] = [findings.ranking(s) for s in scores if s.method != "random"]
-    if metrics is not None:
-        values |= _of_metrics(metrics)
-    return visible(_environment().get_template("report.md.j2").render(values))
+    parts = []
+    for i, section in enumerate(sections):
+        parts += [f"{'##' if i else '#'} {text_of(section.title)}", *map(block_of, section.blocks)]
+        if section.folded:
+            parts += [
+                f"<details><summary>{text_of(section.summary)}</summary>",
+                *map(block_of, section.folded),
+                "</details>",
+            ]
+        if i == 0 and note:
+            parts.append(note)
+    return "\n\n".join(parts) + "\n"
 
 
-def card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
-    """What the model card of one budget's folder says of its costs."""
-    values = {
-        "run": run, "metrics": metrics, "metric": metrics.metric, "dense": metrics.dense, "b": budget,
-        "latency": metrics.latency, "dataset": numbers.without_place(run.options.data.dataset),
-    }  # fmt: skip
-    return visible(_environment().get_template("card.md.j2").render(values))
+def block_of(block: Block) -> str:
+    """A paragraph, a list, a table or another block."""
+    match block:
+        case Table():
+            rows = [[text_of(cell).replace("|", r"\|") for cell in row] for row in (block.head, *block.rows)]
+            if block.strong is not None:
+                rows[1 + block.strong][0] = f"**{rows[1 + block.strong][0]}**"
+            lines = [f"| {' | '.join(row)} |" for row in rows]
+            return "\n".join([lines[0], f"{'|---' * len(block.head)}|", *lines[1:]])
+        case Bullets():
+            return "\n".join(f"- {block_of(line)}" for line in block.lines)
+        case CommandLines():
+            longest = max((len(run) for line in block.lines for run in re.findall("`+", line)), default=0)
+            fence = "`" * max(3, 1 + longest)
+            return "\n".join([fence, *map(in_line, block.lines), fence])
+        case Figure():
+            return f"![{text_of(block.alt)}]({block.file})"
+        case Strong():
+            return f"**{text_of(block.lead)}** {text_of(block.text)}".rstrip()
+    return _AT_START.sub(r"\1\\\2", text_of(block))
 
 
-def _of_metrics(metrics: Metrics) -> dict[str, Any]:
-    """What several sections need."""
-    budgets = findings.largest_first(metrics)
-    repairs = [b.repair for b in metrics.budgets if b.repair]
-    return {
-        "metric": metrics.metric, "dense": metrics.dense, "budgets": budgets, "repairs": repairs,
-        "tunings": [b.finetune for b in metrics.budgets if b.finetune],
-        "stepped": any(r.answers for r in repairs), "alone": any(r.layers_alone for r in repairs),
-    }  # fmt: skip
+def text_of(text: str) -> str:
+    r"""A text in one line, with what Markdown would read escaped.
 
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    """The template's filters and functions; what a document lacks is an error and never an empty place."""
-    made = jinja2.Environment(
-        loader=jinja2.PackageLoader("headprune.app.report", "."), undefined=jinja2.StrictUndefined, autoescape=False,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    made.filters |= {
-        f.__name__: f for f in (
-            numbers.value, numbers.change, numbers.ratio, numbers.shape, numbers.flops, numbers.measured, numbers.ridge,
-            numbers.rank, numbers.known, numbers.measured_value, shlex.quote, numbers.with_error, numbers.device,
-            numbers.without_places, numbers.cache, numbers.joules, numbers.name_of, numbers.to_repeat, numbers.size, numbers.operations,
-        )
-    } | {"code": code, "fmt": format, "head_count": head_count, "thousands": lambda number: f"{number:,}", "plain": seen.plain, "prose": seen.prose, "fence": seen.fence}  # fmt: skip
-    made.globals |= {
-        f.__name__: f for f in (
-            findings.chosen_by, findings.mean_of, findings.speed, findings.trade_off,
-            findings.changed_weights, findings.refit, findings.shared_notes, findings.notes_in_common, findings.limits_metric, findings.fewest_rounds,
-            findings.closest_first, findings.where_time_goes, busy.disturbed, chance, verdict, sentences.headline, sentences.table, sentences.rule, sentences.over_random,
-            sentences.cautions, sentences.curves, sentences.stay_though_low, sentences.precision, usage, sentences.proved, sentences.reloaded, sentences.orders, sentences.about, sentences.parts,
-            sentences.also_table, sentences.engine_rows, findings.tried_steps, findings.compared, seen.roles, seen.told_removed,
-        )
-    } | {
-        "WARM_UP": WARM_UP, "ENGINE_HEAD": sentences.ENGINE_HEAD, "STEPS": {step.name: step.about for step in STEPS},
-    }  # fmt: skip
-    return made
+    >>> text_of("cut at `a<b`, says <i> and [x](y)")
+    'cut at `a<b`, says \\<i> and \\[x](y)'
+    """
+    pieces = spans(in_line(text))
+    return "".join(code(piece) if is_code else _MARKS.sub(r"\\\1", piece) for piece, is_code in pieces)

@@ -1,19 +1,22 @@
-"""Numbers as a report writes them."""
+"""Numbers and names as a report writes them."""
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
-from headprune import amounts
 from headprune.amounts import digits
-from headprune.app.documents import Asked, BudgetResult, Environment, Measured, TimeParts
+from headprune.app.documents import Asked, Environment, Measured, TimeParts
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow, Speedup
-from headprune.timing import EnergyRow, GenerationRow
+from headprune.timing import GenerationRow
+
+METRICS = {"accuracy": "accuracy", "f1": "F1 (macro)", "loss": "loss"}
+"""Metrics that are told beside a run's own, and what they are called."""
 
 
 def value(number: float, metric: str) -> str:
@@ -21,18 +24,30 @@ def value(number: float, metric: str) -> str:
     return f"{100 * number:.1f} %" if metric in ("accuracy", "f1") else digits(number, 4)
 
 
-def change(found: Change, metric: str) -> str:
+def change(paired: Change, metric: str) -> str:
     """A change with its interval: perplexity's relative, others' in points."""
     if metric == "perplexity":
-        return f"{found.value:+.1%} ({found.low:+.1%} to {found.high:+.1%})"
+        return f"{paired.value:+.1%} ({paired.low:+.1%} to {paired.high:+.1%})"
     if metric == "loss":
-        return f"{found.value:+.3g} ({found.low:+.3g} to {found.high:+.3g})"
-    return f"{100 * found.value:+.2f} points ({100 * found.low:+.2f} to {100 * found.high:+.2f})"
+        return f"{paired.value:+.3g} ({paired.low:+.3g} to {paired.high:+.3g})"
+    return f"{100 * paired.value:+.2f} points ({100 * paired.low:+.2f} to {100 * paired.high:+.2f})"
 
 
-def measured_value(found: Measured, metric: str) -> str:
+def interval(measured: Measured, metric: str) -> str:
     """A metric's value with its interval."""
-    return f"{value(found.metrics[metric], metric)} ({value(found.low, metric)} to {value(found.high, metric)})"
+    return (
+        f"{value(measured.metrics[metric], metric)} ({value(measured.low, metric)} to {value(measured.high, metric)})"
+    )
+
+
+def mean_of(values: Sequence[float], metric: str) -> float:
+    """The mean of a metric over several models: of perplexities exp of the mean loss (the geometric mean).
+
+    A change of perplexity is one of the loss, so only beside this mean do the change's sign and size fit.
+    """
+    if metric != "perplexity" or not all(0 < value < math.inf for value in values):
+        return sum(values) / len(values)
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def amount(share: float, metric: str) -> str:
@@ -40,71 +55,11 @@ def amount(share: float, metric: str) -> str:
     return f"{100 * share:.3g} points" if metric == "accuracy" else f"{100 * share:.3g} %"
 
 
-def loss(found: Change, metric: str) -> str:
+def loss(paired: Change, metric: str) -> str:
     """The largest loss that a change's interval leaves possible."""
     if metric == "accuracy":
-        return f"{-100 * found.low:.1f} points"
-    return f"{found.high:.1%}" if metric == "perplexity" else f"{found.high:.3g}"
-
-
-def size(count: int) -> str:
-    """Bytes in kB, MB, GB or TB."""
-    for step, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= step:
-            return f"{digits(count / step, 3)} {unit}"
-    return f"{count} bytes"
-
-
-def ratio(speedup: Speedup) -> str:
-    """How many times as fast, with its interval."""
-    return f"{speedup.ratio:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
-
-
-def shape(row: LatencyRow | Asked | TimeParts | GenerationRow | EnergyRow) -> str:
-    """The input that was timed."""
-    return f"batch {row.batch}" + (f" x {row.length} tokens" if row.length else "")
-
-
-def operations(count: float) -> str:
-    """Floating-point operations of a search."""
-    return amounts.flops(count, 3)
-
-
-def flops(count: int) -> str:
-    """FLOPs in M, G or T."""
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count:,}"
-
-
-def cache(size: float) -> str:
-    """Bytes of a key/value cache."""
-    return f"{size:,.0f} B" if size < 10_000 else f"{size / 1000:,.1f} kB"
-
-
-def joules(amount: float) -> str:
-    """Energy, in J or mJ."""
-    return f"{digits(amount, 3)} J" if amount >= 1 else f"{digits(1000 * amount, 3)} mJ"
-
-
-def measured(result: BudgetResult) -> str:
-    """What a budget asked for, and what its model was measured to cost; "" where heads were just counted."""
-    asked = result.budget
-    if asked is None or asked.parsed is None or asked.reading is None:
-        return ""
-    where = f" at {shape(asked)}, on a fresh measurement" if asked.batch is not None else ""
-    return asked.parsed.result(result.kept, asked.reading, where)
-
-
-def ridge(strength: float) -> str:
-    """The strength of a ridge; ∞ where nothing was refitted."""
-    return "∞" if strength == float("inf") else f"{strength:g}"
-
-
-def rank(correlation: float) -> str:
-    """A rank correlation; – where there is none."""
-    return "–" if correlation != correlation else f"{correlation:.2f}"
+        return f"{-100 * paired.low:.1f} points"
+    return f"{paired.high:.1%}" if metric == "perplexity" else f"{paired.high:.3g}"
 
 
 def known(number: float | None) -> str:
@@ -112,9 +67,24 @@ def known(number: float | None) -> str:
     return "not finite" if number is None else digits(number, 3)
 
 
-def with_error(number: float, error: float, form: str, sign: str, error_form: str | None = None) -> str:
+def with_error(number: float, error: float) -> str:
     """A score and, where it has one, its standard error."""
-    return f"{number:{form}}" if error != error else f"{number:{form}}{sign}{error:{error_form or form}}"
+    return f"{number:.4g}" if error != error else f"{number:.4g} ± {error:.2g}"
+
+
+def share_of(part: float, whole: float) -> str:
+    """How much less a part is than the whole, in per cent."""
+    return f"{part / whole - 1:+.1%}"
+
+
+def ratio(speedup: Speedup) -> str:
+    """How many times as fast, with its interval."""
+    return f"{speedup.ratio:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
+
+
+def shape(row: LatencyRow | Asked | TimeParts | GenerationRow) -> str:
+    """The input that was timed."""
+    return f"batch {row.batch}" + (f" x {row.length} tokens" if row.length else "")
 
 
 def device(environment: Environment, dtype: str) -> str:
@@ -126,8 +96,8 @@ def device(environment: Environment, dtype: str) -> str:
 
 def with_more(text: str, *more: str) -> str:
     """A figure with others in brackets, if there are any."""
-    told = "; ".join(filter(None, more))
-    return f"{text} ({told})" if told else text
+    inside = "; ".join(filter(None, more))
+    return f"{text} ({inside})" if inside else text
 
 
 def name_of(model: str) -> str:
@@ -161,8 +131,3 @@ def without_place(text: str) -> str:
 def without_places(command: str) -> str:
     """A command line, its paths likewise."""
     return shlex.join(without_place(part) for part in shlex.split(to_repeat(command)))
-
-
-def quoted(text: str) -> str:
-    """As a text in Python, in double quotes."""
-    return json.dumps(text, ensure_ascii=False)

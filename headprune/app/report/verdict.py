@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from headprune.app.documents import BudgetResult, Latency, Measured, Metrics
-from headprune.app.report.findings import mean_of
+from headprune.app.report.numbers import mean_of
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow
 
@@ -15,7 +16,7 @@ TOLERATED = {"accuracy": 0.025}
 TOLERATED_SHARE = 0.05
 
 
-class Kind(Enum):
+class Conclusion(Enum):
     """What can be said of a run's heads."""
 
     CAN_GO = "a loss above the margin is ruled out"
@@ -34,27 +35,31 @@ class Verdict:
         tolerated: The loss that a recommendation must rule out, in the unit of `loss_within`.
     """
 
-    kind: Kind
+    conclusion: Conclusion
     budget: BudgetResult
     recommended: bool
     tolerated: float
 
 
-def verdict(metrics: Metrics) -> Verdict:
+def judge(metrics: Metrics) -> Verdict:
     """The fewest heads with which a loss above the margin is ruled out; else the plan that loses least.
 
     Only the margin decides: more examples make an interval narrower, and a small loss measurable, but never a model worse. Where a
     budget was itself a limit of what is lost, that limit is the margin, on the reporting part.
     """
-    known = {b.name: _kind(metrics, b) for b in metrics.budgets}
-    if is_guessing(metrics):
-        return Verdict(Kind.GUESSING, _mildest(metrics, metrics.budgets), False, tolerated(metrics))
-    for kind in (Kind.CAN_GO, Kind.UNSURE, Kind.COSTS):
-        if found := [b for b in metrics.budgets if known[b.name] is kind]:
-            recommended = kind is Kind.CAN_GO
-            budget = min(found, key=lambda b: b.kept) if recommended else _mildest(metrics, found)
-            return Verdict(kind, budget, recommended, _limit(metrics, budget))
+    if _guesses(metrics):
+        return Verdict(Conclusion.GUESSING, _mildest(metrics, metrics.budgets), False, _margin(metrics))
+    for conclusion in (Conclusion.CAN_GO, Conclusion.UNSURE, Conclusion.COSTS):
+        if budgets := [b for b in metrics.budgets if _conclusion(metrics, b) is conclusion]:
+            recommended = conclusion is Conclusion.CAN_GO
+            budget = min(budgets, key=lambda b: b.kept) if recommended else _mildest(metrics, budgets)
+            return Verdict(conclusion, budget, recommended, _limit(metrics, budget))
     raise ValueError("no budgets")
+
+
+def largest_first(metrics: Metrics) -> list[BudgetResult]:
+    """The budgets, those that keep most heads first."""
+    return sorted(metrics.budgets, key=lambda b: -b.kept)
 
 
 def loss_within(metrics: Metrics, change: Change) -> float:
@@ -62,17 +67,17 @@ def loss_within(metrics: Metrics, change: Change) -> float:
     return _as_share(metrics, -change.low if change.metric == "accuracy" else change.high)
 
 
-def tolerated(metrics: Metrics) -> float:
-    """The loss that must be ruled out where the user named none."""
-    return TOLERATED.get(metrics.metric, TOLERATED_SHARE)
-
-
-def is_guessing(metrics: Metrics) -> bool:
+def _guesses(metrics: Metrics) -> bool:
     """Whether the dense model cannot be told from one that knows nothing."""
     dense, level = metrics.dense, metrics.dense.guessing
     if level is None:
         return False
     return dense.high >= level if metrics.metric == "perplexity" else dense.low <= level
+
+
+def limits_metric(budgets: Sequence[BudgetResult]) -> bool:
+    """Whether a budget is a bound on what is lost, so that fewer heads are better."""
+    return any(b.budget and b.budget.parsed and b.budget.parsed.by_metric for b in budgets)
 
 
 @dataclass(frozen=True)
@@ -81,17 +86,13 @@ class AgainstRandom:
 
     Attributes:
         value: The metric with the chosen heads, before any training.
-        mean, low, high: The random ones': mean (`headprune.app.report.findings.mean_of`), and the range over the draws.
-        change: From the random ones' mean to the chosen ones, paired by example; None in older files.
+        mean: Of the random draws (`mean_of`).
         verdict: ``"better"`` or ``"worse"`` (than the mean beyond chance, and than every draw), or ``"no measurable difference"``.
     """
 
     budget: BudgetResult
     value: float
     mean: float
-    low: float
-    high: float
-    change: Change | None
     verdict: str
 
 
@@ -100,19 +101,22 @@ def against_random(metrics: Metrics, budget: BudgetResult) -> AgainstRandom:
     # As the random ones are: with the cheaper repair, and never trained.
     alike = budget.repair.layers_alone if budget.repair and budget.repair.layers_alone else untrained(budget)
     value, draws = alike.metrics[metrics.metric], budget.random
-    small = metrics.metric != "accuracy"  # the smaller, the better
-    best, worst = (min(draws), max(draws)) if small else (max(draws), min(draws))
-    beyond = {"better": value < best if small else value > best, "worse": value > worst if small else value < worst}
-    found = next((word for word, is_so in beyond.items() if is_so), "")
-    if not found or (budget.over_random is not None and budget.over_random.verdict != found):
-        found = "no measurable difference"
-    mean = mean_of(draws, metrics.metric)
-    return AgainstRandom(budget, value, mean, min(draws), max(draws), budget.over_random, found)
+    sign = 1 if metrics.metric == "accuracy" else -1  # the smaller a loss, the better
+    better, worse = (all(way * sign * (value - draw) > 0 for draw in draws) for way in (1, -1))
+    word = "better" if better else "worse" if worse else ""
+    if not word or (budget.over_random is not None and budget.over_random.verdict != word):
+        word = "no measurable difference"
+    return AgainstRandom(budget, value, mean_of(draws, metrics.metric), word)
 
 
 def by_cheaper_repair(budget: BudgetResult) -> bool:
     """Whether chosen heads were compared with random ones by a cheaper repair than the model's."""
     return budget.repair is not None and budget.repair.layers_alone is not None
+
+
+def trained(metrics: Metrics) -> bool:
+    """Whether a pruned model was trained again."""
+    return any(b.finetune for b in metrics.budgets)
 
 
 def untrained(budget: BudgetResult) -> Measured:
@@ -127,53 +131,23 @@ def headline_row(latency: Latency) -> LatencyRow:
     return min(rows, key=lambda row: abs(row.length - latency.typical_length))
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """What is wrong with a pruned model on a second dataset.
-
-    Attributes:
-        repair_hurt: Repair made it measurably worse there, and no worse on the first data.
-        worse: It is measurably worse than the dense model there, and was not on the first data.
-    """
-
-    name: str
-    budget: BudgetResult
-    change: Change
-    gain: Change | None
-    repair_hurt: bool
-    worse: bool
-
-
-def elsewhere(metrics: Metrics) -> list[Elsewhere]:
-    """Every pruned model that does worse on second data than the first data lets expect."""
-    found = []
-    for budget in sorted(metrics.budgets, key=lambda b: -b.kept):
-        first = budget.repair.gain if budget.repair else None
-        for data, there in zip(metrics.also, budget.also, strict=True):
-            hurt = there.gain is not None and there.gain.verdict == "worse"
-            hurt = hurt and (first is None or first.verdict != "worse")
-            worse = there.change.verdict == "worse" and budget.change.verdict != "worse"
-            if hurt or worse:
-                found.append(Elsewhere(data.name, budget, there.change, there.gain, hurt, worse))
-    return found
-
-
-def _kind(metrics: Metrics, budget: BudgetResult) -> Kind:
+def _conclusion(metrics: Metrics, budget: BudgetResult) -> Conclusion:
     if loss_within(metrics, budget.change) <= _limit(metrics, budget):
-        return Kind.CAN_GO
-    return Kind.COSTS if budget.change.verdict == "worse" else Kind.UNSURE
+        return Conclusion.CAN_GO
+    return Conclusion.COSTS if budget.change.verdict == "worse" else Conclusion.UNSURE
 
 
 def _limit(metrics: Metrics, budget: BudgetResult) -> float:
     """The loss that must be ruled out: what the user allowed, or what is tolerated."""
-    asked = budget.budget
-    if _is_limit(budget) and asked is not None and asked.limit is not None:
-        return asked.limit if metrics.metric != "loss" else _as_share(metrics, asked.limit)
-    return tolerated(metrics)
+    limit = budget.budget.limit if budget.budget else None
+    if limits_metric([budget]) and limit is not None:
+        return limit if metrics.metric != "loss" else _as_share(metrics, limit)
+    return _margin(metrics)
 
 
-def _is_limit(budget: BudgetResult) -> bool:
-    return bool(budget.budget and budget.budget.parsed and budget.budget.parsed.by_metric)
+def _margin(metrics: Metrics) -> float:
+    """The loss that must be ruled out where the user named none."""
+    return TOLERATED.get(metrics.metric, TOLERATED_SHARE)
 
 
 def _as_share(metrics: Metrics, amount: float) -> float:
@@ -181,5 +155,5 @@ def _as_share(metrics: Metrics, amount: float) -> float:
     return amount / abs(dense) if metrics.metric == "loss" and dense else amount
 
 
-def _mildest(metrics: Metrics, budgets: tuple[BudgetResult, ...] | list[BudgetResult]) -> BudgetResult:
+def _mildest(metrics: Metrics, budgets: Sequence[BudgetResult]) -> BudgetResult:
     return min(budgets, key=lambda b: (loss_within(metrics, b.change), -b.kept))

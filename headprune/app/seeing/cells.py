@@ -47,13 +47,13 @@ def cells(sample: Sample, layer: SampleLayer) -> NDArray[np.float32]:
     grid = sample.positions[layer.keys].grid
     if layer.rows is None or grid is None:
         return weights
-    seen = weights[:, 0, -grid[0] * grid[1] :]
-    scaled: NDArray[np.float32] = seen / np.maximum(seen.max(axis=1, keepdims=True), 1e-9)
+    patches = weights[:, 0, -grid[0] * grid[1] :]
+    scaled: NDArray[np.float32] = patches / np.maximum(patches.max(axis=1, keepdims=True), 1e-9)
     return scaled.reshape(-1, *grid)
 
 
 def resized(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:
-    """A table with other numbers of rows and columns: the largest of what falls into one place, so that a line stays visible."""
+    """A table with other numbers of rows and columns; each new cell has the largest value of those it covers, so a line stays visible."""
     for axis, wanted in ((0, rows), (1, columns)):
         have = table.shape[axis]
         if wanted >= have:
@@ -61,3 +61,17 @@ def resized(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.f
         else:
             table = np.maximum.reduceat(table, np.arange(wanted) * have // wanted, axis=axis)
     return table
+
+
+def by_role(heads: Heads) -> list[tuple[str, list[tuple[str, int]], str]]:
+    """The roles, those of most heads first: the heads that have it (layer name, number), and the one that shows it best, in words."""
+    members: dict[str, list[tuple[LayerProfile, int]]] = {}
+    for layer in heads.layers:
+        for h, profile in enumerate(layer.heads):
+            members.setdefault(profile.role, []).append((layer, h))
+    roles = []
+    for role, of_role in sorted(members.items(), key=lambda item: -len(item[1])):
+        layer, h = max(of_role, key=lambda head: head[0].heads[head[1]].clarity)
+        addresses = [(layer.name, h) for layer, h in of_role]
+        roles.append((role, addresses, f"L{layer.index}.H{h}: {layer.heads[h].because}"))
+    return roles

@@ -15,8 +15,8 @@ from headprune.app.documents import Heads, LayerProfile, Positions, Sample, Samp
 from headprune.app.models import LoadedModel
 from headprune.app.seeing.labels import patch_positions, printable, token_labels
 from headprune.attention import AttentionLayer
+from headprune.batches import by_names
 from headprune.inputs import without_labels
-from headprune.rows import by_names
 from headprune.seeing import HeadProfile, Profiler
 from headprune.seeing.maps import Weights
 from headprune.seeing.sequences import Grid, sequences_of

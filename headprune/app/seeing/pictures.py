@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headprune.app.documents import Heads, Positions, Sample, SampleLayer
+from headprune.app.pictures import new_figure
 from headprune.app.seeing.cells import cells, layer_of, resized
 from headprune.seeing.roles import MIXED, RULES
 
@@ -28,53 +27,53 @@ _COLOURS = {
 _CELL, _FRAME, _GAP = 44, 3, 5  # pixels
 
 
-def draw_all(path: Path, heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]] | None = None) -> None:
+def figure_of_all(heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]] | None = None) -> Figure:
     """All heads as small multiples: a row for each layer, keys to the right and queries down, a frame for each role.
 
     Args:
         drop: Heads to cross out, by layer.
     """
+    from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
-    shown = [(profile, layer) for profile in heads.layers if (layer := layer_of(sample, profile.index)) is not None]
-    widest = max(len(profile.heads) for profile, _ in shown)
+    rows = [(profile, layer) for profile in heads.layers if (layer := layer_of(sample, profile.index)) is not None]
+    widest = max(len(profile.heads) for profile, _ in rows)
     step = _CELL + 2 * _FRAME + _GAP
-    canvas = np.ones((len(shown) * step, widest * step, 3), np.float32)
+    canvas = np.ones((len(rows) * step, widest * step, 3), np.float32)
     crosses: list[tuple[float, float]] = []
-    used: list[str] = []
-    for i, (profile, layer) in enumerate(shown):
+    roles: list[str] = []
+    for i, (profile, layer) in enumerate(rows):
         for h, table in enumerate(cells(sample, layer)):
             role = profile.heads[h].role
-            used.append(role)
+            roles.append(role)
             top, left = i * step, h * step
             size = _CELL + 2 * _FRAME
-            canvas[top : top + size, left : left + size] = _rgb(_COLOURS.get(role, "#bbbbbb"))
+            canvas[top : top + size, left : left + size] = to_rgb(_COLOURS.get(role, _COLOURS[MIXED]))
             inner = _shade(resized(table, _CELL, _CELL))
             canvas[top + _FRAME : top + _FRAME + _CELL, left + _FRAME : left + _FRAME + _CELL] = inner
             if drop and h in drop.get(profile.name, ()):
                 crosses.append((left + size / 2, top + size / 2))
-    figure, axis = _figure(1.3 + widest * 0.5, 1.5 + len(shown) * 0.5)
+    figure, (axis,) = new_figure(1.3 + widest * 0.5, 1.5 + len(rows) * 0.5)
     axis.imshow(canvas, interpolation="nearest")
     if crosses:
         axis.plot(
             *zip(*crosses, strict=True), "x", color="black", markersize=20, markeredgewidth=1.4, alpha=0.75, ls=""
         )
-    axis.set_xticks([h * step + step / 2 for h in range(widest)], [f"H{h}" for h in range(widest)], fontsize=7)
-    axis.set_yticks(
-        [i * step + step / 2 for i in range(len(shown))], [f"L{profile.index}" for profile, _ in shown], fontsize=7
-    )
+    across, down = ([i * step + step / 2 for i in range(count)] for count in (widest, len(rows)))
+    axis.set_xticks(across, [f"H{h}" for h in range(widest)], fontsize=7)
+    axis.set_yticks(down, [f"L{profile.index}" for profile, _ in rows], fontsize=7)
     axis.tick_params(length=0)
     axis.xaxis.tick_top()
     for spine in axis.spines.values():
         spine.set_visible(False)
-    patches = [Patch(color=colour, label=label) for colour, label in legend_of(used).items()]
+    patches = [Patch(color=colour, label=label) for colour, label in legend_of(roles).items()]
     widest_label = 2.4 if any(", " in str(patch.get_label()) for patch in patches) else 1.5
     columns = max(1, min(len(patches), int((1.3 + widest * 0.5) / widest_label)))
     axis.legend(
         handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.01), ncols=columns, fontsize=7, frameon=False
     )
     _titled(axis, sample.title)
-    _save(figure, path)
+    return figure
 
 
 def legend_of(roles: Sequence[str]) -> dict[str, str]:
@@ -86,15 +85,14 @@ def legend_of(roles: Sequence[str]) -> dict[str, str]:
     return {colour: ", ".join(names) for colour, names in families.items()}
 
 
-def draw_head(path: Path, sample: Sample, layer: SampleLayer, head: int, title: str) -> None:
+def figure_of_head(sample: Sample, layer: SampleLayer, head: int, title: str) -> Figure:
     """One head, large: queries down, keys to the right; of a long image, where the held positions look."""
     queries, keys = sample.positions[layer.queries], sample.positions[layer.keys]
     weights = layer.unpacked()[head]
     if layer.rows is not None and keys.grid is not None:
-        _draw_patches(path, queries, keys, layer.rows, weights, title)
-        return
+        return _figure_of_patches(queries, keys, layer.rows, weights, title)
     rows = range(len(queries.labels)) if layer.rows is None else layer.rows
-    figure, axis = _figure(2.6 + 0.2 * max(len(keys.labels), 6), 1.9 + 0.2 * max(len(rows), 6))
+    figure, (axis,) = new_figure(2.6 + 0.2 * max(len(keys.labels), 6), 1.9 + 0.2 * max(len(rows), 6))
     image = axis.imshow(weights, cmap="Blues", vmin=0, vmax=1, aspect="equal")
     plain: dict[str, Any] = {"fontsize": 7, "parse_math": False}
     axis.set_xticks(range(len(keys.labels)), keys.labels, rotation=90, **plain)
@@ -103,26 +101,19 @@ def draw_head(path: Path, sample: Sample, layer: SampleLayer, head: int, title: 
     axis.set_ylabel("token" if keys.grid is None else "position", fontsize=8)
     _titled(axis, title)
     figure.colorbar(image, ax=axis, shrink=0.7).set_label("attention weight", fontsize=8)
-    _save(figure, path)
+    return figure
 
 
-def _draw_patches(
-    path: Path, queries: Positions, keys: Positions, rows: Sequence[int], weights: Any, title: str
-) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def _figure_of_patches(queries: Positions, keys: Positions, rows: Sequence[int], weights: Any, title: str) -> Figure:
     assert keys.grid is not None
     count = keys.grid[0] * keys.grid[1]
-    figure = Figure(figsize=(2.2 * (len(rows) + 1), 2.9), layout="constrained", dpi=130)
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(rows) + 1)
+    figure, axes = new_figure(2.2 * (len(rows) + 1), 2.9, columns=len(rows) + 1)
     if keys.image:
         axes[0].imshow(_decoded(keys.image), cmap="gray")
     axes[0].set_title("the image", fontsize=8)
     top = float(weights[:, -count:].max()) or 1.0
-    for axis, row, seen in zip(axes[1:], rows, weights, strict=True):
-        image = axis.imshow(seen[-count:].reshape(keys.grid), cmap="Blues", vmin=0, vmax=top)
+    for axis, row, row_weights in zip(axes[1:], rows, weights, strict=True):
+        image = axis.imshow(row_weights[-count:].reshape(keys.grid), cmap="Blues", vmin=0, vmax=top)
         axis.set_title(f"from {queries.labels[row]}", fontsize=8, parse_math=False)
         place = row - (len(queries.labels) - count)
         if place >= 0 and queries.grid == keys.grid:
@@ -131,7 +122,7 @@ def _draw_patches(
         axis.set_axis_off()
     figure.colorbar(image, ax=axes, shrink=0.8).set_label("attention weight", fontsize=8)
     figure.suptitle(title, fontsize=9, parse_math=False)
-    _save(figure, path)
+    return figure
 
 
 def _shade(table: Any) -> Any:
@@ -139,10 +130,6 @@ def _shade(table: Any) -> Any:
     from matplotlib import colormaps
 
     return colormaps["Blues"](np.sqrt(np.clip(table, 0, 1)))[..., :3]
-
-
-def _rgb(colour: str) -> tuple[float, ...]:
-    return tuple(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
 
 
 def _decoded(uri: str) -> Any:
@@ -153,21 +140,3 @@ def _decoded(uri: str) -> Any:
 
 def _titled(axis: Axes, title: str) -> None:
     axis.set_title(title, fontsize=8, loc="left", wrap=True, parse_math=False)
-
-
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained", dpi=130)
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots()
-
-
-def _save(figure: Figure, path: Path) -> None:
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(temporary, metadata={"Software": None} if path.suffix == ".png" else None)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

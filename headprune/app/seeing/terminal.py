@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headprune.app.documents import Heads, Sample, SampleLayer
-from headprune.app.seeing.cells import cells, layer_of, resized
+from headprune.app.seeing.cells import by_role, cells, layer_of, resized
 from headprune.seeing import HeadProfile
 from headprune.seeing.roles import MIXED, RULES, UNKNOWN
 
@@ -82,28 +81,24 @@ def one_head(sample: Sample, layer: SampleLayer, head: int, colours: bool) -> Re
     picture = colours and keys.grid is None
     if picture:
         table.add_column()
-    for row, seen in zip(rows, weights, strict=True):
-        named = [j for j in np.argsort(-seen, kind="stable")[:_KEYS] if seen[j] >= 0.05]
-        told = Text("  ").join(Text(f"{keys.labels[j]} {seen[j]:.0%}") for j in named)
-        cells_ = [Text(queries.labels[row], "bold"), told]
+    for row, row_weights in zip(rows, weights, strict=True):
+        largest = [j for j in np.argsort(-row_weights, kind="stable")[:_KEYS] if row_weights[j] >= 0.05]
+        names = Text("  ").join(Text(f"{keys.labels[j]} {row_weights[j]:.0%}") for j in largest)
+        columns = [Text(queries.labels[row], "bold"), names]
         if picture:
-            cells_.append(
+            columns.append(
                 Text(" ").join(
-                    Text(label, f"{_ink(w)} on {_blue(w)}") for label, w in zip(keys.labels, seen, strict=True)
+                    Text(label, f"{_ink(w)} on {_blue(w)}") for label, w in zip(keys.labels, row_weights, strict=True)
                 )
             )
-        table.add_row(*cells_)
+        table.add_row(*columns)
     return table
 
 
 def figures_of(profile: HeadProfile) -> Text:
     """Every figure that a head has, by its name in heads.json."""
-    told = [
-        f"{name} {value:.3g}"
-        for name, value in vars(profile).items()
-        if isinstance(value, int | float) and name != "clarity"
-    ]
-    return Text(", ".join(told))
+    numbers = {name: value for name, value in vars(profile).items() if isinstance(value, int | float)}
+    return Text(", ".join(f"{name} {value:.3g}" for name, value in numbers.items() if name != "clarity"))
 
 
 def role_table(heads: Heads) -> Table:
@@ -121,20 +116,9 @@ def role_table(heads: Heads) -> Table:
 
 def role_counts(heads: Heads) -> list[str]:
     """A line for each role, most frequent first: how many heads have it, and the one that shows it best in its own words."""
-    counts = Counter(profile.role for layer in heads.layers for profile in layer.heads)
-    lines = []
-    for role, count in counts.most_common():
-        label, profile = max(
-            (
-                (f"L{layer.index}.H{h}", p)
-                for layer in heads.layers
-                for h, p in enumerate(layer.heads)
-                if p.role == role
-            ),
-            key=lambda pair: pair[1].clarity,
-        )
-        lines.append(f"{_short(role):>5}  {count:>3}  {role}: {label}, {profile.because}")
-    return lines
+    return [
+        f"{_short(role):>5}  {len(addresses):>3}  {role}, as {example}" for role, addresses, example in by_role(heads)
+    ]
 
 
 def _short(role: str) -> str:

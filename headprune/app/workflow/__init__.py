@@ -4,13 +4,13 @@ The result of each step is stored at once, so that an interrupted run can contin
 """
 
 from headprune.app.options import Options
-from headprune.app.workflow.checks import check_goal
+from headprune.app.workflow.config import PruneConfig
 from headprune.app.workflow.cost import cost_of_pruning, cost_of_scores
-from headprune.app.workflow.pruning import PruneRun, plan_run, prune_run
+from headprune.app.workflow.pruning import open_to_prune, plan_run, prune_run
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.scoring import score_run
-from headprune.app.workflow.targets import Goal
 
 __all__ = [
-    "Console", "Goal", "Options", "PruneRun", "Scene", "check_goal", "cost_of_pruning", "cost_of_scores", "open_scene", "plan_run", "prune_run", "score_run",
+    "Console", "Options", "PruneConfig", "Scene", "cost_of_pruning", "cost_of_scores", "open_scene", "open_to_prune",
+    "plan_run", "prune_run", "score_run",
 ]  # fmt: skip

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 from headprune.app.data import DataOptions, Parts
 from headprune.app.documents import Cut, Examples, Run
+from headprune.app.runs import RunFolder
+from headprune.app.workflow.config import PruneConfig
 from headprune.app.workflow.scene import Scene
-from headprune.app.workflow.targets import Goal, subject_for
+from headprune.app.workflow.targets import subject_for
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.evaluation import measurable
+from headprune.fingerprint import config_hash, has_identity, identity, processor_hash
+from headprune.scoring import HeadScores
+from headprune.searching import constraints_of
 
 
-def check_goal(goal: Goal, scene: Scene) -> None:
-    """Refuse a goal that leaves the model as it is, or names what it has not; and a model whose metric cannot be measured.
+def check_search(config: PruneConfig, scene: Scene) -> None:
+    """Refuse a search that leaves the model as it is, or names what it has not; and a model whose metric cannot be measured.
 
     Raises:
         HeadPruneError: All heads would stay, a layer or head is not there, or no accuracy or perplexity can be told.
     """
-    _check_heads(goal, scene)
+    _check_heads(config, scene)
     _check_metric(scene)
 
 
-def _check_heads(goal: Goal, scene: Scene) -> None:
-    """Refuse a goal that leaves the model as it is, or names what it has not."""
-    if goal.plan is not None:
-        goal.plan.on(scene.layers)
-        if not any(goal.plan.drop.values()):
+def _check_heads(config: PruneConfig, scene: Scene) -> None:
+    """Refuse a search that leaves the model as it is, or names what it has not."""
+    if config.plan is not None:
+        config.plan.on(scene.layers)
+        if not any(config.plan.drop.values()):
             raise HeadPruneError(
-                f"The plan {goal.file} drops no head.", 'Name some in its `drop`, such as {"L0": [3]}.'
+                f"The plan {config.plan_file} drops no head.", 'Name some in its `drop`, such as {"L0": [3]}.'
             )
         return
-    goal.constraints(scene)
-    for budget in goal.budgets:
+    constraints_of(config.search, scene.maskable)
+    for budget in config.search.budgets:
         budget.check_dense(subject_for(budget, scene))
 
 
@@ -85,6 +91,30 @@ def check_scored(scene: Scene, run: Run, where: object) -> list[str]:
         f"is another one ({now.examples:,} of {now.split!r}), and a run has one, for scores and repair.",
         f"Leave out {flags}, or score again with {'it' if len(changed) == 1 else 'them'}.",
     )
+
+
+def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -> list[str]:
+    """Refuse scores of another model, or of examples that are reported; notes on what else changed since they were made.
+
+    Raises:
+        HeadPruneError: The model, its config, its tokenizer or the scored examples are others.
+    """
+    for s in scores:
+        if not has_identity(scene.model, s.model):
+            raise ScoresError(
+                f"The scores in {source.scores_path} are of another model than {scene.options.model} (fingerprint {s.model}, "
+                f"this one is {identity(scene.model)}).",
+                "Score this model first, or leave it out to prune the one that was scored.",
+            )
+    run = source.read_run()
+    for what in run.model.other_now(run.environment, config_hash(scene.model), processor_hash(scene.loaded.processor)):
+        raise ScoresError(
+            f"The {what} of {scene.options.model} has changed since {source.path} was scored.",
+            "Restore it, or score again.",
+        )
+    notes = check_scored(scene, run, source.path)
+    scene.parts.notes.extend(notes)
+    return notes
 
 
 def seen_before(parts: Parts, before: Parts, same_data: bool) -> int:

@@ -1,6 +1,6 @@
 """What a run will cost, roughly: two passes timed, times the passes that are counted before the work.
 
-To be within half; `benchmarks/estimate.py` compares it with real runs on five models.
+To be within half; `benchmarks/passes.py` compares it with real runs on five models.
 """
 
 from __future__ import annotations
@@ -16,20 +16,17 @@ from torch import nn
 from headprune import latency, searching
 from headprune.amounts import duration
 from headprune.app.data import Part
+from headprune.app.workflow.config import PruneConfig
 from headprune.app.workflow.scene import Console, Scene
-from headprune.app.workflow.targets import RANDOM_DRAWS, Goal, trials_of
+from headprune.app.workflow.targets import RANDOM_DRAWS, trials_of
 from headprune.app.workflow.timing import inputs
+from headprune.batches import cost_of
 from headprune.errors import first_line
-from headprune.inputs import call, model_device, move, tensors, usable
-from headprune.loss import inputs_of
-from headprune.modules import config_kept
-from headprune.ranks import current
-from headprune.scoring import HeadScores, Settings
-from headprune.scoring.base import cost_of
-from headprune.trace import evaluating
-
-CLOCK: Callable[[], float] = time.perf_counter
-"""`benchmarks/estimate.py` takes CPU time instead on a busy machine."""
+from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
+from headprune.parallel import current
+from headprune.running import config_kept, evaluating
+from headprune.scoring import HeadScores
+from headprune.scoring.settings import method_and_settings
 
 _REPAIR = 8.0  # passes of a repair over the scoring examples: most of them the last step's
 _DECIDED = 7.0  # passes over the choosing part to decide on the steps of a repair
@@ -71,34 +68,34 @@ def announce(console: Console, make: Callable[[], Cost], quick: Callable[[], Cos
     console.say(found.line + more + ("" if size == 1 else f" This is for one process; {size} share the work."))
 
 
-def cost_of_scores(scene: Scene, methods: Sequence[str]) -> Cost:
+def cost_of_scores(scene: Scene) -> Cost:
     """Of `score_run`."""
     batches = list(scene.parts.score.batches())
     forward, back = _pace(scene.model, batches)
-    passes = _scoring(scene, methods, len(batches))
-    limit = scene.options.scoring.seconds
-    spent = passes * (forward + back) / 3
-    seconds = min(spent, limit) if limit is not None and "ablation" in methods else spent
+    passes, seconds = 0.0, 0.0
+    for text in scene.options.methods:
+        own = _passes(text, scene, len(batches))
+        limit = method_and_settings(text)[1].seconds
+        passes, seconds = passes + own, seconds + min(own * (forward + back) / 3, limit or math.inf)
     return Cost(passes, seconds + _REPORT, len(scene.parts.score))
 
 
-def cost_of_pruning(scene: Scene, goal: Goal, methods: Sequence[str], scores: Sequence[HeadScores] = ()) -> Cost:
+def cost_of_pruning(scene: Scene, config: PruneConfig, scores: Sequence[HeadScores] = ()) -> Cost:
     """Of `prune_run`.
 
     Args:
-        methods: Scores that are still to be made.
         scores: Those that there are.
     """
     batches, parts = list(scene.parts.score.batches()), scene.parts
     forward, back = _pace(scene.model, batches)
-    trials = trials_of(scene, goal)
+    trials, methods = trials_of(scene, config), config.methods_to_score
     choose, report = (len(part) / len(parts.score) for part in (parts.choose, parts.report))
-    orders, plans = 0 if goal.plan else 2 + len(methods or scores), max(1, len(goal.budgets))
-    planning = 0.0 if goal.plan else searching.passes_of(goal.request(scene), scores, trials)
+    orders, plans = 0 if config.plan else 2 + len(methods or scores), max(1, len(config.search.budgets))
+    planning = 0.0 if config.plan else searching.passes_of(config.search, scores, trials)
     points = orders * plans + _LEVELS + (orders + RANDOM_DRAWS) * (plans + 1)
     passes = _scoring(scene, methods, len(batches)) + planning + points * choose + report * (1 + _MEASURED * plans)
     fits = 0.0
-    if goal.repair:
+    if config.search.repair:
         passes += plans * (_REPAIR + _DECIDED * choose)
         widths = [p.weight.shape[1] for p in trials.calibration.projections]
         fits = (points + plans * _MEASURED) * sum(_SOLVE * width**3 / 100 for width in widths)
@@ -107,9 +104,9 @@ def cost_of_pruning(scene: Scene, goal: Goal, methods: Sequence[str], scores: Se
         (plans + 2) * max(latency.MIN_SECONDS, latency.MIN_RUNS * once * cost_of(example)) + 1.5
         for _, _, example in inputs(scene)
     )
-    if goal.finetune:
+    if config.finetune:
         passes += (
-            4 * goal.finetune * plans
+            4 * config.finetune * plans
         )  # for as many examples as are scored: what there is to train on is not read yet
     return Cost(passes, passes * (forward + back) / 3 + fits + timing + _REPORT, len(parts.score), timing)
 
@@ -140,12 +137,12 @@ def _pace(model: nn.Module, batches: Sequence[object]) -> tuple[float, float]:
         first.requires_grad_(True)
         try:
             for grad in (False, False, True):  # the first pass makes what later ones find
-                began = CLOCK()
+                began = time.perf_counter()
                 with torch.set_grad_enabled(grad):
                     passed(grad)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-                times.append(CLOCK() - began)
+                times.append(time.perf_counter() - began)
         finally:
             first.requires_grad_(before)
     scale = sum(map(cost_of, batches)) / cost_of(batch)
@@ -154,10 +151,11 @@ def _pace(model: nn.Module, batches: Sequence[object]) -> tuple[float, float]:
 
 def _scoring(scene: Scene, methods: Sequence[str], batches: int) -> float:
     """Passes over the scoring examples that scoring methods make."""
-    return sum(_passes(name, scene.options.scoring, scene, batches) for name in methods)
+    return sum(_passes(method, scene, batches) for method in methods)
 
 
-def _passes(name: str, settings: Settings, scene: Scene, batches: int) -> float:
+def _passes(method: str, scene: Scene, batches: int) -> float:
+    name, settings = method_and_settings(method)
     heads = sum(layer.num_heads for layer in scene.maskable)
     if name in ("weight-norm", "random"):
         return 0.0

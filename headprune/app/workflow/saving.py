@@ -65,9 +65,9 @@ def save(scene: Scene, model: nn.Module, path: Path, tolerance: float, **about: 
 
 def load(scene: Scene, path: Path) -> nn.Module:
     """A saved model, for the run to measure."""
-    placing = scene.options.placing()
-    places = {"device": model_device(scene.model)} if placing is None else placing.options()
-    trusted = scene.options.trust_remote_code  # what is in the folder came with the dense model
+    placing = scene.options.loading.placing()
+    places = {"device": model_device(scene.model)} if placing is None else placing
+    trusted = scene.options.loading.trust_remote_code  # what is in the folder came with the dense model
     model = checkpoint.load(path, **places, as_saved=True, trust_remote_code=trusted)
     if scene.loaded.stored is not None:
         widen(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +16,13 @@ from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import first_rows
-from headprune.ranks import current
+from headprune.parallel import current
 from headprune.scoring import method_named
-from headprune.searching import Listener
+from headprune.scoring.settings import method_and_settings
+from headprune.searching import Output
 from headprune.trace import find_attention
 
-Console = Listener
+Console = Output
 """Where a run tells what it does."""
 
 
@@ -64,29 +64,28 @@ class Scene:
         return {k: v for k, v in found.items() if k not in ("labels", "start_positions", "end_positions")}
 
 
-def open_scene(options: Options, console: Console, methods: Sequence[str] | None = None) -> Scene:
+def open_scene(options: Options, console: Console, *, labelled: bool | None = True) -> Scene:
     """Load the model and the data, and find the heads.
 
     Args:
-        methods: To score by, where that is all: labels need not be there if none of them reads them, or by `Options.distil`.
+        labelled: Whether labels must be there; None: only if one of the scoring methods reads them, and not by `Options.distil`.
     """
     options.check()
-    if options.device_map is not None and current().size > 1:
+    if options.loading.device_map is not None and current().size > 1:
         raise HeadPruneError(
             "--device-map spreads one model over all devices, which several processes would each do.",
             "Start one process, or leave out --device-map: each process then takes a device.",
         )
-    loaded = load_model(
-        options.model, task=options.task, device=options.device, dtype=options.dtype, revision=options.revision,
-        trust_remote_code=options.trust_remote_code, placing=options.placing(),
-    )  # fmt: skip
+    loaded = load_model(options.model, options.loading)
     if (numbers := numbers_given(loaded)) is not None:
         raise HeadPruneError(
             f"{options.model} has a regression head ({numbers}), which the command line does not measure yet.",
             "Use the Python API: headprune.score(model, batches).",
         )
     console.say(f"{type(loaded.model).__name__} for {loaded.task.name} on {placed(loaded.model)}")
-    labelled = methods is None or (not options.distil and any(method_named(name).loss for name in methods))
+    if labelled is None:
+        methods = [method_named(method_and_settings(text)[0]) for text in options.methods]
+        labelled = not options.distil and any(method.loss for method in methods)
     parts = load_parts(options.data, loaded, labelled)
     columns = ", ".join(f"{what}: {name}" for what, name in parts.columns.items())
     sizes = ", ".join(f"{len(p)} to {p.name} ({p.split})" for p in (parts.score, parts.choose, parts.report))

@@ -17,44 +17,41 @@ from headprune.app.runs import RunFolder
 from headprune.app.seeing import look
 from headprune.app.workflow.cost import announce, cost_of_scores
 from headprune.app.workflow.scene import Console, Scene, open_scene
-from headprune.app.workflow.stages import Stages, made_from, publish, stages_of
+from headprune.app.workflow.stages import made_from, publish, store_of
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import config_hash, fingerprint, processor_hash
 from headprune.inputs import model_device
-from headprune.plans import heads_to_keep
-from headprune.ranks import current
-from headprune.scoring import HeadScores, Settings, method_named, save_scores, score
-from headprune.scoring.resume import Work
+from headprune.parallel import current
+from headprune.scoring import HeadScores, save_scores, score
+from headprune.scoring.settings import Settings, method_and_settings
+from headprune.store import Store
 
 
 def score_run(
     options: Options,
-    methods: Sequence[str],
     folder: RunFolder,
     console: Console,
     did: Callable[[str], bool] = lambda of: False,
 ) -> tuple[Scene, list[HeadScores]]:
-    """Score a model by each method and write the run folder.
+    """Score a model by each of the options' methods and write the run folder.
 
     Args:
-        did: Whether that was done already, of what `made_from` names (`Folder.did`).
+        did: Whether that was done already, of what `made_from` names (`Folder.already_published`).
     """
-    started = time.monotonic()
-    for name in methods:
-        method_named(name)
-    scene = open_scene(options, console, methods)
+    started, methods = time.monotonic(), options.methods
+    scene = open_scene(options, console, labelled=None)
     if did(of := made_from(scene)):
         return scene, folder.read_scores()
     run = run_document(scene, methods, folder)
-    announce(console, lambda: cost_of_scores(scene, methods))
+    announce(console, lambda: cost_of_scores(scene))
     scores, before = score_all(scene, methods, folder, console)
 
     def written() -> None:
         content = RunFolder(folder.unfinished / "content")
         shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
         save_scores(content.scores_path, scores)
-        write_heads(scene, stages_of(folder, "score", scene, say=lambda _: None), content, console)
-        content.write_run(run.changed(seconds=(round(before + time.monotonic() - started, 1),)))
+        write_heads(scene, store_of(folder, "score", scene, say=lambda _: None), content, console)
+        content.write_run(replace(run, seconds=(round(before + time.monotonic() - started, 1),)))
         publish(folder, content, of)
 
     current().first("writing the run", written)
@@ -69,43 +66,34 @@ def score_all(
         return [], 0.0
     batches = list(scene.parts.score.batches())
     found = []
-    options, settings = scene.options, settings_of(scene)
-    stages = stages_of(folder, "score", scene, say=console.say)
+    options, base = scene.options, Settings(keep=scene.options.keep)
+    store = store_of(folder, "score", scene, say=console.say)
 
-    def scored(name: str) -> dict[str, Any]:
+    def score_by(text: str) -> HeadScores:
         began = time.monotonic()
+        name, settings = method_and_settings(text, base)
         with console.track(f"scoring by {name}") as progress:
             s = score(
                 scene.model, batches, name, layers=scene.layers, seed=options.seed, progress=progress,
-                distil=options.distil, settings=settings, work=Work(folder.unfinished, console.say),
+                distil=options.distil, settings=settings, work=folder.store(console.say),
             )  # fmt: skip
         s.details["seconds"] = round(time.monotonic() - began, 2)
-        return s.to_json()
+        return HeadScores.from_json(s.to_json(), scene.maskable)  # as `prune` will read it
 
-    for name in dict.fromkeys(methods):
-        found.append(
-            stages.get(name, partial(scored, name), lambda data: HeadScores.from_json(data, scene.maskable))
-        )  # fmt: skip
-    return found, stages.before
+    for text in methods:
+        found.append(store.get(text, partial(score_by, text)))
+    return found, store.seconds
 
 
-def settings_of(scene: Scene) -> Settings:
-    """What the methods are told. The heads to keep are a share of those that are scored, as budgets count them."""
-    keep, settings = scene.options.keep, scene.options.scoring
-    if keep is None:
-        return settings
-    return replace(settings, keep=heads_to_keep(keep, sum(layer.num_heads for layer in scene.maskable)))
-
-
-def write_heads(scene: Scene, stages: Stages, content: RunFolder, console: Console) -> None:
+def write_heads(scene: Scene, store: Store, content: RunFolder, console: Console) -> None:
     """Look what the heads do, and write heads.json; a model whose weights cannot be seen has none."""
 
-    def made() -> dict[str, Any]:
+    def make() -> Heads:
         with console.track("looking at what the heads do"):
-            return look(scene.loaded, scene.parts.score, scene.layers, scene.options.seed).to_json()
+            return look(scene.loaded, scene.parts.score, scene.layers, scene.options.seed)
 
     try:
-        stages.get("heads", made, Heads.model_validate).write(content.heads_path)
+        store.get("heads", make).write(content.heads_path)
     except HeadPruneError as error:
         console.say(f"What the heads do cannot be shown: {error.args[0]}")
 
@@ -119,7 +107,7 @@ def run_document(scene: Scene, methods: Sequence[str], folder: RunFolder) -> Run
         when=runs.now(),
         seconds=(),
         options=scene.options,
-        methods=tuple(methods),
+        methods=tuple(method_and_settings(text)[0] for text in methods),
         environment=runs.environment(str(model_device(scene.model))),
         **_cut_of(scene),
         model=ModelFacts(
@@ -133,7 +121,7 @@ def run_document(scene: Scene, methods: Sequence[str], folder: RunFolder) -> Run
             config=config_hash(scene.model),
             processor=processor_hash(scene.loaded.processor),
             heads=sum(layer.num_heads for layer in scene.layers),
-            layers=tuple(LayerFacts.model_validate(layer) for layer in scene.layers),
+            layers=tuple(map(LayerFacts.of, scene.layers)),
         ),
         folder=str(folder.path),
     )
@@ -142,9 +130,9 @@ def run_document(scene: Scene, methods: Sequence[str], folder: RunFolder) -> Run
 def run_after(run: Run, scene: Scene, folder: RunFolder) -> Run:
     """A scoring run's document where another run prunes by its scores: the data beside the scored part may be other data."""
     scored = run.options
-    options = replace(scene.options, scoring=scored.scoring, distil=scored.distil, keep=scored.keep)
+    options = replace(scene.options, methods=scored.methods, distil=scored.distil, keep=scored.keep)
     commands = (run.commands[0], runs.command_line())
-    return run.changed(options=options, **_cut_of(scene), commands=commands, folder=str(folder.path))
+    return replace(run, options=options, **_cut_of(scene), commands=commands, folder=str(folder.path))
 
 
 def _cut_of(scene: Scene) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) ->
 def time_parts(
     model: nn.Module, layers: Sequence[AttentionLayer], shapes: Shapes, plans: Mapping[str, Heads],
     timed: Sequence[LatencyRow], console: Console,
-) -> list[TimeParts]:  # fmt: skip
+) -> tuple[TimeParts, ...]:  # fmt: skip
     """What the dense model's passes spend their time on, with the most that each plan can gain of it.
 
     Args:
@@ -66,22 +66,22 @@ def time_parts(
                 tries.append(TimeParts.of(made, bounds, batch, length))
             found.append(min(tries, key=lambda row: row.apart(timed)))
             progress(i + 1, len(shapes))
-    return found
+    return tuple(found)
 
 
-def time_generation(models: Mapping[str, nn.Module], prompts: Shapes, console: Console) -> list[GenerationRow]:
+def time_generation(models: Mapping[str, nn.Module], prompts: Shapes, console: Console) -> tuple[GenerationRow, ...]:
     """How fast the dense and the pruned models write; [] where they do not."""
     rows: list[GenerationRow] = []
     if not writes(next(iter(models.values()))):
-        return rows
+        return ()
     with console.track("writing tokens") as progress:
         for i, (_, _, example) in enumerate(prompts):
             row = generation(models, example)
             if row is None:
-                return []
+                return ()
             rows.append(row)
             progress(i + 1, len(prompts))
-    return rows
+    return tuple(rows)
 
 
 def inputs(scene: Scene) -> list[tuple[int, int, dict[str, Any]]]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from headprune.app.data.encoders.classes import Classes
-from headprune.app.data.options import DataOptions
 from headprune.app.models import LoadedModel
+from headprune.app.options import DataOptions
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
 from headprune.inputs import LABELS

@@ -7,13 +7,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from headprune.app.data.encoders.text import PerTokenEncoder, TextEncoder
-from headprune.convention import find, sees_ahead
+from headprune.batches import Rows
+from headprune.conventions import logits_in
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError, first_line
-from headprune.inputs import model_device
-from headprune.trace import evaluating
+from headprune.inputs import call, model_device
+from headprune.label_use import find_label_use
+from headprune.running import quiet
 
 _CHATS = "Chats were written out by the tokenizer's chat template; what every speaker says is predicted."
 
@@ -41,14 +44,14 @@ class CausalLM(PerTokenEncoder):
         ids = torch.randint(vocabulary // 4, max(vocabulary // 2, 2), (1, 8), generator=generator)
         ids = ids.to(model_device(self.model))
         example = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        with torch.no_grad(), evaluating(self.model):
-            if sees_ahead(self.model, example):
+        with quiet(self.model), torch.no_grad():
+            if _sees_ahead(self.model, ids):
                 raise HeadPruneError(
                     f"{type(self.model).__name__}, as it is set up, sees the tokens behind each one: its perplexity on plain "
                     "text would mean nothing.",
                     "Use --task masked-lm, if it is a masked language model (or is_decoder in its config).",
                 )
-            convention = find(self.model, [example], [example]).convention
+            convention = find_label_use(self.model, [example], Rows()).convention
         shifted = convention is not None and convention.ahead == 0
         if shifted:
             self.notes.append("This model's own loss does not shift labels: they are the next tokens.")
@@ -86,6 +89,18 @@ class CausalLM(PerTokenEncoder):
         coded.pop("token_type_ids", None)
         ids = list(coded["input_ids"])
         return {**coded, "labels": [*ids[1:], IGNORED] if self.shifted else ids}
+
+
+def _sees_ahead(model: nn.Module, ids: Tensor) -> bool:
+    """Whether logits depend on tokens behind their own: by another last token of a text ``[1, tokens]``."""
+    other = torch.cat([ids[:, :-1], ids[:, -1:] ^ 1], dim=1)
+    before, after = (
+        logits_in(call(model, {"input_ids": t, "attention_mask": torch.ones_like(t)})) for t in (ids, other)
+    )
+    if before is None or after is None or before.ndim != 3 or before.shape[1] < ids.shape[1]:
+        return False
+    most = 1e-5 if before.dtype in (torch.float32, torch.float64) else 1e-3
+    return bool((after - before)[:, :-1].abs().max() > most * before.abs().max())
 
 
 def _is_chat(value: Any) -> bool:

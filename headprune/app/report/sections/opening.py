@@ -1,0 +1,227 @@
+"""The first screen: what can go, what it costs, how fast it is, and how to use it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from fractions import Fraction
+
+from headprune.amounts import head_count
+from headprune.app.documents import BudgetResult, Metrics, Run
+from headprune.app.report import numbers, verdict
+from headprune.app.report.content import Block, Bullets, CommandLines, Documents, Section, Strong, capital, code, listed
+from headprune.app.report.sections import sizes
+from headprune.app.report.sections.cautions import cautions, shortened
+from headprune.app.report.sections.importance import method_line, picture
+from headprune.evaluation import Change
+from headprune.scoring.scores import HeadScores
+
+_SHARES = {
+    Fraction(1, 2): "half", Fraction(1, 3): "a third", Fraction(2, 3): "two thirds", Fraction(1, 4): "a quarter",
+    Fraction(3, 4): "three quarters", Fraction(1): "all",
+}  # fmt: skip
+_REFITTED = "the kept heads' weights refitted by least squares"
+
+
+def opening(documents: Documents) -> Section:
+    """The report's first section, which has the report's title."""
+    run, metrics = documents.run, documents.metrics
+    title = f"Attention heads of {numbers.name_of(run.options.model)}"
+    if metrics is None:
+        return Section(title, _of_scores(documents))
+    lines = [
+        rule(metrics),
+        over_random_line(metrics),
+        usage(run, metrics),
+        precision(run, metrics),
+        *budget_lines(metrics),
+    ]
+    return Section(title, [*summary(run, metrics), Bullets([*filter(None, lines)]), sizes.picture(metrics)])
+
+
+def summary(run: Run, metrics: Metrics) -> list[Block]:
+    """The verdict, what a reader must know before believing it, and the table of sizes."""
+    warnings = [Strong("Caution:", text) for text in cautions(run, metrics)]
+    return [Strong(headline(run, metrics)), *warnings, sizes.table(metrics)]
+
+
+def _of_scores(documents: Documents) -> list[Block]:
+    run = documents.run
+    where = f" -o {shlex.quote(run.folder)}" if run.folder else ""
+    warning = shortened(run.parts.score, "scored")
+    return [
+        Strong("Nothing is pruned yet: this run has only scored the heads.", "Next, to keep half of them:"),
+        CommandLines([f"headprune prune --keep 50%{where}"]),
+        *[picture(documents)] * bool(documents.scores),
+        Bullets([*map(_extremes, documents.rankings), *[Strong("Caution:", warning)] * bool(warning)]),
+    ]
+
+
+def _extremes(scores: HeadScores) -> str:
+    heads = scores.top(len(scores.labels()))
+    most, least = (
+        ", ".join(f"{label} ({score:.4f}{'' if error != error else f'±{error:.4f}'})" for label, score, error in some)
+        for some in (heads[:3], heads[:-4:-1])
+    )
+    return (
+        f"By {scores.method}, the heads that matter most are {most}, the ones that matter least {least} (L: layer, H: head, "
+        f"both from 0; ±: standard error; {scores.unit}). The method: {method_line(scores.method)}"
+    )
+
+
+def headline(run: Run, metrics: Metrics) -> str:
+    """The run in one sentence: what can go, what else was changed, what it costs, how fast it is and where."""
+    result = verdict.judge(metrics)
+    b, metric = result.budget, metrics.metric
+    dense, pruned = (numbers.value(m.metrics[metric], metric) for m in (metrics.dense, b.pruned))
+    cost, speed = _cost(b.change, metric), _speed(run, metrics, b)
+    heads, beside = _heads(b), _beside(b)
+    if result.conclusion is verdict.Conclusion.GUESSING:
+        level = numbers.value(metrics.dense.guessing or 0.0, metric)
+        return (
+            f"The dense model is no better than guessing ({metric} {dense}; a model that knows nothing has {level}), so this run "
+            "says nothing about its heads."
+        )
+    possible = f"a loss of up to {numbers.loss(b.change, metric)} is possible"
+    against = f"{metric} {pruned} against {dense} ({cost}), {speed}"
+    if result.conclusion is verdict.Conclusion.UNSURE:
+        few = f"{b.change.examples:,} examples are too few to say whether heads can go"
+        return f"{few}: without {heads}{beside}, {against}; {possible}."
+    if result.conclusion is verdict.Conclusion.COSTS:
+        if len(metrics.budgets) > 1:
+            return f"Every plan worsens the {metric}; the mildest removes {heads}{beside}: {against}."
+        return f"Removing {heads} worsens the {metric}{beside}: {against}."
+    if b.change.verdict != "better" and verdict.loss_within(metrics, b.change) > 0:
+        cost = f"{cost}; {possible}"
+    return f"{capital(heads)} can go{beside}: {metric} {pruned} against {dense} ({cost}), {speed}."
+
+
+def _cost(change: Change, metric: str) -> str:
+    if change.verdict == "no measurable change":
+        return change.verdict
+    forms = {"accuracy": f"{100 * change.value:+.1f} points", "perplexity": f"{change.value:+.1%}"}
+    return f"{forms.get(metric, f'{change.value:+.3g}')}, measurably {change.verdict}"
+
+
+def _beside(budget: BudgetResult) -> str:
+    """What was done to the kept heads beside the removal."""
+    repair = budget.repair
+    steps = [_REFITTED] if repair and (repair.layers or repair.answers) else []
+    if budget.finetune:
+        return f", with {' and '.join([*steps, 'the smaller model trained again'])}"
+    return f", with {steps[0]} (repair, without training)" if steps else ""
+
+
+def _speed(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
+    """How much faster, on which machine, and how much faster it could be."""
+    latency, row = metrics.latency, verdict.headline_row(metrics.latency)
+    gain = row.speedups[budget.name]
+    machine = numbers.device(metrics.environment or run.environment, run.model.dtype)
+    where = f"at {numbers.shape(row)} on {machine}"
+    text = {
+        "faster": f"{gain.ratio:.2f}x as fast {where}",
+        "slower": f"slower ({gain.ratio:.2f}x as fast) {where}",
+    }.get(gain.verdict, f"not measurably faster ({gain.ratio:.2f}x, {gain.low:.2f} to {gain.high:.2f}) {where}")
+    if not latency.bound:
+        return text
+    limit = row.speedups[latency.bound]
+    if limit.verdict != "faster":
+        return f"{text}; nor would it be with every head removed"
+    return text if limit.ratio <= gain.ratio else f"{text}; removing every head would give {limit.ratio:.2f}x"
+
+
+def _heads(budget: BudgetResult) -> str:
+    gone = budget.total - budget.kept
+    share = _SHARES.get(Fraction(gone, budget.total))
+    return f"{share} of the heads ({gone} of {budget.total})" if share else f"{gone} of the {budget.total} heads"
+
+
+def rule(metrics: Metrics) -> str:
+    """By what rule a model is recommended, or why none is."""
+    result = verdict.judge(metrics)
+    if result.conclusion is verdict.Conclusion.GUESSING:
+        return "None is recommended: the dense model is no better than guessing."
+    set_by_user = " (your limit)" if verdict.limits_metric(metrics.budgets) else ""
+    limit = f"a loss above {numbers.amount(result.tolerated, metrics.metric)}{set_by_user} is ruled out at 95 %"
+    if not result.recommended:
+        return f"None is recommended: for no model {limit}."
+    which = "the smallest model for which" if len(metrics.budgets) > 1 else "since"
+    return f"Recommended: {head_count(result.budget.kept)}, {which} {limit}."
+
+
+def over_random_line(metrics: Metrics) -> str:
+    """Whether the chosen heads beat random ones in the same number."""
+    pairs = [verdict.against_random(metrics, b) for b in verdict.largest_first(metrics)]
+    answers = {"better": "yes", "worse": "no, worse", "no measurable difference": "no measurable difference"}
+    parts = []
+    for word, answer in answers.items():
+        if some := [f"{head_count(p.budget.kept)}{_gain(p, metrics.metric)}" for p in pairs if p.verdict == word]:
+            parts.append(f"{answer} with {listed(some)}")
+    text = f"Better than random heads? {capital('; '.join(parts))}."
+    if verdict.trained(metrics):
+        text += " Random heads are not trained, so the chosen ones are compared as they were before training."
+    compared = [p for p in pairs if verdict.by_cheaper_repair(p.budget)]
+    if any(p.value != verdict.untrained(p.budget).metrics[metrics.metric] for p in compared):
+        text += (
+            " For this comparison both were repaired layer by layer only. The models above also had the last step of repair, which "
+            "follows the dense model's answers, not the labels, so by chance it may score lower on these examples."
+        )
+    if any(b.over_random for b in metrics.budgets):
+        text += " The intervals cover the choice of examples, not the draw of random heads."
+    return text
+
+
+def _gain(pair: verdict.AgainstRandom, metric: str) -> str:
+    """What choosing gained."""
+    against = f"{numbers.value(pair.value, metric)} against {numbers.value(pair.mean, metric)}"
+    change = pair.budget.over_random
+    return f" ({against}: {numbers.change(change, metric).replace(' (', ', ')}" if change else f" ({against})"
+
+
+def usage(run: Run, metrics: Metrics) -> str:
+    """What to type to get a model as it was measured: with headprune, and with transformers alone."""
+    result = verdict.judge(metrics)
+    budget, which = result.budget, "it" if result.recommended or len(metrics.budgets) == 1 else "one"
+    own = code(f"import headprune; model = {loading(run, budget)}")
+    if budget.runs_code:  # transformers alone would build the class from the model's own code, with all heads
+        return f"To use {which}: {own}."
+    native = budget.loads if budget.loads and not budget.loads.startswith("headprune.") else ""
+    other = native or "from_pretrained(folder, trust_remote_code=True)"
+    other = f'{other.removesuffix(")")}, dtype="float32")' if _widened(run, budget) else other
+    return f"To use {which}: {own}, or without headprune, with the same folder, transformers' {code(other)}."
+
+
+def loading(run: Run, budget: BudgetResult) -> str:
+    """The call that loads a budget's model as it was measured."""
+    folder = f"{run.folder}/{budget.checkpoint}" if run.folder else budget.checkpoint
+    trust, widen = ", trust_remote_code=True" * budget.runs_code, ".float()" * _widened(run, budget)
+    return f"headprune.load({json.dumps(folder, ensure_ascii=False)}{trust}){widen}"
+
+
+def _widened(run: Run, budget: BudgetResult) -> bool:
+    """Whether a model is saved in half precision, but was measured in float32."""
+    return bool(budget.dtype) and budget.dtype != run.model.dtype == "float32"
+
+
+def precision(run: Run, metrics: Metrics) -> str:
+    """In which precision models are saved, where it is another one than they were measured in, and how to get that; else ""."""
+    saved, computed = verdict.judge(metrics).budget.dtype, run.model.dtype
+    if not saved or saved == computed:
+        return ""
+    as_dense = ", as the dense checkpoint is" if len(sizes.precisions(metrics)) == 1 else ""
+    text = f"Weights are saved in {saved}{as_dense}; all models, the dense one too, were measured in {computed}"
+    if computed != "float32":
+        return f"{text}."
+    return f'{text}, as `headprune.load(folder).float()` gives, or `from_pretrained(folder, dtype="float32", …)`.'
+
+
+def budget_lines(metrics: Metrics) -> list[str]:
+    """What every budget asked for, and what its model was measured to cost; nothing where heads were just counted."""
+    lines = []
+    for b in verdict.largest_first(metrics):
+        limit = b.budget
+        if limit is not None and limit.parsed is not None and limit.reading is not None:
+            timed = limit.batch is not None
+            where = f" at {numbers.shape(limit)}, on a fresh measurement" if timed else ""
+            lines.append(f"Asked: {limit.parsed.result(b.kept, limit.reading, where)}")
+    return lines

@@ -1,0 +1,291 @@
+"""The probe of a folder: a made-up input, the model's answers to it, and its buffers, to prove that a loaded model is the saved one.
+
+A model's answers depend on more than its weights: on its config, on the class of the instance, on buffers that are not in the
+file of weights, and on the library's version. So the answers are saved with the model, and compared when it is loaded. A few
+numbers of every module's output are saved, too, so that an error can name the layer where the difference begins.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.errors import HeadPruneError, first_line
+from headprune.files import digest
+from headprune.fingerprint import tensor_bytes
+from headprune.input_specs import build, of_config, pack, record_specs, recorded, unpack, with_own_dtype
+from headprune.inputs import call, model_device, move, seeded, tensors
+from headprune.running import attributes_kept, evaluating, full_precision, uncompiled
+from headprune.surgery import answers
+from headprune.surgery.proof import COARSEST, LAYERS, tolerance_of
+from headprune.surgery.watch import gap, largest
+
+FILE = "headprune.safetensors"
+ANSWER, OUTPUT = 4096, 16  # numbers that are kept of each answer, and of each module's output
+OTHER_DEVICE = 10  # times the tolerance, on another kind of device, which sums in another order
+# Entries of config.json that change no answer, or that a config does not decide.
+_HARMLESS = re.compile(r"label|name_or_path|architectures|version|token_id|problem_type|output_|use_cache|task|dtype")
+
+
+def write_probe(model: nn.Module, folder: Path) -> None:
+    """Write a model's buffers, and its answers to a made-up input, into a folder that holds its config.
+
+    The input has the form of those that the model was pruned with or, if there are none, of what its config says.
+    """
+    from safetensors.torch import save_file
+
+    stored: dict[str, Tensor] = {}
+    about: dict[str, Any] = {"versions": _versions(), "device": model_device(model).type, "config": read_config(folder)}
+    about["buffers"] = _store_buffers(model, stored)
+    about["form"], about["why"] = None, "the model was never pruned, nor does its config say what it takes"
+    for spec in with_own_dtype(model, [*recorded(model), *of_config(model)]):
+        try:
+            first = run(model, build(spec))
+            with module_outputs(model, [name for name, _ in model.named_modules()], OUTPUT) as outputs:
+                again = run(model, build(spec), seed=1)
+        except Exception as error:
+            about["why"] = f"it did not run on a made-up input ({type(error).__name__}: {first_line(error)})"
+            continue
+        # Some models draw noise even in evaluation mode: such answers cannot be compared.
+        steady = [difference([b], [a]) <= tolerance_of(model) for a, b in zip(first, again, strict=True)]
+        about["form"], about["why"] = pack(spec, stored), ""
+        about["answers"] = [list(a.shape) if sure else None for a, sure in zip(first, steady, strict=True)]
+        about["scales"] = [largest(a) for a in first]
+        about["outputs"] = {name: type(model.get_submodule(name)).__name__ for name in outputs}
+        stored |= {f"answer.{i}": _sample(a, ANSWER) for i, a in enumerate(first) if steady[i]}
+        stored["outputs"] = torch.stack([_row(values) for values in outputs.values()])
+        break
+    save_file({k: v.contiguous() for k, v in stored.items()}, str(folder / FILE), metadata={"probe": json.dumps(about)})
+
+
+def restore_buffers(model: nn.Module, folder: Path) -> None:
+    """Give a model the saved buffers that are not in the file of weights, such as rotary frequencies."""
+    with _readable(folder):
+        about, stored = _read(folder)
+        shared: dict[int, Tensor] = {}
+        for name, (key, number) in about.get("buffers", {}).items():
+            owner, _, own = name.rpartition(".")
+            try:
+                held = model.get_submodule(owner)._buffers
+            except AttributeError:
+                continue  # `check_answers` shows whether it matters
+            if own in held:
+                held[own] = shared.setdefault(number, stored[key].clone())
+
+
+def check_answers(model: nn.Module, folder: Path) -> None:
+    """Compare a loaded model's answers with those that were saved.
+
+    Warns if there is nothing to compare with, or if the config was edited in a way that does not change the answers.
+
+    Raises:
+        HeadPruneError: The answers differ by more than rounding; the error says by how much, from which layer on, and what was edited.
+    """
+    with _readable(folder):
+        about, stored = _read(folder)
+        if not about:
+            _warn(
+                f"{folder} was saved without a probe, so whether the model answers as it did is not checked: save it again"
+            )
+            return
+        edits = _edits(about["config"], read_config(folder))
+        notable = [edit for edit in edits if not _HARMLESS.search(edit.split(" ", 1)[0])]
+        if about["form"] is None:
+            hint = notable[0] if notable else "pass example= to headprune.save"
+            _warn(f"{folder} holds no answers to compare with: {about['why']}; {hint}")
+            return
+        spec = unpack(about["form"], stored)
+        record_specs(model, [spec])
+        _compare(model, folder, build(spec), about, stored, notable or edits)
+        if notable:
+            _warn(f"{folder}: not as it was saved, though the model answers as it did: {'; '.join(notable[:3])}")
+
+
+def _compare(
+    model: nn.Module, folder: Path, example: Any, about: dict[str, Any], stored: dict[str, Tensor], edits: list[str]
+) -> None:
+    """`check_answers` for one input; ``edits`` are of the config."""
+    why = "; ".join(edits[:3]) or f"saved with {about['versions']}, loaded with {_versions()}"
+    hint = (
+        "Put it back as it was, or save the model again." if edits
+        else "Load it with the same library versions, or pass model= built as the saved one was."
+    )  # fmt: skip
+    try:
+        actual = run(model, example)
+    except Exception as error:
+        if "not implemented for" in str(error):
+            _warn(f"{folder}: whether the model answers as it did is not checked ({first_line(error)})")
+            return
+        kind = f"{type(error).__name__}: {first_line(error)}"
+        raise HeadPruneError(
+            f"The model from {folder} does not run as the saved one did: {kind} ({why}).", hint
+        ) from error
+    tolerance = tolerance_of(model) * (OTHER_DEVICE if model_device(model).type != about["device"] else 1)
+    pairs = list(enumerate(about["answers"]))
+    kept = [i for i, shape in pairs if shape is not None]
+    alike = len(actual) == len(pairs) and all(list(actual[i].shape) == about["answers"][i] for i in kept)
+    expected, scales = [stored[f"answer.{i}"] for i in kept], [about["scales"][i] for i in kept]
+    off = difference([_sample(actual[i], ANSWER) for i in kept], expected, scales) if alike else math.inf
+    if off > min(tolerance, COARSEST):
+        first, saved, own = (
+            "",
+            about.get("outputs", {}),
+            dict(model.named_modules()),
+        )  # folders of older versions have none
+        with module_outputs(model, [name for name in saved if name in own], OUTPUT) as outputs:
+            run(model, example, seed=1)
+        for name, was, row in zip(saved, saved.values(), stored.get("outputs", ()), strict=False):
+            if not first and difference([_row(outputs.get(name, []))], [row]) > LAYERS * tolerance:
+                kind = type(own[name]).__name__ if name in own else "which is not there"
+                first = f", first at {name or 'its own output'} ({kind}{f', saved {was}' if was != kind else ''})"
+        raise HeadPruneError(
+            f"The model from {folder} does not answer as the saved one did: by {off:.2g} of the largest value{first} ({why}).",
+            hint,
+        )
+
+
+def run(model: nn.Module, example: Any, seed: int = 0) -> list[Tensor]:
+    """A model's answers in evaluation mode, by full float32 arithmetic, on the CPU; the model stays as it was."""
+    with (
+        full_precision(),
+        seeded(model, seed),
+        uncompiled(),
+        attributes_kept(model),
+        evaluating(model),
+        torch.no_grad(),
+    ):
+        return [t.cpu() for t in answers(call(model, move(example, model_device(model))))]
+
+
+@contextmanager
+def module_outputs(
+    model: nn.Module, names: Iterable[str], numbers: int | None = None
+) -> Iterator[dict[str, list[Tensor]]]:
+    """What goes into and comes out of modules while the context lasts, by name, in the order in which they finish.
+
+    Args:
+        numbers: How many of each tensor, at most; all, by default.
+    """
+    outputs: dict[str, list[Tensor]] = {}
+    handles = []
+    for name in names:
+
+        def keep(_: nn.Module, given: Any, output: Any, name: str = name) -> None:
+            floats = [t.detach() for t in tensors((given, output)) if t.is_floating_point() and not t.is_nested]
+            if floats:
+                outputs.setdefault(name, []).extend(_sample(t, numbers).cpu() for t in floats)
+
+        handles.append(model.get_submodule(name).register_forward_hook(keep))
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def difference(actual: Sequence[Tensor], expected: Sequence[Tensor], scales: Sequence[float] = ()) -> float:
+    """The largest difference between tensors, as a share of each expected one's largest value; infinite for other numbers or shapes.
+
+    Args:
+        scales: The largest values, where they are known.
+    """
+    if [t.shape for t in actual] != [t.shape for t in expected]:
+        return math.inf
+    scales = scales or [largest(t) for t in expected]
+    pairs = zip(actual, expected, scales, strict=True)
+    return max((gap(a.double(), b.double()) / max(scale, 1e-30) for a, b, scale in pairs), default=0.0)
+
+
+def config_edits(folder: Path) -> str:
+    """What was changed in a folder's config.json, to be appended to an error's text; "" if that is not known."""
+    edits: list[str] = []
+    with suppress(Exception):
+        edits = _edits(_read(folder)[0]["config"], read_config(folder))
+    return f" ({'; '.join(edits[:3])})" if edits else ""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json; empty if there is none, or if it cannot be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """What is done with a folder's probe, which somebody may have edited."""
+    try:
+        yield
+    except HeadPruneError:
+        raise
+    except Exception as error:  # whatever somebody may have written there
+        raise HeadPruneError(
+            f"{folder / FILE} is damaged: {type(error).__name__}: {first_line(error)}.", "Save the model again."
+        ) from error
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `write_probe` wrote; empty for a folder of 0.1."""
+    from safetensors import safe_open
+
+    if not (folder / FILE).is_file():
+        return {}, {}
+    with safe_open(str(folder / FILE), framework="pt") as file:
+        return json.loads(file.metadata()["probe"]), {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+
+
+def _store_buffers(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, tuple[str, int]]:
+    """Buffers that are not in the file of weights: name -> (key of its content in ``stored``, number of its tensor)."""
+    persistent, numbers, places = set(model.state_dict()), dict[int, int](), dict[str, tuple[str, int]]()
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in persistent or buffer.is_meta or buffer.layout != torch.strided:
+            continue
+        # Layers often have equal masks: one copy is enough in the file.
+        key = f"buffer.{digest([f'{tuple(buffer.shape)}:{buffer.dtype};', tensor_bytes(buffer)])}"
+        stored.setdefault(key, buffer.detach().cpu().contiguous().clone())
+        places[name] = (key, numbers.setdefault(id(buffer), len(numbers)))
+    return places
+
+
+def _edits(saved: Any, now: Any, where: str = "") -> list[str]:
+    """Entries of config.json that differ from those that were saved, in words."""
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        keys = dict.fromkeys((*saved, *now))
+        return [edit for key in keys for edit in _edits(saved.get(key), now.get(key), f"{where}.{key}".lstrip("."))]
+    return [] if saved == now else [f"{where} in config.json is {now!r:.60}, saved {saved!r:.60}"]
+
+
+def _sample(t: Tensor, most: int | None) -> Tensor:
+    """Numbers from all over a tensor, at irregular steps, so that no row or column is left out."""
+    flat = t.reshape(-1)
+    if most is not None and len(flat) > most:
+        flat = flat[(torch.arange(most) * 2654435761 % 2**32) * len(flat) >> 32]
+    return flat.clone()
+
+
+def _row(outputs: Sequence[Tensor]) -> Tensor:
+    """Numbers of a module's last output, ``[OUTPUT]``; NaN where there are none."""
+    last = outputs[-1].float() if outputs else torch.zeros(0)
+    return nn.functional.pad(last, (0, OUTPUT - len(last)), value=math.nan)
+
+
+def _versions() -> str:
+    """The versions of the libraries that decide what a model computes."""
+    transformers = sys.modules.get("transformers")
+    return f"torch {torch.__version__}" + (f", transformers {transformers.__version__}" if transformers else "")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"headprune: {text}.", stacklevel=6)

@@ -1,0 +1,377 @@
+"""Write a model's folder."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune import __version__
+from headprune.checkpoint import probe, remote_code
+from headprune.checkpoint.building import to_stock
+from headprune.checkpoint.card import CARD, SOURCE_CARD, add_tags, origin_of, upload, write_card
+from headprune.checkpoint.remote_code import SIDECAR
+from headprune.checkpoint.stock_config import NotStockError, dense_class, is_stock
+from headprune.errors import HeadPruneError
+from headprune.files import atomic_folder, digest, read_json, write_file, write_json
+from headprune.fingerprint import fingerprint, is_wrapper
+from headprune.input_specs import record
+from headprune.inputs import Example, check_model, writes
+from headprune.offload import Offloaded, is_offloaded, reads_from
+from headprune.pruned import home, record_of, structure_of
+
+MAX_SHARD = "50GB"  # as transformers has it
+OFFLOADED_SHARD = "5GB"  # of a model that is not all in memory: so much is in memory at once
+_WEIGHTS = "model{suffix}.safetensors"
+
+
+def save(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    processor: Any = None,
+    example: Example | None = None,
+    overwrite: bool = False,
+    about: dict[str, Any] | None = None,
+    max_shard_size: str | int = MAX_SHARD,
+) -> Path:
+    """Save a model, pruned or not, to a folder that `load` reads.
+
+    transformers loads the folder too, without headprune: ``AutoModel….from_pretrained(folder)`` where the stock class can represent the
+    model (the same number of heads in every layer, for many classes), else with ``trust_remote_code=True``; the folder's README.md says
+    which. That file is a model card, with the license and languages that the card of the folder says from which the model was loaded; that
+    card is kept as README-source.md.
+
+    Args:
+        model: A transformers model, or any module (`load` then needs a fresh instance of it). A PEFT model whose adapters were
+            merged and that was unloaded is a transformers model.
+        path: The folder; it appears complete or not at all.
+        processor: A tokenizer or image processor to save beside the model.
+        example: An input of the model, needed if it was never pruned and is no transformers model: its answers to a made-up
+            input of the same form are saved, and `load` compares them. The contents of the example are not saved.
+        overwrite: Replace what is there.
+        about: More to store in headprune.json (such as the dataset).
+        max_shard_size: The size from which on weights are split over several files, such as ``"5GB"``. Of a model whose weights Accelerate
+            keeps elsewhere, one such file is in memory at a time, by default of 5 GB.
+
+    Raises:
+        HeadPruneError: The folder exists and is not empty; adapters (LoRA) that are not merged; quantised weights; or two tensors where
+            the config says that there is one.
+    """
+    check_model(model)
+    path = Path(path)
+    _check_savable(model, model.state_dict(), path)
+    check_tied(model)
+    with atomic_folder(path, overwrite) as folder:
+        if example is not None:
+            record(model, example)
+        _write(model, folder, about=about or {}, max_shard_size=max_shard_size)
+        if processor is not None:
+            processor.save_pretrained(folder)
+            sidecar = read_json(folder / SIDECAR, "checkpoint")
+            write_json(folder / SIDECAR, "checkpoint", {**sidecar, "files": file_digests(folder)})
+        for file in folder.iterdir():
+            file.chmod(0o644)
+    return path
+
+
+def install_save_methods(model: nn.Module) -> None:
+    """Replace ``save_pretrained`` and ``push_to_hub`` of this one model by those below; nothing for a model that has none.
+
+    The standard one writes a folder that loads with random weights where a layer lost all its heads, and without biases that
+    a repair added. Trainer and others call it. Copies and pickles of the model save themselves, too.
+    """
+    inner, _ = home(model)  # PEFT's wrapper goes on saving its adapters
+    methods: list[Callable[..., Any]] = [save_pretrained, push_to_hub]
+    for method in methods:
+        if hasattr(type(inner), method.__name__):
+            vars(inner)[method.__name__] = partial(method, inner)
+
+
+def save_pretrained(
+    model: nn.Module,
+    save_directory: str | Path,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Tensor] | None = None,
+    push_to_hub: bool = False,
+    max_shard_size: str | int = MAX_SHARD,
+    **kwargs: Any,
+) -> None:
+    """What takes the place of a pruned transformers model's own ``save_pretrained`` (which Trainer calls, too).
+
+    Args:
+        save_directory: Files of other names there are left alone.
+        kwargs: Passed on to the Hub (``repo_id``, ``private``, ``token``); what else transformers' method takes has no meaning here.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):  # transformers writes the adapters alone
+        kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict, "push_to_hub": push_to_hub}
+        type(model).save_pretrained(model, save_directory, **kwargs)  # type: ignore[attr-defined]
+        return
+    if not is_main_process:
+        return
+    folder = Path(save_directory)
+    _check_savable(model, state_dict or model.state_dict(), folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(model, folder, state_dict=state_dict, max_shard_size=max_shard_size, same_tensors=True)
+    if push_to_hub:
+        known = ("private", "token", "commit_message", "commit_description", "revision", "create_pr")
+        passed = {name: kwargs[name] for name in known if name in kwargs}
+        upload(folder, kwargs.get("repo_id") or folder.absolute().name, **passed)
+
+
+def push_to_hub(
+    model: Any,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    max_shard_size: str | int | None = MAX_SHARD,
+    tags: Sequence[str] | None = None,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    revision: str | None = None,
+    create_pr: bool | None = None,
+) -> str:
+    """What takes the place of a pruned model's own ``push_to_hub``, which would put another card in the place of ours.
+
+    Returns:
+        The commit's address.
+
+    Raises:
+        HeadPruneError: The Hub cannot be reached or refuses; or adapters that are not merged.
+    """
+    with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
+        model.save_pretrained(folder, max_shard_size=max_shard_size or MAX_SHARD)
+        if tags and (Path(folder) / CARD).is_file():
+            add_tags(Path(folder), tags)
+        commit = {"commit_message": commit_message, "commit_description": commit_description, "create_pr": create_pr}
+        return upload(Path(folder), repo_id, private=private, token=token, revision=revision, **commit)
+
+
+def unite_tied(model: nn.Module) -> None:
+    """Make two equal tensors one where the config has one: transformers 5.0 leaves them two where a checkpoint stores both."""
+    for name, other, one, two in _separate(model):
+        if not (one.is_meta or two.is_meta) and torch.equal(one, two):
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, two)
+            tied_names(model)[name] = other
+
+
+def check_tied(model: nn.Module, source: str = "The model") -> None:
+    """Refuse a model in which there are two tensors where its config has one: whatever is built from the config has one of them only.
+
+    transformers loads such a checkpoint as it is stored, with a warning; a folder that is saved of it would not be the model that was measured.
+
+    Args:
+        source: Where the model is from, for the message.
+
+    Raises:
+        HeadPruneError: Two tensors that are one by the config.
+    """
+    for name, other, one, two in _separate(model):
+        compared = not (one.is_meta or two.is_meta)  # what is kept elsewhere has no tensors to compare
+        if name not in tied_names(model) or compared:
+            raise HeadPruneError(
+                f"{source} has weights of its own for {name}, but by its config (tie_word_embeddings) these are those of {other}.",
+                "If both are meant, set tie_word_embeddings to false in config.json (in Python model.config.tie_word_embeddings = "
+                f"False); if not, take {name} out of the checkpoint.",
+            )
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Tensors that transformers tied: name -> the name of the one that is saved."""
+    names: dict[str, str] | None = getattr(model, "all_tied_weights_keys", None)
+    return {} if names is None else names
+
+
+def file_digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
+    """Digests of a folder's files: relative path with slashes -> digest.
+
+    A bit that flips in the file of buffers may change answers at positions that no probe reaches, and one that flips in a tokenizer
+    changes every measurement, but not the model. Weights are left out: the fingerprint covers them.
+
+    Args:
+        names: Which, where they are there; by default all but the weights, the cards (which people edit) and headprune.json itself.
+    """
+    if names is None:
+        paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        names = [name for name in paths if name not in (CARD, SOURCE_CARD, SIDECAR)]
+    chosen = sorted(name for name in names if name == probe.FILE or not name.endswith(".safetensors"))
+    return {name: digest(folder / name) for name in chosen if (folder / name).is_file()}
+
+
+def _write(
+    model: nn.Module,
+    folder: Path,
+    *,
+    about: Mapping[str, Any] | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    max_shard_size: str | int = MAX_SHARD,
+    same_tensors: bool = False,
+) -> None:
+    """All files of a model, into a folder that exists: a folder of its stock class, where that can represent it.
+
+    Args:
+        same_tensors: Only where the stock class has the very tensors that the model has, by name and shape: Trainer loads what it
+            saved into the model in memory.
+    """
+    origin = origin_of(model)
+    model, why = _as_stock(model, same_tensors)
+    structure, cls = structure_of(model), dense_class(model)
+    _write_weights(model, folder, state_dict, max_shard_size)
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    config = _write_config(model, folder, cls, dtype, {**structure, **record_of(model)} if structure else {})
+    probe.write_probe(model, folder)
+    files = file_digests(folder, ("config.json", "generation_config.json", remote_code.FILE, probe.FILE))
+    sidecar = {
+        "version": __version__,
+        "class": f"{cls.__module__}.{cls.__qualname__}",
+        "dtype": str(dtype).removeprefix("torch."),
+        "attention": getattr(config, "_attn_implementation", None),
+        "fingerprint": fingerprint(model),
+        **record_of(model),
+        "structure": structure,
+        "why_not_stock": why,
+        "files": files,
+        "about": about or {},
+    }
+    write_json(folder / SIDECAR, "checkpoint", sidecar)
+    write_card(folder, origin)
+
+
+def _as_stock(model: nn.Module, same_tensors: bool) -> tuple[nn.Module, str]:
+    """A pruned model as its stock class has it, and ""; or the model itself, and why the class has no such model."""
+    if not structure_of(model) or not hasattr(getattr(model, "config", None), "save_pretrained"):
+        return model, ""
+    try:
+        stock = to_stock(model)
+    except NotStockError as error:
+        return model, error.args[0]
+    ours, theirs = ({n: t.shape for n, t in m.state_dict().items()} for m in (model, stock))
+    if same_tensors and ours != theirs:
+        why = "Its stock class has tensors of other shapes than the model in memory (headprune.save writes these)."
+        return model, why
+    return stock, ""
+
+
+def _write_config(model: Any, folder: Path, cls: type, dtype: torch.dtype, structure: Mapping[str, Any]) -> Any:
+    """A transformers model's config and code; returns the config, None for any other module."""
+    if not hasattr(getattr(model, "config", None), "save_pretrained"):
+        return None
+    config: Any = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [cls.__name__], dtype
+    if structure and is_stock(cls):
+        config.headprune, config.auto_map = structure, remote_code.auto_map(cls)
+        write_file(folder / remote_code.FILE, remote_code.code_for(cls, __version__))
+    else:
+        (folder / remote_code.FILE).unlink(missing_ok=True)  # of another model that was saved there
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None and writes(model):
+        model.generation_config.save_pretrained(folder)
+    return config
+
+
+def _write_weights(
+    model: nn.Module, folder: Path, state_dict: Mapping[str, Tensor] | None, max_shard_size: str | int
+) -> None:
+    """The files of the weights; of a model that is not all in memory, one shard after another is loaded."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    state: Mapping[str, Tensor] = state_dict or model.state_dict()
+    stored, size = state, max_shard_size
+    places: dict[str, object] = {
+        n: (t.data_ptr(), t.shape, t.stride()) if t.numel() and not t.is_meta else n for n, t in state.items()
+    }
+    if is_offloaded(model) and any(t.is_meta for t in state.values()):
+        stored = offloaded = Offloaded(model)
+        places = {name: offloaded.place(name) for name in offloaded}
+        size = OFFLOADED_SHARD if max_shard_size == MAX_SHARD else max_shard_size
+    names = _named_once(model, places)
+    split = split_torch_state_dict_into_shards(
+        {name: state[name] for name in names}, filename_pattern=_WEIGHTS, max_shard_size=size
+    )
+    for file in folder.iterdir():  # of another model
+        if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", file.name):
+            file.unlink()
+    for name, own in split.filename_to_tensors.items():
+        save_file({n: _whole(stored[n]) for n in own}, str(folder / name), metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": {**split.metadata, "format": "pt"}, "weight_map": split.tensor_to_filename}
+        write_file(folder / f"{_WEIGHTS.format(suffix='')}.index.json", json.dumps(index, indent=2))
+
+
+def _named_once(model: nn.Module, places: Mapping[str, object]) -> list[str]:
+    """One name of every tensor: where it has several, one which is no copy in transformers' eyes.
+
+    Args:
+        places: Where each tensor is, by name.
+    """
+    tied = tied_names(model)
+    names: dict[object, str] = {}
+    for name in sorted(places, key=lambda name: name in tied):
+        names.setdefault(places[name], name)
+    kept = set(names.values())
+    return [name for name in places if name in kept]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A tensor with memory of its own: slices of one tensor share theirs, which a file of weights cannot."""
+    tensor = tensor.detach()
+    is_slice = not tensor.is_meta and tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+    return tensor.clone(memory_format=torch.contiguous_format) if is_slice else tensor.contiguous()
+
+
+def _separate(model: nn.Module) -> Iterator[tuple[str, str, Any, Any]]:
+    """Names and tensors that are one by the config, and two in the model.
+
+    Tensors that were pruned do not count: a saved folder says itself which of them are one (`headprune.pruned.structure_of`). Layers that were
+    tied may have lost different heads.
+    """
+    expanded = getattr(model, "get_expanded_tied_weights_keys", None)
+    if expanded is None:
+        return
+    own: dict[str, Any] = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    modules = structure_of(model).get("modules", {})
+    pruned = {f"{name}.{tensor}" for name, entry in modules.items() for tensor in entry.get("tensors", ())}
+    for name, other in expanded(all_submodels=True).items():
+        one, two = own.get(name), own.get(other)
+        if one is not None and two is not None and one is not two and name not in pruned:
+            yield name, other, one, two
+
+
+def _check_savable(model: nn.Module, state: Mapping[str, Any], folder: Path) -> None:
+    """Refuse what a folder cannot hold, or must not replace.
+
+    Raises:
+        HeadPruneError: Adapters beside the weights; quantised weights (`load` builds the model with plain ones), which are something in
+            the state dict that is no plain tensor, and in a transformers model also a parameter of integers or of floats of one byte;
+            or a folder from which the model itself reads its weights.
+    """
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("peft."):
+            raise HeadPruneError(
+                f"{name or 'The model'} is PEFT's {type(module).__name__}: its adapters are not merged into the weights.",
+                "Save model.merge_and_unload(), or the adapters by PEFT's own save_pretrained.",
+            )
+    odd = {n: v for n, v in state.items() if not isinstance(v, Tensor) or is_wrapper(v)}
+    if is_stock(dense_class(model)):
+        odd |= {n: p for n, p in model.named_parameters() if not p.is_floating_point() or p.element_size() == 1}
+    for name, value in odd.items():
+        kind = value.dtype if type(value) in (Tensor, nn.Parameter) else type(value).__name__
+        raise HeadPruneError(
+            f"{name} is quantised ({kind}), and headprune.save writes plain weights only.",
+            "Save the model before you quantise it; from_pretrained(folder, quantization_config=…) quantises as it loads.",
+        )
+    if reads_from(model, folder):
+        raise HeadPruneError(
+            f"The model's own weights are read from {folder} whenever it runs.", "Save it to another folder."
+        )

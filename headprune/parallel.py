@@ -1,0 +1,391 @@
+"""Processes that share out the work of one computation (ranks): the same program on the same examples in each.
+
+Every rank runs the whole program, except for loops over independent items: there each rank does its share, and all ranks get all results,
+in the order of the items. So all ranks know the same at every line, and a result does not depend on how many there are. A process
+that was not told of others (`accelerator_ranks`, `launcher_ranks`) is alone, even if the program around it has a process group.
+
+    from headprune.parallel import current
+    losses = current().share("losses", [partial(loss, batch) for batch in batches])
+
+Ranks exchange objects by torch.distributed (`all_gather_object`), over gloo: accelerate's `gather_object` is the same on the program's own
+group, which on GPUs is NCCL's, where nobody notices that a process has ended. Every message carries a name, so ranks that are not at the
+same place find that out; an error in one of them is raised in all; and a rank that is gone ends the others.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import timedelta
+from threading import Thread
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+from accelerate.utils.environment import get_cpu_distributed_information
+from torch import Tensor
+
+from headprune.errors import HeadPruneError, first_line
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+T = TypeVar("T")
+_LOOK = 0.5  # seconds between two looks at whether the others' processes are still there
+_LINGER = 2.0  # seconds that a rank stays after another one is lost, so that it is not taken to be lost too
+_PATIENCE = timedelta(hours=24)  # with a rank whose machine is silent; one whose process has ended is noticed at once
+_LEAVING = "(leaving)"  # the name of a rank's last message
+
+
+class LostRankError(HeadPruneError):
+    """Another rank's process has ended, or cannot be reached any more.
+
+    Args:
+        gone: Which ones; it is not known, if there are none.
+    """
+
+    def __init__(self, gone: Sequence[int] = ()) -> None:
+        names = " and ".join(f"rank {rank}" for rank in gone) or "a rank"
+        super().__init__(
+            f"{names.capitalize()} {'are' if gone[1:] else 'is'} gone, so the others cannot continue.",
+            "What was finished is kept: run the same command again, with as many processes as you like.",
+        )
+
+
+class Ranks:
+    """The ranks of a computation, as one of them sees them; by default a process alone, which does everything itself.
+
+    Args:
+        rank: The number of this one.
+        size: How many there are.
+        group: Of gloo, for messages; None for the default one.
+
+    Attributes:
+        local_size: How many of them are on this machine, and share its memory.
+        gone: Those that were lost, as far as it is known.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+        self.rank, self.size = rank, size
+        self.gone: tuple[int, ...] = ()
+        self._group, self._over = group, False
+        self._processes: list[tuple[str, int]] = []
+        self._processes = self.gather("meeting", (socket.gethostname(), os.getpid()))
+        self.local_size = sum(host == socket.gethostname() for host, _ in self._processes)
+
+    @property
+    def main(self) -> bool:
+        """Whether this one prints and writes."""
+        return self.rank == 0
+
+    def share(
+        self,
+        name: str,
+        tasks: Sequence[Callable[[], T]],
+        costs: Sequence[float] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[T]:
+        """The results of all tasks, in their order. Every rank does some of them.
+
+        Args:
+            name: What is done; the same on all ranks.
+            tasks: Independent of one another. Results are plain values, and tensors on the CPU.
+            costs: How long each takes, relative to the others; alike, by default.
+            progress: Called with (tasks done by all ranks, about; tasks).
+
+        Raises:
+            Exception: What the first of the tasks that fail raises; on all ranks.
+        """
+        results: dict[int, T] = {}
+        failure: _Failure | None = None
+        with _use(ALONE):
+            for i in shares(len(tasks), self.size, costs)[self.rank]:
+                try:
+                    results[i] = tasks[i]()
+                except Exception as error:
+                    failure = _Failure(error, i)
+                    break
+                if progress:
+                    progress(min(len(tasks), len(results) * self.size), len(tasks))
+        replies = self.gather(f"{name}, {len(tasks)} tasks", (results, failure))
+        if failures := [failure for _, failure in replies if failure is not None]:
+            # With one process only the first would have failed.
+            raise min(failures, key=lambda failure: failure.task).error
+        every = {i: result for own, _ in replies for i, result in own.items()}
+        return [every[i] for i in range(len(tasks))]
+
+    def first(self, name: str, make: Callable[[], T]) -> T:
+        """What ``make`` gives on rank 0; the others wait for it. For writing, timing, and reading what rank 0 writes."""
+        return self.share(name, [make])[0]
+
+    def gather(self, name: str, value: T) -> list[T]:
+        """Every rank's value, in the order of the ranks.
+
+        Raises:
+            LostRankError: A rank is gone.
+            HeadPruneError: The ranks are not at the same place.
+            Exception: What a rank raised that has left.
+        """
+        if self.size == 1:
+            return [value]
+        if self._over:
+            raise HeadPruneError("The ranks have parted, so they cannot continue together.", "Start the program again.")
+        replies = self._exchange(name, value)
+        self._over = any(said != name for said, _ in replies)
+        if failures := [failure for said, failure in replies if said == _LEAVING and failure is not None]:
+            raise failures[0].error
+        if self._over:
+            odd = next(rank for rank, reply in enumerate(replies) if reply[0] != replies[0][0])
+            raise HeadPruneError(
+                f"The ranks are out of step: rank 0 is at “{replies[0][0]}”, rank {odd} at “{replies[odd][0]}”.",
+                "Every process must make the same calls with the same arguments; if it does, please report this.",
+            )
+        return [each for _, each in replies]
+
+    def add(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their sums over all ranks, the same to the bit on all."""
+        if self.size == 1:
+            return
+        self.gather(f"adding {name}", None)
+        for tensor in tensors:
+            whole = tensor.detach().cpu().contiguous().clone()
+            try:
+                dist.all_reduce(whole, group=self._group)
+            except RuntimeError:
+                raise self._parted() from None
+            with torch.no_grad():
+                tensor.copy_(whole)
+
+    def cause(self, error: Exception) -> Exception:
+        """The reason for an error where others talk between the ranks (DistributedDataParallel): a lost rank, or the error itself.
+
+        After it no message reaches the other ranks: the launcher ends them.
+        """
+        if self.size == 1:
+            return error
+        lost = self._parted()
+        return lost if self.gone else error
+
+    def agree(self, what: str, value: Callable[[], Any]) -> None:
+        """Refuse ranks that were given different things; asks nothing, if there is only one.
+
+        Args:
+            what: Was given, for the message: ``"batches"``.
+            value: Gives something plain, equal on all ranks if that is so.
+
+        Raises:
+            HeadPruneError: It is not.
+        """
+        if self.size == 1:
+            return
+        values = self.gather(f"agreeing on {what}", value())
+        if odd := [rank for rank, other in enumerate(values) if other != values[0]]:
+            raise HeadPruneError(
+                f"Rank {odd[0]} was given {what} other than rank 0's.",
+                "Give every process the same model, the same whole batches in the same order, and the same arguments: headprune "
+                "shares out the work by itself.",
+            )
+
+    def find_lost(self) -> list[int]:
+        """The ranks whose processes have ended, as far as that can be seen from this machine."""
+        here = socket.gethostname()
+        every = enumerate(self._processes)
+        return [rank for rank, (host, pid) in every if rank != self.rank and host == here and not _is_alive(pid)]
+
+    @contextmanager
+    def run_together(self) -> Iterator[Ranks]:
+        """Work is shared out while the context lasts. Who leaves it by an error tells the others, which raise that, wherever they are.
+
+        Raises:
+            HeadPruneError: Another rank has not come to the end.
+        """
+        try:
+            with _use(self):
+                yield self
+        except Exception as error:  # any other BaseException ends the process
+            if not self._over:
+                with suppress(HeadPruneError):
+                    self._exchange(_LEAVING, _Failure(error))
+            raise
+        if not self._over:
+            self.gather(_LEAVING, None)
+
+    def _exchange(self, name: str, value: Any) -> list[tuple[str, Any]]:
+        """Every rank's (name, value). In a thread, so that signals are heard while this one waits, and lost ranks noticed."""
+        replies: list[Any] = [None] * self.size
+
+        def meet() -> None:
+            with suppress(RuntimeError):  # a connection was closed, or nothing was heard for too long
+                dist.all_gather_object(replies, (name, value), group=self._group)
+
+        meeting = Thread(target=meet, daemon=True)
+        meeting.start()
+        meeting.join(_LOOK)
+        while meeting.is_alive() and not self.find_lost():
+            meeting.join(_LOOK)
+        if None in replies:
+            raise self._parted()
+        replies[self.rank] = name, value
+        return replies
+
+    def _parted(self) -> LostRankError:
+        """The error where another rank is lost."""
+        until = time.monotonic() + 1.0  # a process that closed a connection may be about to end
+        while not (gone := self.find_lost()) and time.monotonic() < until:
+            time.sleep(0.1)
+        self._over, self.gone = True, tuple(gone)
+        time.sleep(_LINGER)
+        return LostRankError(gone)
+
+
+class _Failure:
+    """An error that other ranks raise too; in words alone where it cannot be made again in another process.
+
+    Attributes:
+        task: The number of the task that failed.
+    """
+
+    def __init__(self, error: Exception, task: int = 0) -> None:
+        self.error, self.task = error, task
+
+    def __reduce__(self) -> Any:
+        error = self.error
+        with suppress(
+            Exception
+        ):  # a class that others do not know, or that makes its errors in another way, as pydantic's
+            if str(pickle.loads(pickle.dumps(error))) == str(error):
+                return _Failure, (error, self.task)
+        if isinstance(error, HeadPruneError):
+            return _Failure, (HeadPruneError(str(error.args[0]), error.hint), self.task)
+        return _Failure, (RuntimeError(f"{type(error).__name__}: {first_line(error)}"), self.task)
+
+
+def _is_alive(pid: int) -> bool:
+    with suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)  # a zombie has ended
+    return False
+
+
+def shares(count: int, size: int, costs: Sequence[float] | None = None) -> list[list[int]]:
+    """Which of ``count`` tasks each of ``size`` ranks does, in order.
+
+    In turn; or, where they cost differently, the costliest first and each to the rank that has least to do.
+
+    >>> shares(5, 2), shares(4, 2, [1, 1, 1, 3])
+    ([[0, 2, 4], [1, 3]], [[3], [0, 1, 2]])
+    """
+    if costs is None or len(set(costs)) < 2:
+        return [list(range(rank, count, size)) for rank in range(size)]
+    parts: list[list[int]] = [[] for _ in range(size)]
+    sums = [0.0] * size
+    for i in sorted(range(count), key=lambda i: (-costs[i], i)):
+        least = min(range(size), key=lambda rank: (sums[rank], rank))
+        parts[least].append(i)
+        sums[least] += costs[i]
+    return [sorted(own) for own in parts]
+
+
+ALONE = Ranks()
+_current: ContextVar[Ranks] = ContextVar("headprune.parallel", default=ALONE)
+
+
+def current() -> Ranks:
+    """The ranks that share out the work here and now: within a task of theirs, only this one."""
+    return _current.get()
+
+
+@contextmanager
+def _use(ranks: Ranks) -> Iterator[None]:
+    """These are the current ones while the context lasts."""
+    token = _current.set(ranks)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+# -- how processes come together ---------------------------------------------------------------------
+
+_groups: dict[Any, Any] = {}
+"""Groups for messages, by the program's own default group."""
+
+
+@contextmanager
+def accelerator_ranks(accelerator: Accelerator | None) -> Iterator[Ranks]:
+    """Share out the work among an Accelerator's processes while the context lasts; with None, as it was before.
+
+    Raises:
+        HeadPruneError: It is no Accelerator, or its processes have no process group.
+    """
+    if accelerator is None or current().size > 1:
+        yield current()
+        return
+    size = getattr(accelerator, "num_processes", 0)
+    if size < 1 or (size > 1 and not dist.is_initialized()):
+        raise HeadPruneError(
+            f"accelerator= is a {type(accelerator).__name__} without processes that torch.distributed can reach.",
+            "Pass an accelerate.Accelerator in a program that torchrun or accelerate launch started, or nothing.",
+        )
+    if size == 1:
+        yield ALONE
+        return
+    world = dist.group.WORLD
+    if world not in _groups:
+        _groups[world] = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    with Ranks(dist.get_rank(), size, _groups[world]).run_together() as ranks:
+        yield ranks
+
+
+@contextmanager
+def launcher_ranks() -> Iterator[Ranks]:
+    """Share out the work among the processes that a launcher started, while the context lasts; alone, if there are no others.
+
+    Each takes a GPU of its own, where there are some.
+
+    Raises:
+        HeadPruneError: The processes do not find each other.
+    """
+    numbers = place()
+    if numbers is None:
+        yield current()
+        return
+    rank, size, local = numbers
+    devices = torch.cuda.device_count()
+    if devices:
+        torch.cuda.set_device(local % devices)
+    # For trainings: NCCL sums gradients, where every process has a device of its own.
+    backend = "cpu:gloo,cuda:nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", size)) <= devices else "gloo"
+    try:
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=_PATIENCE)
+        ranks = Ranks(rank, size)
+    except (RuntimeError, ValueError) as error:
+        raise HeadPruneError(
+            f"The {size} processes do not find each other: {first_line(error)}.",
+            "Check MASTER_ADDR and MASTER_PORT, or start by torchrun.",
+        ) from error
+    with ranks.run_together():
+        yield ranks
+    dist.destroy_process_group()  # not after an error: it would wait for the others
+
+
+def place() -> tuple[int, int, int] | None:
+    """This process's number, how many there are, and its number on this machine, as a launcher says; None for one process.
+
+    Raises:
+        HeadPruneError: A launcher says only a part of it.
+    """
+    launcher = get_cpu_distributed_information()
+    if launcher.world_size < 2:
+        return None
+    if not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
+        raise HeadPruneError(
+            f"There are {launcher.world_size} processes, as WORLD_SIZE or MPI says, but MASTER_ADDR or MASTER_PORT is missing.",
+            f"Start by torchrun --nproc-per-node {launcher.world_size} -m headprune …, or unset WORLD_SIZE.",
+        )
+    return launcher.rank, launcher.world_size, launcher.local_rank

@@ -1,0 +1,124 @@
+"""The dense model's answers, one vector of logits an example: what all output projections together are fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headprune.divergence import gives_several, logits_of, part_of, regresses
+from headprune.errors import HeadPruneError
+from headprune.repairing.mixtures import block_of
+from headprune.repairing.runner import Runner, unwatched
+
+MOST_ROWS = 2048  # answers that are fitted to: the system is as wide
+_MOST_DIRECTIONS = 4  # of an example's answer: a backward pass each
+_NOT = "The answers are not fitted as a whole"
+
+
+@dataclass(frozen=True)
+class DenseAnswers:
+    """The dense model's answers to calibration examples.
+
+    What is fitted of one vector of logits an example are the differences between classes (for a head that gives several labels
+    at once, or numbers, the logits themselves). Where these are many, some directions among them, others for every example.
+    Where there are mixtures of the examples (`headprune.repairing.mixtures`), they take the examples' place.
+
+    Attributes:
+        runner: The model, and all examples.
+        batches: What is fitted to.
+        folds: ``[examples]``, the fold of each.
+        left_out: ``[examples]``, the number of the group with which an example is left out in cross-validation.
+        known: The logits ``[examples, classes]`` by batch, float64.
+        basis: The directions among classes that count, orthonormal ``[directions, classes]``.
+        noise: Normal, ``[examples, directions, some]`` by batch: along how many directions an example is looked at.
+    """
+
+    runner: Runner
+    batches: Sequence[Any]
+    folds: Tensor
+    left_out: Tensor
+    known: Sequence[Tensor]
+    basis: Tensor
+    noise: Sequence[Tensor]
+
+    @property
+    def examples(self) -> int:
+        """How many are fitted to."""
+        return sum(map(len, self.known))
+
+    @property
+    def count(self) -> int:
+        """Along how many directions an example's answer is looked at."""
+        return self.noise[0].shape[2]
+
+
+def dense_answers(runner: Runner) -> DenseAnswers | str:
+    """The answers of the model as it is now, which must be the dense one, to all examples or, of many, to some; or why there are none."""
+    mixed = [len(runner.batches) + i for i, each in enumerate(runner.mixtures) if each.shift == 1]
+    enough = 2 * sum(len(runner.numbers(i)) for i in mixed) >= runner.examples
+    every = mixed if enough else list(range(len(runner.batches)))
+    most = max(1, MOST_ROWS // max(len(runner.numbers(i)) for i in every))
+    count = min(len(every), most)
+    # Batches often come sorted by length: some from everywhere.
+    taken = [every[i * len(every) // count] for i in range(count)]
+    batches, folds = [runner.everything[i] for i in taken], torch.cat([runner.fold(i) for i in taken])
+    numbers = torch.cat([runner.numbers(i) for i in taken])
+    try:
+        known = _answers(runner, batches)
+    except HeadPruneError as error:
+        return f"{_NOT}: {error.args[0]}"
+    if not all(bool(each.isfinite().all()) for each in known):
+        return f"{_NOT}: the dense model's are not all finite."
+    examples, classes = sum(map(len, known)), known[0].shape[1]
+    basis = _basis(classes, gives_several(runner.model) or regresses(runner.model) or classes == 1)
+    some = directions(len(basis), examples)
+    # Drawn once, so that an example's directions do not depend on the batch that it is in.
+    noise = torch.randn(examples, len(basis), some, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    left_out = block_of(numbers) if enough else numbers  # of a block are mixed with one another only
+    return DenseAnswers(
+        runner, batches, folds, left_out, known, basis, torch.split(noise, [len(each) for each in known])
+    )
+
+
+def directions(every: int, examples: int) -> int:
+    """Along how many of all directions an answer is looked at, where there are so many examples."""
+    return max(1, min(every, _MOST_DIRECTIONS, MOST_ROWS // examples))
+
+
+def logits_by_example(runner: Runner, output: object, batch: Any) -> Tensor:
+    """The logits ``[examples, classes]`` of a batch's output.
+
+    Raises:
+        HeadPruneError: An example has more than one answer.
+    """
+    logits = logits_of(output, batch if isinstance(batch, dict) else {})
+    if logits.ndim != 2 or len(logits) != runner.rows.size(batch) or part_of(output, "start_logits") is not None:
+        raise HeadPruneError("an example has more than one answer (one for every token, say).")
+    return logits
+
+
+def _answers(runner: Runner, batches: Sequence[Any]) -> list[Tensor]:
+    """Of the model as it is now, ``[examples, classes]`` by batch."""
+    with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
+        tasks = [partial(_logits, runner, batch) for batch in batches]
+        found = runner.share("answers", tasks, batches)
+    runner.count(sum(map(len, found)))
+    return found
+
+
+def _logits(runner: Runner, batch: Any) -> Tensor:
+    return logits_by_example(runner, runner.run(batch, unwatched), batch).cpu().double()
+
+
+def _basis(classes: int, every: bool) -> Tensor:
+    """What counts of an answer, orthonormal ``[directions, classes]``: all of it, or the differences between classes."""
+    whole = torch.eye(classes, dtype=torch.float64)
+    if every:
+        return whole
+    found: Tensor = torch.linalg.eigh(whole - 1.0 / classes)[1][:, 1:].T
+    return found

@@ -1,0 +1,364 @@
+"""The dense model as repair and search see it: measured once on calibration examples, and never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.attention import AttentionLayer, Heads
+from headprune.errors import HeadPruneError
+from headprune.gates import mask
+from headprune.inputs import gathered, model_device
+from headprune.offload import add_stored_biases, is_elsewhere, is_offloaded, put
+from headprune.pruned import remove_biases
+from headprune.repairing.answers import DenseAnswers, dense_answers
+from headprune.repairing.directions import Directions, find_directions, inputs_of_heads, room
+from headprune.repairing.linearity import linear
+from headprune.repairing.mixtures import mixed_texts
+from headprune.repairing.moments import FOLDS, Moments, centred
+from headprune.repairing.projections import OutputProjection, Values, is_transposed, output_projections
+from headprune.repairing.results import LayerFit, NewWeights
+from headprune.repairing.runner import Runner
+from headprune.running import Progress, exact_attention
+
+_MIXTURES, _MOST_EXAMPLES = 2, 4096  # of every example, where there are not many anyway
+_REMEMBERED = 8  # fits of one W_O by one step: what a search, its trials and the pruning that follows come back to
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Sums over the tokens of the calibration examples, of the dense model. Memory does not grow with the examples.
+
+    Attributes:
+        runner: The model and its examples, with mixtures of them.
+        directions: What values may be made of, beside the old ones.
+        moments: Of W_O's inputs, widened by what heads attend to along `directions`, and of its outputs, weighted by how much the
+            answers depend on each token; by output projection. None where nothing will be refitted.
+        passes: Forward passes over the examples that it took; a backward pass counts as two.
+    """
+
+    runner: Runner
+    directions: Directions
+    moments: Mapping[str, Moments]
+    passes: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A dense model with its calibration examples, and what it was measured to be like on them.
+
+    What takes passes over the examples (`statistics`, `answers`) is measured when it is first asked for. The model is the dense one
+    whenever no context of `applied` lasts, so that it makes no difference when that is.
+
+    Attributes:
+        layers: The model's attention layers.
+        runner: The model, its output projections and the examples.
+        values: The value projections that can be refitted, by output projection.
+        mixtures: How many mixtures of every example are fitted to as well.
+        notes: What cannot be refitted, and why.
+        repairs: Whether anything will be refitted. If not, no sums are kept: a search then looks at the model with its old weights.
+        ridge: Strength of the pull towards the old weights; None: what is best by cross-validation. With an infinite one nothing is
+            refitted.
+        progress: Called after every batch of the longest pass.
+    """
+
+    layers: Sequence[AttentionLayer]
+    runner: Runner
+    values: Mapping[str, Values]
+    mixtures: int
+    notes: tuple[str, ...]
+    repairs: bool
+    ridge: float | None
+    progress: Progress | None = None
+    _fits: dict[tuple[str, str], dict[tuple[int, ...], LayerFit]] = field(default_factory=dict, repr=False)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.runner.model
+
+    @property
+    def projections(self) -> Sequence[OutputProjection]:
+        """The output projections that can be refitted."""
+        return self.runner.projections
+
+    @property
+    def new_biases(self) -> list[str]:
+        """The output projections that have no bias, and can be given one."""
+        return [p.name for p in self.projections if p.has_bias and not p.own_bias]
+
+    @property
+    def cost(self) -> float:
+        """Forward passes over the examples that `statistics` takes, about; a backward pass counts as two."""
+        if not self.repairs:
+            return 0.0
+        share = room(self.projections, self.values) if self.values else 0
+        made = mixed_texts(self.runner.batches, self.runner.rows, self.mixtures, 0)
+        times = sum(len(each.firsts) for each in made) / self.runner.examples
+        return bool(share) + times + (3 + share) * (1 + times)
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """Sums over tokens."""
+        runner, before = self.runner, self.runner.passes
+        with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
+            wanted = self.repairs and self.projections
+            if wanted:
+                runner = runner.with_mixtures(self.mixtures)
+            directions = find_directions(runner, self.values)
+            moments = _sum_moments(runner, directions, self.progress) if wanted else {}
+        return Statistics(runner, directions, moments, runner.passes - before)
+
+    @cached_property
+    def answers(self) -> tuple[DenseAnswers | str, float]:
+        """The answers to come nearer to, one vector an example, or why there are none; and the passes that they took."""
+        runner = self.statistics.runner
+        before = runner.passes
+        return dense_answers(runner), runner.passes - before
+
+    def losing(self, drop: Heads) -> list[OutputProjection]:
+        """The output projections that lose heads, and on which the model's answers depend."""
+        return [p for p in self.projections if p.loses(drop) and self.is_seen(p)]
+
+    def is_seen(self, projection: OutputProjection) -> bool:
+        """Whether there is anything to fit an output projection to."""
+        moments = self.statistics.moments.get(projection.name)
+        return moments is not None and moments.seen
+
+    def fit(self, step: str, projection: OutputProjection, kept: Tensor, make: Callable[[], LayerFit]) -> LayerFit:
+        """The fit of one W_O by a step, which depends on nothing but its kept inputs: made once for several choices of heads."""
+        known, key = self._fits.setdefault((step, projection.name), {}), tuple(kept.tolist())
+        if key not in known:
+            known[key] = make()
+            if len(known) > _REMEMBERED:
+                del known[next(iter(known))]
+        return known[key]
+
+    def hessian(
+        self, projection: OutputProjection, drop: Heads, mixes: Mapping[int, Tensor], ridge: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the ridge regression on the dense inputs that stay, widened by a head's width of directions.
+
+        Args:
+            drop: The heads that go.
+            mixes: What heads' values are made of (`headprune.repairing.results.RepairWeights.mixes`).
+
+        Returns:
+            The matrix ``[inputs, inputs]``, the mean that it was taken around ``[inputs]``, and which inputs they are.
+        """
+        moments, index = self.statistics.moments[projection.name], projection.kept(drop)
+        if (values := self.values.get(projection.name)) is None:
+            xx, xy = moments.rows_of(index)
+        else:
+            heads, rank = projection.heads(drop), self.statistics.directions.rank(projection.name)
+            xx, xy = moments.rows_of(inputs_of_heads(projection, values, heads, rank).flatten())
+            index = inputs_of_heads(projection, values, heads, values.head_dim).flatten()
+            turn = _turn(values, heads, rank, mixes)
+            xx, xy = turn.T @ xx.cpu() @ turn, turn.T @ xy.cpu()
+        a, _, mean, _ = centred(xx.sum(0).cpu(), xy.sum(0).cpu(), projection.has_bias)
+        strength = ridge * float(a.diagonal().mean()) if len(a) else 0.0
+        # Inputs that never change have nothing to be fitted to.
+        matrix = a + max(strength, 1e-12) * torch.eye(len(a), dtype=a.dtype)
+        return matrix, mean if projection.has_bias else mean * 0, index
+
+    def slopes(self, index: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """W_O's inputs and the slopes at its outputs, by module, for every call, on a batch of the model as it is now.
+
+        Behind the inputs is what every head attends to along the first directions, a head's width of them.
+        """
+        calls = self.runner.slopes(index)
+        xs = {name: [x for x, _, _ in own] for name, own in calls.items()}
+        if self.values:
+            batch = self.runner.batches[index]
+            ys = {name: [y for _, y, _ in own] for name, own in calls.items()}
+            with torch.no_grad(), self.runner.deterministic_eval():
+                xs = self.statistics.directions.widened(batch, xs, ys, list(xs), shares=1)
+            self.runner.count(self.runner.rows.size(batch))
+        return {
+            name: [(x, slope) for x, (_, _, slope) in zip(xs[name], own, strict=True)] for name, own in calls.items()
+        }
+
+    @contextmanager
+    def applied(self, weights: NewWeights, drop: Heads | None = None) -> Iterator[None]:
+        """The model with new weights, while the context lasts; then the dense one again, to the bit.
+
+        Args:
+            weights: ``{module: (W [in, out], b [out] or None)}``; the other modules keep their dense weights.
+            drop: Heads to mask.
+        """
+        self.write(weights)
+        try:
+            if drop is None:
+                yield
+                return
+            masked = {layer.name: drop[layer.name] for layer in self.layers if layer.maskable and layer.name in drop}
+            with mask(self.model, masked, layers=self.layers):
+                yield
+        finally:
+            self.write({name: self._dense_weights[name] for name in weights})
+
+    @cached_property
+    def _dense_weights(self) -> NewWeights:
+        outputs = {p.name: (p.weight, p.bias if p.own_bias else None) for p in self.projections}
+        return outputs | {v.name: (v.weight, v.bias) for v in self.values.values()}
+
+    def write(self, weights: NewWeights) -> None:
+        """Write weights into the model; a bias that is None is removed, if the dense model has none."""
+        new = [name for name in self.new_biases if name in weights]
+        with torch.inference_mode(False), torch.no_grad(), exact_attention(self.model):
+            remove_biases(self.model, [name for name in new if weights[name][1] is None])
+            add_stored_biases(self.model, [name for name in new if weights[name][1] is not None])
+            for name, (weight, bias) in weights.items():
+                module: Any = self.model.get_submodule(name)
+                _set(module, "weight", weight if is_transposed(module) else weight.T)
+                if bias is not None and module.bias is not None:
+                    _set(module, "bias", bias)
+
+
+def calibrate(
+    model: nn.Module,
+    layers: Sequence[AttentionLayer],
+    batches: Sequence[Any],
+    *,
+    repair: bool = True,
+    values: bool = True,
+    mixtures: bool = True,
+    biases: bool = True,
+    ridge: float | None = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """A model as it is now, which from here on is the dense one, and its examples.
+
+    Runs the model on a few examples, to see what can be refitted.
+
+    Args:
+        repair: Whether anything is to be refitted.
+        values: Whether values are to be refitted too, where they can be.
+        mixtures: Whether mixtures of the examples are to be fitted to as well, where they can be
+            (`headprune.repairing.mixtures`).
+        biases: Whether output projections that have no bias can be given one.
+        ridge, progress: As of `Calibration`.
+    """
+    notes: list[str] = []
+    with torch.inference_mode(False):
+        projections = list(output_projections(model, layers, notes, biases))
+    runner = Runner(model, projections, batches)
+    refittable = _refittable(runner, notes) if repair and values else {}
+    times = min(_MIXTURES, _MOST_EXAMPLES // runner.examples - 1) if repair and mixtures else 0
+    return Calibration(
+        layers, runner, refittable, times, tuple(notes), repair, ridge if repair else torch.inf, progress
+    )
+
+
+def _set(module: nn.Module, name: str, value: Tensor) -> None:
+    if is_elsewhere(module, name):
+        put(module, name, value, in_memory=True)  # there may be many such changes
+    else:  # in place, since stand-ins share their weights with what they stand in for
+        getattr(module, name).copy_(value)
+
+
+def _refittable(runner: Runner, notes: list[str]) -> dict[str, Values]:
+    """The value projections that can be refitted, by output projection; why others cannot is added to ``notes``."""
+    possible = {p.name: p.values for p in runner.projections if p.values}
+    if not possible:
+        return {}
+    with torch.inference_mode(False), torch.no_grad():
+        values = linear(runner, possible)
+    for name in possible:
+        if name not in values:
+            notes.append(f"{runner.layer(name).name} keeps its old values: its heads are not linear in them alone.")
+    if values and not room(runner.projections, values):
+        notes.append("Value projections keep their old weights: their statistics would not fit into memory.")
+        return {}
+    return values
+
+
+def _sum_moments(runner: Runner, directions: Directions, progress: Progress | None) -> dict[str, Moments]:
+    """The sums over the tokens of all examples and mixtures."""
+    device, batches = None if is_offloaded(runner.model) else model_device(runner.model), runner.everything
+    sums = {p.name: Moments(len(p.weight) + directions.more(p), p.weight.shape[1], device) for p in runner.projections}
+
+    def add(i: int) -> None:
+        xs, ys, token_weights = runner.recorded_with_weights(i)
+        folds: dict[Any, list[Tensor]] = {}
+        finite: list[Tensor] = []
+        names_of: list[str] = []
+        for names in directions.in_parts(xs):
+            wide = directions.widened(batches[i], xs, ys, names)
+            for name in names:
+                for x, y, token_weight in zip(wide[name], ys[name], token_weights[name], strict=True):
+                    kind = runner.layer(name).kind
+                    key = kind, x.shape[:-1], x.device
+                    if key not in folds:
+                        folds[key] = _folds(x, runner, i, kind)
+                    finite.append(_add(sums[name], x, y, token_weight, folds[key]))
+                    names_of.append(name)
+        _check_finite(runner, names_of, finite)
+
+    runner.share("statistics", [partial(add, i) for i in range(len(batches))], batches, progress)
+    for projection in runner.projections:
+        sums[projection.name].add_ranks(projection.name)
+    runner.count(directions.shares * sum(map(runner.rows.size, batches)))
+    for projection in runner.projections:
+        moments = sums[projection.name]
+        if not all(bool(m.isfinite().all()) for m in (moments.xx, moments.xy, moments.yy)):
+            raise _not_finite(projection.layers[0], "the slopes of the model's answers there are")
+    return sums
+
+
+def _check_finite(runner: Runner, names: Sequence[str], finite: Sequence[Tensor]) -> None:
+    """Refuse numbers that are not finite: asked for all layers at once, since every answer waits for a GPU."""
+    for name, fine in zip(names, gathered(finite).tolist() if finite else (), strict=True):
+        if not fine:
+            raise _not_finite(runner.layer(name), "what goes through its output projection is")
+
+
+def _folds(x: Tensor, runner: Runner, index: int, kind: str) -> list[Tensor]:
+    """The tokens of a batch without padding, as indices: every other example is of the other fold."""
+    batch = runner.everything[index]
+    real = runner.real(x, batch, kind)
+    rows, tokens, size = x.shape[0], x.shape[:-1], runner.rows.size(batch)
+    if runner.examples == 1:  # its tokens take turns
+        fold = torch.arange(tokens.numel()) % FOLDS
+    else:
+        # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
+        example = runner.fold(index)[torch.arange(rows) * size // rows]
+        fold = example.view(-1, *[1] * (len(tokens) - 1)).expand(tokens).flatten()
+    counted = None if real is None else real.cpu()
+    chosen = (fold == i if counted is None else (fold == i) & counted for i in range(FOLDS))
+    return [own.nonzero().flatten().to(x.device) for own in chosen]
+
+
+def _add(moments: Moments, x: Tensor, y: Tensor, token_weights: Tensor, folds: Sequence[Tensor]) -> Tensor:
+    """Add a call's tokens to the sums, by how much they matter; returns whether all are finite, ``[1]``."""
+    x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    finite = torch.ones(1, dtype=torch.bool, device=x.device)
+    for i, chosen in enumerate(folds):
+        finite = finite & x[chosen].isfinite().all() & y[chosen].isfinite().all()
+        moments.add(i, x[chosen], y[chosen], token_weights.flatten()[chosen])
+    return finite
+
+
+def _turn(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, Tensor]) -> Tensor:
+    """From old values and all directions to the values that there are now and the first directions, with the 1 behind."""
+    width = values.head_dim
+    blocks = []
+    for h in heads:
+        block = torch.eye(width + rank, 2 * width, dtype=torch.float64)
+        if h in mixes:
+            block[:, :width] = mixes[h]
+        blocks.append(block)
+    matrix: Tensor = torch.block_diag(*blocks, torch.ones(1, 1, dtype=torch.float64))  # type: ignore[no-untyped-call]
+    return matrix
+
+
+def _not_finite(layer: AttentionLayer, what: str) -> HeadPruneError:
+    return HeadPruneError(
+        f"Layer {layer.name} cannot be repaired: {what} not finite.",
+        "Leave out the example that does it, use --dtype float32, or do without repair.",
+    )

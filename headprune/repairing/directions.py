@@ -1,0 +1,193 @@
+"""What heads could read of their tokens in the place of their old values: directions of the value projections' input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headprune.inputs import doubled
+from headprune.parallel import current
+from headprune.repairing.moments import FOLDS
+from headprune.repairing.probes import widened
+from headprune.repairing.projections import OutputProjection, Values, at
+from headprune.repairing.runner import Calls, Runner, replaced, unwatched
+
+_RANKS = (3, 2, 1)  # further directions that values may be made of, in widths of a head
+_MOST = 2 << 30  # bytes of statistics; more directions are for models that are small enough
+_MOST_AT_ONCE = 1 << 29  # bytes of widened inputs of a batch
+
+
+@dataclass(frozen=True)
+class Directions:
+    """Directions of the values' input that values may be made of, beside the old ones.
+
+    Attributes:
+        runner: The model.
+        values: The value projections, by output projection.
+        along: The directions ``[in, rank]``, by output projection.
+    """
+
+    runner: Runner
+    values: Mapping[str, Values]
+    along: Mapping[str, Tensor]
+    _copies: dict[tuple[str, torch.device, torch.dtype], Tensor] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def _near(self, name: str, x: Tensor) -> Tensor:
+        """The directions of an output projection where ``x`` is, as its type; copied there once."""
+        found = self._copies.get((name, x.device, x.dtype))
+        if found is None:
+            found = self._copies[name, x.device, x.dtype] = self.along[name].to(x.device, x.dtype)
+        return found
+
+    def rank(self, name: str) -> int:
+        """How many directions there are for the values of an output projection."""
+        return self.along[name].shape[1]
+
+    @property
+    def shares(self) -> int:
+        """Passes that it takes to see all directions: a head's width of them at once."""
+        return max((-(-q.shape[1] // self.values[name].head_dim) for name, q in self.along.items()), default=0)
+
+    def more(self, projection: OutputProjection) -> int:
+        """By how many features W_O's inputs are widened."""
+        values = self.values.get(projection.name)
+        return 0 if values is None else len(values.owner) * self.rank(projection.name)
+
+    def widened(self, batch: Any, xs: Calls, ys: Calls, names: Sequence[str], shares: int | None = None) -> Calls:
+        """W_O's inputs ``xs``, and behind them what every head attends to along the directions.
+
+        With the projections of the values' input to these in the place of values, W_O's input is that; its outputs stay
+        ``ys``, so that what comes later does not notice.
+
+        Args:
+            names: For which output projections.
+            shares: How many of the directions, in widths of a head; all, by default.
+        """
+        parts: dict[str, list[list[Tensor]]] = {n: [[] for _ in xs[n]] for n in names}
+        chosen = [n for n in names if n in self.values]
+        for share in range(shares if shares is not None else self.shares if chosen else 0):
+
+            def on_value(name: str, x: Tensor, out: Tensor, share: int = share) -> Tensor | None:
+                values = self.values[name]
+                width = values.head_dim
+                q = self._near(name, x)[:, share * width : (share + 1) * width]
+                if name not in chosen or not q.shape[1]:
+                    return None
+                other = torch.nn.functional.pad(x @ q, (0, width - q.shape[1]))
+                return replaced(values, out, other[..., None, :].expand(*other.shape[:-1], len(values.features), width))
+
+            found, _ = self.runner.run_with_values(batch, ys, on_value, self.values)
+            for name in chosen:
+                values = self.values[name]
+                width = min(values.head_dim, self.rank(name) - share * values.head_dim)
+                for call_, x in zip(parts[name], found[name], strict=True):
+                    if width > 0:
+                        call_.append(x[..., at(values.columns, x.device)][..., :width])
+        return {
+            n: [
+                torch.cat([x, torch.cat(more, dim=-1).flatten(-2)], dim=-1) if more else x
+                for x, more in zip(xs[n], parts[n], strict=True)
+            ]
+            for n in names
+        }
+
+    def in_parts(self, xs: Calls) -> Iterator[list[str]]:
+        """Names of output projections in parts, so that a batch's widened inputs fit into memory."""
+        part: list[str] = []
+        size = 0
+        for projection in self.runner.projections:
+            wide = len(projection.weight) + self.more(projection)
+            more = sum(x.numel() for x in xs[projection.name]) * 4 * wide // max(len(projection.weight), 1)
+            if part and size + more > _MOST_AT_ONCE:
+                yield part
+                part, size = [], 0
+            part, size = [*part, projection.name], size + more
+        yield part
+
+
+def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
+    """As many as there is room for; one pass over the examples."""
+    if not values:
+        return Directions(runner, {}, {})
+    seen: dict[str, Tensor] = {}
+
+    def see(batch: Any) -> None:
+        known: dict[Any, Tensor | None] = {}
+
+        def on_value(name: str, x: Tensor, out: Tensor) -> None:
+            kind = runner.layer(name).kind
+            # A cross-attention's values are of the encoder's tokens.
+            real = runner.places(x, batch, "encoder" if kind == "cross" else kind, known)
+            flat = widened(x.detach()).reshape(-1, x.shape[-1])
+            flat = flat if real is None else flat[real]
+            flat = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
+            seen[name] = seen.get(name, 0.0) + doubled(flat.T @ flat)
+
+        runner.run(batch, unwatched, on_value, values)
+
+    runner.share("directions", [partial(see, batch) for batch in runner.batches], runner.batches)
+    for name, value in values.items():  # a rank may have had no batch
+        width = value.weight.shape[0] + 1
+        seen[name] = seen[name].cpu() if name in seen else torch.zeros(width, width, dtype=torch.float64)
+        current().add(f"directions of {name}", [seen[name]])
+    runner.count(runner.examples)
+    share, along = room(runner.projections, values), {}
+    for projection in runner.projections:
+        if own := values.get(projection.name):
+            rank = min(share * own.head_dim, own.weight.shape[0])
+            along[projection.name] = best_directions(projection, own, seen[projection.name], rank)
+    return Directions(runner, values, along)
+
+
+def room(projections: Sequence[OutputProjection], values: Mapping[str, Values]) -> int:
+    """How many directions there is room for, in widths of a head."""
+    for share in _RANKS:
+        size = 0
+        for projection in projections:
+            own = values.get(projection.name)
+            more = 0 if own is None else len(own.owner) * share * own.head_dim
+            size += FOLDS * 8 * (len(projection.weight) + more + 1) ** 2
+        if size <= _MOST:
+            return share
+    return 0
+
+
+def best_directions(projection: OutputProjection, values: Values, xx: Tensor, rank: int) -> Tensor:
+    """Directions of the values' input that W_O makes most of, ``[in, rank]``, as long as the old weights' columns on average.
+
+    They span what is best for rank ``rank`` if every token attended to itself alone: with S the input's covariance and
+    ``L L^T = sum_h V_h O_h O_h^T V_h^T``, they are ``L w`` for the first eigenvectors w of ``L^T S L``.
+
+    Args:
+        xx: Sums over tokens of products of the input with a 1 behind it, ``[in + 1, in + 1]``.
+    """
+    mean = xx[-1, :-1] / xx[-1, -1]
+    spread = xx[:-1, :-1] / xx[-1, -1] - torch.outer(mean, mean)
+    weight, output = values.weight.cpu(), projection.weight.cpu()
+    parts = []
+    for h, own in enumerate(values.owner):
+        out = output[values.columns[h]]
+        sizes, axes = torch.linalg.eigh(out @ out.T)
+        parts.append(weight[:, values.features[own]] @ (axes * sizes.clamp(min=0).sqrt()))
+    left = torch.cat(parts, dim=1)
+    sizes, turned = torch.linalg.eigh(left.T @ spread.cpu() @ left)
+    rank = min(rank, int((sizes > 1e-12 * sizes[-1]).sum()))  # what is beyond is rounding
+    found = left @ turned.flip(1)[:, :rank]
+    length = weight[:, values.features.flatten()].square().sum(0).mean().sqrt()
+    scaled: Tensor = found * (length / found.norm(dim=0, keepdim=True).clamp(min=1e-30))
+    # At least a head's width of them, for `DenseReference.slopes`: along zeros where the input is narrower than that.
+    return torch.nn.functional.pad(scaled, (0, max(0, values.head_dim - scaled.shape[1])))
+
+
+def inputs_of_heads(projection: OutputProjection, values: Values, heads: Sequence[int], rank: int) -> Tensor:
+    """Where a head's old values and further directions lie in W_O's widened inputs, ``[heads, head_dim + rank]``."""
+    own = values.columns[list(heads)]
+    start = len(projection.weight) + torch.tensor(heads, dtype=torch.long)[:, None] * rank
+    return torch.cat([own, start + torch.arange(rank)], dim=1)

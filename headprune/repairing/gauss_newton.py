@@ -1,0 +1,299 @@
+"""The last step of a repair: output projections moved together, so that the model's answers come nearer to the dense model's.
+
+A layer's fit does not know what the other layers' errors add up to; this does. It takes three passes or more, so plans are compared
+without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from headprune.attention import Heads
+from headprune.errors import HeadPruneError
+from headprune.repairing.answers import DenseAnswers, logits_by_example
+from headprune.repairing.calibration import Calibration
+from headprune.repairing.coordinates import Coordinates, Parts, longest
+from headprune.repairing.outputs import downhill
+from headprune.repairing.projections import OutputProjection
+from headprune.repairing.results import AnswersRepair, LeftOut, RepairWeights
+from headprune.repairing.runner import Seen
+
+STRENGTHS = tuple(10 ** (i / 2) for i in range(-8, 5))  # of the mean squared length of an answer's gradient
+_START = 10**-0.5  # the strength that is tried first
+_GAIN = 0.999  # of the error there was, at most: less gain may be rounding
+_ROUNDED = 1e-2  # strengths below it need float64
+_MOST_TRIED = 1024  # rows that strengths are compared on
+_MOST_KEPT = 1 << 28  # bytes of inputs and slopes that coordinates are chosen by: some hundred examples serve
+_NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
+
+Places = Mapping[str, tuple[OutputProjection, Tensor]]
+"""Output projections to change, with their inputs that stay."""
+Changes = Mapping[str, tuple[Tensor, Tensor]]
+"""Of weights ``W [in, out]`` and biases ``b [out]``, by module."""
+
+
+def fit(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
+    """The weights so far, all output projections that lose heads moved towards the dense model's answers."""
+    answers, _ = calibration.answers
+    places = {p.name: (p, p.kept(drop)) for p in calibration.projections if p.name in start.by_module}
+    if not places:
+        return LeftOut()
+    if isinstance(answers, str):
+        return LeftOut(answers)
+    with torch.inference_mode(False):
+        with calibration.applied(start.by_module, drop):
+            try:
+                step = gauss_newton(answers, places)
+            except HeadPruneError as error:
+                return LeftOut(f"The answers are not fitted as a whole: {error.args[0]}")
+        if step is None:
+            return LeftOut(_NO_GAIN)
+    changes, facts, on_fold = step
+
+    def taken(part: float) -> RepairWeights:
+        return replace(
+            start.moved(changes, part),
+            answers=replace(facts, part=part),
+            on_fold=lambda fold: start.moved(on_fold(fold), part),
+            taken=taken,
+        )
+
+    return taken(1.0)
+
+
+def gauss_newton(
+    answers: DenseAnswers, places: Places
+) -> tuple[Changes, AnswersRepair, Callable[[int], Changes]] | None:
+    """Towards the dense model's answers, of the model as it is now: one Gauss-Newton step, with a ridge.
+
+    Minimised is ``sum_i |r_i - J_i d|^2 + strength * v * |d|^2``: r_i is what example i's answer lacks of the dense
+    model's, J_i its gradient with respect to all of these weights, d their change, v the mean squared length of a row
+    of J. d is sought along the few thousand directions in which J is longest (`headprune.repairing.coordinates`). With fewer
+    answers than these it is solved for one number per answer (kernel ridge regression with the neural tangent kernel;
+    Saunders et al. 1998, Jacot et al. 2018, arXiv:1806.07572), and the strength is the best by leaving out each example
+    in turn, in closed form.
+
+    Returns:
+        Changes of weights by module, ``W [in, out]`` and ``b [out]``, float64 on the CPU; what is known of them; and the changes that
+        the examples of one fold alone would make. None where no strength does better than no change on examples left out.
+    """
+    before, lacking, gradients, coordinates = _system(answers, places)
+    if not bool(lacking.isfinite().all() & gradients.isfinite().all()) or not bool(gradients.any()):
+        return None
+    found = solved(gradients, lacking, answers.left_out)
+    if found is None:
+        return None
+    change, strength, held_out = found
+
+    def on_fold(fold: int) -> Changes:
+        own = answers.folds == fold
+        rows, count = (
+            gradients.view(len(lacking), -1, gradients.shape[1])[own].flatten(0, 1),
+            gradients.square().sum(1).mean(),
+        )
+        return _weights(coordinates.matrices(with_strength(rows, lacking[own], strength, float(count))), places)
+
+    return (
+        _weights(coordinates.matrices(change), places),
+        AnswersRepair(before, held_out, strength, len(lacking)),
+        on_fold,
+    )
+
+
+def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tensor, Coordinates]:
+    """How far the answers are off, what is lacking along the directions ``[examples, directions]``, the gradients there
+    ``[examples * directions, coordinates]``, and along what."""
+    gaps: list[Tensor] = []
+    lacking: dict[int, Tensor] = {}
+    kept: dict[int, Parts] = {}
+    order = _from_everywhere(len(answers.batches))
+
+    def seen(i: int) -> tuple[Tensor, Tensor, Parts]:
+        gap, off, calls = _slopes(answers, i, list(places))
+        return gap, off, {n: _joined(calls[n], own, p.has_bias, len(off)) for n, (p, own) in places.items()}
+
+    # Which coordinates count is found from some batches, that every rank looks at; the others are shared out.
+    for i in order:
+        gap, lacking[i], kept[i] = seen(i)
+        gaps.append(gap)
+        size = sum(t.numel() * t.element_size() for own in kept.values() for pair in own.values() for t in pair)
+        if size > _MOST_KEPT:
+            break
+    coordinates = longest(list(kept.values()))
+    rows = {j: coordinates.of(own) for j, own in kept.items()}
+    rest = order[len(kept) :]
+    kept.clear()
+
+    def row(i: int) -> tuple[Tensor, Tensor, Tensor]:
+        gap, off, parts = seen(i)
+        return gap, off, coordinates.of(parts)
+
+    found = answers.runner.share("gradients", [partial(row, i) for i in rest], [answers.batches[i] for i in rest])
+    for i, (gap, off, own_rows) in zip(rest, found, strict=True):
+        gaps.append(gap)
+        lacking[i], rows[i] = off, own_rows
+    answers.runner.count((1 + answers.count) * answers.examples)
+    every = range(len(answers.batches))
+    before = _root(torch.cat(gaps))
+    return before, torch.cat([lacking[i] for i in every]), torch.cat([rows[i] for i in every]), coordinates
+
+
+def _slopes(answers: DenseAnswers, index: int, names: Sequence[str]) -> tuple[Tensor, Tensor, Seen]:
+    """What a batch's answers lack ``[examples, ...]``, in all and along the directions that are looked at, and the slopes there."""
+    batch, lacking = answers.batches[index], []
+
+    def along(output: object) -> list[Tensor]:
+        logits = logits_by_example(answers.runner, output, batch)
+        gap = (answers.known[index] - logits.detach().cpu().double()) @ answers.basis.T
+        directions = _directions(gap, answers.noise[index])
+        lacking.extend([gap, (directions @ gap[..., None])[..., 0]])
+        return [(logits * each.to(logits)).sum() for each in (directions @ answers.basis).transpose(0, 1)]
+
+    seen = answers.runner.slopes_of(batch, names, along)
+    return lacking[0], lacking[1], seen
+
+
+def solved(gradients: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor, float, float] | None:
+    """Kernel ridge regression, its strength the best by leaving out each group of examples in turn.
+
+    With A the gradients' inner products and the ridge, and y what is lacking, a group's error when it is left out is
+    ``(A⁻¹)_gg⁻¹ (A⁻¹ y)_g`` (the block form of Allen's PRESS, 1974). Strengths are compared on some of the groups, where these are many:
+    the best one does not depend on how many there are.
+
+    Args:
+        gradients: ``[rows, coordinates]``, the rows being an example's directions, example by example.
+        lacking: ``[examples, directions]``.
+        left_out: ``[examples]``, the number of an example's group.
+
+    Returns:
+        The change ``[coordinates]`` in float64, the strength, and the root mean squared error on what was left out; None
+        where no strength does better than nothing.
+    """
+    wanted, unit = lacking.flatten(), float(gradients.double().square().sum(1).mean())
+    kernel = _products(gradients / unit**0.5)
+    groups = _rows_of_groups(left_out, lacking.shape[1])
+    some = [own[:: -(-len(wanted) // _MOST_TRIED)] for own in groups]
+    chosen = torch.cat([own.flatten() for own in some])
+    of_chosen = torch.split(torch.arange(len(chosen)), [own.numel() for own in some])
+    tried = [at.view_as(own) for at, own in zip(of_chosen, some, strict=True)]
+    small = kernel[chosen][:, chosen]
+    strength, _ = downhill(
+        lambda strength: _left_out(small, wanted[chosen], tried, strength)[0], STRENGTHS, STRENGTHS.index(_START)
+    )
+    least, alpha = _left_out(kernel, wanted, groups, strength)
+    if not least < _GAIN * _root(lacking):
+        return None
+    return gradients.T.double() @ alpha / unit, strength, least
+
+
+def with_strength(gradients: Tensor, lacking: Tensor, strength: float, unit: float) -> Tensor:
+    """The change ``[coordinates]`` as in `solved`, for a strength and a mean squared length of rows that are known."""
+    _, alpha = _left_out(_products(gradients / unit**0.5), lacking.flatten(), [], strength)
+    return gradients.T.double() @ alpha / unit
+
+
+def _left_out(kernel: Tensor, wanted: Tensor, groups: Sequence[Tensor], strength: float) -> tuple[float, Tensor]:
+    """Root mean squared error on each group when it is left out, and the coefficients with all of them, float64."""
+    wide = kernel if strength >= _ROUNDED else kernel.double()
+    root, failed = torch.linalg.cholesky_ex(wide + strength * torch.eye(len(wide), dtype=wide.dtype))
+    if int(failed):  # a ridge that is less than rounding
+        return float("inf"), wanted
+    inverse = torch.cholesky_inverse(root)
+    found = (inverse @ wanted.to(inverse)).double()
+    # One step of iterative refinement, for what float32 rounded away.
+    rest = wanted - strength * found - kernel.double() @ found
+    found = found + (inverse @ rest.to(inverse)).double()
+    errors = [
+        torch.linalg.solve(inverse[rows[:, :, None], rows[:, None]].double(), found[rows][..., None]).flatten()
+        for rows in groups
+    ]
+    return _root(torch.cat(errors)) if errors else float("nan"), found
+
+
+def _products(rows: Tensor) -> Tensor:
+    """Inner products ``[rows, rows]``."""
+    kernel = rows.new_empty(len(rows), len(rows))
+    block = max(1, -(-len(rows) // 4))
+    for first in range(0, len(rows), block):  # what is on one side of the diagonal is on the other too
+        found = rows[first : first + block] @ rows[first:].T
+        kernel[first : first + block, first:] = found
+        kernel[first:, first : first + block] = found.T
+    return kernel
+
+
+def _rows_of_groups(left_out: Tensor, directions: int) -> list[Tensor]:
+    """The rows of every group, ``[groups, rows]``, those of groups of one size together."""
+    order = left_out.argsort(stable=True)
+    sizes = [n for n in left_out.bincount().tolist() if n]
+    by_size: dict[int, list[Tensor]] = {}
+    for own in torch.split(order, sizes):
+        rows = own[:, None] * directions + torch.arange(directions)
+        by_size.setdefault(len(own), []).append(rows.flatten())
+    return [torch.stack(rows) for rows in by_size.values()]
+
+
+def _directions(gap: Tensor, noise: Tensor) -> Tensor:
+    """Along which an answer is looked at, ``[examples, some, directions]``.
+
+    All of them; or, where only some can be, first that of the gap to the dense model's answer, which is all that is lacking,
+    then random ones at right angles to it, along which nothing should change. They are as long as it takes for the mean square
+    of what is seen along them to be, on average, that along all.
+
+    Args:
+        gap: ``[examples, directions]``.
+        noise: Normal, ``[examples, directions, some]``.
+    """
+    (examples, every), some = gap.shape, noise.shape[2]
+    if some == every:
+        return torch.eye(every, dtype=gap.dtype).expand(examples, every, every)
+    start, lengths = noise.clone(), torch.ones(some, dtype=gap.dtype)
+    if some > 1:
+        start[..., 0] = gap
+        lengths[1:] = ((every - 1) / (some - 1)) ** 0.5
+        lengths *= (some / every) ** 0.5
+    found: Tensor = (torch.linalg.qr(start)[0] * lengths).mT
+    return found
+
+
+def _from_everywhere(count: int) -> list[int]:
+    """All batches, the first few of them far apart: they often come sorted by length."""
+    return sorted(range(count), key=lambda i: i * 0.6180339887 % 1)
+
+
+def _joined(
+    calls: Sequence[tuple[Tensor, Tensor, Sequence[Tensor]]], kept: Tensor, has_bias: bool, examples: int
+) -> tuple[Tensor, Tensor]:
+    """All of a projection's calls: inputs ``[examples, tokens, in]``, a 1 behind them for the bias, and slopes
+    ``[directions, examples, tokens, out]``."""
+    if any(y[..., 0].numel() % examples for _, y, _ in calls):
+        raise HeadPruneError("tokens cannot be told apart by example.")
+    wide = torch.float64 if calls[0][0].dtype == torch.float64 else torch.float32
+
+    def by_example(t: Tensor) -> Tensor:
+        return t.to(wide).reshape(examples, -1, t.shape[-1])
+
+    slopes = torch.cat([torch.stack([by_example(slope) for slope in each]) for *_, each in calls], dim=2)
+    inputs = [torch.cat([by_example(x[..., kept.to(x.device)]) for x, *_ in calls], dim=1)] if len(kept) else []
+    return torch.cat([*inputs, slopes.new_ones(*slopes.shape[1:3], int(has_bias))], dim=2), slopes
+
+
+def _weights(matrices: Mapping[str, Tensor], places: Places) -> dict[str, tuple[Tensor, Tensor]]:
+    """Changes of weights and biases, from those of the inputs that stay with the bias behind them."""
+    found = {}
+    for name, (place, kept) in places.items():
+        weight, bias = (torch.zeros_like(t, device="cpu") for t in (place.weight, place.bias))
+        weight[kept] = matrices[name][: len(kept)]
+        if place.has_bias:
+            bias += matrices[name][-1]
+        found[name] = weight, bias
+    return found
+
+
+def _root(values: Tensor) -> float:
+    """Root mean square."""
+    return float(values.double().square().mean().sqrt())

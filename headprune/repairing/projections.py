@@ -1,0 +1,202 @@
+"""Which projections can be refitted, and their dense weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from headprune.attention import AttentionLayer, Heads
+from headprune.offload import is_elsewhere, on_disk, place_of, value_of
+from headprune.running import exact_attention
+
+
+@dataclass(frozen=True)
+class Values:
+    """A value projection that can be refitted along with W_O.
+
+    Attributes:
+        name: Of the module.
+        weight, bias: The dense model's, ``[in, out]`` and ``[out]`` (None where it has none), float64.
+        features: Its outputs, of every key/value head ``[key/value heads, head_dim]``.
+        owner: The key/value head of every query head.
+        columns: W_O's inputs, of every query head ``[heads, head_dim]``.
+    """
+
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+    features: Tensor
+    owner: tuple[int, ...]
+    columns: Tensor
+
+    @property
+    def head_dim(self) -> int:
+        return self.columns.shape[1]
+
+
+def at(index: Tensor, device: torch.device) -> Tensor:
+    """An index where the numbers are that it picks; copied there once, since every copy waits for a GPU."""
+    if index.device == device:
+        return index
+    copies: dict[torch.device, Tensor] = _COPIES.get(index) or {}
+    _COPIES[index] = copies
+    if device not in copies:
+        copies[device] = index.to(device)
+    return copies[device]
+
+
+_COPIES: MutableMapping[Tensor, dict[torch.device, Tensor]] = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True)
+class OutputProjection:
+    """An output projection that can be refitted.
+
+    Attributes:
+        name: Of the module.
+        layers: That end in it (mostly one).
+        weight, bias: The dense model's, ``[in, out]`` and ``[out]``, float64.
+        has_bias: Whether the module has one, or can be given one.
+        own_bias: Whether it has one.
+        values: What its inputs are made of, if that can be refitted too.
+    """
+
+    name: str
+    layers: tuple[AttentionLayer, ...]
+    weight: Tensor
+    bias: Tensor
+    has_bias: bool
+    own_bias: bool
+    values: Values | None = None
+
+    def kept(self, drop: Heads) -> Tensor:
+        """The inputs of W_O that stay."""
+        gone = {
+            f
+            for layer in self.layers
+            if layer.output_projection
+            for h in drop.get(layer.name, ())
+            for f in layer.output_projection.features[h]
+        }
+        return torch.tensor([i for i in range(self.weight.shape[0]) if i not in gone], dtype=torch.long)
+
+    def loses(self, drop: Heads) -> bool:
+        """Whether heads go that it reads."""
+        return len(self.kept(drop)) < len(self.weight)
+
+    def heads(self, drop: Heads) -> list[int]:
+        """The heads that stay, of the only layer (where there are several, no values are refitted)."""
+        gone = set(drop.get(self.layers[0].name, ()))
+        return [h for h in range(self.layers[0].num_heads) if h not in gone]
+
+
+def output_projections(
+    model: nn.Module, layers: Sequence[AttentionLayer], notes: list[str], biases: bool = True
+) -> Iterator[OutputProjection]:
+    """The output projections that can be refitted, in the order of the layers; why others cannot is added to ``notes``.
+
+    Args:
+        biases: Whether one that has no bias can be given one.
+    """
+    by_module: dict[str, list[AttentionLayer]] = {}
+    real = dict(model.named_modules())
+    for layer in layers:
+        if why := _why_not(layer):
+            notes.append(f"{layer.name} keeps its old weights: {why}.")
+        elif layer.output_projection:
+            by_module.setdefault(layer.output_projection.module, []).append(layer)
+    sources = Counter(layer.values.module for layer in layers if layer.values)
+    with exact_attention(model):
+        owners: dict[object, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            if isinstance(getattr(module, "weight", None), Tensor):
+                owners.setdefault(_storage_of(module), []).append(name)
+        for name, those in by_module.items():
+            projection: Any = model.get_submodule(name)
+            if why := _not_plain(projection, owners):
+                notes.append(f"{those[0].name} keeps its old weights: {name} {why}.")
+            else:
+                matrix, bias = matrix_of(projection), getattr(projection, "bias", None)
+                can = bias is not None or (
+                    biases and isinstance(projection, nn.Linear) and real.get(name) is projection
+                )
+                zeros = matrix.new_zeros(matrix.shape[1])
+                start = zeros if bias is None else value_of(projection, "bias").detach().double().clone()
+                alone = len(those) == 1 and those[0].values and sources[those[0].values.module] == 1
+                values = _values(model, those[0], len(matrix), owners) if alone else None
+                yield OutputProjection(name, tuple(those), matrix, start, can, bias is not None, values)
+
+
+def _values(
+    model: nn.Module, layer: AttentionLayer, inputs: int, owners: Mapping[object, Sequence[str]]
+) -> Values | None:
+    """What makes a layer's values, if its heads have no parts in common but those of whole groups."""
+    if layer.values is None or layer.output_projection is None:
+        return None
+    found, columns = layer.values, layer.output_projection.features
+    heads = list(dict.fromkeys(found.features))
+    flat = [f for own in heads for f in own]
+    width = layer.head_dim
+    if (
+        {len(own) for own in (*heads, *columns)} != {width}
+        or len(set(flat)) < len(flat)
+        or inputs != width * layer.num_heads
+    ):
+        return None
+    projection: Any = model.get_submodule(found.module)
+    if not (isinstance(projection, nn.Linear) or is_transposed(projection)) or _not_plain(projection, owners):
+        return None
+    bias = getattr(projection, "bias", None)
+    return Values(
+        found.module, matrix_of(projection),
+        None if bias is None else value_of(projection, "bias").detach().double().clone(),
+        torch.tensor(heads), tuple(heads.index(own) for own in found.features), torch.tensor(columns),
+    )  # fmt: skip
+
+
+def matrix_of(projection: Any) -> Tensor:
+    """A copy of a linear module's weights, ``[in, out]``, float64."""
+    held = value_of(projection, "weight").detach()
+    # A model that is not all in memory has hardly room for them there.
+    wide = on_disk(*held.shape).copy_(held) if is_elsewhere(projection, "weight") else held.double().clone()
+    return wide if is_transposed(projection) else wide.T
+
+
+def _not_plain(projection: Any, owners: Mapping[object, Sequence[str]]) -> str:
+    """Why a module's weights cannot be replaced; empty if they can."""
+    weight = getattr(projection, "weight", None)
+    own = "weight" in projection._parameters  # and not made of others, as an adapter's
+    if (
+        not isinstance(weight, Tensor)
+        or not own
+        or weight.ndim != 2
+        or not weight.is_floating_point()
+        or (weight.is_meta and not is_elsewhere(projection, "weight"))
+    ):
+        return "is no plain linear layer in memory"
+    return "shares them with another module" if len(owners.get(_storage_of(projection), ())) > 1 else ""
+
+
+def _storage_of(module: nn.Module) -> object:
+    """Where a module's weight lies: stand-ins have parameters of their own that share it."""
+    own = "weight" in module._parameters or "weight" in module._buffers
+    return place_of(module, "weight") if own else id(module.weight)
+
+
+def _why_not(layer: AttentionLayer) -> str:
+    if layer.output_projection is None or layer.concatenates:
+        return "it has no output projection"
+    if layer.gate is not None or layer.mixer:
+        return "something comes between its heads and the output projection"
+    return "" if layer.prunable else layer.reason
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a weight is [in, out], as transformers' Conv1D has it."""
+    return type(module).__name__ == "Conv1D"

@@ -1,0 +1,362 @@
+"""The model run on calibration examples, with hooks that see and replace what its output and value projections give."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from headprune.attention import AttentionLayer
+from headprune.batches import cost_of, find_rows, is_empty
+from headprune.divergence import part_of, real_tokens
+from headprune.errors import HeadPruneError, first_line
+from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
+from headprune.memory import is_out_of_memory
+from headprune.parallel import current
+from headprune.repairing.mixtures import Mixed, mixed_texts
+from headprune.repairing.moments import FOLDS
+from headprune.repairing.probes import probe_of, widened
+from headprune.repairing.projections import OutputProjection, Values, at
+from headprune.running import frozen, quiet
+from headprune.scoring.gradient import checkpointed, recomputing, unlike
+
+T = TypeVar("T")
+OnCall = Callable[[str, Tensor, Tensor], Tensor | None]
+"""``(name, input, output)``: called with each call of a projection; may give another output."""
+Calls = dict[str, list[Tensor]]
+"""A tensor for every call of an output projection, by its name."""
+Seen = dict[str, list[tuple[Tensor, Tensor, list[Tensor]]]]
+"""By output projection, of every call: the input, the output, and the slopes of some sums of the answers there."""
+
+
+@dataclass
+class _Meter:
+    """Counts the examples that a model was run on; runners of parts of the examples share one."""
+
+    examples: float = 0.0
+
+
+class Runner:
+    """A model and its calibration examples.
+
+    Args:
+        projections: The output projections to watch.
+        batches: Calibration examples.
+
+    Attributes:
+        batches: Those that are not empty, on the model's device; of one example each, where a projection mixes examples up.
+        examples: How many there are.
+        rows: How examples lie in the batches.
+        mixtures: Of the examples (`headprune.repairing.mixtures`).
+    """
+
+    def __init__(self, model: nn.Module, projections: Sequence[OutputProjection], batches: Sequence[Any]) -> None:
+        self.model, self.projections = model, projections
+        self._meter = _Meter()
+        device = model_device(model)
+        with torch.inference_mode(False):
+            self.batches = [usable(move(batch, device)) for batch in batches if not is_empty(batch)]
+        if not self.batches:
+            raise HeadPruneError("There are no examples to repair on.", "Give batches of at least one example.")
+        with torch.inference_mode(False), self.deterministic_eval():
+            self.rows = find_rows(model, self.batches, lambda batch: tensors(call(model, inputs_of(model, batch))))
+        self.examples = sum(map(self.rows.size, self.batches))
+        self.mixtures: tuple[Mixed, ...] = ()
+        if not self._independent():
+            self.batches = [row for batch in self.batches for row in self.rows.singles(batch)]
+
+    @property
+    def passes(self) -> float:
+        """Forward passes over all examples so far, a backward pass counting as two."""
+        return self._meter.examples / self.examples
+
+    def count(self, examples: float) -> None:
+        """Note that the model was run on so many examples; a backward pass counts as two."""
+        self._meter.examples += examples
+
+    def share(
+        self,
+        name: str,
+        tasks: Sequence[Callable[[], T]],
+        batches: Sequence[Any] = (),
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[T]:
+        """As `headprune.parallel.Ranks.share`, the passes of all ranks counted.
+
+        Args:
+            batches: What the tasks run the model on, if that is one batch each: how long they take.
+        """
+        before, ranks = self._meter.examples, current()
+        found = ranks.share(name, tasks, [cost_of(batch) for batch in batches] or None, progress)
+        if ranks.size > 1:
+            self._meter.examples = before + sum(ranks.gather(f"passes of {name}", self._meter.examples - before))
+        return found
+
+    @contextmanager
+    def deterministic_eval(self) -> Iterator[None]:
+        """The model without dropout and the like, without a cache, with attention that computes every head by itself."""
+        with quiet(self.model, attributes=False):
+            yield
+
+    def first(self, index: int) -> int:
+        """The number of the first example of a batch of `everything`."""
+        return sum(map(self.rows.size, self.everything[:index]))
+
+    @property
+    def everything(self) -> list[Any]:
+        """Batches of examples, and of mixtures behind them."""
+        return [*self.batches, *(mixed.inputs for mixed in self.mixtures)]
+
+    def numbers(self, index: int) -> Tensor:
+        """The numbers of the examples of a batch of `everything`, of mixtures those that they begin with, ``[examples]``."""
+        if index >= len(self.batches):
+            return self.mixtures[index - len(self.batches)].firsts
+        return self.first(index) + torch.arange(self.rows.size(self.batches[index]))
+
+    def fold(self, index: int) -> Tensor:
+        """On which side of a cross-validation every example of a batch of `everything` is, ``[examples]``."""
+        return self.numbers(index) % FOLDS
+
+    def with_mixtures(self, times: int) -> Runner:
+        """With up to ``times`` mixtures of every example; none if the model does not take them, or gives not one answer a text."""
+        found = copy.copy(self)
+        padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
+        device = model_device(self.model)
+        made = [
+            replace(mixed, inputs=move(mixed.inputs, device))
+            for mixed in mixed_texts(self.batches, self.rows, times, padding)
+        ]
+        with torch.no_grad(), self.deterministic_eval():
+            # The first one says what most models do with mixtures; if they take it, all are tried.
+            taken = not made or self._answers_once(made[0])
+            tasks = [partial(self._answers_once, mixed) for mixed in made[1:]]
+            if taken and all(self.share("mixtures", tasks, [mixed.inputs for mixed in made[1:]])):
+                self.count(sum(len(mixed.firsts) for mixed in made))
+                found.mixtures = tuple(made)
+        return found
+
+    def _answers_once(self, mixed: Mixed) -> bool:
+        """Whether the model gives one vector of logits for every mixture."""
+        try:
+            output = self.run(mixed.inputs, unwatched)
+        except Exception as error:  # a model may want labels, or a text to end as it knows it, and say so in any way
+            if is_out_of_memory(error):
+                raise
+            return False
+        logits = part_of(output, "logits")
+        return (
+            isinstance(logits, Tensor)
+            and logits.ndim == 2
+            and len(logits) == len(mixed.firsts)
+            and bool(logits.isfinite().all())
+        )
+
+    def layer(self, name: str) -> AttentionLayer:
+        """That ends in an output projection; the first, if several do."""
+        return next(p.layers[0] for p in self.projections if p.name == name)
+
+    def real(self, x: Tensor, batch: Any, kind: str) -> Tensor | None:
+        """Which of ``x``'s tokens ``[rows * tokens]`` are no padding, in layers of a kind; None where that is not known."""
+        tokens, size = x.shape[:-1].numel(), self.rows.size(batch)
+        if tokens % size:
+            return None
+        real = real_tokens(self.model, batch, kind, self.rows, tokens // size)
+        return None if real is None else real.to(x.device).flatten()
+
+    def places(self, x: Tensor, batch: Any, kind: str, known: dict[Any, Tensor | None]) -> Tensor | None:
+        """The indices of `real`, for which a GPU is waited once where several layers have the same tokens.
+
+        Args:
+            known: Those of this batch so far.
+        """
+        key = kind, x.shape[:-1], x.device
+        if key not in known:
+            real = self.real(x, batch, kind)
+            known[key] = None if real is None else real.nonzero().flatten()
+        return known[key]
+
+    def run(
+        self, batch: Any, on_output: OnCall, on_value: OnCall | None = None, values: Mapping[str, Values] | None = None
+    ) -> Any:
+        """The model's output.
+
+        Args:
+            on_output: Called with W_O's input and output.
+            on_value: Called with those of the value projections ``values``, under the name of their output projection.
+        """
+        with self._calling(on_output, on_value, values):
+            return call(self.model, inputs_of(self.model, batch))
+
+    @contextmanager
+    def _calling(
+        self, on_output: OnCall, on_value: OnCall | None = None, values: Mapping[str, Values] | None = None
+    ) -> Iterator[None]:
+        """Hooks on the projections, while the context lasts."""
+        callbacks = [(p.name, p.name, on_output) for p in self.projections]
+        if on_value is not None:
+            callbacks += [(own.name, name, on_value) for name, own in (values or {}).items()]
+        handles = [
+            self.model.get_submodule(module).register_forward_hook(
+                lambda module, args, kwargs, out, name=name, then=then: then(
+                    name, args[0] if args else next(iter(kwargs.values())), out
+                ),
+                with_kwargs=True,
+            )
+            for module, name, then in callbacks
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def recorded(self, batch: Any) -> tuple[Calls, Calls]:
+        """W_O's inputs and outputs on a batch."""
+        xs: Calls = {p.name: [] for p in self.projections}
+        ys: Calls = {p.name: [] for p in self.projections}
+
+        def on_output(name: str, x: Tensor, y: Tensor) -> None:
+            xs[name].append(x)
+            ys[name].append(y.clone())  # a model may write into it
+
+        self.run(batch, on_output)
+        return xs, ys
+
+    def run_with_values(
+        self, batch: Any, ys: Calls, on_value: OnCall, values: Mapping[str, Values]
+    ) -> tuple[Calls, list[Tensor]]:
+        """W_O's inputs where value projections give what ``on_value`` says and W_O what it gave before; and the answers."""
+        found: Calls = {name: [] for name in ys}
+        before = {name: iter(calls) for name, calls in ys.items()}
+
+        def on_output(name: str, x: Tensor, y: Tensor) -> Tensor:
+            found[name].append(x)
+            return next(before[name]).clone()
+
+        output = self.run(batch, on_output, on_value, values)
+        return found, tensors(output)
+
+    # -- slopes ------------------------------------------------------------------------------------
+
+    def slopes(self, index: int) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
+        """W_O's inputs, outputs and the slopes at these, for every call on a batch.
+
+        Slopes are of a random projection of the model's answers as it is now (`probe`).
+        """
+        if not self.projections:
+            return {}
+        batch = self.everything[index]
+        self.count(3 * self.rows.size(batch))
+        return self._slopes(batch, self.first(index))
+
+    def recorded_with_weights(self, index: int) -> tuple[Calls, Calls, Calls]:
+        """W_O's inputs and outputs on a batch, and how much each token of the output matters for the model's answer ``[rows, ...]``.
+
+        That is the norm of its slope, which is the square root of the Fisher information in expectation. The square would leave
+        only a few tokens of a few examples to fit to. One pass, forward and backward, serves all.
+        """
+        found = self.slopes(index)
+        xs = {name: [x for x, _, _ in calls] for name, calls in found.items()}
+        ys = {name: [y for _, y, _ in calls] for name, calls in found.items()}
+        return xs, ys, {name: [widened(slope).norm(dim=-1) for _, _, slope in calls] for name, calls in found.items()}
+
+    def slopes_of(self, batch: Any, names: Iterable[str], sums_of: Callable[[Any], Sequence[Tensor]]) -> Seen:
+        """W_O's inputs, outputs and the slopes there of some sums of the model's answers to a batch.
+
+        Args:
+            names: The output projections.
+            sums_of: Gives the sums, from the model's output.
+        """
+        seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in names}
+
+        def add(name: str, x: Tensor, y: Tensor) -> Tensor | None:
+            if name not in seen:
+                return None
+            if recomputing():
+                return y + torch.zeros_like(y, requires_grad=True)
+            seen[name].append((x.detach(), y.detach(), torch.zeros_like(y, requires_grad=True)))
+            return y + seen[name][-1][2]
+
+        with (
+            torch.inference_mode(False), torch.enable_grad(), self.deterministic_eval(), frozen(self.model),
+            checkpointed(self.model), self._calling(add),
+        ):  # fmt: skip
+            sums = sums_of(call(self.model, inputs_of(self.model, batch)))
+            deltas = [delta for calls in seen.values() for *_, delta in calls]
+            found = [
+                torch.autograd.grad(one, deltas, allow_unused=True, retain_graph=i + 1 < len(sums))
+                for i, one in enumerate(sums)
+            ]
+        slopes = (
+            [delta.detach() if one is None else one.to(delta.device) for one in each]
+            for delta, *each in zip(deltas, *found, strict=True)
+        )
+        return {name: [(x, y, next(slopes)) for x, y, _ in calls] for name, calls in seen.items()}
+
+    def _slopes(
+        self, batch: Any, first: int, alone: int | None = None
+    ) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
+        found = self.slopes_of(
+            batch,
+            [p.name for p in self.projections],
+            lambda output: [probe_of(self.model, output, batch, first, self.rows, alone)],
+        )
+        return {name: [(x, y, slopes[0]) for x, y, slopes in calls] for name, calls in found.items()}
+
+    def _independent(self) -> bool:
+        """Whether rows of one example stay together at every W_O, one after another, tried on up to three.
+
+        A module that puts tokens before the batch would mix them up.
+        """
+        batch = max(self.batches, key=self.rows.size)
+        if self.rows.size(batch) == 1 or not self.projections:
+            return True
+        some = self.rows.take(batch, unlike(self.rows, batch, self.rows.size(batch)))
+        if not self._examples_first(some):
+            return False
+        size = self.rows.size(some)
+        for one in range(size):
+            for calls in self._slopes(some, 0, alone=one).values():
+                for *_, slope in calls:
+                    each = slope.reshape(size, -1)
+                    if bool(each[torch.arange(size) != one].any()):
+                        return False
+        return True
+
+    def _examples_first(self, batch: Any) -> bool:
+        """Whether two and three examples have as many rows more, at every W_O, as there are examples more."""
+
+        def shapes(index: Sequence[int]) -> list[torch.Size]:
+            try:
+                with torch.no_grad(), self.deterministic_eval():
+                    xs, _ = self.recorded(self.rows.take(batch, index))
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                raise HeadPruneError(
+                    f"The model does not run on some of a batch's examples: {type(error).__name__}: {first_line(error)}.",
+                    "Give tensors with one row for each example: none that packs them (patches of several images, say).",
+                ) from error
+            return [x.shape for calls in xs.values() for x in calls]
+
+        two, three = shapes([0, 1]), shapes([0, 1, 0])
+        return len(two) == len(three) and all(
+            a[1:] == b[1:] and 3 * a[0] == 2 * b[0] for a, b in zip(two, three, strict=True)
+        )
+
+
+def replaced(values: Values, out: Tensor, new: Tensor) -> Tensor:
+    """A value projection's output with others in the place of its values, ``new`` [..., key/value heads, head_dim]."""
+    out = out.clone()
+    out[..., at(values.features, out.device).flatten()] = new.flatten(-2).to(out.dtype)
+    return out
+
+
+def unwatched(name: str, x: Tensor, y: Tensor) -> None:
+    """An `OnCall` that does nothing."""

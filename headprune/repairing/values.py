@@ -1,0 +1,249 @@
+"""The second step of a repair: the values fitted along with W_O, so that kept heads read other things of their tokens.
+
+A head hands on ``A v``: its attention weights times its values. Where heads go, those that stay can do better than to weigh
+their old values again: they can take others from the same tokens. For fixed attention weights the layer's output is
+bilinear in the value projection and W_O, so both are least squares with the other one held, from the same second moments.
+
+New values are made of a head's old ones and of ``rank`` further directions of the value projection's input, those that
+W_O made most of over all heads. What a head attends to along them is found by running the model with these in the place of
+values (`headprune.repairing.directions`), so nothing needs to be known of how attention is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headprune.attention import Heads
+from headprune.repairing.calibration import Calibration
+from headprune.repairing.directions import inputs_of_heads
+from headprune.repairing.moments import FOLDS, Moments, centred
+from headprune.repairing.outputs import ROUNDED, downhill, error, fit_output
+from headprune.repairing.projections import OutputProjection, Values
+from headprune.repairing.results import LayerFit, LayerRepair, LeftOut, RepairWeights
+
+NAME = "values"
+RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # of the mean variance of an input
+_ROUNDS, _STEPS = 3, 8  # of alternation, and of conjugate gradients in each
+_TRIED_ROUNDS, _TRIED_STEPS = 1, 6  # to compare ridges
+
+
+def fit(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
+    """The weights so far, with values refitted in those layers where that does better on held-out tokens."""
+    fits = dict(start.fits)
+    for name, alone in start.fits.items():
+        values, heads = calibration.values.get(name), alone.projection.heads(drop)
+        if values and heads:
+            both = _fit_of(calibration, alone.projection, values, heads, drop)
+            rounding = ROUNDED * float(calibration.statistics.moments[name].yy.sum())
+            if both.held_out is None or alone.held_out is None or both.held_out < alone.held_out - rounding:
+                fits[name] = both
+    changed = any(each.mixes for each in fits.values())
+    return RepairWeights.of(fits, calibration.statistics.moments) if changed else LeftOut()
+
+
+def _fit_of(
+    calibration: Calibration, projection: OutputProjection, values: Values, heads: Sequence[int], drop: Heads
+) -> LayerFit:
+    statistics = calibration.statistics
+    further, moments = statistics.directions.along[projection.name], statistics.moments[projection.name]
+    return calibration.fit(
+        NAME, projection, projection.kept(drop),
+        lambda: _written(fit_values(moments, projection, values, heads, further.shape[1], calibration.ridge), values, further),
+    )  # fmt: skip
+
+
+def _written(fit: LayerFit, values: Values, further: Tensor) -> LayerFit:
+    """A fit that can tell the value projection's weights as well."""
+    if not fit.mixes:
+        return fit
+    return replace(
+        fit, values=lambda: {values.name: written(values, fit.mixes, further)},
+        again=lambda some: _written(fit.again(some), values, further),
+    )  # fmt: skip
+
+
+def fit_values(
+    moments: Moments, projection: OutputProjection, values: Values, heads: Sequence[int], rank: int, ridge: float | None
+) -> LayerFit:
+    """The best values and W_O for the heads that stay.
+
+    Minimised is ``mean_t |y_t - sum_h z_th T_g(h) O_h - b|^2 + ridge * (v |O - O_old|^2 + u sum_g |T_g - T_old|^2)``, z_th being
+    what head h attends to (its old values, then the further directions), v and u the mean variance of the inputs that O and
+    T weigh; heads of a group share T. O and T take turns: O by elimination, T by conjugate gradients, which never make it worse.
+    """
+    index = inputs_of_heads(projection, values, heads, rank)
+    xx, xy = (m.cpu() for m in moments.rows_of(index.flatten()))
+    yy = moments.yy.cpu()
+    start = _Start(projection, values, heads, rank)
+    all_xx, all_xy, all_yy = xx.sum(0), xy.sum(0), yy.sum(0)
+    chosen, held_out = ridge, None
+    if chosen is None:
+        folds = [(all_xx - xx[i], all_xy - xy[i]) for i in range(FOLDS)]
+        enough = all(float(rest[0][-1, -1]) > 0 for rest in folds)
+        sums = [start.sums(*rest).single() for rest in folds] if enough else []
+
+        def held_out_error(strength: float) -> float:
+            found = 0.0 if sums else math.inf
+            for i, those in enumerate(sums):
+                mix, out, bias = (t.double() for t in start.solved(those, strength, _TRIED_ROUNDS, _TRIED_STEPS))
+                found += start.error(xx[i], xy[i], yy[i], mix, out, bias)
+            return found
+
+        chosen, held_out = downhill(held_out_error, RIDGES, len(RIDGES) // 2)
+    mix, out, bias = start.solved(start.sums(all_xx, all_xy), chosen, _ROUNDS, _STEPS)
+    before = start.error(all_xx, all_xy, all_yy, start.mix, start.out, projection.bias.cpu())
+    after = start.error(all_xx, all_xy, all_yy, mix, out, bias)
+    facts = LayerRepair(before / moments.spread(), after / moments.spread(), chosen, values=True)
+    whole = torch.zeros_like(projection.weight, device="cpu")
+    whole[values.columns[list(heads)].flatten()] = out.flatten(0, 1)
+    made = {h: mix[start.owner[i]] for i, h in enumerate(heads)}
+
+    def again(some: Moments) -> LayerFit:
+        if some.seen:
+            return fit_values(some, projection, values, heads, rank, chosen)
+        kept = values.columns[list(heads)].flatten().sort().values
+        return fit_output(some, projection, kept, math.inf)
+
+    return LayerFit(projection, whole, bias if projection.has_bias else None, facts, held_out, again, made)
+
+
+def written(values: Values, mixes: Mapping[int, Tensor], further: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The value projection's new weights and bias, from what its heads' values are made of."""
+    weight, bias = values.weight.cpu().clone(), None if values.bias is None else values.bias.cpu().clone()
+    for head, mix in mixes.items():
+        at = values.features[values.owner[head]]
+        own, other = mix[: len(at)], mix[len(at) :]
+        weight[:, at] = values.weight.cpu()[:, at] @ own + further @ other
+        if bias is not None and values.bias is not None:
+            bias[at] = values.bias.cpu()[at] @ own
+    return weight, bias
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What a fit needs of the tokens.
+
+    Attributes:
+        a, c: Second moments per token, around the means, ``[heads, wide, heads, wide]`` and ``[heads, wide, out]``.
+        mean_x, mean_y: Of inputs and outputs.
+        var, own: Mean variance of the inputs, and of those that are old values.
+        left, turn: Eigenvalues and eigenvectors of the mean of a group's heads' own blocks of ``a``.
+    """
+
+    a: Tensor
+    c: Tensor
+    mean_x: Tensor
+    mean_y: Tensor
+    var: float
+    own: float
+    left: Tensor
+    turn: Tensor
+
+    def single(self) -> _Sums:
+        """In float32, which is enough to compare strengths."""
+        parts = {k: v.float() for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return _Sums(**parts, var=self.var, own=self.own)
+
+
+class _Start:
+    """The old values and weights of the heads that stay, and the way from there to better ones."""
+
+    def __init__(self, projection: OutputProjection, values: Values, heads: Sequence[int], rank: int) -> None:
+        width = values.head_dim
+        kept = list(dict.fromkeys(values.owner[h] for h in heads))
+        self.has_bias, self.bias = projection.has_bias, projection.bias.cpu()
+        self.owner = torch.tensor([kept.index(values.owner[h]) for h in heads])
+        self.out = projection.weight.cpu()[values.columns[list(heads)]]  # [heads, head_dim, out]
+        self.mix = torch.eye(width + rank, width, dtype=torch.float64).repeat(
+            len(kept), 1, 1
+        )  # [groups, wide, head_dim]
+
+    def product(self, mix: Tensor, out: Tensor) -> Tensor:
+        """What stands in W_O's place for the widened inputs, ``[heads * wide, out]``."""
+        product: Tensor = mix[self.owner] @ out
+        return product.flatten(0, 1)
+
+    def error(self, xx: Tensor, xy: Tensor, yy: Tensor, mix: Tensor, out: Tensor, bias: Tensor) -> float:
+        """Sum over tokens of the squared error, from sums over tokens with a 1 behind them."""
+        each, size = mix[self.owner], out.shape[0] * out.shape[1]
+        (heads, wide, _), small = each.shape, xx.new_zeros(size + 1, size + 1)
+        small[:-1, :-1] = self._squared(xx[:-1, :-1].reshape(heads, wide, heads, wide), each)
+        small[:-1, -1] = small[-1, :-1] = torch.einsum("adf,ad->af", each, xx[:-1, -1].view(heads, wide)).flatten()
+        small[-1, -1] = xx[-1, -1]
+        wanted = torch.einsum("adf,ado->afo", each, xy[:-1].view(heads, wide, -1)).flatten(0, 1)
+        return error(small, torch.cat([wanted, xy[-1:]]), yy, out.flatten(0, 1), bias)
+
+    def sums(self, xx: Tensor, xy: Tensor) -> _Sums:
+        """From sums over tokens with a 1 behind them."""
+        a, c, mean_x, mean_y = centred(xx, xy, self.has_bias)
+        heads, wide, width = len(self.owner), self.mix.shape[1], self.out.shape[1]
+        a, c = a.view(heads, wide, heads, wide), c.view(heads, wide, -1)
+        var = a.diagonal(dim1=0, dim2=2).diagonal(dim1=0, dim2=1)  # [heads, wide]
+        blocks = torch.stack([a[i, :, i] for i in range(heads)])
+        grouped = a.new_zeros(len(self.mix), wide, wide).index_add(0, self.owner, blocks)
+        left, turn = torch.linalg.eigh(grouped / torch.bincount(self.owner)[:, None, None])
+        return _Sums(a, c, mean_x, mean_y, float(var.mean()), float(var[:, :width].mean()), left, turn)
+
+    def solved(self, sums: _Sums, ridge: float, rounds: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Mixes ``[groups, wide, head_dim]``, weights ``[heads, head_dim, out]`` and bias ``[out]`` after some rounds."""
+        mix, out = self.mix.to(sums.a), self.out.to(sums.a)
+        if sums.own > 0:
+            # By the weights that there were: a strength that changed on the way would not let every turn be a gain.
+            strength = ridge * sums.var * float(self.out.square().sum(2).mean()) * len(self.owner) / len(mix)
+            for _ in range(rounds):
+                out = self._out(sums, mix, ridge * sums.own)
+                mix = self._mix(sums, mix, out, strength, steps)
+            out = self._out(sums, mix, ridge * sums.own)
+        return mix, out, sums.mean_y - sums.mean_x @ self.product(mix, out) if self.has_bias else self.bias
+
+    @staticmethod
+    def _squared(a: Tensor, each: Tensor) -> Tensor:
+        """Second moments of what heads hand on, from those of what they attend to."""
+        half = torch.einsum("adbe,bef->adbf", a, each)
+        return torch.einsum("adg,adbf->agbf", each, half).flatten(2).flatten(0, 1)
+
+    def _out(self, sums: _Sums, mix: Tensor, strength: float) -> Tensor:
+        each = mix[self.owner]
+        square = self._squared(sums.a, each)
+        right = torch.einsum("adf,ado->afo", each, sums.c).flatten(0, 1) + strength * self.out.to(square).flatten(0, 1)
+        found: Tensor = torch.linalg.solve(square + strength * torch.eye(len(square), dtype=square.dtype), right)
+        return found.view_as(self.out)
+
+    def _mix(self, sums: _Sums, mix: Tensor, out: Tensor, strength: float, steps: int) -> Tensor:
+        pairs = torch.einsum("afo,bgo->afbg", out, out)
+
+        def by_group(parts: Tensor) -> Tensor:
+            return torch.zeros_like(mix).index_add(0, self.owner, parts)
+
+        def applied(x: Tensor) -> Tensor:
+            mixed = torch.einsum("bef,bfag->beag", x[self.owner], pairs)
+            return by_group(torch.einsum("adbe,beag->adg", sums.a, mixed)) + strength * x
+
+        # The preconditioner is the operator of a model in which heads of other groups, and of one group, had nothing in common.
+        outputs = out.new_zeros(len(mix), *(out.shape[1],) * 2).index_add(0, self.owner, out @ out.mT)
+        right, spin = torch.linalg.eigh(outputs)
+        turn = sums.turn
+        scale = sums.left.clamp(min=0)[:, :, None] * right.clamp(min=0)[:, None, :] + max(strength, 1e-30)
+
+        def near(x: Tensor) -> Tensor:
+            found: Tensor = turn @ ((turn.mT @ x @ spin) / scale) @ spin.mT
+            return found
+
+        rest = by_group(torch.einsum("ado,afo->adf", sums.c, out)) + strength * self.mix.to(mix) - applied(mix)
+        step = z = near(rest)
+        size = (rest * z).sum()
+        for _ in range(steps):
+            if float(size) <= 1e-30 * float(mix.square().sum()):
+                break
+            moved = applied(step)
+            along = size / (step * moved).sum()
+            mix, rest = mix + along * step, rest - along * moved
+            z = near(rest)
+            now = (rest * z).sum()
+            step, size = z + now / size * step, now
+        return mix

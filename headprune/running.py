@@ -1,0 +1,255 @@
+"""A model while it runs: quietly, with the same answers each time, and left as it was; and its modules' calls wrapped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from headprune.offload import trainable
+from headprune.pruned import convert
+
+
+class Progress(Protocol):
+    """A callback that is told how far a long run is."""
+
+    def __call__(self, done: int, total: int, note: str = "") -> None:
+        """``done`` of ``total`` steps; ``note`` is more for a person who waits, such as the widest interval so far."""
+
+
+@contextmanager
+def quiet(model: nn.Module, *, exact: bool = True, attributes: bool = True) -> Iterator[None]:
+    """The same answers each time, from attention that computes every head by itself; afterwards the model is as it was.
+
+    Evaluation mode, so no dropout; no key/value cache; stand-ins for fused attention (`exact_attention`); outside of
+    `torch.inference_mode`.
+
+    Args:
+        exact: Run compiled modules as plain Python and float32 products with all their bits. Not so where a model is measured as
+            its user runs it.
+        attributes: Restore the modules' attributes and buffers afterwards. Not so for single passes: it copies every buffer.
+    """
+    with ExitStack() as stack:
+        gradients = torch.is_grad_enabled()
+        stack.enter_context(torch.inference_mode(False))  # enables gradients
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        if exact:
+            stack.enter_context(full_precision())
+            stack.enter_context(uncompiled())
+        if attributes:
+            stack.enter_context(attributes_kept(model))
+        stack.enter_context(evaluating(model))
+        stack.enter_context(exact_attention(model))
+        stack.enter_context(uncached(model))
+        yield
+
+
+# -- the parts of `quiet` ------------------------------------------------------------------------
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for every module while the context lasts; afterwards each module has its own mode again."""
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled modules as plain Python while the context lasts: code from `torch.compile` does not see new hooks."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """float32 products with all their bits while the context lasts: no TF32 on a GPU, no bfloat16 in oneDNN.
+
+    TF32 has 10 bits, and convolutions use it by default. Where a pruned model is compared with the masked one, or sums are fitted to,
+    that would look like another answer.
+    """
+    backends: Any = torch.backends
+    with ExitStack() as stack:
+        try:
+            before = torch.get_float32_matmul_precision()
+        except RuntimeError:  # it was set by the settings of PyTorch 2.9, which this may not be mixed with
+            for place in (backends.cuda.matmul, backends.mkldnn.matmul):
+                _set_for_a_while(stack, place, "fp32_precision", "ieee")
+        else:
+            if before != "highest":
+                stack.callback(torch.set_float32_matmul_precision, before)
+                torch.set_float32_matmul_precision("highest")
+        try:
+            _set_for_a_while(stack, backends.cudnn, "allow_tf32", False)
+        except RuntimeError:
+            for place in (backends.cudnn.conv, backends.cudnn.rnn):
+                _set_for_a_while(stack, place, "fp32_precision", "ieee")
+        yield
+
+
+def _set_for_a_while(stack: ExitStack, place: Any, name: str, value: object) -> None:
+    before = getattr(place, name)
+    if before != value:
+        stack.callback(setattr, place, name, before)
+        setattr(place, name, value)
+
+
+@contextmanager
+def uncached(model: nn.Module) -> Iterator[None]:
+    """No key/value cache: no text is generated, and a block that runs twice would find its own keys in it."""
+    # A decoder may have a config of its own.
+    configs: dict[int, Any] = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
+    caching = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
+    try:
+        for config in caching:
+            config.use_cache = False
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
+
+
+@contextmanager
+def exact_attention(model: nn.Module) -> Iterator[None]:
+    """Replace every module that needs a stand-in while the context lasts."""
+    stand_ins: dict[int, nn.Module] = {}
+    swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    # nn.TransformerEncoder's nested tensors only work with the fused kernel, which a stand-in does not use.
+    nested = [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
+    try:
+        for encoder, _ in nested:
+            encoder.use_nested_tensor = False
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if id(child) not in stand_ins:
+                    stand_in = convert(child)
+                    if stand_in is None:
+                        continue
+                    stand_ins[id(child)] = stand_in
+                swapped.append((parent, name, child))
+                parent._modules[name] = stand_ins[id(child)]
+        yield
+    finally:
+        for parent, name, child in reversed(swapped):
+            parent._modules[name] = child
+        for encoder, used in nested:
+            encoder.use_nested_tensor = used
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes of all modules afterwards: one such as D2L's ``attention_weights`` would hold the traced graph."""
+    before = [(m, dict(m.__dict__)) for m in model.modules()]
+    every = [(name, value) for _, attributes in before for name, value in attributes.items()]
+    caches = [(v, dict(v)) for k, v in every if type(v) is dict and k[0] != "_"]
+    lists = [(v, list(v)) for _, v in every if type(v) is list]
+    buffers = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
+    # A model may register hooks on its first run (transformers' `capture_outputs`), and note that in an attribute. Both are
+    # restored, or a later run would register the hooks once more.
+    hooks = [(v, dict(v)) for k, v in every if "_hooks" in k and isinstance(v, dict)]
+    copies: dict[int, Tensor] = {}
+    for held, content in buffers:  # a forward may write into them, so it gets copies
+        held.update({k: copies.setdefault(id(b), b.detach().clone()) for k, b in content.items() if b is not None})
+    for cache, content in caches:  # tensors kept from earlier calls have no graph
+        if any(isinstance(v, Tensor) for v in content.values()):
+            cache.clear()
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for cache, content in (*caches, *buffers, *hooks):
+            cache.clear()
+            cache.update(content)
+        for items, were in lists:
+            items[:] = were
+
+
+# -- what some passes need besides ----------------------------------------------------------------
+
+
+@contextmanager
+def config_kept(model: nn.Module) -> Iterator[None]:
+    """Leave a model's configs as they are: classifiers note their ``problem_type`` in it when they first compute a loss."""
+    every = (getattr(module, "config", None) for module in model.modules())
+    configs: dict[int, Any] = {id(c): c for c in every if hasattr(c, "to_dict") and not isinstance(c, type)}
+    before = [(config, dict(vars(config))) for config in configs.values()]
+    try:
+        yield
+    finally:
+        for config, values in before:
+            vars(config).clear()
+            vars(config).update(values)
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No gradients for the weights while the context lasts: the backward pass to the gates then takes half the time."""
+    before = [(module, name, module._parameters[name]) for module, name in trainable(model)]
+    for *_, p in before:
+        if p is not None:
+            p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for module, name, p in before:
+            if p is not None:
+                p.requires_grad_(True)
+            if (now := module._parameters.get(name)) is not None:  # another one, where a hook of accelerate loads it
+                now.requires_grad_(True)
+
+
+def forget_compiled() -> None:
+    """Let `torch.compile` compile again: code from before a module changed may not notice the change."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""(name of a module, its method) to what is called in the method's place."""
+
+
+@contextmanager
+def wrapped(modules: Mapping[str, nn.Module], around: Around, method: str = "_call_impl") -> Iterator[None]:
+    """Wrap a method of modules while the context lasts: by default the call with its hooks, or ``"forward"`` inside them."""
+    before: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
+    try:
+        for name, module in modules.items():
+            if id(module) not in before:  # one module may have two names
+                before[id(module)] = module, {k: v for k, v in vars(module).items() if k == method}
+                module.__dict__[method] = around(name, getattr(module, method))
+        yield
+    finally:
+        for module, own in before.values():
+            del module.__dict__[method]
+            module.__dict__.update(own)
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """A model's blocks, by name: transformers' own, or else the outermost entries of lists of modules; no blocks inside blocks."""
+    blocks: dict[str, nn.Module] = {}
+    named = dict(model.named_modules())
+    marked = [n for n, m in named.items() if any(c.__name__ == "GradientCheckpointingLayer" for c in type(m).__mro__)]
+    listed = [
+        f"{name}.{child}" if name else child
+        for name, module in named.items()
+        if isinstance(module, nn.ModuleList)
+        for child, _ in module.named_children()
+    ]
+    for name in marked or listed:
+        if not any(name.startswith(f"{outer}.") for outer in blocks):
+            blocks[name] = named[name]
+    return blocks

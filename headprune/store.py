@@ -1,0 +1,322 @@
+"""Results of a computation by name: made once, and found again by whoever asks again, also after the process was killed.
+
+One `Store` is the cache within a run, what an interrupted run goes on from, and how several processes get one result. A scoring
+method, a search and a whole run use it alike::
+
+    def prune_run(config, folder, ui):
+        model, data, work = ..., ..., folder.store(ui.say)
+        known = work.keyed("score", model, data, config.scoring)                # named by all that the scores depend on
+        scores = [known.get(m, partial(score, model, data.score, m, work=work)) for m in config.methods]
+        store = work.keyed("prune", model, data, config, scores)                # named by all that the rest depends on
+        result = store.get("search", partial(search, dense, scores, config.budgets, data.choose, store=store))
+        base = store.get("dense", partial(evaluate, model, data.report))
+        times = store.get("latency", partial(current().first, "latency", partial(benchmark, models)))  # by one process
+        results = [store.get(f"pruned {plan.kept}", partial(carry_out, plan, store.folder / "content")) for plan in result.plans]
+
+    store = Store()                   # the Python API: in memory, gone with it
+    store = Store(Path("work"))       # on disk: after a kill the same calls find what was finished
+
+`Store.get` gives what was kept, so that a run that goes on gives what an undisturbed run gives, to the bit. Values are what JSON
+and safetensors can hold: numbers, texts, None, lists, tuples, dicts, tensors, arrays, and headprune's dataclasses and documents made
+of such. A file is never unpickled, and a damaged one is noticed by its checksum: its value is made again.
+
+`Store.keyed` has a folder for every computation, named by a `digest` of all that it depends on: results of another model, data,
+seed, option or version are never mixed in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from pydantic import BaseModel
+from safetensors.torch import load as tensors_of
+from safetensors.torch import save as bytes_of
+from torch import Tensor, nn
+
+from headprune.errors import HeadPruneError
+from headprune.files import write_file
+from headprune.fingerprint import fingerprint
+from headprune.parallel import current
+
+T = TypeVar("T")
+SUFFIX = ".part"
+
+
+class Store:
+    """Results by name.
+
+    Where several processes share out the work (`headprune.parallel`), all of them call it alike, and get what the first one keeps.
+
+    Args:
+        folder: For files, one for each result, which appears complete or not at all; made when the first one is. None keeps results
+            in memory.
+        say: Called with a remark about unfinished work that is there already.
+
+    Attributes:
+        seconds: That interrupted runs took of this computation.
+    """
+
+    def __init__(self, folder: Path | None = None, say: Callable[[str], None] = lambda text: None) -> None:
+        self.folder, self._say = folder, say
+        self._memory: dict[str, Any] = {}
+        self._began = time.monotonic()
+        entries = map(_read, folder.glob(f"*{SUFFIX}") if folder else ())
+        self.seconds = max((entry.seconds for entry in entries if entry), default=0.0)
+
+    def keyed(self, name: str, *facts: Any) -> Store:
+        """The store of one computation, in a folder of its own; in memory, if this one is.
+
+        Args:
+            name: Of the computation, for the folder's name and for remarks.
+            facts: All that its results depend on, as `digest` takes it.
+        """
+        if self.folder is None:
+            return Store()
+        own = self.folder / f"{name}-{current().first(f'naming {name}', partial(digest, *facts))}"
+        if count := len(list(own.glob(f"*{SUFFIX}"))):
+            parts = "1 finished part" if count == 1 else f"{count} finished parts"
+            self._say(f"{name}: continuing with {parts} of an interrupted run (--no-resume starts anew).")
+        elif any(path != own for path in self.folder.glob(f"{name}-*")):
+            self._say(
+                f"{name}: unfinished work in {self.folder} is not used, as the model, data, seed, options or versions have changed."
+            )
+        return Store(own, self._say)
+
+    def get(self, name: str, make: Callable[[], T]) -> T:
+        """The result of this name: the one that is kept, or else what ``make`` gives, which is kept then.
+
+        All of several processes call ``make``, so that they can share out the work in it, and the first one's result counts. For what
+        only one of them is to do: ``store.get(name, partial(current().first, name, make))``.
+
+        Raises:
+            HeadPruneError: It cannot be kept: the disk is full, or no file can hold it.
+        """
+        ranks = current()
+        known: tuple[T, ...] = ranks.first(f"looking for {name}", partial(self._find, name))
+        if known:
+            return known[0]
+        result = make()
+        return ranks.first(f"keeping {name}", partial(self.keep, name, result))
+
+    def share(
+        self,
+        name: str,
+        parts: Mapping[str, Callable[[], T]],
+        costs: Sequence[float] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[T]:
+        """As `get`, for many results at once: each is made by one process, and kept as soon as it is made.
+
+        Args:
+            name: Of all of them, for `headprune.parallel.Ranks.share`; as ``costs`` and ``progress``.
+            parts: What makes each result, by its name.
+        """
+        ranks = current()
+        known: dict[str, tuple[T, ...]] = ranks.first(
+            f"looking for {name}", lambda: {key: value for key in parts if (value := self._find(key))}
+        )
+
+        def part(key: str, make: Callable[[], T]) -> T:
+            return known[key][0] if key in known else self.keep(key, make())
+
+        tasks = [partial(part, key, make) for key, make in parts.items()]
+        left = costs and [0.0 if key in known else cost for key, cost in zip(parts, costs, strict=True)]
+        return ranks.share(name, tasks, left, progress)
+
+    def known(self, name: str) -> Any:
+        """What this process finds under a name; None if nothing is kept."""
+        return next(iter(self._find(name)), None)
+
+    def keep(self, name: str, value: T) -> T:
+        """A value as it will be found again under its name, now that it is kept.
+
+        Raises:
+            HeadPruneError: As `get`.
+        """
+        if self.folder is None:
+            self._memory[name] = value
+            return value
+        tensors: dict[str, Tensor] = {}
+
+        def put(tensor: Tensor) -> str:
+            key = str(len(tensors))
+            tensors[key] = tensor.detach().cpu().contiguous().clone()
+            return key
+
+        seconds = round(self.seconds + time.monotonic() - self._began, 1)
+        head = json.dumps({"name": name, "seconds": seconds, "value": _plain(value, put, _refused, name)})
+        content = head.encode() + b"\n" + bytes_of(tensors)
+        write_file(self._path(name), hashlib.sha256(content).digest() + content)
+        kept: T = _restored(json.loads(head)["value"], tensors)
+        return kept
+
+    def forget(self, name: str) -> None:
+        """Remove a result, so that it is made again when it is asked for."""
+        self._memory.pop(name, None)
+        if self.folder is not None:
+            current().first(f"forgetting {name}", partial(self._path(name).unlink, missing_ok=True))
+
+    def clear(self) -> None:
+        """Remove all results."""
+        self._memory.clear()
+        if self.folder is not None:
+            current().first("forgetting all", partial(shutil.rmtree, self.folder, ignore_errors=True))
+
+    def _find(self, name: str) -> tuple[Any, ...]:
+        """What is kept under a name, alone in a tuple; () if there is nothing, or a damaged file."""
+        if self.folder is None:
+            return (self._memory[name],) if name in self._memory else ()
+        entry = _read(self._path(name))
+        with suppress(Exception):  # whatever it holds: it is made again
+            if entry is not None and entry.name == name:
+                return (_restored(entry.value, tensors_of(entry.tensors)),)
+        return ()
+
+    def _path(self, name: str) -> Path:
+        assert self.folder is not None
+        words = re.sub(r"[^A-Za-z0-9]+", "-", name)[:40].strip("-")
+        return self.folder / f"{words}-{hashlib.sha256(name.encode()).hexdigest()[:12]}{SUFFIX}"
+
+
+class _Entry(NamedTuple):
+    """What a file of `Store.keep` says."""
+
+    name: str
+    seconds: float
+    value: Any
+    tensors: bytes
+
+
+def _read(path: Path) -> _Entry | None:
+    """What a file says; None if there is none, or a damaged one."""
+    with suppress(OSError, LookupError, TypeError, ValueError, RecursionError):
+        content = path.read_bytes()
+        if hashlib.sha256(content[32:]).digest() == content[:32]:
+            line, _, tensors = content[32:].partition(b"\n")
+            head = json.loads(line)
+            return _Entry(head["name"], float(head["seconds"]), head["value"], tensors)
+    return None
+
+
+def digest(*values: Any) -> str:
+    """A short hash of values and all that they are made of; of a model its weights, config, modules and plain attributes.
+
+    What cannot be compared with others, such as a function, gets another hash each time.
+    """
+
+    def put(tensor: Tensor) -> str:
+        about = f"{tuple(tensor.shape)}:{tensor.dtype}"
+        if tensor.device.type == "meta" or not tensor.numel():
+            return about
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return f"{about}:{hashlib.sha256(flat.numpy().data).hexdigest()}"
+
+    facts = [[fingerprint(value), traits(value)] if isinstance(value, nn.Module) else value for value in values]
+    return hashlib.sha256(json.dumps(_plain(facts, put, _named, "")).encode()).hexdigest()[:16]
+
+
+def traits(model: nn.Module) -> list[Any]:
+    """What a model computes with beside its weights: config, its modules' classes, buffers that are not saved, plain attributes."""
+    saved = set(model.state_dict())
+    config: Any = getattr(model, "config", None)
+    attributes = [
+        (f"{name}.{key}", value) for name, module in model.named_modules() for key, value in vars(module).items()
+    ]
+    return [
+        config.to_dict() if hasattr(config, "to_dict") else None,
+        {name: type(module) for name, module in model.named_modules()},
+        {name: buffer for name, buffer in model.named_buffers() if name not in saved},
+        {k: v for k, v in attributes if not k.endswith(".training") and isinstance(v, bool | int | float | str)},
+    ]
+
+
+# -- values as a file holds them ---------------------------------------------------------------------
+
+
+def _plain(value: Any, put: Callable[[Tensor], str], other: Callable[[Any, str], Any], where: str) -> Any:
+    """A value as JSON can hold it.
+
+    Args:
+        put: Gives the name that stands for a tensor.
+        other: Gives what stands for a value of any other kind.
+        where: The value's name, for errors.
+    """
+
+    def part(name: Any, each: Any) -> Any:
+        return _plain(each, put, other, f"{where} › {name}")
+
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Tensor):
+        return {"~tensor": put(value)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {"~array": put(torch.from_numpy(value.copy()))}
+    if isinstance(value, list | tuple):
+        parts = [part(i, each) for i, each in enumerate(value)]
+        return parts if isinstance(value, list) else {"~tuple": parts}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and key[:1] != "~" for key in value):
+            return {key: part(key, each) for key, each in value.items()}
+        return {"~items": [[part("its name", key), part(key, each)] for key, each in value.items()]}
+    kind = type(value)
+    if kind.__module__.startswith("headprune.") and (is_dataclass(value) or isinstance(value, BaseModel)):
+        names = value.model_fields_set if isinstance(value, BaseModel) else [f.name for f in fields(value) if f.init]
+        own = {name: part(name, getattr(value, name)) for name in sorted(names)}
+        return {"~class": f"{kind.__module__}:{kind.__qualname__}", "fields": own}
+    return other(value, where)
+
+
+def _refused(value: Any, where: str) -> Any:
+    raise HeadPruneError(f"{where} is a {type(value).__name__}, which no file can hold.", "Please report this.")
+
+
+def _named(value: Any, where: str) -> str:
+    """What tells a value of another kind from others, for `digest`."""
+    return str(value) if isinstance(value, torch.dtype | torch.device | Path | type) else uuid.uuid4().hex
+
+
+def _restored(data: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `_plain` was given."""
+    if isinstance(data, list):
+        return [_restored(part, tensors) for part in data]
+    if not isinstance(data, dict):
+        return data
+    if "~tensor" in data:
+        return tensors[data["~tensor"]]
+    if "~array" in data:
+        return tensors[data["~array"]].numpy()
+    if "~tuple" in data:
+        return tuple(_restored(data["~tuple"], tensors))
+    if "~items" in data:
+        return dict(_restored(data["~items"], tensors))
+    own = {name: _restored(value, tensors) for name, value in data.items() if name != "~class"}
+    return _class_named(data["~class"])(**own["fields"]) if "~class" in data else own
+
+
+def _class_named(path: str) -> Any:
+    """A class of headprune's that holds values, and no other.
+
+    Raises:
+        ValueError: It is none.
+    """
+    module, _, name = path.partition(":")
+    kind = getattr(import_module(module), name) if module.startswith("headprune.") else None
+    if not isinstance(kind, type) or not (is_dataclass(kind) or issubclass(kind, BaseModel)):
+        raise ValueError(f"{path} holds no values")
+    return kind

@@ -1,0 +1,644 @@
+"""The loss of each example, against the models' own losses: which label each logit is compared with, and what does not count."""
+
+import copy
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
+
+import headprune as hp
+from tests.support.causal import VISION, Labelless, Tensors, Wrapped, gemma3, my_gpt, singles, text_config, texts, tiny
+from tests.support.zoo import labelled, llama, randomise, t5, text
+
+
+def llava() -> nn.Module:
+    config = tf.LlavaConfig(
+        text_config={"model_type": "llama", **text_config()}, vision_config={"model_type": "clip_vision_model", **VISION, "projection_dim": 16},
+        image_token_index=29,
+    )  # fmt: skip
+    return tf.LlavaForConditionalGeneration(config)
+
+
+def bart() -> nn.Module:
+    config = tf.BartConfig(
+        vocab_size=30, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, encoder_layers=1,
+        encoder_attention_heads=2, encoder_ffn_dim=16, max_position_embeddings=32, pad_token_id=0, is_decoder=True,
+        is_encoder_decoder=False,
+    )  # fmt: skip
+    return tf.BartForCausalLM(config)
+
+
+def xlm(**more: Any) -> nn.Module:
+    config = tf.XLMConfig(vocab_size=30, emb_dim=16, n_heads=2, n_layers=1, pad_index=0, **more)
+    return tf.XLMWithLMHeadModel(config)
+
+
+def xlnet() -> nn.Module:
+    return tf.XLNetLMHeadModel(tf.XLNetConfig(vocab_size=30, d_model=16, n_head=2, n_layer=1, d_inner=16))
+
+
+# (model, how far ahead the labels are that its own loss compares with)
+CAUSAL: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "gemma3": (gemma3, 1),
+    "llava": (llava, 1),
+    "subclass": (my_gpt, 1),
+    "bart": (bart, 0),
+    "xlm": (lambda: xlm(causal=True), 0),
+    "xlnet": (xlnet, 0),
+    "bert": (lambda: tf.BertForMaskedLM(tf.BertConfig(**tiny())), 0),
+    "bert decoder": (lambda: tf.BertLMHeadModel(tf.BertConfig(**tiny(is_decoder=True))), 1),
+}
+
+
+def seen(batch: dict[str, Tensor], ahead: int) -> dict[str, Tensor]:
+    """Without the labels that only padding predicts, which a model's own loss counts."""
+    labels = batch["labels"].clone()
+    for row, real in zip(labels, batch["attention_mask"], strict=True):
+        for at in range(ahead, len(row)):
+            if ahead and not real[at - ahead]:
+                row[at] = -100
+    return {**batch, "labels": labels}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("left", [False, True])
+def test_evaluation_measures_the_models_own_loss(name: str, left: bool) -> None:
+    make, ahead = CAUSAL[name]
+    model, batch = randomise(make()), texts(left=left)
+    with torch.no_grad():
+        own = float(model(**seen(batch, ahead)).loss)
+        logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
+    found = hp.evaluate(model, [batch])
+    assert found.metrics["loss"] == pytest.approx(own, abs=1e-5)
+    assert found.metrics["perplexity"] == pytest.approx(math.exp(own), rel=1e-4)
+    known = seen(batch, ahead)["labels"][:, ahead:]
+    right = (logits[:, : logits.shape[1] - ahead].argmax(-1) == known) & (known != -100)
+    assert found.metrics["accuracy"] == pytest.approx(float(right.sum() / (known != -100).sum()))
+    assert found.tokens.tolist() == (known != -100).sum(1).tolist()
+    one_by_one = hp.evaluate(model, [{k: v[i : i + 1] for k, v in batch.items()} for i in range(4)])
+    assert one_by_one.metrics["loss"] == pytest.approx(own, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["subclass", "xlnet"])
+def test_half_precision(name: str) -> None:
+    model, batch = randomise(CAUSAL[name][0]()).bfloat16(), texts()
+    with torch.no_grad():
+        own = float(model(**batch).loss)
+    found = hp.evaluate(model, [batch])
+    assert found.metrics["loss"] == pytest.approx(own, rel=1e-2)
+    assert "accuracy" in found.metrics
+
+
+def test_evaluation_agrees_with_the_named_classes() -> None:
+    """The same weights give the same numbers, whatever the class is called and whatever is around it."""
+    model = randomise(my_gpt())
+    batch = texts()
+    plain = tf.GPT2LMHeadModel(model.config).eval()
+    plain.load_state_dict(model.state_dict())
+    expected = hp.evaluate(plain, [batch]).metrics
+    others = [model, Wrapped(plain), Labelless(plain), Tensors(plain), torch.compile(plain, backend="eager")]
+    for other in others:
+        assert hp.evaluate(other, [batch]).metrics == pytest.approx(expected), type(other).__name__
+
+
+def test_scores_agree_with_the_named_classes() -> None:
+    model = randomise(my_gpt())
+    batch = texts()
+    plain = tf.GPT2LMHeadModel(model.config).eval()
+    plain.load_state_dict(model.state_dict())
+    expected = hp.score(plain, [batch], "gradient").flat()
+    for other in (model, Wrapped(plain), Labelless(plain), Tensors(plain)):
+        found = hp.score(other, [batch], "gradient")
+        torch.testing.assert_close(found.flat(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_the_sweep_over_all_model_types_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make coverage` looks at every causal language model of transformers."""
+    spec = importlib.util.spec_from_file_location(
+        "sweep", Path(__file__).parents[1] / "benchmarks" / "coverage_types.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    sweep = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sweep)
+    assert [sweep.loss_of(name) for name in ("gpt2", "bart", "vit")] == ["next", "same", ""]
+    monkeypatch.setattr(sweep, "evaluate", lambda *_: hp.evaluate(randomise(my_gpt()), [texts(rows=3)]))
+    assert sweep.loss_of("gpt2").startswith("WRONG")
+
+
+# -- padding that has labels ----------------------------------------------------------------------
+
+
+class Masking(Wrapped):
+    """Leaves out the labels of padding itself, as Granite Speech and Qwen2-Audio do, and Gemma 3 did."""
+
+    ahead = 1
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.inner(input_ids=input_ids, attention_mask=attention_mask).logits
+        if labels is None:
+            return CausalLMOutput(logits=logits)
+        real = attention_mask[:, self.ahead :] != 0
+        loss = F.cross_entropy(logits[:, : logits.shape[1] - self.ahead][real], labels[:, self.ahead :][real])
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+class MaskingInPlace(Masking):
+    ahead = 0
+
+
+@pytest.mark.parametrize("kind", [Masking, MaskingInPlace])
+@pytest.mark.parametrize("left", [False, True])
+def test_padding_that_has_labels(kind: type[Masking], left: bool) -> None:
+    model = kind(randomise(my_gpt()))
+    batch = texts(left=left)
+    batch["labels"] = batch["input_ids"]
+    with torch.no_grad():
+        own = float(model(**seen(batch, kind.ahead)).loss)
+    found = hp.evaluate(model, [batch])
+    assert found.metrics["loss"] == pytest.approx(own, abs=1e-5)
+    real = batch["attention_mask"]
+    assert found.tokens.sum() == (real[:, 1:] * real[:, :-1] if kind.ahead else real).sum()
+
+
+@pytest.mark.parametrize("name", ["subclass", "bert", "bart"])
+@pytest.mark.parametrize("left", [False, True])
+def test_labels_of_padding_do_not_count(name: str, left: bool) -> None:
+    """The model's own loss counts them, so that it changes with the batch that an example is in."""
+    model, batch = randomise(CAUSAL[name][0]()), texts(left=left)
+    expected = hp.evaluate(model, [batch])
+    found = hp.evaluate(model, [{**batch, "labels": batch["input_ids"]}])
+    assert found.loss.tolist() == expected.loss.tolist()
+    assert found.tokens.tolist() == expected.tokens.tolist()
+
+
+class Prompted(Wrapped):
+    """Learned vectors before the text, as in prompt tuning: more logits than labels."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.prompt = nn.Parameter(torch.randn(1, 3, 16))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+        first = self.prompt.expand(len(input_ids), -1, -1)
+        mask = F.pad(attention_mask, (3, 0), value=1)
+        given = torch.cat([first, self.inner.transformer.wte(input_ids)], 1)
+        if labels is not None:
+            labels = F.pad(labels, (3, 0), value=-100)
+        return self.inner(inputs_embeds=given, attention_mask=mask, labels=labels)
+
+
+def test_more_logits_than_labels() -> None:
+    """The last of the learned vectors predicts the text's first token."""
+    model, batch = Prompted(randomise(my_gpt())), texts()
+    with torch.no_grad():
+        own = float(model(**batch).loss)
+    found = hp.evaluate(model, [batch])
+    assert found.metrics["loss"] == pytest.approx(own, abs=1e-5)
+    assert "accuracy" in found.metrics
+
+
+# -- losses with more in them ---------------------------------------------------------------------
+
+
+class Smoothed(Wrapped):
+    """Smoothed labels, and something that has nothing to do with them."""
+
+    def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
+        out = self.inner(**inputs)
+        if labels is not None:
+            flat = out.logits[:, :-1].flatten(0, 1)
+            out.loss = F.cross_entropy(flat, labels[:, 1:].flatten(), label_smoothing=0.1) + out.logits.square().mean()
+        return out
+
+
+class Focal(Wrapped):
+    """A loss that no cross-entropy is."""
+
+    def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
+        out = self.inner(**inputs)
+        if labels is not None:
+            flat = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+            out.loss = ((1 - (-flat).exp()) ** 2 * flat).sum() / (labels[:, 1:] != -100).sum()
+        return out
+
+
+def test_labels_are_found_behind_a_loss_with_more_in_it() -> None:
+    inner, batch = randomise(my_gpt()), texts()
+    model = Smoothed(inner)
+    assert hp.evaluate(model, [batch]).metrics == pytest.approx(hp.evaluate(inner, [batch]).metrics)
+    with torch.no_grad():  # what is scored is the model's own
+        own = [float(model(**row).loss) for row in singles(batch)]
+    assert hp.score(model, [batch], "ablation").details["mean_loss"] == pytest.approx(sum(own) / len(own))
+
+
+def test_no_accuracy_is_made_up_where_the_loss_is_none_that_is_known() -> None:
+    model, batch = Focal(randomise(my_gpt())), texts()
+    batch["labels"][:, 0] = -100  # so that labels and predictions are as many
+    with torch.no_grad():
+        own = float(model(**batch).loss)
+    found = hp.evaluate(model, [batch])
+    assert found.metrics == pytest.approx({"loss": own, "perplexity": math.exp(own)}, rel=1e-4)
+    mine = hp.score(model, [batch], "gradient").flat()
+    assert mine.isfinite().all()
+
+
+def test_labels_that_only_the_model_knows() -> None:
+    """A loss of its own that ignores -1."""
+
+    class Ignoring(Wrapped):
+        def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
+            out = self.inner(**inputs)
+            if labels is not None:
+                out.loss = F.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
+            return out
+
+    model, batch = Ignoring(randomise(my_gpt())), texts(rows=3)
+    batch["labels"] = batch["labels"].masked_fill(batch["labels"] == -100, -1)
+    rows = singles(batch)
+    with torch.no_grad():
+        own = [float(model(**row).loss) for row in rows]
+    found = hp.evaluate(model, rows)
+    assert found.loss.tolist() == pytest.approx(own, rel=1e-5)
+    assert set(found.metrics) == {"loss"}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_text_that_repeats_one_token(name: str) -> None:
+    """Such as one of words that the tokenizer does not know. Then every way to compare gives the same loss, up to rounding."""
+    make, ahead = CAUSAL[name]
+    ids = torch.full((2, length := 30), 5)
+    ids[1] = 11
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    for seed in range(6):
+        assert hp.evaluate(randomise(make(), seed), [batch]).tokens.tolist() == [length - ahead] * 2
+
+
+# -- no loss to compare with ----------------------------------------------------------------------
+
+
+def test_labels_that_are_shifted_already() -> None:
+    inner, batch = randomise(my_gpt()), texts()
+    shifted = {**batch, "labels": F.pad(batch["labels"][:, 1:], (0, 1), value=-100)}
+    expected = hp.evaluate(inner, [batch]).metrics
+    assert hp.evaluate(Labelless(inner), [shifted]).metrics == pytest.approx(expected)
+
+
+def test_a_tagger_of_tokens_without_a_loss() -> None:
+    """Causal or not, its labels are no copies of its input."""
+    batch = texts()
+    batch["labels"] = (batch["labels"] * 7 % 5).masked_fill(batch["labels"] == -100, -100)
+    for inner in (my_gpt(), tf.BertForMaskedLM(tf.BertConfig(**tiny()))):
+        model = Labelless(randomise(inner))
+        with torch.no_grad():
+            logits = model(batch["input_ids"], batch["attention_mask"]).logits
+        own = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        assert hp.evaluate(model, [batch]).metrics["loss"] == pytest.approx(float(own), abs=1e-5)
+
+
+class Embedded(Wrapped):
+    def forward(self, inputs_embeds: Tensor) -> Tensor:
+        return self.inner(inputs_embeds=inputs_embeds).logits
+
+
+def test_what_nothing_tells_is_refused() -> None:
+    model = Embedded(randomise(my_gpt()))
+    batch = {"inputs_embeds": torch.randn(3, 6, 16), "labels": torch.randint(3, 30, (3, 6))}
+    for ask in (lambda: hp.evaluate(model, [batch]), lambda: hp.score(model, [batch])):
+        with pytest.raises(hp.HeadPruneError, match="cannot be told which token's label") as caught:
+            ask()
+        assert "loss_fn" in str(caught.value.hint)
+
+    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none").mean(1)
+
+    given = hp.evaluate(model, [batch], loss_fn=loss_fn)
+    with torch.no_grad():
+        assert given.metrics == {
+            "loss": pytest.approx(float(loss_fn(model(batch["inputs_embeds"]), batch["labels"]).mean()))
+        }
+
+
+def test_nothing_to_compare_with() -> None:
+    batch = texts()
+    del batch["labels"]
+    with pytest.raises(hp.HeadPruneError, match="have no labels"):
+        hp.evaluate(randomise(my_gpt()), [batch])
+
+
+# -- other tasks ----------------------------------------------------------------------------------
+
+
+def test_encoder_decoders_inside_another_module() -> None:
+    model, example = t5()
+    batch = labelled(model, example)
+    with torch.no_grad():
+        own = float(model(**batch).loss)
+    expected = hp.evaluate(model, [batch]).metrics
+    assert expected["loss"] == pytest.approx(own, abs=1e-5)
+    assert hp.evaluate(Wrapped(model), [batch]).metrics == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["TokenClassification", "QuestionAnswering", "SequenceClassification"])
+def test_bert_heads_inside_another_module(kind: str) -> None:
+    model = randomise(getattr(tf, f"BertFor{kind}")(tf.BertConfig(**tiny(num_labels=2 if kind[0] == "Q" else 3))))
+    batch = texts()
+    labels = {
+        "TokenClassification": {"labels": batch["labels"].clamp(max=2)},
+        "QuestionAnswering": {"start_positions": torch.tensor([0, 1, 2, 3]), "end_positions": torch.tensor([2, 1, 3, 3])},
+        "SequenceClassification": {"labels": torch.tensor([0, 1, 2, 1])},
+    }[kind]  # fmt: skip
+    batch = {**{k: v for k, v in batch.items() if k != "labels"}, **labels}
+    with torch.no_grad():
+        own = float(model(**batch).loss)
+        if kind[0] == "Q":  # of texts without their padding, which is no place for an answer
+            sizes = batch["attention_mask"].sum(1).tolist()
+            alone = [
+                {k: v[i : i + 1, :n] if v.ndim == 2 else v[i : i + 1] for k, v in batch.items()}
+                for i, n in enumerate(sizes)
+            ]
+            own = sum(float(model(**one).loss) for one in alone) / len(alone)
+    expected = hp.evaluate(model, [batch]).metrics
+    assert expected["loss"] == pytest.approx(own, abs=1e-5)
+    assert "accuracy" in expected
+    assert hp.evaluate(Wrapped(model), [batch]).metrics == pytest.approx(expected)
+    assert hp.evaluate(Labelless(model), [batch]).metrics == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, Wrapped, Labelless])
+def test_a_label_that_is_no_class_is_named(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = wrap(randomise(tf.BertForSequenceClassification(tf.BertConfig(**tiny(num_labels=3)))))
+    batch = {**texts(), "labels": torch.tensor([0, 1, 2, 5])}
+    for ask in (lambda: hp.evaluate(model, [batch]), lambda: hp.score(model, [batch])):
+        with pytest.raises(hp.HeadPruneError, match="Label 5 does not fit the model's head, which has 3 classes"):
+            ask()
+
+
+def test_texts_of_one_token_are_told() -> None:
+    """It was said that the model has no loss of its own."""
+    ids = torch.arange(5, 9)[:, None]
+    with pytest.raises(hp.HeadPruneError, match="none that is finite on these examples") as caught:
+        hp.evaluate(llama()[0], [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}])
+    assert "texts of one token" in caught.value.hint
+
+
+# -- how a loss that is not known is averaged over examples and labels ---------------------------------
+
+
+def wav2vec2(reduction: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A CTC model, and sounds with 3 to 10 labels each."""
+    config = tf.Wav2Vec2Config(
+        vocab_size=12, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, conv_dim=(8, 8),
+        conv_stride=(5, 4), conv_kernel=(10, 8), num_feat_extract_layers=2, num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2, ctc_loss_reduction=reduction, pad_token_id=0,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(1, 12, (4, 10), generator=generator)
+    labels[torch.arange(10) >= torch.tensor([3, 10, 5, 8])[:, None]] = -100
+    sounds = torch.randn(4, 1600, generator=generator)
+    return randomise(tf.Wav2Vec2ForCTC(config)), {"input_values": sounds, "labels": labels}
+
+
+def prophetnet(smoothing: float) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Its loss is also of the token after the next one, of which it gives no logits."""
+    config = tf.ProphetNetConfig(
+        vocab_size=30, hidden_size=16, encoder_ffn_dim=16, num_encoder_layers=1, num_encoder_attention_heads=2,
+        decoder_ffn_dim=16, num_decoder_layers=1, num_decoder_attention_heads=2, max_position_embeddings=32, pad_token_id=0,
+        eps=smoothing, decoder_start_token_id=0,
+    )  # fmt: skip
+    return randomise(tf.ProphetNetForConditionalGeneration(config)), texts()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_ctc_models_examples_count_alike_whatever_their_labels(reduction: str, alone: bool) -> None:
+    model, batch = wav2vec2(reduction)
+    with torch.no_grad():
+        own = float(model(**batch).loss) / (4 if reduction == "sum" else 1)
+    found = hp.evaluate(model, singles(batch) if alone else [batch])
+    assert found.metrics == {"loss": pytest.approx(own, rel=1e-4)}  # and no perplexity
+    assert found.tokens.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_seq2seq_models_own_loss_is_per_label(smoothing: float, alone: bool) -> None:
+    model, batch = prophetnet(smoothing)
+    with torch.no_grad():
+        own = float(model(**batch).loss)
+    found = hp.evaluate(model, singles(batch) if alone else [batch])
+    assert found.metrics == pytest.approx({"loss": own, "perplexity": math.exp(own)}, rel=1e-4)
+    assert found.tokens.tolist() == (batch["labels"] != -100).sum(1).tolist()
+
+
+class Reduced(Wrapped):
+    """A focal loss, averaged in some way."""
+
+    def __init__(self, inner: nn.Module, kind: str) -> None:
+        super().__init__(inner)
+        self.kind = kind
+
+    def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
+        out = self.inner(**inputs)
+        if labels is None:
+            return out
+        flat = F.cross_entropy(out.logits[:, :-1].mT, labels[:, 1:], reduction="none")
+        focal, counts = ((1 - (-flat).exp()) ** 2 * flat).sum(1), (labels[:, 1:] != -100).sum(1)
+        if self.kind == "labels":
+            out.loss = focal.sum() / counts.sum()
+        elif self.kind == "examples":
+            out.loss = (focal / counts).mean()
+        elif self.kind == "sum":
+            out.loss = focal.sum()
+        else:  # nothing of these: the longest text's
+            out.loss = (focal / counts)[counts.argmax()]
+        return out
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("kind", ["labels", "examples", "sum", "other"])
+def test_how_a_custom_loss_is_averaged_is_measured(kind: str, equal: bool) -> None:
+    """Texts of one length too. The first label is predicted by nothing, so it does not weigh."""
+    model, batch = Reduced(randomise(my_gpt()), kind), texts()
+    if equal:
+        batch = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+    with torch.no_grad():
+        losses = [float(model(**row).loss) for row in singles(batch)]
+        own = float(model(**batch).loss)
+    found = hp.evaluate(model, [batch])
+    if kind == "labels":
+        assert found.metrics == pytest.approx({"loss": own, "perplexity": math.exp(own)}, rel=1e-4)
+        assert found.tokens.tolist() == (batch["labels"][:, 1:] != -100).sum(1).tolist()
+    else:
+        assert found.metrics == {"loss": pytest.approx(sum(losses) / 4, rel=1e-4)}
+    assert found.loss.tolist() == pytest.approx(losses, rel=1e-4)
+
+
+def test_a_loss_of_labels_and_of_texts_is_no_mean_over_labels() -> None:
+    """BERT's before fine-tuning: masked tokens, and whether one sentence follows the other."""
+    model, batch = randomise(tf.BertForPreTraining(tf.BertConfig(**tiny()))), texts()
+    batch["next_sentence_label"] = torch.tensor([0, 1, 1, 0])
+    with torch.no_grad():
+        own = [float(model(**row).loss) for row in singles(batch)]
+    assert hp.evaluate(model, [batch]).metrics == {"loss": pytest.approx(sum(own) / 4, rel=1e-4)}
+
+
+def test_where_it_cannot_be_measured_each_example_counts_once() -> None:
+    """One label each: every mean is the same, and nothing says that the loss is one of labels."""
+    model, batch = Reduced(randomise(my_gpt()), "labels"), texts()
+    batch["labels"][:, [0, 1, *range(3, 8)]] = -100
+    assert set(hp.evaluate(model, [batch]).metrics) == {"loss"}
+
+
+def test_a_loss_that_is_only_an_attribute_counts() -> None:
+    """In older versions of transformers, ``output.loss = …`` sets no entry where there was no loss before."""
+
+    class Attribute(Reduced):
+        def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
+            told = super().forward(labels, **inputs)
+            out = self.inner(**inputs)
+            if labels is not None:
+                object.__setattr__(out, "loss", told.loss)
+            return out
+
+    model, batch = Attribute(randomise(my_gpt()), "labels"), texts()
+    with torch.no_grad():
+        out = model(**batch)
+    assert "loss" not in out
+    assert hp.evaluate(model, [batch]).metrics["loss"] == pytest.approx(float(out.loss), rel=1e-4)
+
+
+# -- heads that give several real numbers ----------------------------------------------------------
+
+
+def regression(problem: str | None = "regression", targets: int = 3) -> nn.Module:
+    config = tf.BertConfig(**tiny(num_labels=targets), problem_type=problem)
+    return randomise(tf.BertForSequenceClassification(config))
+
+
+def batch_of(rows: int = 5, targets: int = 3) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = {k: v.clamp(max=29) for k, v in text(rows, 7).items()}
+    return {**ids, "labels": torch.randn(rows, targets, generator=generator)}
+
+
+@pytest.mark.parametrize("targets", [1, 3])
+@pytest.mark.parametrize("labels", ["any", "from 0 to 1"])
+def test_evaluation_and_scores_are_of_squared_errors(targets: int, labels: str) -> None:
+    model, batch = regression(targets=targets), batch_of(targets=targets)
+    if labels != "any":
+        batch["labels"] = batch["labels"].sigmoid()
+    with torch.no_grad():
+        own = float(model(**batch).loss)
+    assert hp.evaluate(model, [batch]).metrics == {"loss": pytest.approx(own, rel=1e-5)}
+    layers = hp.find_attention(model, batch)
+    scores = hp.score(model, [batch], "ablation", layers=layers)
+    with torch.no_grad(), hp.mask(model, {layers[0].name: [1]}, layers=layers):
+        without = float(model(**batch).loss)
+    assert float(scores.values[layers[0].name][1]) == pytest.approx(without - own, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("problem", "targets"), [("regression", 3), (None, 1)])
+def test_a_loss_is_no_answer(problem: str | None, targets: int) -> None:
+    """Labelled batches let the model compute its loss, a tensor without dimensions: search and repair must not take it for an answer."""
+    model, batches = regression(problem, targets), [batch_of(8, targets)]
+    bare = [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
+    layers = hp.find_attention(model, bare[0])
+    states = []
+    for given in (batches, bare):
+        pruned = copy.deepcopy(model)
+        hp.repair(pruned, {layers[0].name: [1]}, given)
+        states.append(pruned.state_dict())
+    for name, value in states[0].items():
+        torch.testing.assert_close(value, states[1][name], msg=name)
+    kept = hp.search(model, batches, keep=3, effort="low", choose=[batch_of(6, targets)])
+    assert sum(map(len, kept[0].drop.values())) == sum(layer.num_heads for layer in layers) - 3
+
+
+def test_several_labels_at_once_are_still_classes() -> None:
+    model = regression("multi_label_classification")
+    batch = batch_of()
+    batch["labels"] = (batch["labels"] > 0).float()
+    with torch.no_grad():
+        out = model(**batch)
+    found = hp.evaluate(model, [batch]).metrics
+    assert found["loss"] == pytest.approx(float(out.loss), rel=1e-5)
+    assert found["accuracy"] == pytest.approx(float(((out.logits > 0) == (batch["labels"] > 0)).float().mean()))
+
+
+@pytest.mark.parametrize("labels", ["numbers", "zeros and ones"])
+def test_numbers_without_a_loss_to_compare_with(labels: str) -> None:
+    inner, batch = regression(), batch_of()
+    model = Labelless(inner)  # has no config that says what it is
+    if labels == "numbers":
+        assert hp.evaluate(model, [batch]).metrics == pytest.approx(hp.evaluate(inner, [batch]).metrics)
+        return
+    batch["labels"] = (batch["labels"] > 0).float()
+    with pytest.raises(hp.HeadPruneError, match="may be numbers or classes"):
+        hp.evaluate(model, [batch])
+
+
+def test_whole_numbers_for_real_ones() -> None:
+    """The model's own loss takes them, or says that it does not; they are never classes."""
+    batch = batch_of()
+    batch["labels"] = batch["labels"].round().long().clamp(0, 1)
+    model = regression()
+    with torch.no_grad():
+        own = float(model(**batch).loss)
+    assert hp.evaluate(model, [batch]).metrics == {"loss": pytest.approx(own, rel=1e-5)}
+    for ask in (hp.evaluate, hp.score):
+        with pytest.raises(hp.HeadPruneError, match="does not run on an example with these labels") as caught:
+            ask(regression("multi_label_classification"), [batch])
+        assert "floats for numbers and for several labels" in caught.value.hint
+    one = {**batch, "labels": torch.zeros(5, dtype=torch.long)}
+    assert set(hp.evaluate(regression(None, targets=1), [one]).metrics) == {"loss"}
+    with pytest.raises(hp.HeadPruneError, match="no logits that fit its labels"):
+        hp.evaluate(Labelless(regression(targets=1)), [one])
+
+
+def test_answers_are_compared_as_numbers() -> None:
+    """Without labels."""
+    model, batch = regression(), batch_of()
+    example = {k: v for k, v in batch.items() if k != "labels"}
+    layers = hp.find_attention(model, example)
+    with torch.no_grad():
+        known = model(**example).logits
+        with hp.mask(model, {layers[1].name: [0]}, layers=layers):
+            apart = float(((model(**example).logits - known) ** 2).sum(-1).mean())
+    scores = hp.score(model, [example], "ablation", layers=layers)
+    assert float(scores.values[layers[1].name][0]) == pytest.approx(apart, rel=1e-4)
+    assert scores.details["loss"] == "squared difference from the dense model's answers"
+
+
+def test_pruned_and_repaired_it_is_no_further_from_the_dense_model() -> None:
+    model, batch = regression().double(), {**batch_of(60), "labels": batch_of(60)["labels"].double()}
+    example = {k: v for k, v in batch.items() if k != "labels"}
+    with torch.no_grad():
+        known = model(**example).logits
+        # All answers moved alike: what no difference between "classes" shows.
+        model.classifier.weight.copy_(model.classifier.weight[:1].expand_as(model.classifier.weight).clone())
+        known = model(**example).logits
+    layers = hp.find_attention(model, example)
+    drop = {layers[1].name: [0]}
+    with torch.no_grad(), hp.mask(model, drop, layers=layers):
+        before = float((model(**example).logits - known).square().mean())
+    hp.repair(model, drop, [example], layers=layers)
+    hp.prune(model, drop, example, layers=layers)
+    with torch.no_grad():
+        assert float((model(**example).logits - known).square().mean()) < 0.5 * before
+
+
+def test_scores_of_a_model_with_a_stand_in_are_its_own() -> None:
+    """While scores are made, Gemma 3's image part has other names for its weights."""
+    model = randomise(gemma3())
+    batch = {"input_ids": torch.randint(3, 28, (2, 6)), "attention_mask": torch.ones(2, 6, dtype=torch.long)}
+    scores = hp.score(model, [{**batch, "labels": batch["input_ids"]}], "gradient")
+    hp.plan(scores, 2).check_model(model)

@@ -1,0 +1,211 @@
+"""Results that are kept: found again by the same computation, and by no other; whole, or made again."""
+
+import copy
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import headprune as hp
+from headprune.budgets import budget_of
+from headprune.budgets.base import Fit
+from headprune.scoring import METHODS, Settings
+from headprune.store import Store, digest
+from tests.support.problems import split
+from tests.support.zoo import bert, labelled, text
+
+KEPT = [m for m in METHODS if m not in ("random", "weight-norm")]
+
+
+def setting() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    model, _ = bert()
+    return model, split(labelled(model, text(8, 7)), 2)
+
+
+class Interruption(BaseException):
+    pass
+
+
+def stopping_after(calls: int) -> Any:
+    def progress(done: int, total: int, note: str = "") -> None:
+        nonlocal calls
+        calls -= 1
+        if calls == 0:
+            raise Interruption
+
+    return progress
+
+
+@pytest.mark.parametrize("method", KEPT)
+def test_an_interrupted_scoring_gives_what_a_whole_one_gives(method: str, tmp_path: Path) -> None:
+    model, batches = setting()
+    settings = Settings(
+        examples=5 if method == "ablation" else None, steps=8 if method in ("l0", "dsp") else None, permutations=4
+    )
+    whole = hp.score(model, batches, method, settings=settings)
+    for stop in (2, 5, 9):
+        try:
+            hp.score(model, batches, method, settings=settings, work=tmp_path, progress=stopping_after(stop))
+        except Interruption:
+            continue
+        break
+    said: list[str] = []
+    assert list(tmp_path.glob("*/*.part"))
+    found = hp.score(model, batches, method, settings=settings, work=Store(tmp_path, said.append))
+    assert found.to_json() == whole.to_json()
+    assert "continuing with" in said[0]
+
+
+def test_other_models_data_seeds_and_options_are_never_mixed_in(tmp_path: Path) -> None:
+    model, batches = setting()
+    hp.score(model, batches, "ablation", work=tmp_path)
+    with torch.no_grad():
+        other = bert()[0]
+        other.classifier.weight[0, 0] += 1e-3
+    changed = [dict(b) for b in batches]
+    changed[2] = {**changed[2], "labels": 1 - changed[2]["labels"]}
+    said: list[str] = []
+    for arguments, options in (
+        ((other, batches), {}), ((model, changed), {}), ((model, batches), {"seed": 1}),
+        ((model, batches), {"settings": Settings(normalise=True)}), ((model, batches), {"distil": True}),
+        ((model, batches[:3]), {}),
+    ):  # fmt: skip
+        said.clear()
+        kept = hp.score(*arguments, "ablation", work=Store(tmp_path, said.append), **options)
+        assert "not used" in said[0], options
+        assert torch.equal(kept.flat(), hp.score(*arguments, "ablation", **options).flat())
+    said.clear()
+    hp.score(model, batches, "ablation", work=Store(tmp_path, said.append), settings=Settings(max_memory=1 << 30))
+    assert "continuing with" in said[0]  # how much memory there is changes no number
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flipped(path: Path) -> None:
+    """A part is numbers, and every bit of theirs makes another number: only a checksum tells."""
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 0x40
+    path.write_bytes(bytes(content))
+
+
+def of_another(path: Path) -> None:
+    """Whole, under the name of another part."""
+    other = next(p for p in path.parent.glob("*.part") if p != path)
+    path.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("damage", [cut, flipped, of_another, lambda path: path.write_bytes(b"")])
+def test_damaged_parts_are_made_again(damage: Any, tmp_path: Path) -> None:
+    model, batches = setting()
+    whole = hp.score(model, batches, "ablation", work=tmp_path)
+    for part in sorted(tmp_path.glob("*/*.part"))[:2]:
+        damage(part)
+    assert torch.equal(hp.score(model, batches, "ablation", work=tmp_path).flat(), whole.flat())
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = setting()
+    original, calls = os.replace, []
+
+    def full(a: Any, b: Any) -> None:
+        calls.append(b)
+        if len(calls) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(a, b)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(hp.HeadPruneError, match=r"No space left on device.*run the same command again"):
+            hp.score(model, batches, "ablation", work=tmp_path)
+    assert len(list(tmp_path.glob("*/*.part"))) == 2
+    assert not list(tmp_path.glob("*/*.tmp"))
+    found = hp.score(model, batches, "ablation", work=tmp_path)
+    assert torch.equal(found.flat(), hp.score(model, batches, "ablation").flat())
+
+
+MEASURED = hp.Measurement({"loss": 0.1, "f1": float("nan")}, np.array([0.1, np.inf]), np.zeros(2), np.arange(2))
+VALUES: list[Any] = [
+    None,
+    [1, 2.5, "é\ud800", True, (1, (2,)), {"a": {"~tuple": 3}, 4: None}],
+    {"half": torch.ones(2, 3, dtype=torch.bfloat16).T, "none": torch.zeros(0, 2), "one": torch.tensor(3)},
+    {"measured": MEASURED, "fit": Fit(hp.PruningPlan({"a": [1]}, notes=("x",)), budget_of("latency 80%"), None)},
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_what_is_found_is_what_was_kept(value: Any, tmp_path: Path) -> None:
+    name = "any name / of any length " * 9
+    kept = Store(tmp_path).get(name, lambda: value)
+    found = Store(tmp_path).get(name, lambda: pytest.fail("it is kept"))
+    assert digest(found) == digest(kept) == digest(value)
+    assert type(found) is type(value)
+    store = Store()
+    assert store.get(name, lambda: value) is store.get(name, lambda: pytest.fail("it is remembered"))
+    store.forget(name)
+    assert store.known(name) is None
+
+
+def test_what_no_file_can_hold_is_said_with_its_place(tmp_path: Path) -> None:
+    with pytest.raises(hp.HeadPruneError, match=r"times › rows › 0 › batch is a function, which no file can hold"):
+        Store(tmp_path).get("times", lambda: {"rows": [{"batch": split}]})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["subprocess:Popen", "pathlib:PosixPath", "headprune.files:write_bytes", "headprune:x"]
+)
+def test_a_file_makes_only_values(name: str, tmp_path: Path) -> None:
+    """Somebody else's unfinished work must not choose what runs."""
+    Store(tmp_path).keep("part", 1)
+    (path,) = tmp_path.iterdir()
+    value = {
+        "~class": name,
+        "fields": {"path": str(tmp_path / "ran"), "content": "x", "args": ["touch", str(tmp_path / "ran")]},
+    }
+    head, _, tensors = path.read_bytes()[32:].partition(b"\n")
+    content = json.dumps({**json.loads(head), "value": value}).encode() + b"\n" + tensors
+    path.write_bytes(hashlib.sha256(content).digest() + content)
+    assert Store(tmp_path).get("part", lambda: 2) == 2
+    assert not (tmp_path / "ran").exists()
+
+
+# -- what tells one computation from another ---------------------------------------------------------
+
+A, B = torch.zeros(2), torch.ones(2)
+FIRST, SECOND = {"x": A}, {"x": B}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param([FIRST, SECOND, FIRST], [FIRST, SECOND, SECOND], id="which batch comes again"),
+        pytest.param([[1], 2], [[1, 2]], id="where a list ends"),
+        pytest.param({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "c": 2}}, id="where a dict ends"),
+        pytest.param((1, 2), [1, 2], id="a tuple and a list"),
+        pytest.param(torch.zeros(2), torch.zeros(2, dtype=torch.float64), id="types"),
+        pytest.param(torch.zeros(2, 3), torch.zeros(3, 2), id="shapes"),
+        pytest.param(np.float32(1), np.float32(2), id="a number of NumPy's"),
+        pytest.param(Settings(keep=1), Settings(keep=2), id="settings"),
+        pytest.param(torch.float32, torch.float64, id="names of types"),
+    ],
+)
+def test_what_computes_otherwise_has_another_name(one: Any, other: Any) -> None:
+    assert digest(one) == digest(copy.deepcopy(one)), "the same work would not be found again"
+    assert digest([one]) != digest([other])
+    assert digest(split) != digest(split)  # code is not compared
+
+
+def test_another_activation_is_another_model() -> None:
+    """Without weights of its own, and set no attribute apart: only the class tells."""
+    relu, silu = (nn.Sequential(nn.Linear(2, 2), make()) for make in (nn.ReLU, nn.SiLU))
+    silu.load_state_dict(relu.state_dict())
+    assert digest(relu) != digest(silu)

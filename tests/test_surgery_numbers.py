@@ -1,0 +1,329 @@
+"""The proof's and the cut's small parts, by numbers that are known: how far answers may be off, which integers count heads, longer inputs."""
+
+from __future__ import annotations
+
+import math
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headprune as hp
+from headprune.pruned.hooks import HeadArgument, surviving
+from headprune.surgery import journal
+from headprune.surgery.journal import Journal
+from headprune.surgery.proof import Reference, _compare, _is_distribution, _per_head, _sure, answers, tolerance_of
+from headprune.surgery.proof_inputs import _Bounds, longer, position_limit
+from headprune.surgery.removal import HeadCounts, Removal, groups_left, ways
+from headprune.surgery.watch import ROWS, _by_head, _sampled, differing, gap, largest
+from tests.support.zoo import ZOO, bert
+
+INF, NAN = math.inf, math.nan
+PLAIN = hp.AttentionLayer("a", 0, "encoder", 12, 12, 64)
+GROUPED = hp.AttentionLayer("a", 0, "decoder", 12, 4, 64, tuple(tuple(range(3 * g, 3 * g + 3)) for g in range(4)))
+
+
+def t(*values: float) -> Tensor:
+    return torch.tensor(values)
+
+
+# -- what the proof compares ----------------------------------------------------------------------
+
+
+class Answering(nn.Module):
+    """Gives the same answers whatever it is asked."""
+
+    def __init__(self, *answers: Any) -> None:
+        super().__init__()
+        self.answers = tuple(torch.as_tensor(a, dtype=torch.float64) for a in answers)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.answers
+
+
+def compared(got: list[Any], masked: list[Any], effect: float) -> tuple[float, str]:
+    reference = Reference(
+        {"x": t(0)}, [torch.as_tensor(m, dtype=torch.float64) for m in masked], [effect] * len(masked), {}
+    )
+    return _compare(Answering(*got), Journal(), Removal((), {}), [reference], 1e-4, set())
+
+
+@pytest.mark.parametrize(("off", "effect", "fails"), [
+    (0.0, 0.0, False), (1.9e-5, 0.0, False), (2.1e-5, 0.0, True),  # rounding, where the heads change nothing: a fifth of the tolerance
+    (5e-5, 1.1e-3, False), (5e-5, 0.9e-3, True),  # a twentieth of what the heads change
+    (9.9e-5, INF, False), (1.1e-4, INF, True), (1.1e-4, 1.0, True), (5e-5, NAN, False),
+])  # fmt: skip
+def test_how_far_answers_may_be_off(off: float, effect: float, fails: bool) -> None:
+    for size in (1.0, 8.0, 1e-3):  # all of it is a share of the largest answer
+        worst, why = compared([[size, size * off]], [[size, 0.0]], size * effect)
+        assert worst == pytest.approx(off, abs=1e-12)
+        assert why == fails * f"its outputs differ from the masked model's by {off:.2g} of their largest value"
+
+
+@pytest.mark.parametrize(("got", "masked", "why"), [
+    ([[1.0, 2.0]], [[1.0]], "another shape"), ([[1.0]], [[1.0], [1.0]], "another shape"), ([[1.0], [1.0]], [[1.0]], "another shape"),
+    ([[1.0], [1.0, 2.0]], [[1.0], [1.0]], "another shape"), ([[1.0, INF]], [[1.0, 2.0]], "not finite where"),
+    ([[1.0, 2.0]], [[1.0, NAN]], "not finite where"), ([[1.0, INF]], [[1.0, INF]], ""), ([[0.0]], [[0.0]], ""),
+    ([[1.0], torch.ones(1, 2, 5)], [[1.0], torch.zeros(1, 3, 5)], ""),  # something for each head
+    ([[1.0], torch.ones(1, 2, 5), [2.0]], [[1.0], torch.zeros(1, 3, 5), [1.0]], "by 1 of their largest"),
+    ([[1, 0], [1, 2e-4]], [[1, 0], [1, 0]], "by 0.0002 of their largest"),
+])  # fmt: skip
+def test_outputs_of_another_form(got: list[Any], masked: list[Any], why: str) -> None:
+    assert re.fullmatch(f".*{why}.*" if why else "", compared(got, masked, INF)[1])
+
+
+def test_a_wrong_cut_is_noticed_where_the_layer_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = bert()
+    with torch.no_grad():
+        model.bert.encoder.layer[0].attention.output.dense.weight.zero_()
+    monkeypatch.setattr(journal, "surviving", lambda part, kept: surviving(part, [(h + 1) % 4 for h in kept]))
+    for layer in ("L0", "L2"):
+        with pytest.raises(hp.PruneError, match="from the masked model's"):
+            hp.prune(model, {layer: [2, 3]}, example)
+
+
+def test_the_coarsest_type_says_how_exact_a_proof_can_be() -> None:
+    for kinds, tolerance in (
+        ("double", 1e-9),
+        ("double float", 1e-4),
+        ("float half", 1e-2),
+        ("bfloat16 half", 5e-2),
+        ("", 1e-4),
+    ):
+        model = nn.ModuleList(nn.Linear(1, 1, dtype=getattr(torch, kind)) for kind in kinds.split())
+        assert tolerance_of(model) == tolerance
+
+
+def test_generation_is_compared_up_to_a_near_tie() -> None:
+    sure, tie, negative = t(10, 9.85, 0)[None], t(10, 9.95, 0)[None], t(1, 0.9, -20)[None]
+    rows, one = torch.stack([t(1, 0.5, 0), t(100, 0, 0)]), torch.cat([sure, tie])
+    lengths = [
+        len(_sure(s))
+        for s in ([sure] * 3, [sure, tie, sure], [tie, sure], [sure, negative, sure], [rows, rows], [one, sure])
+    ]
+    assert lengths == [3, 2, 1, 2, 2, 1]  # near beside the largest magnitude; each row by its own; one row is enough
+
+
+def test_answers_are_floats_but_not_attention_weights() -> None:
+    weights, hidden = torch.randn(1, 2, 3, 3).softmax(-1), torch.randn(1, 3, 4)
+    (logits,) = answers(
+        {
+            "logits": hidden.half(),
+            "cross_attentions": (weights,),
+            "past_key_values": (hidden,),
+            "ids": torch.ones(2).long(),
+        }
+    )
+    assert logits.dtype == torch.float32
+    assert (
+        len(answers((weights, hidden, weights))) == len(answers(SimpleNamespace(a=hidden, b=hidden, c=weights))) == 2
+    )  # the first is one
+    with pytest.raises(hp.HeadPruneError, match="no floating-point tensor"):
+        answers({"ids": torch.ones(2).long()})
+    masked = torch.cat([weights[0], torch.zeros(2, 1, 3)], 1)  # a query that sees nothing
+    assert [_is_distribution(v) for v in (weights, masked, weights[0, 0])] == [True, True, False]
+    pairs = [t(*pair).view(1, 1, 2) for pair in ((0.5, 0.5005), (0.5, 0.52), (2, -1), (0.5, 1), (0.5, -0.5))]
+    assert [_is_distribution(v) for v in pairs] == [True] + [False] * 4
+
+
+@pytest.mark.parametrize(("got", "expected", "fewer"), [
+    ((2, 3, 5, 5), (2, 4, 5, 5), True), ((3, 5, 5), (4, 5, 5), True), ((2, 4, 5), (2, 4, 5), False), ((2, 5, 5), (2, 4, 5), False),
+    ((3, 5), (4, 5), False), ((2, 3, 4), (2, 4, 5), False), ((2, 3), (2, 3, 4), False), ((2, 4, 4, 1), (2, 4, 5), False),
+])  # fmt: skip
+def test_what_only_has_fewer_heads(got: tuple[int, ...], expected: tuple[int, ...], fewer: bool) -> None:
+    assert _per_head(torch.Size(got), torch.Size(expected)) is fewer
+
+
+# -- the layers' own outputs ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("got", "expected", "difference"), [
+    (t(1, 2), t(1, 4), 2), (t(1, -2), t(1, 2), 4), (t(1, NAN), t(3, NAN), 2), (t(1, INF), t(1, 2), INF), (t(1, 2), t(1, NAN), INF),
+    (t(NAN), t(INF), 0), (t(), t(), 0),
+])  # fmt: skip
+def test_differences(got: Tensor, expected: Tensor, difference: float) -> None:
+    assert gap(got, expected) == difference
+    assert [largest(v) for v in (t(-3, 2), t(0.5, NAN), t(0.5, -INF), t(NAN), t())] == [3, 0.5, 0.5, 0, 0]
+
+
+def test_samples_and_heads_behind_the_cut() -> None:
+    for rows in (1, ROWS, ROWS + 1, 1000):
+        whole = torch.arange(2.0 * rows).view(rows, 2)
+        sample = _sampled(whole)
+        assert sample.shape == (min(rows, ROWS), 2)
+        assert torch.equal(sample[[0, -1]], whole[[0, -1]])
+        assert sample[:, 0].diff().gt(0).all()
+        assert sample.data_ptr() != whole.data_ptr()
+    assert [_sampled(v).shape for v in (torch.ones(2, 3, 4), t(1, 2, 3))] == [(6, 4), (1, 3)]
+    features, full = ((4, 1), (2, 3), (0, 5)), torch.randn(2, 3, 8)  # 6 and 7 belong to no head
+    cut = _by_head(full[..., [0, 1, 4, 5, 6, 7]], features, [0, 2], cut=True)
+    assert all(torch.equal(a, b) for a, b in zip(_by_head(full, features, [0, 2], cut=False), cut, strict=True))
+
+
+def seen(*heads: Tensor, place: str = "W_O") -> dict[str, list[list[Tensor]]]:
+    return {place: [[h.view(1, -1) for h in heads]]}
+
+
+@pytest.mark.parametrize(("got", "expected", "why"), [
+    (seen(t(4, 1.25)), seen(t(4, 1.375)), ""),  # 0.125 of 4 is just within
+    (seen(t(4, 1)), seen(t(4, 1.75)), "W_O differs from the masked model's by 0.19 of its largest value"),
+    (seen(t(4), t(1)), seen(t(4), t(1.5)), r"W_O \(head 1 of those left\) differs from the masked model's by 0.33"),
+    (seen(t(4), t(0.004)), seen(t(4), t(0.001)), ""),  # a faint head is compared as if it were larger: 1 % of the largest
+    (seen(t(4), t(0.009)), seen(t(4), t(0.001)), "head 1 .* by 0.2 of its"),
+    (seen(t(1, NAN)), seen(t(1, 2)), "W_O is not finite where the masked model's is"),
+    (seen(t(1)), seen(t(1), t(1)), "what reaches W_O has another shape"), ({}, seen(t(1)), "W_O runs 0 times instead of 1"),
+    ({**seen(t(1)), **seen(t(9), place="x")}, seen(t(1)), ""),  # places that only the pruned model has
+    ({"W_O": [[]]}, {"W_O": [[]]}, ""), (seen(t(0.5)), seen(t(0.0)), r"by 5e\+29 of its"), (seen(t(0.0)), seen(t(0.0)), ""),
+    ({**seen(t(1)), **seen(t(9), place="x")}, {**seen(t(1)), **seen(t(1), place="x")}, "x differs from the masked model's by 8 of"),
+])  # fmt: skip
+def test_what_differs(got: Any, expected: Any, why: str) -> None:
+    assert re.fullmatch(f".*{why}.*" if why else "", differing(got, expected, 0.125))
+
+
+# -- which integers count heads, and the ways to try ------------------------------------------------
+
+
+@pytest.mark.parametrize(("layer", "left", "fields", "now"), [
+    (PLAIN, (5, 5), {"num_heads": 12, "n_head": 12, "num_attention_heads": 12, "h": 12, "heads": 12}, 5),
+    (PLAIN, (5, 5), {"all_head_size": 768, "embed_dim": 768, "inner_dim": 768}, 320),
+    (PLAIN, (5, 5), {"head_dim": 64, "attention_head_size": 64, "num_layers": 12, "max_position_embeddings": 768, "window_size": 12,
+                     "d_model": 768, "num_heads": 8, "dropout": 0.1, "is_causal": True, "_num_heads": 12, "max_length": 12}, None),
+    (GROUPED, (6, 2), {"num_heads": 12}, 6), (GROUPED, (6, 2), {"num_key_value_heads": 4, "n_kv_heads": 4}, 2),
+    (GROUPED, (6, 2), {"kv_dim": 256, "value_width": 256}, 128), (GROUPED, (6, 2), {"hidden_size": 768}, 384),
+    (GROUPED, (6, 2), {"num_key_value_groups": 3, "num_layers": 4, "kv_dim": 300, "inner_dim": 256, "num_kv_heads": 5, "num_heads": 4}, None),
+    (GROUPED, (8, 4), {"num_key_value_groups": 3, "n_rep": 3}, 2), (GROUPED, (8, 4), {"num_key_value_heads": 4}, None),
+    (GROUPED, (0, 0), {"num_heads": 12, "num_key_value_heads": 4}, 0), (GROUPED, (0, 0), {"num_key_value_groups": 3}, 1),
+])  # fmt: skip
+def test_which_integers_count_heads(
+    layer: hp.AttentionLayer, left: tuple[int, int], fields: dict[str, Any], now: int | None
+) -> None:
+    """One that only looks like a head count, or is as large by chance, stays."""
+    counts = HeadCounts(layer, *left, is_width=lambda name: name != "d_model", beside=False)
+    assert counts.changes(fields) == ({} if now is None else dict.fromkeys(fields, now))
+
+
+def test_counts_by_the_place_and_by_groups() -> None:
+    beside = HeadCounts(
+        GROUPED, 6, 2, is_width=lambda name: True, beside=True
+    )  # a module there calls the key/value heads its heads
+    assert beside.changes({"num_heads": 4, "n_head": 12, "heads": 5}) == {"num_heads": 2, "n_head": 6}
+    by_group = HeadCounts(GROUPED, 8, 4, is_width=lambda name: True, beside=False, by_group=True)
+    assert by_group.changes({"kv_groups": 4, "norm_groups": 12, "group_size": 3}) == {"norm_groups": 8, "group_size": 2}
+    shared = hp.AttentionLayer("a", 0, "decoder", 12, 1, 64)  # one key/value head
+    left = [groups_left(*pair) for pair in ((GROUPED, [0, 4, 5, 11]), (GROUPED, []), (PLAIN, [1, 2]), (shared, [1, 2]))]
+    assert left == [3, 0, 2, 1]
+
+
+def test_ways_are_tried_from_the_one_that_changes_least() -> None:
+    def layer(**about: Any) -> hp.AttentionLayer:
+        return hp.AttentionLayer("a", 0, "encoder", 4, 4, 2, **about)
+
+    drop, shaped = {"a": [1]}, HeadArgument("bias", 1, False)
+    plain = ways([layer()], drop)
+    order = [(w.by_group, w.narrow, w.own_config, ("none", "inner", "all").index(w.widths)) for w in plain]
+    assert order == sorted(order)
+    assert len(order) == len(set(order)) == 24
+    assert not any(w.cut_arguments or w.side_modules for w in plain)
+    assert [w.cut_arguments for w in ways([layer(arguments=(shaped,))], drop)[:6]] == [False] * 3 + [True] * 3
+    assert [w.side_modules for w in ways([layer(side_modules=("x",))], drop)][:12] == [False] * 6 + [True] * 6
+    for name, groups in (
+        ("bert", {False}),
+        ("llama", {False, True}),
+    ):  # groups are counted in two ways only where there are some
+        model, example = ZOO[name]()
+        layers = hp.find_attention(model, example)
+        assert {way.by_group for way in ways(layers, {a.name: [0] for a in layers}, model)} == groups
+    whole = Removal((layer(),), drop, "all", True, True, True, True, True)
+    assert Removal.from_json(whole.to_json()) == whole
+    older = {key: value for key, value in whole.to_json().items() if key in ("layers", "drop", "widths")}
+    assert Removal.from_json(older) == Removal((layer(),), drop, "all")
+
+
+# -- longer inputs ---------------------------------------------------------------------------------
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape) % 7
+
+
+def shapes(example: Any, limit: int | None = None) -> list[list[tuple[int, ...]]]:
+    return [[tuple(each.shape) for each in choices] for choices in longer(example, limit)]
+
+
+@pytest.mark.parametrize(("length", "limit", "lengths"), [
+    (8, None, [64, 32, 16, 10]), (33, None, [66, 132, 42]), (100, None, [200, 400, 125]), (2, None, [64, 8, 4, 3]), (8, 20, [20, 16, 10]),
+    (8, 12, [12, 10]), (8, 9, [9]), (8, 8, []), (1, None, []), (4097, None, []),
+])  # fmt: skip
+def test_lengths_to_try(length: int, limit: int | None, lengths: list[int]) -> None:
+    """Every length with one row and with all."""
+    assert shapes(ids(2, length), limit) == [[(rows, length) for length in lengths for rows in (1, 2)]] * bool(lengths)
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), [
+    ("attention_mask", torch.ones(3, 8, 8), (1, 64, 64)), ("attention_bias", torch.ones(3, 1, 8, 8), (1, 1, 64, 64)),  # for pairs of tokens
+    ("mask", torch.ones(8, 8), (64, 64)), ("bias", torch.ones(5, 5), (5, 5)),  # square, but not of the tokens
+    ("pixel_values", torch.ones(3, 3, 8, 8), (1, 3, 8, 8)), ("bbox", torch.ones(3, 8, 4).long(), (1, 64, 4)), ("labels", torch.ones(3), (1,)),
+    ("cells", torch.ones(3, 8, 8, 1).long(), (1, 64, 64, 1)), ("sizes", torch.ones(4), (4,)), ("scale", torch.tensor(2.0), ()),
+    ("more_embeds", torch.ones(3, 8, 5), (1, 64, 5)), ("decoder_input_ids", ids(3, 5), (1, 64)), ("pixel_mask", ids(3, 6), (1, 6)),
+])  # fmt: skip
+def test_what_comes_with_the_tokens(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
+    assert tuple(longer({"input_ids": ids(3, 8), name: value})[0][0][name].shape) == expected
+
+
+def test_tokens_by_their_shape_and_what_is_added() -> None:
+    by_second, by_first = shapes(torch.ones(2, 8, 5))  # features may have their tokens first
+    assert by_second == [(rows, length, 5) for length in (64, 32, 16, 10) for rows in (1, 2)]
+    assert by_first == [(length, rows, 5) for length in (64, 8, 4, 3) for rows in (1, 8)]
+    assert longer({"input_ids": ids(8, 8), "token_type_ids": ids(8, 8)})[0][0]["token_type_ids"].shape == (
+        1,
+        64,
+    )  # no mask, though square
+    for none in (
+        {"input_ids": ids(8)},
+        (torch.ones(2, 8).bool(),),
+        ids(0, 8),
+        ids(2, 3, 4, 5),
+        (torch.ones(2, 3, 8, 8), ids(2, 8)),
+    ):
+        assert longer(none) == []
+    zeros = torch.zeros(2, 5, dtype=torch.long)
+    example = {
+        "input_ids": ids(2, 5),
+        "attention_mask": zeros,
+        "special_mask": zeros,
+        "float_attention_mask": zeros.float(),
+        "pair": (zeros, [zeros]),
+    }
+    extended = longer(example)[0][1]
+    assert all(torch.equal(extended["input_ids"][:, start : start + 4], ids(2, 5)[:, :4]) for start in (0, 5, 60))
+    assert [extended[name].any() for name in ("attention_mask", "special_mask", "float_attention_mask")] == [
+        True,
+        False,
+        False,
+    ]
+    assert extended["pair"][1][0].shape == (2, 64)
+
+
+@pytest.mark.parametrize(("fields", "limit"), [
+    ({"max_position_embeddings": 20, "hidden_size": 8}, 20), ({"max_position_embeddings": 1}, None), ({"max_position_embeddings": 2}, 2),
+    ({"max_position_embeddings": 30, "n_positions": 25}, 25), ({"max_position_embeddings": True}, None), ({}, None),
+])  # fmt: skip
+def test_the_least_limit_of_a_config(fields: dict[str, Any], limit: int | None) -> None:
+    assert position_limit(SimpleNamespace(config=SimpleNamespace(**fields))) == limit  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("use", [
+    lambda table, i: nn.functional.embedding(i, table), lambda table, i: table[i], lambda table, i: table[:, i[:, 0]],
+    lambda table, i: table.index_select(1, i[0]), lambda table, i: table.gather(0, i),
+])  # fmt: skip
+def test_an_index_out_of_range_never_reaches_a_gpu(use: Any) -> None:
+    table = torch.randn(5, 5)
+    with _Bounds():
+        use(table, torch.tensor([[4, 0]]))
+        for wrong in (5, -6):
+            with pytest.raises(IndexError, match=f"index {wrong} is out of range for 5 entries"):
+                use(table, torch.tensor([[wrong, 0]]))
+        assert torch.equal(table[table > 0], table[table > 0])
