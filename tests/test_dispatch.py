@@ -32,7 +32,7 @@ from headprune.repairing import calibrate
 from headprune.running import blocks_of
 from headprune.scoring import gradient
 from headprune.seeing import maps
-from headprune.surgery import proof_inputs
+from headprune.surgery import proof, proof_inputs
 from tests.support import zoo
 from tests.support.commands import Silent, run
 from tests.support.otherdevice import pretended
