@@ -285,7 +285,7 @@ def test_a_training_is_that_of_one_process(processes: Processes, tmp_path: Path,
         for found in processes.call(tmp_path, size, "tests.support.shared:finetuned", **options, work=f"work-{size}"):
             assert found["largest"] == 6 / size
             assert found["best"] == one["best"]
-            assert [pytest.approx(each, abs=1e-6) for each in one["history"]] == found["history"]
+            assert [pytest.approx(each, abs=1e-6) for each in one["history"]] == list(found["history"])
             assert ((found["weights"] - one["weights"]).abs() > 1e-6).double().mean() < 0.01
     assert one["moved"] > 1e-4 or not one["best"]
 
