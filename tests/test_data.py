@@ -329,8 +329,8 @@ def test_a_split_that_is_named_for_two_parts_is_cut(split: str, bert_folder: Pat
     """Naming the only split there is again left nothing to report on."""
     file = write_jsonl(tmp_path / "all.jsonl", sentences(60, seed=4))
     options = DataOptions(dataset=str(file), **{split: "all"})
-    parts = load_parts(options, load_model(str(bert_folder), device="cpu"))
-    usual = load_parts(DataOptions(dataset=str(file)), load_model(str(bert_folder), device="cpu"))
+    parts = load_parts(options, load_model(str(bert_folder)))
+    usual = load_parts(DataOptions(dataset=str(file)), load_model(str(bert_folder)))
     for name in ("score", "choose", "report"):
         assert getattr(parts, name).rows == getattr(usual, name).rows
 
