@@ -41,7 +41,14 @@ def test_l0_at_a_price() -> None:
     assert set(some.values.argsort().tolist()[:3]) == set(DEAD)
 
 
-@pytest.mark.parametrize("keep", [0, 1, 6, 9])
+@pytest.mark.parametrize("keep", [0, 9])
+def test_a_budget_of_no_head_or_of_more_than_there_are(keep: int) -> None:
+    model, batches = small()
+    with pytest.raises(hp.HeadPruneError, match=f"keep {keep} (leaves no head|is more than all)"):
+        METHODS["l0"].run(problem(model, batches, Settings(keep=keep, steps=30)))
+
+
+@pytest.mark.parametrize("keep", [1, 6])
 @pytest.mark.parametrize("method", ["l0", "dsp"])
 def test_any_budget(method: str, keep: int) -> None:
     model, batches = small()

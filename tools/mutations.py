@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache" / "mutations"
 ROOMS = {  # the fast tests that guard each room
     "planning": ("test_planning*.py",),
-    "surgery": ("test_surgery*.py", "test_proof.py", "test_biases.py"),
+    "surgery": ("test_surgery*.py", "test_proof.py", "test_conformance.py"),
     "repairing": ("test_repair*.py",),
 }
 
