@@ -151,6 +151,8 @@ def find_plans(
     """
     start = _Start.of(options, trials)
     requests, work = _affordable(start, orders_for(options, scores), trials, output)
+    if len(requests) > 1:
+        trials.check_compares()
     orders = _make_orders(start, requests, trials, output)
     fits, misses = _fit_budgets(options.budgets, orders, subject_for, output)
     if not fits:

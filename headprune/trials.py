@@ -144,6 +144,18 @@ class Trials:
         """What `merit` goes by, for the report."""
         return "the divergence (KL) from the dense model's answers" if self._fidelity.known else "the loss"
 
+    def check_compares(self) -> None:
+        """Refuse to compare plans where there are no examples that choose.
+
+        Raises:
+            HeadPruneError: There are none.
+        """
+        if not self.choose:
+            raise HeadPruneError(
+                "There are no examples to choose between plans by: one batch was given, and no others.",
+                "Pass choose=[batch, …] with other examples.",
+            )
+
     def merit(self, plan: PruningPlan) -> float:
         """How good a plan is; higher is better.
 
@@ -153,11 +165,7 @@ class Trials:
         Raises:
             HeadPruneError: There are no examples that choose.
         """
-        if not self.choose:
-            raise HeadPruneError(
-                "There are no examples to choose between plans by: one batch was given, and no others.",
-                "Pass choose=[batch, …] with other examples.",
-            )
+        self.check_compares()
         if not self._fidelity.known:
             return -self.measure(plan.drop).metrics["loss"]
         return self.store.get(f"merit {sorted(plan.drop.items())}", lambda: self._nearness(plan.drop))

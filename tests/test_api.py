@@ -22,15 +22,13 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.app.data import DataOptions
-from headprune.app.runs import RunFolder
-from headprune.app.workflow import Goal, Options, PruneRun, open_scene, prune_run
-from headprune.budgets import budget_of
+from headprune.app.options import DataOptions, Options
+from headprune.app.workflow import open_scene
 from headprune.inputs import call, tensors
+from headprune.repairing import calibrate, fit_layers
 from tests.support.checks import hooks, same, state
-from tests.support.commands import Silent
+from tests.support.commands import Silent, run
 from tests.support.problems import small
-from tests.support.repairs import refit_of
 from tests.support.zoo import TorchEncoder, labelled, llama, randomise, sizes, text
 
 ROOT = Path(__file__).parent.parent
@@ -221,13 +219,12 @@ def test_benchmark(name: str) -> None:
 
 
 def test_search_finds_what_the_command_line_prunes(bert_folder: Path, data_folder: Path, tmp_path: Path) -> None:
-    options = Options(str(bert_folder), DataOptions(str(data_folder), limit=24, batch_size=8), seed=5)
-    goal = Goal(budgets=(budget_of("keep 5"), budget_of("keep 25%")), protect="L1.H0")
-    folder = RunFolder(tmp_path / "run")
-    found = prune_run(PruneRun(options, goal, ["gradient"]), folder, Silent())
-    paths = [folder.plan_path(b.asked, first=b is found.budgets[0]) for b in found.budgets]
+    seeded = ("-L", 24, "-b", 8, "--seed", 5, "-k", 5, "-k", "25%", "--protect", "L1.H0")
+    run("prune", bert_folder, "-d", data_folder, *seeded, "-m", "gradient", "-o", tmp_path / "run", "-q")
+    paths = [tmp_path / "run" / "plan.json", *(tmp_path / "run").glob("plan-*.json")]
 
-    scene = open_scene(options, Silent())
+    data = DataOptions(str(data_folder), limit=24, batch_size=8, seed=5)
+    scene = open_scene(Options(str(bert_folder), data, seed=5), Silent())
     fitted_to, choose = list(scene.parts.score.batches()), list(scene.parts.choose.batches())
     plans = hp.search(scene.model, fitted_to, keep=[5, "25%"], choose=choose, protect="L1.H0", seed=5)
     assert plans == [hp.PruningPlan.load(path) for path in paths]
@@ -246,8 +243,8 @@ def test_the_plan_is_of_the_order_whose_plans_are_nearest_to_the_dense_model() -
 
     def distance(plan: hp.PruningPlan) -> float:
         model = copy.deepcopy(s.model)
-        refit = refit_of(model, hp.find_attention(model, s.example), s.batches)
-        with refit.applied(refit.fitted(plan.drop)), hp.mask(model, plan, s.example):
+        calibration = calibrate(model, hp.find_attention(model, s.example), s.batches)
+        with calibration.applied(fit_layers(calibration, plan.drop).by_module), hp.mask(model, plan, s.example):
             each = []
             for batch in s.others:
                 inputs = {k: v for k, v in batch.items() if k != "labels"}
@@ -360,7 +357,7 @@ def mistakes() -> dict[str, tuple[Callable[[Subject], Any], str]]:
         "all may be lost": (lambda s: hp.search(s.model, s.batches, budgets="drop 5", choose=s.others), "did you mean 5%"),
         "too many, in Python": (lambda s: hp.search(s.model, s.batches, keep=99), "keep 99 is more than all 8 heads. Keep fewer, for instance 4"),
         "no examples, in Python": (lambda s: hp.evaluate(s.model, []), "Give batches of at least one example"),
-        "a stock folder": (stock, r"Load it by transformers.BertForSequenceClassification.from_pretrained"),
+        "a stock folder": (stock, "Load it by transformers' BertForSequenceClassification.from_pretrained"),
         "a generator twice": (twice, "gives its batches only once"),
         "nothing to choose by": (lambda s: hp.search(s.model, s.batches[:1], keep=3), "no examples to choose between"),
         "no number": (lambda s: hp.search(s.model, s.batches, keep=[]), "names no number of heads"),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headprune.checkpoint.reading import _sidecar, weight_files
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +19,7 @@ from headprune.app.documents import FinetuneRecord, Heads, Metrics, Run
 from headprune.app.folders import Folder
 from headprune.app.runs import RunFolder
 from headprune.attention import AttentionLayer
-from headprune.checkpoint.loading import loading_of
+from headprune.checkpoint import about, load_call
 from headprune.files import dumps, loads, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores
@@ -168,8 +167,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], Any], Callable[[Any], No
     "metrics": (FULL, Metrics.read, metrics_are),
     "finetune": (FINETUNE, FinetuneRecord.read, document_is),
     "heads": (heads_document().to_json(), Heads.read, heads_are),
-    "checkpoint": (SIDECAR, lambda path: (_sidecar(path.parent), weight_files(path.parent, _sidecar(path.parent)),
-                                          loading_of(path.parent)), lambda found: sound(found[0])),
+    "checkpoint": (SIDECAR, lambda path: (about(path.parent), load_call(path.parent)), lambda found: sound(found[0])),
     "command": ({"key": "abc", "command": "headprune score"}, lambda path: Folder(path.parent.parent).left_by("abc"), anything),
 }  # fmt: skip
 NAMES = {"checkpoint": "headprune.json"}

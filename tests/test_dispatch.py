@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headprune as hp
-from headprune import reference
-from headprune.app.data import DataOptions
-from headprune.app.options import Options
+from headprune.app.options import DataOptions, LoadOptions, Options
 from headprune.app.placing import placed
 from headprune.app.workflow import scene
 from headprune.checkpoint import load_call
@@ -30,10 +28,11 @@ from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import without_labels
 from headprune.offload import Offloaded, copied, is_offloaded, put, value_of
+from headprune.repairing import calibrate
 from headprune.running import blocks_of
 from headprune.scoring import gradient
 from headprune.seeing import maps
-from headprune.surgery import proof
+from headprune.surgery import proof, proof_inputs
 from tests.support import zoo
 from tests.support.commands import Silent, run
 from tests.support.otherdevice import pretended
@@ -223,7 +222,7 @@ def test_tensors_without_entries_are_not_one_tensor(tmp_path: Path) -> None:
 def test_several_processes_do_not_go_with_a_device_map(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene, "current", lambda: SimpleNamespace(size=2))
     with pytest.raises(HeadPruneError, match="several processes would each do"):
-        scene.open_scene(Options("somewhere", DataOptions("data"), device_map="auto"), Silent())  # type: ignore[arg-type]
+        scene.open_scene(Options("somewhere", DataOptions("data"), LoadOptions(device_map="auto")), Silent())  # type: ignore[arg-type]
 
 
 def test_a_module_that_needs_a_stand_in_is_refused(tmp_path: Path) -> None:
@@ -266,10 +265,10 @@ def test_statistics_of_a_model_on_disk(batches: int, tmp_path: Path, reads: Coun
     model, given, example = made("llama", batches)
     spread = on_disk(model, tmp_path)
     layers = hp.find_attention(model, example)
-    known = reference.measure(reference.calibrate(model, layers, given), answers=False)
-    asked = reference.calibrate(spread, layers, given)
+    known = calibrate(model, layers, given).statistics
+    calibration = calibrate(spread, layers, given)
     reads.clear()
-    found = reference.measure(asked, answers=False)
+    found = calibration.statistics
     assert {n for name, n in reads.items() if "layers" in name} == {6 * batches + 1}
     assert set(reads) == {name for name, _ in model.named_parameters()}
     assert all(p.is_meta for p in spread.parameters())
@@ -346,7 +345,7 @@ _LONG: dict[str, Callable[..., Any]] = {
         for name in ("gradient", "ablation", "output-norm", "entropy", "mean-ablation")
     },
     "profiles": lambda model, batches, layers: hp.profile_heads(model, batches, layers=layers),
-    "statistics": lambda model, batches, layers: reference.measure(reference.calibrate(model, layers, batches)),
+    "statistics": lambda model, batches, layers: calibrate(model, layers, batches).statistics,
     "repair": lambda model, batches, layers: hp.repair(model, {layers[0].name: [0]}, batches, layers=layers),
     "prune": lambda model, batches, layers: hp.prune(
         model, {layers[0].name: [0]}, without_labels(model, batches[0]), layers=layers
@@ -360,7 +359,7 @@ _LONG: dict[str, Callable[..., Any]] = {
 )
 def test_memory_grows_with_the_tokens_and_not_with_their_square(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maps, "_MOST", 2**15)  # weights that are looked at at once
-    monkeypatch.setattr(proof, "LONG", 128)
+    monkeypatch.setattr(proof_inputs, "LONG", 128)
     config = tf.LlamaConfig(
         **zoo.sizes("sdpa", num_hidden_layers=1, num_key_value_heads=4, max_position_embeddings=4096)
     )
@@ -407,7 +406,7 @@ def test_a_run_with_a_device_map(here: Path, bert_folder: Path, data_folder: Pat
     run(*common, "-m", "gradient", "-o", "plain")
     run(
         *common, "-m", "gradient", "-o", "spread",
-        "--device-map", "auto", "--device-memory", "cpu=60KB", "--offload-folder", "off",
+        "--device-map", "auto", "--device-memory", "cpu=60KB",
     )  # fmt: skip
     found = [json.loads(Path(name, "metrics.json").read_text()) for name in ("plain", "spread")]
     for name in ("dense", "curve", "planning"):

@@ -7,18 +7,17 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from pydantic import BaseModel, ValidationError
 
 import headprune as hp
-from headprune.app.data import DataOptions
-from headprune.app.documents import Cut, Document, File, FinetuneRecord, Heads, Metrics, Run
-from headprune.app.options import Options
+from headprune.app.documents import Cut, FinetuneRecord, Heads, Metrics, Run
+from headprune.app.options import DataOptions, Options
 from headprune.app.report import finetuned
+from headprune.documents import File, from_json
 from headprune.files import dumps, loads, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores
@@ -54,25 +53,34 @@ def test_committed_reports_are_written_again_as_they_are(folder: Path, tmp_path:
         assert same(loads(path.read_text()), loads((folder / path.name).read_text())), path.name
 
 
+def holds(whole: Any, part: Any) -> bool:
+    """Whether a document says all that another does; what it has beside is nothing, or empty."""
+    if isinstance(part, dict):
+        more = whole.keys() - part.keys()
+        return all(holds(whole[k], part[k]) for k in part) and not any(whole[k] for k in more)
+    if isinstance(part, list):
+        return len(whole) == len(part) and all(map(holds, whole, part))
+    return bool(whole == part)
+
+
 @pytest.mark.parametrize("kind", FULL, ids=lambda kind: kind.kind)
 def test_what_was_read_is_what_is_written(kind: type[File]) -> None:
     data = loads(dumps(FULL[kind]))
     if kind is Metrics:
         data["budgets"][0] |= {"repair": repaired(), "finetune": TRAINED}
-    again = loads(dumps(kind.model_validate(data).to_json()))
-    assert kind.model_validate(again) == kind.model_validate(data)
-    for key in data.keys() - {"options", "data"}:  # whose defaults are written out
-        assert again[key] == data[key] or key == "latency"
+    again = loads(dumps(from_json(kind, data).to_json()))
+    assert from_json(kind, again) == from_json(kind, data)
+    for key in data.keys() - {"options", "data", "latency"}:  # whose defaults are written out
+        assert holds(again[key], data[key]), key
 
 
-def test_older_files_lack_what_was_added_later(tmp_path: Path) -> None:
-    """They are readable, and nothing is made up for what they lack; energy, which they may hold, is left aside."""
-    metrics = {**copy.deepcopy(METRICS), "energy": {"batch": 1, "joules": {"dense": 2.5}}}
+def test_older_files_lack_what_was_added_later() -> None:
+    """They are readable, and nothing is made up for what they lack."""
+    metrics = copy.deepcopy(METRICS)
     del metrics["latency"]["bound_ghosts"], metrics["budgets"][0]["change"]["carried_by"]
-    run_ = copy.deepcopy(RUN)
-    assert not {"planning", "energy"} & Metrics.model_validate(metrics).to_json().keys()
-    assert Metrics.model_validate(metrics).budgets[0].change.carried_by == 0
-    assert "content_hash" not in Run.model_validate(run_).to_json()["parts"]["score"]
+    assert not from_json(Metrics, metrics).planning.work
+    assert from_json(Metrics, metrics).budgets[0].change.carried_by == 0
+    assert from_json(Run, copy.deepcopy(RUN)).parts.score.content_hash is None
 
 
 def holders(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -124,7 +132,6 @@ def test_an_unknown_key_is_told_with_the_file_and_its_place(kind: type[File], tm
     (Metrics, ["budgets", 0, "change"], [], "budgets › 0 › change is []; it should be a dictionary"),
     (Metrics, ["latency", "rows", 0, "timings", "dense", "runs"], "x", "latency › rows › 0 › timings › dense › runs is 'x'"),
     (FinetuneRecord, ["training", "history", 1, "loss"], "x", "training › history › 1 › loss is 'x'; it should be a valid number"),
-    (FinetuneRecord, ["options", "epochs"], 0, "Training cannot take 0 epochs"),
 ])  # fmt: skip
 def test_a_wrong_value_is_told_in_one_line(
     kind: type[File], place: list[Any], value: Any, told: str, tmp_path: Path
@@ -155,27 +162,17 @@ def test_report_names_the_file_and_the_key(file: str, key: str, tmp_path: Path) 
     assert re.search(rf"{file} is .*\b{key}\b", error), error
 
 
-def test_documents_do_not_change() -> None:
-    found = Run.model_validate(RUN)
-    with pytest.raises(ValidationError, match="frozen"):
-        found.when = "later"
-    assert found.changed(when="later").when == "later"
-    assert found.when == "today"
-    with pytest.raises(ValidationError, match="Extra inputs"):
-        found.changed(whem="later")
-
-
 def test_a_part_is_the_same_as_far_as_both_sides_say() -> None:
-    cut = Cut.model_validate(RUN["parts"])
-    texts = cut.changed(score=cut.score.changed(content_hash="x"))
+    cut = from_json(Cut, RUN["parts"])
+    texts = replace(cut, score=replace(cut.score, content_hash="x"))
     assert cut.same(texts)
     assert texts.same(cut)
-    assert not texts.same(cut.changed(score=cut.score.changed(content_hash="y")))
-    assert not cut.same(cut.changed(report=cut.report.changed(examples=3)))
+    assert not texts.same(replace(cut, score=replace(cut.score, content_hash="y")))
+    assert not cut.same(replace(cut, report=replace(cut.report, examples=3)))
 
 
 def test_the_report_of_a_fine_tuning() -> None:
-    text = finetuned.render("r", FinetuneRecord.model_validate(FINETUNE))
+    text = finetuned.render("r", from_json(FinetuneRecord, FINETUNE))
     assert (
         "Kept: the weights after epoch 1, by accuracy on 50 choosing examples (`validation`): 50.0 % after 0 epochs, "
         in text
@@ -198,11 +195,7 @@ FOR_PEOPLE = {
 
 def models(kind: Any) -> Iterator[type]:
     """A document's type, and all that are in it; not the options, which are the command line's."""
-    if (
-        isinstance(kind, type)
-        and (issubclass(kind, BaseModel) or is_dataclass(kind))
-        and not issubclass(kind, (Options, DataOptions))
-    ):
+    if isinstance(kind, type) and is_dataclass(kind) and not issubclass(kind, (Options, DataOptions)):
         yield kind
         for hint in get_type_hints(kind).values():
             yield from models(hint)
@@ -216,10 +209,5 @@ def test_every_field_is_read_by_a_report_or_a_command() -> None:
     files = [p for room in rooms for p in (ROOT / "headprune" / room).rglob("*") if p.suffix in (".py", ".j2")]
     files += [ROOT / "headprune" / "app" / name for name in ("finetune_run.py", "runs.py")]
     read = set(re.findall(r"(?:\.|attribute=\")(\w+)", "\n".join(path.read_text() for path in files)))
-    declared = {
-        name
-        for file in FULL
-        for kind in models(file)
-        for name in (kind.model_fields if issubclass(kind, Document) else [f.name for f in fields(kind)])
-    }
+    declared = {name for file in FULL for kind in models(file) for name in [f.name for f in fields(kind)]}
     assert declared - read == FOR_PEOPLE

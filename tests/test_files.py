@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import headprune as hp
 from headprune.app.runs import RunFolder
-from headprune.files import dumps, loads, read_json, write_json, write_text
+from headprune.files import dumps, loads, read_json, write_file, write_json
+from headprune.repairing import fit_layers
 from tests.support.commands import run
 from tests.support.documents import opened
 
@@ -78,7 +79,7 @@ def test_names_of_files_that_are_no_text(tmp_path: Path) -> None:
     name = os.fsdecode(b"data/caf\xe9.csv")
     write_json(tmp_path / "run.json", "run", {"command": f"prune -d {name}"})
     assert read_json(tmp_path / "run.json", "run")["command"] == f"prune -d {name}"
-    write_text(tmp_path / "report.md", f"`{name}`")
+    write_file(tmp_path / "report.md", f"`{name}`")
     assert (tmp_path / "report.md").read_text() == "`data/caf\\udce9.csv`"
 
 
@@ -122,7 +123,9 @@ def test_a_layer_whose_refit_does_no_better(
     import transformers as tf
 
     # Kept, though on so few examples it is no better than chance.
-    monkeypatch.setattr("headprune.trials.checked", lambda refit, drop, choose: refit.fitted(drop))
+    monkeypatch.setattr(
+        "headprune.trials.checked_repair", lambda calibration, drop, choose: fit_layers(calibration, drop)
+    )
     model = tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
     with torch.no_grad():
         model.bert.encoder.layer[0].attention.output.dense.weight[:, :8] = 0

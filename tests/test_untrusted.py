@@ -49,12 +49,9 @@ def infected(here: Path, bert_folder: Path) -> Path:
 @pytest.fixture
 def sent(infected: Path, scored: Path) -> Path:
     """A run folder as someone may send it: it names a model with code, and says that the code is trusted."""
-    options = {
-        **json.loads((scored / "run.json").read_text())["options"],
-        "model": str(infected),
-        "trust_remote_code": True,
-    }
-    edit(scored / "run.json", options=options)
+    options = json.loads((scored / "run.json").read_text())["options"]
+    options["loading"]["trust_remote_code"] = True
+    edit(scored / "run.json", options={**options, "model": str(infected)})
     return scored
 
 
