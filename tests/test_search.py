@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headprune as hp
 from tests.support.checks import hooks, same, state
-from tests.support.plain import WIDTH, Attention, noise
+from tests.support.plain import WIDTH, Attention, Normed, noise
 from tests.support.plans import any_constraints, check_nested, check_plan, gone
 from tests.support.problems import small
 from tests.support.zoo import labelled, randomise, sizes, text
@@ -89,7 +89,7 @@ def test_every_plan_holds(strategy: str, data: st.DataObject) -> None:
         plans = hp.search(model, batches[:1], keep, strategy=strategy, **options)
     except hp.HeadPruneError:
         with pytest.raises(
-            hp.HeadPruneError, match="out of reach|none would stay"
+            hp.HeadPruneError, match=r"out of reach|none would stay"
         ):  # what scores alone do not reach either
             hp.search(model, batches[:1], keep, strategy="one-shot", scores=random_scores(model, batches), **options)
         return
@@ -353,17 +353,6 @@ def test_a_slow_machine_plans_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- answers that cannot be looked at ---------------------------------------------------------------------
-
-
-class Normed(Attention):
-    """As BitNet: a norm over all heads before W_O, so that it cannot be refitted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o(self.norm(self.attend(x)))
 
 
 class Answers(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -75,4 +76,4 @@ def check_plan(
 def check_nested(plans: Sequence[hp.PruningPlan]) -> None:
     """Heads that go from a larger model go from a smaller one too."""
     ordered = sorted(plans, key=lambda plan: -plan.kept)
-    assert all(gone(larger) <= gone(smaller) for larger, smaller in zip(ordered, ordered[1:], strict=False))
+    assert all(gone(larger) <= gone(smaller) for larger, smaller in itertools.pairwise(ordered))
