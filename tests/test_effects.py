@@ -385,14 +385,6 @@ def test_an_effect_is_summed_over_the_tokens_of_each_example(lead: tuple[int, ..
         torch.testing.assert_close(alike[:, u], (each.sum() / 5).expand(5))
 
 
-@pytest.mark.parametrize("own", [torch.float64, torch.float32])
-def test_effects_are_multiplied_in_the_inputs_type_and_no_less_than_float32(own: torch.dtype) -> None:
-    removal = _Removal(torch.tensor([0]), *(torch.ones(1, 1, 1, dtype=own) for _ in range(3)), [0])
-    for given in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        near = removal.near(torch.ones(1, dtype=given))
-        assert {near.mean.dtype, near.left.dtype, near.right.dtype} == {torch.promote_types(given, torch.float32)}
-
-
 def test_slices_are_the_sums_of_their_heads() -> None:
     """Of each group the heads of least effect go together; heads that share nothing go alone."""
     layers = scores_of([(6, 2), (2, 2)], [0.0] * 8).layers
@@ -402,25 +394,6 @@ def test_slices_are_the_sums_of_their_heads() -> None:
     assert [(u.layer, u.heads) for u in slices] == [(0, (1, 5)), (0, (2, 3)), (1, (0,)), (1, (1,))]
     assert columns.tolist() == [[3, -3, 7, 8], [-3, 7, -7, 9]]
     assert _sliced(Search(layers), [], found[:, :0])[1].shape == (2, 0)
-
-
-def test_greedy_takes_what_costs_least_once_it_is_repaired() -> None:
-    """By brute force over all heads, each masked and the others refitted."""
-    model, batches = small(heads=3, layers=2)
-    layers = hp.find_attention(model, batches[0])
-    plans = hp.search(model, batches, [5, 4], strategy="greedy", layers=layers)
-    calibration, drop = calibrate(model, layers, batches), Heads()
-    for plan in plans:
-        losses = {}
-        for name, h in [(a.name, h) for a in layers for h in range(3) if h not in drop.get(a.name, [])]:
-            tried = {**drop, name: sorted([*drop.get(name, []), h])}
-            weights = fit_layers(calibration, tried).by_module
-            with torch.no_grad(), calibration.applied(weights), hp.mask(model, tried, layers=layers):
-                each = [F.cross_entropy(model(**b).logits, b["labels"], reduction="none") for b in batches]
-            losses[name, h] = float(torch.cat(each).mean())
-        name, head = min(losses, key=losses.__getitem__)
-        drop[name] = sorted([*drop.get(name, []), head])
-        assert plan.drop == drop
 
 
 def test_a_12_by_4_model_is_looked_at_again_on_1024_examples() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as tf
 
-from tests.support.commands import PRUNE, run
+from tests.support.commands import run
 from tests.support.folders import WORDS, common, tokenizer, write_jsonl
 from tests.support.zoo import randomise
 
