@@ -10,23 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import headprune as hp
-from tests.support.least_squares import (
-    Drop,
-    classifier,
-    columns_of,
-    kept_heads,
-    logits,
-    model_of,
-    output_of,
-    repaired,
-    repeated,
-    rows_of,
-    size_of,
-    some_heads,
-)
+from tests.support import brute
 from tests.support.zoo import text
 
-DROP: Drop = {"bert.encoder.layer.0.attention.self": [1], "bert.encoder.layer.1.attention.self": [0, 2]}
+DROP: brute.Drop = {"bert.encoder.layer.0.attention.self": [1], "bert.encoder.layer.1.attention.self": [0, 2]}
 STRENGTHS = [10 ** (i / 2) for i in range(-8, 5)]
 
 
@@ -70,16 +57,16 @@ class System:
         return float(torch.stack(left).square().mean().sqrt())
 
 
-def system(model: nn.Module, start: nn.Module, batches: Sequence[Any], drop: Drop, whole: bool) -> System:
+def system(model: nn.Module, start: nn.Module, batches: Sequence[Any], drop: brute.Drop, whole: bool) -> System:
     """Of the weights that stay, layer by layer: of the kept heads, and then the bias."""
     layers = [a for a in hp.find_attention(model, batches[0]) if a.name in drop]
     modules = [start.get_submodule(a.output_projection.module) for a in layers if a.output_projection]
-    kept = [columns_of(a, kept_heads(a, drop)) for a in layers]
+    kept = [brute.columns_of(a, brute.kept_heads(a, drop)) for a in layers]
     parameters = [p for module in modules for p in (module.weight, module.bias)]
     lacking, gradients = [], []
-    for example in (rows_of(batch, [i]) for batch in batches for i in range(size_of(batch))):
+    for example in (brute.rows_of(batch, [i]) for batch in batches for i in range(brute.size_of(batch))):
         now = along(start(**example).logits[0], whole)
-        lacking.append((along(logits(model, example)[0], whole) - now).detach())
+        lacking.append((along(brute.logits(model, example)[0], whole) - now).detach())
         rows = []
         for one in now:
             found = torch.autograd.grad(one, parameters, retain_graph=True)
@@ -91,16 +78,16 @@ def system(model: nn.Module, start: nn.Module, batches: Sequence[Any], drop: Dro
     return System(torch.stack(lacking), torch.stack(gradients))
 
 
-def moved(start: nn.Module, mended: nn.Module, layers: Sequence[hp.AttentionLayer], drop: Drop) -> Tensor:
+def moved(start: nn.Module, mended: nn.Module, layers: Sequence[hp.AttentionLayer], drop: brute.Drop) -> Tensor:
     """The change, in the same order."""
     parts = []
     for layer in (a for a in layers if a.name in drop):
-        kept = columns_of(layer, kept_heads(layer, drop))
-        (old, old_bias), (new, new_bias) = output_of(start, layer), output_of(mended, layer)
+        kept = brute.columns_of(layer, brute.kept_heads(layer, drop))
+        (old, old_bias), (new, new_bias) = brute.output_of(start, layer), brute.output_of(mended, layer)
         assert old_bias is not None
         assert new_bias is not None
         parts.append(torch.cat([(new - old)[kept], (new_bias - old_bias)[None]]).flatten())
-        gone = columns_of(layer, drop[layer.name])
+        gone = brute.columns_of(layer, drop[layer.name])
         assert not new[gone].any()
     return torch.cat(parts)
 
@@ -109,16 +96,16 @@ def moved(start: nn.Module, mended: nn.Module, layers: Sequence[hp.AttentionLaye
 def test_the_step_is_the_ridge_regression(kind: Any) -> None:
     problem = kind if kind == "multi_label_classification" else None
     if kind == "albert":  # one module that is called three times
-        model, example = model_of("albert")
+        model, example = brute.model_of("albert")
         batches, drop = [example], {hp.find_attention(model, example)[0].name: [0]}
     elif kind == "part of a step":
-        (model, batches), drop = classifier(rows=(16,)), DROP
+        (model, batches), drop = brute.classifier(rows=(16,)), DROP
     else:
-        (model, batches), drop = classifier(3 if problem else kind, problem), DROP
-    choose = text(120, 7, seed=78) if kind == "part of a step" else repeated(batches[0])
+        (model, batches), drop = brute.classifier(3 if problem else kind, problem), DROP
+    choose = text(120, 7, seed=78) if kind == "part of a step" else brute.repeated(batches[0])
     given: dict[str, Any] = {"mixtures": False, "choose": [choose]}
-    start, plain = repaired(model, drop, *batches, answers=False, **given)
-    mended, done = repaired(model, drop, *batches, **given)
+    start, plain = brute.repaired(model, drop, *batches, answers=False, **given)
+    mended, done = brute.repaired(model, drop, *batches, **given)
     assert done.trials[:-1] == plain.trials
     assert done.trials[-1].kept
     assert done.trials[-1].step == "answers"
@@ -145,32 +132,32 @@ def kl(dense: Tensor, now: Tensor) -> float:
 
 def test_without_others_the_step_is_tried_by_cross_fitting() -> None:
     """A third of the error on what was fitted to, and two thirds of that of each half's step on the other half."""
-    model, batches = classifier(3, rows=(31, 19))
-    start, plain = repaired(model, DROP, *batches, mixtures=False, answers=False, choose=None)
-    _, done = repaired(model, DROP, *batches, mixtures=False, choose=None)
+    model, batches = brute.classifier(3, rows=(31, 19))
+    start, plain = brute.repaired(model, DROP, *batches, mixtures=False, answers=False, choose=None)
+    _, done = brute.repaired(model, DROP, *batches, mixtures=False, choose=None)
     assert done.answers
     found, layers = system(model, start, batches, DROP, whole=False), hp.find_attention(model, batches[0])
     singles = {k: torch.cat([b[k] for b in batches]) for k in batches[0]}
-    dense, part = logits(model, singles), done.answers.part
+    dense, part = brute.logits(model, singles), done.answers.part
 
     def tried(change: Tensor, rows: slice) -> float:
         at, before = 0, {n: p.clone() for n, p in start.state_dict().items()}
         for layer in layers:
             assert layer.output_projection
             module: Any = start.get_submodule(layer.output_projection.module)
-            kept, width = columns_of(layer, kept_heads(layer, DROP)), len(module.bias)
+            kept, width = brute.columns_of(layer, brute.kept_heads(layer, DROP)), len(module.bias)
             own = change[at : (at := at + (len(kept) + 1) * width)].view(-1, width)
             with torch.no_grad():
                 module.weight[:, kept] += part * own[:-1].T
                 module.bias += part * own[-1]
-        value = kl(dense[rows], logits(start, rows_of(singles, rows)))
+        value = kl(dense[rows], brute.logits(start, brute.rows_of(singles, rows)))
         start.load_state_dict(before)
         return value
 
     whole = found.step(slice(None), done.answers.strength)
     halves = [tried(found.step(slice(1 - i, None, 2), done.answers.strength), slice(i, None, 2)) for i in (0, 1)]
     trial = done.trials[-1]
-    assert trial.before == pytest.approx(kl(dense, logits(start, singles)), rel=1e-4)
+    assert trial.before == pytest.approx(kl(dense, brute.logits(start, singles)), rel=1e-4)
     assert trial.after == pytest.approx((tried(whole, slice(None)) + sum(halves)) / 3, rel=1e-3)
     assert plain.answers is None
 
@@ -179,19 +166,19 @@ def test_without_others_the_step_is_tried_by_cross_fitting() -> None:
 def test_answers_come_nearer(name: str) -> None:
     """With six classes an answer is looked at along its gap and some other directions only; with mixtures, along these."""
     if name in ("vit", "xlnet", "xlnet, square"):
-        model, example = model_of(name, 9 if name == "xlnet, square" else 16)
-        drop = some_heads(hp.find_attention(model, example))
+        model, example = brute.model_of(name, 9 if name == "xlnet, square" else 16)
+        drop = brute.some_heads(hp.find_attention(model, example))
     else:
-        model, (example,) = classifier(6 if name == "six classes" else 2, rows=(64,))
+        model, (example,) = brute.classifier(6 if name == "six classes" else 2, rows=(64,))
         drop = DROP
-    start, _ = repaired(model, drop, example, answers=False, mixtures=name == "mixtures")
-    mended, done = repaired(model, drop, example, mixtures=name == "mixtures")
+    start, _ = brute.repaired(model, drop, example, answers=False, mixtures=name == "mixtures")
+    mended, done = brute.repaired(model, drop, example, mixtures=name == "mixtures")
     assert done.answers
     assert done.answers.held_out < done.answers.before
-    assert done.answers.examples == size_of(example)
-    dense = logits(model, example)
-    assert kl(dense, logits(mended, example)) < kl(dense, logits(start, example))
-    gap = logits(start, example) - dense
+    assert done.answers.examples == brute.size_of(example)
+    dense = brute.logits(model, example)
+    assert kl(dense, brute.logits(mended, example)) < kl(dense, brute.logits(start, example))
+    gap = brute.logits(start, example) - dense
     gap = gap - gap.mean(1, keepdim=True)
     before = float((gap.square().sum(1) / (gap.shape[1] - 1)).mean().sqrt())
     assert (done.answers.before == pytest.approx(before, rel=1e-6)) == (name != "mixtures")
@@ -199,18 +186,18 @@ def test_answers_come_nearer(name: str) -> None:
 
 def test_it_costs_a_pass_and_one_for_every_direction() -> None:
     """The dense answers, the answers again, and two differences between three classes, backward."""
-    model, batches = classifier(3)
-    given: dict[str, Any] = {"mixtures": False, "choose": [repeated(batches[0])]}
-    _, plain = repaired(model, DROP, *batches, answers=False, **given)
-    _, done = repaired(model, DROP, *batches, **given)
+    model, batches = brute.classifier(3)
+    given: dict[str, Any] = {"mixtures": False, "choose": [brute.repeated(batches[0])]}
+    _, plain = brute.repaired(model, DROP, *batches, answers=False, **given)
+    _, done = brute.repaired(model, DROP, *batches, **given)
     assert done.passes - plain.passes == 4
 
 
 def test_a_whole_layer_gone_leaves_its_bias_to_move() -> None:
-    model, batches = classifier(3)
+    model, batches = brute.classifier(3)
     drop = {"bert.encoder.layer.0.attention.self": [0, 1, 2]}
-    start, _ = repaired(model, drop, *batches, answers=False)
-    mended, done = repaired(model, drop, *batches)
+    start, _ = brute.repaired(model, drop, *batches, answers=False)
+    mended, done = brute.repaired(model, drop, *batches)
     assert done.answers
     assert moved(start, mended, hp.find_attention(model, batches[0]), drop).any()
 
@@ -232,13 +219,13 @@ class Ruled(nn.Module):
     ("name", "note"), [("llama", "more than one answer"), ("gpt2", "more than one"), ("bert", "not all finite")]
 )
 def test_where_there_is_no_step_it_is_said(name: str, note: str) -> None:
-    model, example = model_of(name)
+    model, example = brute.model_of(name)
     if name != "llama":
         model = Ruled(model).eval()
-    drop = some_heads(hp.find_attention(model, example))
+    drop = brute.some_heads(hp.find_attention(model, example))
     if name == "bert":
         model.model.classifier = nn.Linear(32, 3).double()  # type: ignore[union-attr]
-    _, done = repaired(model, drop, example)
+    _, done = brute.repaired(model, drop, example)
     assert done.answers is None
     assert any(note in told for told in done.notes)
     assert done.trials

@@ -12,20 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headprune as hp
-from tests.support.least_squares import (
-    Drop,
-    classifier,
-    columns_of,
-    kept_heads,
-    logits,
-    model_of,
-    output_of,
-    repaired,
-    repeated,
-    ridge_regression,
-    rows_of,
-    tokens_of,
-)
+from tests.support import brute
 from tests.support.problems import duplicated, small
 from tests.support.zoo import randomise, text
 
@@ -76,7 +63,7 @@ def trained() -> Classifier:
     return model.eval()
 
 
-DROPS: tuple[Drop, ...] = (
+DROPS: tuple[brute.Drop, ...] = (
     {"attention.0": [0, 1]}, {"attention.1": [2]}, {"attention.0": [3], "attention.1": [0, 1]},
     {"attention.0": [0, 1, 2], "attention.1": [1, 2, 3]},
 )  # fmt: skip
@@ -89,17 +76,17 @@ def kl(dense: Tensor, now: Tensor) -> Tensor:
 def far(model: nn.Module, dense: nn.Module) -> tuple[float, float]:
     """Accuracy on other texts, and the divergence from the dense model's answers."""
     x, y = texts(400, 99)
-    now = logits(model, x)
-    return float((now.argmax(1) == y).float().mean()), float(kl(logits(dense, x), now).mean())
+    now = brute.logits(model, x)
+    return float((now.argmax(1) == y).float().mean()), float(kl(brute.logits(dense, x), now).mean())
 
 
-def without(model: nn.Module, drop: Drop) -> nn.Module:
+def without(model: nn.Module, drop: brute.Drop) -> nn.Module:
     """A copy with the heads' columns of W_O zeroed."""
     found = copy.deepcopy(model)
     for layer in hp.find_attention(model, texts(1, 1)[0]):
         assert layer.output_projection
         with torch.no_grad():
-            columns = columns_of(layer, drop.get(layer.name, []))
+            columns = brute.columns_of(layer, drop.get(layer.name, []))
             found.get_submodule(layer.output_projection.module).weight[:, columns] = 0  # type: ignore[index, operator]
     return found
 
@@ -110,14 +97,16 @@ def test_few_examples_do_no_harm_to_others(trained: Classifier, examples: int, o
     (x, _), choose = texts(examples, 5), [texts(examples, 6)[0]] if others else None
     gains = 0
     for drop in DROPS if examples < 100 else DROPS[2:]:
-        mended, done = repaired(trained, drop, *x.split(16), choose=choose)
+        mended, done = brute.repaired(trained, drop, *x.split(16), choose=choose)
         before, after = far(without(trained, drop), trained), far(mended, trained)
         assert after[0] >= before[0] - 0.02
         assert after[1] <= before[1] * 1.1 + 0.02
         gains += after[1] < 0.5 * before[1]
         assert done.trials
         if not any(t.kept for t in done.trials):  # it answers as it will when it is pruned
-            torch.testing.assert_close(logits(mended, x), logits(without(trained, drop), x), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                brute.logits(mended, x), brute.logits(without(trained, drop), x), rtol=1e-5, atol=1e-5
+            )
             assert (done.layers, done.answers, done.biases) == ({}, None, ())
         elif examples == 4:
             assert others
@@ -130,15 +119,15 @@ def test_other_examples_decide(trained: Classifier) -> None:
     model, calls = copy.deepcopy(trained), list[int]()
     model.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
     done = hp.repair(model, drop, [(x, y)], choose=[others[:99], others[99:]], layers=hp.find_attention(trained, x))
-    dense = logits(trained, others)
+    dense = brute.logits(trained, others)
     assert [t.step for t in done.trials] == ["output projections", "values", "answers"]
     assert 1 + 1 + 3 <= calls.count(99) <= 1 + 1 + 4  # the dense model, without any step, and with each
     assert {t.examples for t in done.trials} == {150}
     assert done.trials[0].before == pytest.approx(
-        float(kl(dense, logits(without(trained, drop), others)).mean()), rel=1e-4
+        float(kl(dense, brute.logits(without(trained, drop), others)).mean()), rel=1e-4
     )
     kept = [t for t in done.trials if t.kept]
-    assert kept[-1].after == pytest.approx(float(kl(dense, logits(model, others)).mean()), rel=1e-4)
+    assert kept[-1].after == pytest.approx(float(kl(dense, brute.logits(model, others)).mean()), rel=1e-4)
     for one, following in pairwise(done.trials):
         assert following.before == (one.after if one.kept else one.before)
         assert one.kept == (one.after < one.before)
@@ -147,25 +136,25 @@ def test_other_examples_decide(trained: Classifier) -> None:
 
 def test_without_others_it_is_estimated_by_cross_fitting() -> None:
     """A third of the error on what was fitted to, and two thirds of the other half's: W_O fitted by hand to every other example."""
-    model, batches = classifier(2)
-    drop: Drop = {"bert.encoder.layer.0.attention.self": [1]}
-    _, done = repaired(model, drop, *batches, ridge=0.1, values=False, mixtures=False, choose=None)
+    model, batches = brute.classifier(2)
+    drop: brute.Drop = {"bert.encoder.layer.0.attention.self": [1]}
+    _, done = brute.repaired(model, drop, *batches, ridge=0.1, values=False, mixtures=False, choose=None)
     layer = hp.find_attention(model, batches[0])[0]
-    tokens, (old, bias) = tokens_of(model, [layer], batches)[layer.name], output_of(model, layer)
+    tokens, (old, bias) = brute.tokens_of(model, [layer], batches)[layer.name], brute.output_of(model, layer)
     singles, kept = (
         {k: torch.cat([b[k] for b in batches]) for k in batches[0]},
-        columns_of(layer, kept_heads(layer, drop)),
+        brute.columns_of(layer, brute.kept_heads(layer, drop)),
     )
-    dense = logits(model, singles)
+    dense = brute.logits(model, singles)
 
     def tried(fitted: Tensor, rows: slice) -> float:
         own = tokens.of(fitted)
         own.x = own.x[:, kept]
         changed, weight = copy.deepcopy(model), torch.zeros_like(old)
-        weight[kept], free = ridge_regression(own, old[kept], bias, 0.1)  # type: ignore[arg-type]
+        weight[kept], free = brute.ridge_regression(own, old[kept], bias, 0.1)  # type: ignore[arg-type]
         module: Any = changed.get_submodule("bert.encoder.layer.0.attention.output.dense")
         module.weight.data, module.bias.data = weight.T.contiguous(), free
-        return float(kl(dense[rows], logits(changed, rows_of(singles, rows))).mean())
+        return float(kl(dense[rows], brute.logits(changed, brute.rows_of(singles, rows))).mean())
 
     whole = tried(tokens.example >= 0, slice(None))
     halves = [tried(tokens.example % 2 == 1 - fold, slice(fold, None, 2)) for fold in (0, 1)]
@@ -177,18 +166,18 @@ def test_without_others_it_is_estimated_by_cross_fitting() -> None:
 @pytest.mark.parametrize("examples", [1, 2, 3])
 def test_three_examples_show_nothing(trained: Classifier, examples: int) -> None:
     x, _ = texts(examples, 5)
-    mended, done = repaired(trained, DROPS[1], x, choose=None)
+    mended, done = brute.repaired(trained, DROPS[1], x, choose=None)
     assert done.layers == {}
     assert any("fewer than 4 examples" in note for note in done.notes)
-    torch.testing.assert_close(logits(mended, x), logits(without(trained, DROPS[1]), x))
+    torch.testing.assert_close(brute.logits(mended, x), brute.logits(without(trained, DROPS[1]), x))
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_bias_of_a_step_that_is_left_out_is_not_added(kept: bool) -> None:
     """The step is compared with columns of zeros and a bias of zeros; where it is left out, none stays."""
-    model, example = model_of("llama", 8 if kept else 4)
-    given = {"choose": [repeated(example)]} if kept else {"choose": None}
-    mended, done = repaired(model, {"L0": [0, 1]}, example, ridge=0.1, values=False, **given)
+    model, example = brute.model_of("llama", 8 if kept else 4)
+    given = {"choose": [brute.repeated(example)]} if kept else {"choose": None}
+    mended, done = brute.repaired(model, {"L0": [0, 1]}, example, ridge=0.1, values=False, **given)
     assert done.trials[0].kept == kept
     assert done.biases == ("model.layers.0.self_attn.o_proj",) * kept
     assert (mended.state_dict().keys() == model.state_dict().keys()) == (not kept)
@@ -197,7 +186,7 @@ def test_a_bias_of_a_step_that_is_left_out_is_not_added(kept: bool) -> None:
 def test_given_ridges_are_compared_too() -> None:
     model, batches = small()
     duplicated(model)
-    _, done = repaired(model, {"L0": [1]}, *(batches * 4), choose=None, ridge=0.1, values=False)
+    _, done = brute.repaired(model, {"L0": [1]}, *(batches * 4), choose=None, ridge=0.1, values=False)
     assert done.trials[0].kept
     assert done.layers
     assert done.answers is None
@@ -212,7 +201,7 @@ def test_outputs_without_logits_are_compared_by_squares() -> None:
             return {"x": answer, "ids": x, "scale": answer.mean(), "y": 2 * answer}
 
     model, x = randomise(Bare()).double(), texts(120, 5)[0]
-    _, done = repaired(model, DROPS[0], x, choose=[texts(110, 6)[0]], values=False)
+    _, done = brute.repaired(model, DROPS[0], x, choose=[texts(110, 6)[0]], values=False)
     with torch.no_grad():
         now, dense = (m(texts(110, 6)[0]) for m in (without(model, DROPS[0]), model))
     expected = sum(float((now[k] - dense[k]).square().mean()) for k in ("x", "y"))
@@ -226,8 +215,8 @@ def test_it_is_json_also_where_answers_overflow() -> None:
         "layers": {}, "examples": 3, "mixtures": 0, "passes": 1, "biases": [], "notes": [], "answers": None,
         "trials": [{"step": "values", "before": None, "after": None, "examples": 3, "kept": False}],
     }  # fmt: skip
-    model, batches = classifier(2)
-    _, done = repaired(model, {"L0": [1], "L1": [0, 2]}, *batches, mixtures=False)
+    model, batches = brute.classifier(2)
+    _, done = brute.repaired(model, {"L0": [1], "L1": [0, 2]}, *batches, mixtures=False)
     found = json.loads(json.dumps(done.to_json()))
     assert done.answers
     assert found["answers"]["held_out"] == done.answers.held_out
@@ -235,9 +224,9 @@ def test_it_is_json_also_where_answers_overflow() -> None:
 
 
 def test_choosing_by_what_was_fitted_to_is_refused() -> None:
-    model, batches = classifier(2)
+    model, batches = brute.classifier(2)
     for choose, message in ((batches[1:2], "is one of batches="), ([], "holds no examples")):
         with pytest.raises(hp.HeadPruneError, match=message):
-            repaired(model, {"L0": [1]}, *batches, choose=choose)
+            brute.repaired(model, {"L0": [1]}, *batches, choose=choose)
     with pytest.raises(hp.HeadPruneError, match="no examples"):
-        repaired(model, {"L0": [1]}, rows_of(batches[0], slice(0, 0)), choose=[text(4, 7)])
+        brute.repaired(model, {"L0": [1]}, brute.rows_of(batches[0], slice(0, 0)), choose=[text(4, 7)])

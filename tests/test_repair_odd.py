@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import headprune as hp
+from tests.support import brute
 from tests.support.checks import hooks, same, state
-from tests.support.families import built
-from tests.support.least_squares import alike, batch_of, classifier, model_of, repaired, repeated, rows_of, some_heads
-from tests.support.plain import WIDTH, Attention, Pair, model_of as plain_of, noise
+from tests.support.plain import WIDTH, Attention, Pair, noise
+from tests.support.plain import model_of as plain_of
 from tests.support.problems import small
 from tests.support.zoo import randomise
 
@@ -67,7 +67,7 @@ def test_weights_that_are_not_w_o_s_alone_stay(kind: Any, notes: int, why: str) 
     layers = hp.find_attention(model, x)
     if kind is Attention:
         nn.utils.parametrizations.weight_norm(model[0].o)  # type: ignore[index, arg-type]
-    before, given = state(model), {"choose": [repeated(x)], "layers": layers, "ridge": 0.1, "values": False}
+    before, given = state(model), {"choose": [brute.repeated(x)], "layers": layers, "ridge": 0.1, "values": False}
     done = hp.repair(model, {layers[0].name: [1]}, [x], **given)  # type: ignore[arg-type]
     told = [note for note in done.notes if "keeps its old weights" in note]
     assert len(told) == notes
@@ -77,7 +77,7 @@ def test_weights_that_are_not_w_o_s_alone_stay(kind: Any, notes: int, why: str) 
 
 
 def test_weights_not_in_memory_are_left_alone() -> None:
-    model, example = model_of("bert")
+    model, example = brute.model_of("bert")
     layers = hp.find_attention(model, example)
     done = hp.repair(model.to("meta"), {"L1": [1]}, [example], layers=layers)
     assert (done.layers, len(done.notes)) == ({}, 3)
@@ -85,7 +85,7 @@ def test_weights_not_in_memory_are_left_alone() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_is_told(value: float) -> None:
-    model, example = model_of("bert")
+    model, example = brute.model_of("bert")
     layers = hp.find_attention(model, example)
     with torch.no_grad():
         model.bert.encoder.layer[1].attention.self.value.bias[3] = value  # type: ignore[union-attr, index]
@@ -100,14 +100,14 @@ def test_a_layer_that_does_not_matter_has_nothing_to_be_fitted_to() -> None:
     model, batches = small()
     with torch.no_grad():
         model.classifier.weight.zero_()  # type: ignore[union-attr, operator]
-    _, done = repaired(model, {"L0": [1], "L1": [0]}, *batches)
+    _, done = brute.repaired(model, {"L0": [1], "L1": [0]}, *batches)
     assert (done.layers, done.trials) == ({}, ())
 
 
 def test_one_token_an_example_can_be_fitted_to() -> None:
-    model, example = model_of("bert")
+    model, example = brute.model_of("bert")
     one = {k: v[:, :1] for k, v in example.items()}
-    mended, done = repaired(model, {"L0": [0], "L1": [0, 1, 2, 3]}, one)
+    mended, done = brute.repaired(model, {"L0": [0], "L1": [0, 1, 2, 3]}, one)
     assert done.trials
     assert all(p.isfinite().all() for p in mended.parameters())
 
@@ -132,12 +132,19 @@ def test_examples_packed_into_one_tensor_are_refused_in_a_line_or_compared() -> 
     assert done.trials
 
 
+class Spoken(Attention):
+    """The model decides how long its answer is, as of speech."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        out = super().forward(x)
+        return {"frames": out[:, : 1 + int(out.abs().sum() * 10) % 5], "mean": out.mean(1)}
+
+
 def test_answers_whose_length_the_model_decides_are_compared_where_they_can_be() -> None:
-    model, example = built("fastspeech2_conformer")
-    layers = hp.find_attention(model, example)
-    batches = [{**example, "input_ids": example["input_ids"].roll(i, 1)} for i in range(3)]
-    done = hp.repair(model, {a.name: [0] for a in layers}, batches, layers=layers)
+    model = randomise(Spoken())
+    _, done = brute.repaired(model, {"L0": [0]}, noise(5, 6, WIDTH), choose=None, values=False)
     assert all(math.isfinite(trial.after) and trial.before > 0 for trial in done.trials)
+    assert done.trials
 
 
 # -- conditions ---------------------------------------------------------------------------------------
@@ -147,14 +154,14 @@ def test_answers_whose_length_the_model_decides_are_compared_where_they_can_be()
 @pytest.mark.parametrize("name", ["llama", "mha", "classifier"])
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
     """All steps; the weights are about those of double precision."""
-    model, example = classifier(3) if name == "classifier" else model_of(name)
+    model, example = brute.classifier(3) if name == "classifier" else brute.model_of(name)
     batches = example if name == "classifier" else [example]
-    drop = some_heads(hp.find_attention(model, batches[0]))
-    wide, _ = repaired(model, drop, *batches, ridge=0.1, choose=[batch_of(repeated(batches[0]))])
+    drop = brute.some_heads(hp.find_attention(model, batches[0]))
+    wide, _ = brute.repaired(model, drop, *batches, ridge=0.1, choose=[brute.batch_of(brute.repeated(batches[0]))])
     if name == "mha":
         batches = [tuple(t.to(dtype) if t.is_floating_point() else t for t in example)]
     for ridge in (0.1, None):
-        mended, done = repaired(model.to(dtype), drop, *batches, ridge=ridge)
+        mended, done = brute.repaired(model.to(dtype), drop, *batches, ridge=ridge)
         assert done.trials[0].kept or ridge is None
         assert {p.dtype for p in mended.parameters()} == {dtype}
         assert all(p.isfinite().all() for p in mended.parameters())
@@ -164,22 +171,22 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "llama", "mha"])
 def test_under_inference_mode(name: str) -> None:
-    model, example = model_of(name)
-    drop = some_heads(hp.find_attention(model, example))
-    expected, _ = repaired(model, drop, example, ridge=0.1)
+    model, example = brute.model_of(name)
+    drop = brute.some_heads(hp.find_attention(model, example))
+    expected, _ = brute.repaired(model, drop, example, ridge=0.1)
     found = copy.deepcopy(model)
     with torch.inference_mode():
-        mine = rows_of(example, slice(0, 6))
-        hp.repair(found, drop, [batch_of(mine)], choose=[batch_of(repeated(mine))], ridge=0.1)
+        mine = brute.rows_of(example, slice(0, 6))
+        hp.repair(found, drop, [brute.batch_of(mine)], choose=[brute.batch_of(brute.repeated(mine))], ridge=0.1)
     assert not any(p.is_inference() for p in found.parameters())
-    alike(found, expected)
+    brute.alike(found, expected)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "mha", "xlnet"])
 def test_a_repair_that_is_interrupted_leaves_the_model_to_the_bit(name: str) -> None:
     """Whenever it is: while it measures, and while new weights are tried. And one that ends changes nothing but weights."""
-    model, example = model_of(name)
-    layers, batch = hp.find_attention(model, example), batch_of(example)
+    model, example = brute.model_of(name)
+    layers, batch = hp.find_attention(model, example), brute.batch_of(example)
     for i, p in enumerate(model.parameters()):
         p.requires_grad_(i % 2 == 0)
     model.train()
@@ -188,22 +195,22 @@ def test_a_repair_that_is_interrupted_leaves_the_model_to_the_bit(name: str) -> 
 
     def count(module: nn.Module, *args: Any) -> None:
         passes.append(1)
-        if len(passes) == stop:
+        if len(passes) == last[0]:
             raise KeyboardInterrupt
 
-    stop = 10**9
-    given: dict[str, Any] = {"choose": [batch_of(repeated(example))], "layers": layers}
+    last = [-1]
+    given: dict[str, Any] = {"choose": [brute.batch_of(brute.repeated(example))], "layers": layers}
     handle = model.register_forward_pre_hook(count)
-    hp.repair(copy.deepcopy(model), some_heads(layers), [batch], **given)
+    hp.repair(copy.deepcopy(model), brute.some_heads(layers), [batch], **given)
     every = len(passes)
     for stop in (*range(2, every, every // 4), every):
-        passes.clear()
+        passes[:], last[0] = [], stop
         with pytest.raises(KeyboardInterrupt):
-            hp.repair(model, some_heads(layers), [batch], **given)
+            hp.repair(model, brute.some_heads(layers), [batch], **given)
         assert same(model, before)
         assert hooks(model) == 1
     handle.remove()
-    done = hp.repair(model, some_heads(layers), [batch], **given)
+    done = hp.repair(model, brute.some_heads(layers), [batch], **given)
     assert not same(model, before)
     now = {n: (id(p), p.requires_grad) for n, p in model.named_parameters()}
     assert now.items() >= pointers.items()
@@ -222,10 +229,10 @@ def test_a_repair_that_is_interrupted_leaves_the_model_to_the_bit(name: str) -> 
 @torch.no_grad()
 def test_repaired_pruned_saved_loaded_and_again(name: str, drop: Any, tmp_path: Path) -> None:
     """It answers as it will when it is pruned: a stub, a ghost, a head of every group."""
-    model, example = model_of(name)
+    model, example = brute.model_of(name)
     model = model.float()
     for _ in range(2):
-        done = hp.repair(model, drop, [example], choose=[repeated(example)], ridge=0.3)
+        done = hp.repair(model, drop, [example], choose=[brute.repeated(example)], ridge=0.3)
         assert done.trials[0].kept
         whole = model(**example).logits
         loaded = hp.load(hp.save(model, tmp_path / "m", overwrite=True))
