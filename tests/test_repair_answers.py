@@ -93,7 +93,9 @@ def moved(start: nn.Module, mended: nn.Module, layers: Sequence[hp.AttentionLaye
 
 
 @pytest.mark.parametrize("kind", [2, 4, "multi_label_classification", 1, "albert", "part of a step"])
-def test_the_step_is_the_ridge_regression(kind: Any) -> None:
+def test_the_step_is_the_ridge_regression(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == 4:  # little room: coordinates are chosen by the first batch that is seen
+        monkeypatch.setattr("headprune.repairing.gauss_newton._MOST_KEPT", 1)
     problem = kind if kind == "multi_label_classification" else None
     if kind == "albert":  # one module that is called three times
         model, example = brute.model_of("albert")

@@ -235,8 +235,6 @@ def test_repaired_pruned_saved_loaded_and_again(name: str, drop: Any, tmp_path: 
         done = hp.repair(model, drop, [example], choose=[brute.repeated(example)], ridge=0.3)
         assert done.trials[0].kept
         whole = model(**example).logits
-        loaded = hp.load(hp.save(model, tmp_path / "m", overwrite=True))
-        torch.testing.assert_close(loaded(**example).logits, whole)
         hp.prune(model, drop, example)
         torch.testing.assert_close(model(**example).logits, whole, rtol=1e-3, atol=1e-3)
         loaded = hp.load(hp.save(model, tmp_path / "m", overwrite=True))

@@ -151,13 +151,6 @@ class Scaled(Attention):
         return found + 0.5 * F.pad(found, (0, 0, 1, 0))[..., :-1, :]
 
 
-class Squashed(Attention):
-    """A nonlinearity behind the values."""
-
-    def values(self, x: Tensor) -> Tensor:
-        return super().values(x).tanh()
-
-
 class Normed(Attention):
     """A norm without weights behind every head's values, which does not care how they are turned."""
 
@@ -166,15 +159,8 @@ class Normed(Attention):
         return found * torch.rsqrt(found.square().mean(-1, keepdim=True) + 1e-6)
 
 
-class Residual(Attention):
-    """The values also go past W_O."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 0.3 * self.v(x)  # type: ignore[no-any-return]
-
-
 class Lengths(Attention):
-    """How long the values are goes past W_O, which does not care how they are turned."""
+    """How long the values are also goes past W_O, which does not care how they are turned."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1 + self.v(x).square().mean(-1, keepdim=True))  # type: ignore[no-any-return]
@@ -222,7 +208,7 @@ def test_what_is_linear_in_its_values_is_as_promised(kind: type[Attention]) -> N
     check_values(randomise(Stack(kind)).double(), noise(20, 5, WIDTH).double())
 
 
-@pytest.mark.parametrize("kind", [Squashed, Normed, Residual, Lengths, Stretched, Tied, Handed])
+@pytest.mark.parametrize("kind", [Normed, Lengths, Stretched, Tied, Handed])
 def test_values_that_are_not_for_w_o_alone_stay(kind: type[Attention]) -> None:
     """Nor those that a later layer reads: W_O's inputs there would change, which nobody has fitted it to."""
     stack = Stack(Attention, Handed) if kind is Handed else Stack(kind)

@@ -20,27 +20,6 @@ RIDGES = (1e-4, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0)  # that are tried where none is
 Drop = dict[str, list[int]]
 
 
-def albert() -> nn.Module:
-    """One attention module that runs three times."""
-    return randomise(tf.AlbertForSequenceClassification(tf.AlbertConfig(**sizes("sdpa", embedding_size=16))))
-
-
-def xlnet() -> nn.Module:
-    """Tokens come before the examples, and W_O is no module."""
-    config = tf.XLNetConfig(vocab_size=100, d_model=32, n_head=4, n_layer=2, d_inner=48)
-    return randomise(tf.XLNetForSequenceClassification(config))
-
-
-def tokens_first() -> nn.Module:
-    """PyTorch's order."""
-    return randomise(zoo.TorchEncoder(batch_first=False))
-
-
-def answering() -> nn.Module:
-    """Where an answer starts and ends: tokens are the classes, and padding is none."""
-    return randomise(tf.BertForQuestionAnswering(tf.BertConfig(**sizes("sdpa", num_hidden_layers=2))))
-
-
 def classifier(classes: int = 2, problem: str | None = None, rows: Sequence[int] = (12, 6, 9, 5)) -> Made:
     """A BERT of two layers of three heads, and batches of different sizes."""
     config = tf.BertConfig(
@@ -68,11 +47,23 @@ def example_of(name: str, rows: int = 6) -> Any:
 
 def model_of(name: str, rows: int = 6) -> tuple[nn.Module, Any]:
     """A tiny model in float64, and some examples."""
-    others = {
-        "albert": albert, "xlnet": xlnet, "xlnet, square": xlnet, "tokens first": tokens_first, "answering": answering,
-    }  # fmt: skip
-    model = others[name]() if name in others else zoo.ZOO[name]()[0]
-    return model.double(), example_of(name, rows)
+    kind = name.removesuffix(", square")
+    if kind == "tokens first":  # PyTorch's order
+        model: nn.Module = zoo.TorchEncoder(batch_first=False)
+    elif kind == "albert":  # one attention module that runs three times
+        model = tf.AlbertForSequenceClassification(tf.AlbertConfig(**sizes("sdpa", embedding_size=16)))
+    elif kind == "xlnet":  # tokens come before the examples, and W_O is no module
+        model = tf.XLNetForSequenceClassification(
+            tf.XLNetConfig(vocab_size=100, d_model=32, n_head=4, n_layer=2, d_inner=48)
+        )
+    elif kind == "answering":  # where an answer starts and ends: tokens are the classes, and padding is none
+        model = tf.BertForQuestionAnswering(tf.BertConfig(**sizes("sdpa", num_hidden_layers=2)))
+    elif kind in ("regression", "multi_label_classification"):
+        config = tf.BertConfig(**sizes("sdpa", num_hidden_layers=2, num_labels=3), problem_type=kind)
+        model = tf.BertForSequenceClassification(config)
+    else:
+        model = zoo.ZOO[kind]()[0]
+    return randomise(model).double(), example_of(name, rows)
 
 
 def rows_of(example: Any, index: Any) -> Any:
@@ -194,7 +185,7 @@ class Tokens:
         return float((self.share * (self.y - found) ** 2).sum()) / self.spread()
 
 
-def probe(output: Any, real: Tensor | None, first: int) -> Tensor:
+def probe(model: Any, output: Any, real: Tensor | None, first: int) -> Tensor:
     """A random projection of the answers, whose slope squared is on average the Fisher information.
 
     Noise goes by an example's number; with two classes only a sign is drawn.
@@ -204,7 +195,11 @@ def probe(output: Any, real: Tensor | None, first: int) -> Tensor:
     for i, row in enumerate(answers):
         own = row if real is None or row.ndim == 1 else row[real[i]]
         draw = torch.randn(own.shape, generator=torch.Generator().manual_seed(first + i)).to(own)
-        if hasattr(output, "logits"):
+        problem = getattr(getattr(model, "config", None), "problem_type", None)
+        if problem == "multi_label_classification":  # a yes or no's variance
+            chance = own.detach().sigmoid()
+            total = total + (draw * (chance * (1 - chance)).sqrt() * own).sum()
+        elif hasattr(output, "logits") and problem != "regression":
             root = own.detach().softmax(-1).sqrt()
             rest = draw - root * (root * draw).sum(-1, keepdim=True)
             rest = rest / rest.norm(dim=-1, keepdim=True) * (own.shape[-1] - 1) ** 0.5
@@ -235,7 +230,7 @@ def tokens_of(model: nn.Module, layers: Sequence[hp.AttentionLayer], batches: Se
         seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {layer.name: [] for layer in layers}
         handles = [_watch(model, layer, seen[layer.name]) for layer in layers]
         with torch.enable_grad():
-            number = probe(run(model, example), real_of(model, example, "decoder"), first)
+            number = probe(model, run(model, example), real_of(model, example, "decoder"), first)
         for handle in handles:
             handle.remove()
         size = size_of(example)
