@@ -46,7 +46,7 @@ class System:
         basis, _ = torch.linalg.qr(j.T)
         j = j @ basis
         pull = strength * self.unit * torch.eye(j.shape[1], dtype=j.dtype)
-        return basis @ torch.linalg.solve(j.T @ j + pull, j.T @ r)
+        return basis @ torch.linalg.solve(j.T @ j + pull, j.T @ r)  # type: ignore[no-any-return]
 
     def held_out(self, strength: float) -> float:
         """Every example left out in turn, and the others fitted to."""
@@ -69,7 +69,7 @@ def system(model: nn.Module, start: nn.Module, batches: Sequence[Any], drop: bru
         lacking.append((along(brute.logits(model, example)[0], whole) - now).detach())
         rows = []
         for one in now:
-            found = torch.autograd.grad(one, parameters, retain_graph=True)
+            found = torch.autograd.grad(one, parameters, retain_graph=True)  # type: ignore[arg-type]
             parts = [
                 torch.cat([w[:, k].T, b[None]]).flatten() for k, w, b in zip(kept, found[::2], found[1::2], strict=True)
             ]

@@ -30,13 +30,13 @@ class Scaled(nn.Module):
         return self.base.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return 3 * self.base(x)
+        return 3 * self.base(x)  # type: ignore[no-any-return]
 
 
 class Adapted(Attention):
     def __init__(self) -> None:
         super().__init__()
-        self.o = Scaled()
+        self.o = Scaled()  # type: ignore[assignment]
 
 
 class Bare(Attention):
@@ -54,7 +54,7 @@ class SharedOutput(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.first(x, x, x)[0]
-        return x + self.second(x, x, x)[0]
+        return x + self.second(x, x, x)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("kind", "notes", "why"), [
@@ -105,9 +105,9 @@ def test_a_layer_that_does_not_matter_has_nothing_to_be_fitted_to() -> None:
 class Packed(Attention):
     """Tokens of all examples behind one another, and how many each has."""
 
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
         owner = torch.arange(len(lengths)).repeat_interleave(lengths)
-        return self.o(self.attend(x[None], attn_mask=owner[:, None] == owner))[0]
+        return self.o(self.attend(x[None], attn_mask=owner[:, None] == owner))[0]  # type: ignore[no-any-return]
 
 
 def test_examples_packed_into_one_tensor_are_refused_in_a_line_or_compared() -> None:
@@ -125,14 +125,14 @@ def test_examples_packed_into_one_tensor_are_refused_in_a_line_or_compared() -> 
 class Spoken(Attention):
     """The model decides how long its answer is, as of speech."""
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         out = super().forward(x)
         return {"frames": out[:, : 1 + int(out.abs().sum() * 10) % 5], "mean": out.mean(1)}
 
 
 def test_answers_whose_length_the_model_decides_are_compared_where_they_can_be() -> None:
     model = randomise(Spoken())
-    _, done = brute.repaired(model, {"L0": [0]}, *noise(5, 6, WIDTH).split(1), choose=None, values=False)
+    _, done = brute.repaired(model, {"L0": [0]}, *noise(5, 6, WIDTH).split(1), choose=None, values=False)  # type: ignore[no-untyped-call]
     assert all(math.isfinite(trial.after) and trial.before > 0 for trial in done.trials)
     assert done.trials
 

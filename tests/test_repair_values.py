@@ -152,7 +152,7 @@ class Lengths(Attention):
     """How long the values are also goes past W_O, which does not care how they are turned."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + self.qkv(x).chunk(3, -1)[2].square().mean(-1, keepdim=True))
+        return super().forward(x) * (1 + self.qkv(x).chunk(3, -1)[2].square().mean(-1, keepdim=True))  # type: ignore[no-any-return]
 
 
 class Stretched(Changed):

@@ -207,7 +207,7 @@ def probe(model: Any, output: Any, real: Tensor | None, first: int) -> Tensor:
             total = total + (rest * root * own.log_softmax(-1)).sum()
         else:
             total = total + (draw * own).sum()
-    return total
+    return total  # type: ignore[no-any-return]
 
 
 def real_of(model: Any, example: Any, kind: str) -> Tensor | None:
@@ -215,7 +215,7 @@ def real_of(model: Any, example: Any, kind: str) -> Tensor | None:
     if not isinstance(example, Mapping) or "input_ids" not in example:
         return None
     if kind == "encoder" or not model.config.is_encoder_decoder:
-        return example["attention_mask"].bool()
+        return example["attention_mask"].bool()  # type: ignore[no-any-return]
     if "labels" in example:
         found: Tensor = example["labels"] != -100
         return found
