@@ -27,10 +27,10 @@ from headprune.app.runs import RunFolder
 from headprune.app.workflow import Goal, Options, PruneRun, open_scene, prune_run
 from headprune.budgets import budget_of
 from headprune.inputs import call, tensors
-from headprune.repairing import calibrate, fit_layers
 from tests.support.checks import hooks, same, state
 from tests.support.commands import Silent
 from tests.support.problems import small
+from tests.support.repairs import refit_of
 from tests.support.zoo import TorchEncoder, labelled, llama, randomise, sizes, text
 
 ROOT = Path(__file__).parent.parent
@@ -246,8 +246,8 @@ def test_the_plan_is_of_the_order_whose_plans_are_nearest_to_the_dense_model() -
 
     def distance(plan: hp.PruningPlan) -> float:
         model = copy.deepcopy(s.model)
-        calibration = calibrate(model, hp.find_attention(model, s.example), s.batches)
-        with calibration.applied(fit_layers(calibration, plan.drop).by_module), hp.mask(model, plan, s.example):
+        refit = refit_of(model, hp.find_attention(model, s.example), s.batches)
+        with refit.applied(refit.fitted(plan.drop)), hp.mask(model, plan, s.example):
             each = []
             for batch in s.others:
                 inputs = {k: v for k, v in batch.items() if k != "labels"}

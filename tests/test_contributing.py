@@ -15,10 +15,11 @@ import headprune as hp
 from headprune.budgets import BUDGETS
 from headprune.exporting import FORMATS
 from headprune.planning import STRATEGIES
-from headprune.repairing import calibrate, checked_repair
+from headprune.repairing import checked
 from headprune.repairing.steps import STEPS
 from headprune.scoring import METHODS
 from tests.support.documents import GENERATION, METRICS
+from tests.support.repairs import refit_of
 from tests.support.zoo import bert, labelled, text
 
 TESTS = Path(__file__).parent
@@ -66,8 +67,8 @@ def test_the_example_of_a_step_repairs() -> None:
     room: dict[str, Any] = {"__name__": "example"}
     exec(next(code for code in CODE if "Step(" in code), room)
     model, example = bert()
-    calibration = calibrate(model, hp.find_attention(model, example), [text(8, 9)])
-    found = checked_repair(calibration, {"bert.encoder.layer.0.attention.self": [1]}, steps=[STEPS[0], room["STEP"]])
+    refit = refit_of(model, hp.find_attention(model, example), [text(8, 9)])
+    found = checked(refit, {"bert.encoder.layer.0.attention.self": [1]}, steps=[STEPS[0], room["STEP"]])
     assert [trial.step for trial in found.trials] == ["output projections", "stronger pull"]
 
 
