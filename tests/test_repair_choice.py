@@ -57,7 +57,7 @@ def trained() -> Classifier:
             some = torch.arange(64) + 64 * (i % 32)
             loss = F.cross_entropy(model(x[some]), y[some])
             steps.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             steps.step()
     return model.eval()
 
@@ -68,15 +68,11 @@ DROPS: tuple[brute.Drop, ...] = (
 )  # fmt: skip
 
 
-def kl(dense: Tensor, now: Tensor) -> Tensor:
-    return F.kl_div(now.log_softmax(1), dense.log_softmax(1), log_target=True, reduction="none").sum(1)
-
-
 def far(model: nn.Module, dense: nn.Module) -> tuple[float, float]:
     """Accuracy on other texts, and the divergence from the dense model's answers."""
     x, y = texts(400, 99)
     now = brute.logits(model, x)
-    return float((now.argmax(1) == y).float().mean()), float(kl(brute.logits(dense, x), now).mean())
+    return float((now.argmax(1) == y).float().mean()), brute.kl(brute.logits(dense, x), now)
 
 
 def without(model: nn.Module, drop: brute.Drop) -> nn.Module:
@@ -95,8 +91,8 @@ def without(model: nn.Module, drop: brute.Drop) -> nn.Module:
 def test_few_examples_do_no_harm_to_others(trained: Classifier, examples: int, others: bool) -> None:
     (x, _), choose = texts(examples, 5), [texts(examples, 6)[0]] if others else None
     gains = 0
-    for drop in DROPS if examples < 100 else DROPS[2:]:
-        mended, done = brute.repaired(trained, drop, *x.split(16), choose=choose)
+    for drop in DROPS if examples < 32 else DROPS[2:]:
+        mended, done = brute.repaired(trained, drop, *x.split(16), choose=choose)  # type: ignore[no-untyped-call]
         before, after = far(without(trained, drop), trained), far(mended, trained)
         assert after[0] >= before[0] - 0.02
         assert after[1] <= before[1] * 1.1 + 0.02
@@ -123,10 +119,10 @@ def test_other_examples_decide(trained: Classifier) -> None:
     assert 1 + 1 + 3 <= calls.count(99) <= 1 + 1 + 4  # the dense model, without any step, and with each
     assert {t.examples for t in done.trials} == {150}
     assert done.trials[0].before == pytest.approx(
-        float(kl(dense, brute.logits(without(trained, drop), others)).mean()), rel=1e-4
+        brute.kl(dense, brute.logits(without(trained, drop), others)), rel=1e-4
     )
     kept = [t for t in done.trials if t.kept]
-    assert kept[-1].after == pytest.approx(float(kl(dense, brute.logits(model, others)).mean()), rel=1e-4)
+    assert kept[-1].after == pytest.approx(brute.kl(dense, brute.logits(model, others)), rel=1e-4)
     for one, following in pairwise(done.trials):
         assert following.before == (one.after if one.kept else one.before)
         assert one.kept == (one.after < one.before)
@@ -145,7 +141,7 @@ def test_without_others_it_is_estimated_by_cross_fitting() -> None:
         own = brute.rows_of(whole, fitted)
         mended, fit = brute.repaired(model, drop, own, ridge=0.1, values=False, mixtures=False)
         assert fit.trials[0].kept
-        return float(kl(dense[rows], brute.logits(mended, brute.rows_of(whole, rows))).mean())
+        return brute.kl(dense[rows], brute.logits(mended, brute.rows_of(whole, rows)))
 
     every, even, odd = (slice(start, None, step) for start, step in ((0, 1), (0, 2), (1, 2)))
     (trial,) = done.trials

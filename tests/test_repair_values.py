@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import headprune as hp
 from tests.support import brute
 from tests.support.checks import hooks, same, state
-from tests.support.plain import HEADS, WIDTH, noise
+from tests.support.plain import WIDTH, Attention, noise
 from tests.support.problems import small
-from tests.support.zoo import randomise, text
+from tests.support.zoo import randomise, sizes, text
 
 
 @torch.no_grad()
@@ -78,11 +78,9 @@ def test_the_model_gives_what_the_fit_promised(name: str) -> None:
 @pytest.mark.parametrize("kv", [1, 4])
 def test_values_are_refitted_where_that_is_better_on_examples_held_out(kv: int) -> None:
     """What has one key/value head has no other values to take over."""
-    config = tf.LlamaConfig(
-        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=kv, head_dim=4,
-        intermediate_size=48, pad_token_id=0,
-    )  # fmt: skip
-    model, example = randomise(tf.LlamaForCausalLM(config)).double(), text(20, 9)
+    more = {"num_hidden_layers": 2, "num_key_value_heads": kv, "head_dim": 4}
+    model = randomise(tf.LlamaForCausalLM(tf.LlamaConfig(**sizes("sdpa", **more)))).double()
+    example = text(20, 9)
     _, done = brute.repaired(model, {"L0": [1], "L1": [1]}, example)
     _, alone = brute.repaired(model, {"L0": [1], "L1": [1]}, example, values=False)
     assert [facts.values for facts in done.layers.values()] == [kv == 4] * 2
@@ -124,69 +122,61 @@ def test_heads_that_give_nothing_and_layers_without_heads(ridge: float | None) -
 # -- modules -----------------------------------------------------------------------------------------
 
 
-class Attention(nn.Module):
-    """Ordinary attention with a projection each, and a bias that is not small."""
+class Changed(Attention):
+    """Something is done to the values."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = HEADS
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = super().split(x)
+        return q, k, self.values(v)
 
-    def split(self, projection: nn.Module, x: Tensor) -> Tensor:
-        return projection(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # type: ignore[no-any-return]
-
-    def values(self, x: Tensor) -> Tensor:
-        return self.split(self.v, x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = F.scaled_dot_product_attention(self.split(self.q, x), self.split(self.k, x), self.values(x))
-        return self.o(heads.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+    def values(self, v: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
-class Scaled(Attention):
+class Scaled(Changed):
     """A factor for every head behind the values, of which every token also gets some of the one before."""
 
-    def values(self, x: Tensor) -> Tensor:
-        found = super().values(x) * torch.tensor([0.5, -1.0, 2.0, 3.0]).to(x)[:, None, None]
-        return found + 0.5 * F.pad(found, (0, 0, 1, 0))[..., :-1, :]
+    def values(self, v: Tensor) -> Tensor:
+        v = v * torch.tensor([0.5, -1.0, 2.0, 3.0]).to(v)[:, None, None]
+        return v + 0.5 * F.pad(v, (0, 0, 1, 0))[..., :-1, :]
 
 
-class Normed(Attention):
+class Normed(Changed):
     """A norm without weights behind every head's values, which does not care how they are turned."""
 
-    def values(self, x: Tensor) -> Tensor:
-        found = super().values(x)
-        return found * torch.rsqrt(found.square().mean(-1, keepdim=True) + 1e-6)
+    def values(self, v: Tensor) -> Tensor:
+        return v * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
 
 
 class Lengths(Attention):
     """How long the values are also goes past W_O, which does not care how they are turned."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + self.v(x).square().mean(-1, keepdim=True))  # type: ignore[no-any-return]
+        return super().forward(x) * (1 + self.qkv(x).chunk(3, -1)[2].square().mean(-1, keepdim=True))  # type: ignore[no-any-return]
 
 
-class Stretched(Attention):
+class Stretched(Changed):
     """A factor for every feature behind the values."""
 
-    def values(self, x: Tensor) -> Tensor:
-        return super().values(x) * torch.linspace(0.5, 2, WIDTH // HEADS).to(x)
+    def values(self, v: Tensor) -> Tensor:
+        return v * torch.linspace(0.5, 2, v.shape[-1]).to(v)
 
 
 class Tied(Attention):
     """Values are keys."""
 
-    def values(self, x: Tensor) -> Tensor:
-        return self.split(self.k, x)
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, _ = super().split(x)
+        return q, k, k
 
 
-class Handed(Attention):
+class Handed(Changed):
     """Its values are added to an earlier layer's, as in value residual learning (arXiv:2410.17897)."""
 
     earlier: Tensor
 
-    def values(self, x: Tensor) -> Tensor:
-        return super().values(x) + self.earlier
+    def values(self, v: Tensor) -> Tensor:
+        return v + self.earlier
 
 
 class Stack(nn.Module):
@@ -198,7 +188,7 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.second, Handed):
-            self.second.earlier = self.first.values(x)
+            self.second.earlier = self.first.split(x)[2]
         x = F.layer_norm(x + self.first(x), (WIDTH,))
         return self.head(x + self.second(x))  # type: ignore[no-any-return]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,8 @@ Drop = dict[str, list[int]]
 
 def classifier(classes: int = 2, problem: str | None = None, rows: Sequence[int] = (12, 6, 9, 5)) -> Made:
     """A BERT of two layers of three heads, and batches of different sizes."""
-    config = tf.BertConfig(
-        vocab_size=100, hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32,
-        pad_token_id=0, num_labels=classes, problem_type=problem,
-    )  # fmt: skip
+    small = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 32}
+    config = tf.BertConfig(**sizes("sdpa", **small, num_labels=classes, problem_type=problem))
     model = randomise(tf.BertForSequenceClassification(config)).double()
     return model, [text(count, 7, seed=count) for count in rows]
 
@@ -47,23 +45,28 @@ def example_of(name: str, rows: int = 6) -> Any:
 
 def model_of(name: str, rows: int = 6) -> tuple[nn.Module, Any]:
     """A tiny model in float64, and some examples."""
-    kind = name.removesuffix(", square")
-    if kind == "tokens first":  # PyTorch's order
-        model: nn.Module = zoo.TorchEncoder(batch_first=False)
-    elif kind == "albert":  # one attention module that runs three times
-        model = tf.AlbertForSequenceClassification(tf.AlbertConfig(**sizes("sdpa", embedding_size=16)))
-    elif kind == "xlnet":  # tokens come before the examples, and W_O is no module
-        model = tf.XLNetForSequenceClassification(
-            tf.XLNetConfig(vocab_size=100, d_model=32, n_head=4, n_layer=2, d_inner=48)
-        )
-    elif kind == "answering":  # where an answer starts and ends: tokens are the classes, and padding is none
-        model = tf.BertForQuestionAnswering(tf.BertConfig(**sizes("sdpa", num_hidden_layers=2)))
-    elif kind in ("regression", "multi_label_classification"):
-        config = tf.BertConfig(**sizes("sdpa", num_hidden_layers=2, num_labels=3), problem_type=kind)
-        model = tf.BertForSequenceClassification(config)
-    else:
-        model = zoo.ZOO[kind]()[0]
+    two = sizes("sdpa", num_hidden_layers=2)
+    others: dict[str, Callable[[], nn.Module]] = {
+        # PyTorch's order of dimensions; one attention module that runs three times.
+        "tokens first": lambda: zoo.TorchEncoder(batch_first=False),
+        "albert": lambda: tf.AlbertForSequenceClassification(tf.AlbertConfig(**sizes("sdpa", embedding_size=16))),
+        # Tokens come before the examples, and W_O is no module.
+        "xlnet": lambda: tf.XLNetForSequenceClassification(
+            tf.XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=48)
+        ),
+        # Where an answer starts and ends: tokens are the classes, and padding is none.
+        "answering": lambda: tf.BertForQuestionAnswering(tf.BertConfig(**two)),
+        "numbers": lambda: classifier(3, "regression")[0],
+        "labels": lambda: classifier(3, "multi_label_classification")[0],
+    }
+    model = others.get(name.removesuffix(", square"), lambda: zoo.ZOO[name]()[0])()
     return randomise(model).double(), example_of(name, rows)
+
+
+def kl(dense: Tensor, now: Tensor) -> float:
+    """Mean divergence of answers from the dense model's."""
+    chances = dense.softmax(-1)
+    return float((chances * (dense.log_softmax(-1) - now.log_softmax(-1))).sum(-1).mean())
 
 
 def rows_of(example: Any, index: Any) -> Any:
@@ -152,9 +155,7 @@ def kept_heads(layer: hp.AttentionLayer, drop: Drop) -> list[int]:
 
 def alike(one: nn.Module, other: nn.Module, most: float = 1e-6) -> None:
     """All weights are equal up to rounding."""
-    for (name, a), (also, b) in zip(one.state_dict().items(), other.state_dict().items(), strict=True):
-        assert name == also
-        torch.testing.assert_close(a, b, rtol=most, atol=most, msg=lambda text, name=name: f"{name}: {text}")
+    torch.testing.assert_close(dict(one.state_dict()), dict(other.state_dict()), rtol=most, atol=most)
 
 
 # -- tokens ------------------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ def probe(model: Any, output: Any, real: Tensor | None, first: int) -> Tensor:
             total = total + (rest * root * own.log_softmax(-1)).sum()
         else:
             total = total + (draw * own).sum()
-    return total
+    return total  # type: ignore[no-any-return]
 
 
 def real_of(model: Any, example: Any, kind: str) -> Tensor | None:
@@ -214,7 +215,7 @@ def real_of(model: Any, example: Any, kind: str) -> Tensor | None:
     if not isinstance(example, Mapping) or "input_ids" not in example:
         return None
     if kind == "encoder" or not model.config.is_encoder_decoder:
-        return example["attention_mask"].bool()
+        return example["attention_mask"].bool()  # type: ignore[no-any-return]
     if "labels" in example:
         found: Tensor = example["labels"] != -100
         return found
