@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from headprune.attention import AttentionLayer
-from headprune.scoring.base import Estimate, Samples, standard_error
+from headprune.scoring.base import Estimate, standard_error
 from headprune.scoring.scores import HeadScores
 from headprune.uncertainty import FEW, carried_by, spread
 from tests.support.problems import error_of, small
@@ -71,7 +71,7 @@ def scores_of(effects: np.ndarray) -> HeadScores:
 
     model, batches = small()
     layers: list[AttentionLayer] = hp.find_attention(model, batches[0])
-    found = Estimate.mean_of(Samples(torch.from_numpy(effects), torch.zeros(len(effects), dtype=torch.float64)))
+    found = Estimate.mean_of(torch.from_numpy(effects), torch.zeros(len(effects), dtype=torch.float64))
     values, errors = (
         dict(zip([a.name for a in layers], t.split(3), strict=True)) for t in (found.values, found.stderr)
     )

@@ -12,9 +12,9 @@ from torch import Tensor
 from headprune.errors import HeadPruneError
 from headprune.gates import gated
 from headprune.parallel import current
-from headprune.running import frozen
+from headprune.running import checkpointed, frozen
 from headprune.scoring.base import Estimate, Problem, method
-from headprune.scoring.gradient import checkpointed, separate
+from headprune.scoring.gradient import separate
 
 _STEPS, _EPOCHS = 200, 2  # the larger of the two
 _NO_ERROR = "none from one training run of the gates"
