@@ -85,9 +85,8 @@ def dsp(problem: Problem) -> Estimate:
 
 
 def _keep(problem: Problem) -> int:
-    """How many heads to aim at: at least 1 and at most all, half of them by default."""
-    keep = problem.heads // 2 if problem.keep is None else problem.keep
-    return min(max(keep, 1), problem.heads)
+    """How many heads to aim at: half of them by default."""
+    return max(1, problem.heads // 2) if problem.keep is None else problem.keep
 
 
 def _relaxed(keys: Tensor, keep: int, temperature: float) -> Tensor:
