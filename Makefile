@@ -19,7 +19,7 @@ test: install  ## the tests that take minutes, not hours
 test-slow: install  ## end-to-end runs, on minilm-rt too where it lies beside the checkout
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m slow
 
-mutations: $(VENV)/.strength  ## what the tests say of small mistakes in planning, surgery and repair (docs/tests.md); up to MINUTES, then go on
+mutations: $(VENV)/.strength  ## what the tests say of small mistakes in planning, surgery and repair (CONTRIBUTING.md); up to MINUTES, then go on
 	$(BIN)/python tools/mutations.py --minutes $(MINUTES)
 
 lines: $(VENV)/.strength  ## how much of headprune the fast tests run, by file; ten to twenty minutes

@@ -1,6 +1,6 @@
 """Faults of machines, tried: commands that are killed, told to stop, or run out of disk; files that are damaged.
 
-    python benchmarks/faults.py --work DIR     # writes docs/reliability.md; about half an hour on two idle cores; goes on where it was stopped
+    python benchmarks/faults.py --work DIR     # writes docs/scale.md; about half an hour on two idle cores; goes on where it was stopped
     python benchmarks/faults.py --quick        # a few of each, prints the tables and writes nothing; about two minutes
 
 Each trial is a tiny model's `score`, `prune`, `finetune` or `export`, with one fault at a place that is drawn at random. After it,
@@ -440,7 +440,7 @@ def tables(results: Results) -> tuple[str, str]:
 
 
 def document(results: Results) -> str:
-    """What docs/reliability.md says of the trials."""
+    """What docs/scale.md says of the trials."""
     wrong = [trial for trial, row in results.found.items() if not row["fine"]]
     verdict = (
         "In every one the old state or the new one was whole, the same command continued or one line said what to do, and the final result was that of an "
@@ -482,7 +482,7 @@ def main() -> None:
     if options.quick or options.only:
         print("\n\n".join(tables(results)))
     else:
-        replace_section(ROOT / "docs" / "reliability.md", "faults", document(results))
+        replace_section(ROOT / "docs" / "scale.md", "faults", document(results))
     sys.exit(any(not row["fine"] for row in results.found.values()))
 
 

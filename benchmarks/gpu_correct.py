@@ -1,7 +1,7 @@
 """Whether headprune is right on a GPU, and how fast it scores there: parts that resume, at most 20 minutes on one GPU in all.
 
     python3 benchmarks/gpu_correct.py --work $OUT/gpu_correct.json               # on the GPU, twice if ten minutes are the limit
-    python benchmarks/gpu_correct.py --work gpu_correct.json --document          # the section of docs/gpu.md, from what came back
+    python benchmarks/gpu_correct.py --work gpu_correct.json --document          # the section of docs/scale.md, from what came back
     python benchmarks/gpu_correct.py --work try.json --device cpu --small        # to try the script
 
 Needs no network: weights are random, but for minilm-rt where ``--minilm`` names its folder.

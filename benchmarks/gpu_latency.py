@@ -1,7 +1,7 @@
 """The whole command on a GPU, and what pruning heads makes faster there: parts that resume, at most 25 minutes on one GPU in all.
 
     python3 benchmarks/gpu_latency.py --work $OUT/gpu_latency.json --minilm .gpu/minilm-rt    # on the GPU
-    python benchmarks/gpu_latency.py --work gpu_latency.json --document                       # docs/gpu.md
+    python benchmarks/gpu_latency.py --work gpu_latency.json --document                       # docs/scale.md
     python benchmarks/gpu_latency.py --work try.json --device cpu --small                     # to try the script
 
 Weights are random, but minilm-rt's. Models are timed in turn (`headprune.benchmark`: by CUDA events); the dense model stands twice in every

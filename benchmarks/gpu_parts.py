@@ -58,7 +58,7 @@ class Part:
 
 
 def main(parts: Mapping[str, Part], about: str, section: str, heading: str) -> None:
-    """Run the parts that are missing, or write a section of docs/gpu.md from what is there."""
+    """Run the parts that are missing, or write a section of docs/scale.md from what is there."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a JSON file with the parts that are done")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
@@ -70,7 +70,7 @@ def main(parts: Mapping[str, Part], about: str, section: str, heading: str) -> N
     options = parser.parse_args()
     known = json.loads(options.work.read_text()) if options.work.exists() else {}
     if options.document:
-        replace_section(ROOT / "docs" / "gpu.md", section, "\n".join(_document(parts, known, heading)))
+        replace_section(ROOT / "docs" / "scale.md", section, "\n".join(_document(parts, known, heading)))
         return
     end = time.monotonic() + options.seconds
     for name in options.only or parts:

@@ -204,11 +204,12 @@ def table(found: Mapping[str, Any]) -> list[str]:
             number(spearman(row["values"], row.get("again")), ".2f"),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
-    notes = [
-        f"No standard error for `{name}`: {row['why_no_stderr'] or 'the method gives none'}."
+    without = [
+        f"`{name}` ({row['why_no_stderr'] or 'the method gives none'})"
         for name, row in good.items()
         if all(e is None for e in row["stderr"])
     ]
+    notes = [f"No standard error for {', '.join(without)}."] if without else []
     once = [f"`{name}`" for name, row in good.items() if "again" not in row and "error" not in row]
     if once:
         notes.append(f"On one draw only, because a second takes too long: {', '.join(once)}.")

@@ -105,9 +105,10 @@ def check_writable(folder: Path) -> None:
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-# What libraries say that do not raise an OSError with a number: safetensors, and NumPy's `tofile`.
+# What libraries say that do not raise an OSError with a number: safetensors, NumPy's `tofile`, and `torch.save`.
 _SAYS_FULL = re.compile(
-    r"No space left on device|Disk quota exceeded|\(os error (28|122)\)|\d+ requested and \d+ written"
+    r"No space left on device|Disk quota exceeded|\(os error (28|122)\)|\d+ requested and \d+ written|"
+    r"inline_container.*unexpected pos"
 )
 _SAYS_TOO_LARGE = re.compile(r"File too large|\(os error 27\)")
 

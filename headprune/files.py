@@ -240,6 +240,10 @@ def digest(parts: str | Path | Iterable[str | bytes | memoryview | Path], length
     """Hexadecimal SHA-256 of a text, of a file's content, or of several such and bytes, in order."""
     sha = hashlib.sha256()
     for part in (parts,) if isinstance(parts, str | Path) else parts:
-        content = part.read_bytes() if isinstance(part, Path) else part
-        sha.update(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+        if isinstance(part, Path):
+            with open(part, "rb") as file:  # in pieces: a checkpoint may be as large as the memory
+                while content := file.read(1 << 20):
+                    sha.update(content)
+        else:
+            sha.update(part.encode("utf-8", "backslashreplace") if isinstance(part, str) else part)
     return sha.hexdigest()[:length]

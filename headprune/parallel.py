@@ -162,6 +162,16 @@ class Ranks:
             with torch.no_grad():
                 tensor.copy_(whole)
 
+    def cause(self, error: Exception) -> Exception:
+        """The reason for an error where others talk between the ranks (DistributedDataParallel): a lost rank, or the error itself.
+
+        After it no message reaches the other ranks: the launcher ends them.
+        """
+        if self.size == 1:
+            return error
+        lost = self._parted()
+        return lost if self.gone else error
+
     def agree(self, what: str, value: Callable[[], Any]) -> None:
         """Refuse ranks that were given different things; asks nothing, if there is only one.
 

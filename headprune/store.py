@@ -42,12 +42,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from pydantic import BaseModel
 from safetensors.torch import load as tensors_of
 from safetensors.torch import save as bytes_of
 from torch import Tensor, nn
 
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, first_line
 from headprune.files import write_file
 from headprune.fingerprint import fingerprint
 from headprune.parallel import current
@@ -160,7 +159,11 @@ class Store:
         seconds = round(self.seconds + time.monotonic() - self._began, 1)
         head = json.dumps({"name": name, "seconds": seconds, "value": _plain(value, put, _refused, name)})
         content = head.encode() + b"\n" + bytes_of(tensors)
-        write_file(self._path(name), hashlib.sha256(content).digest() + content)
+        try:
+            write_file(self._path(name), hashlib.sha256(content).digest() + content)
+        except OSError as error:
+            hint = "Make room, then run the same command again: what was finished is kept."
+            raise HeadPruneError(f"{name} cannot be kept: {first_line(error)}.", hint) from error
         kept: T = _restored(json.loads(head)["value"], tensors)
         return kept
 
@@ -275,8 +278,8 @@ def _plain(value: Any, put: Callable[[Tensor], str], other: Callable[[Any, str],
             return {key: part(key, each) for key, each in value.items()}
         return {"~items": [[part("its name", key), part(key, each)] for key, each in value.items()]}
     kind = type(value)
-    if kind.__module__.startswith("headprune.") and (is_dataclass(value) or isinstance(value, BaseModel)):
-        names = value.model_fields_set if isinstance(value, BaseModel) else [f.name for f in fields(value) if f.init]
+    if kind.__module__.startswith("headprune.") and is_dataclass(value):
+        names = [f.name for f in fields(value) if f.init]
         own = {name: part(name, getattr(value, name)) for name in sorted(names)}
         return {"~class": f"{kind.__module__}:{kind.__qualname__}", "fields": own}
     return other(value, where)
@@ -317,6 +320,6 @@ def _class_named(path: str) -> Any:
     """
     module, _, name = path.partition(":")
     kind = getattr(import_module(module), name) if module.startswith("headprune.") else None
-    if not isinstance(kind, type) or not (is_dataclass(kind) or issubclass(kind, BaseModel)):
+    if not isinstance(kind, type) or not is_dataclass(kind):
         raise ValueError(f"{path} holds no values")
     return kind

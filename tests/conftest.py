@@ -116,7 +116,7 @@ def report(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def saved_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fine-tuning writes a checkpoint at every step, so that a test may stop it at any."""
+    """Fine-tuning writes a checkpoint after every step, so that a test may stop it at any."""
     monkeypatch.setattr("headprune.app.finetune.SAVE_SECONDS", 0.0)
     monkeypatch.setattr("headprune.app.finetune._SAVE_SHARE", float("inf"))
 

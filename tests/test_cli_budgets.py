@@ -85,13 +85,13 @@ def test_flops_and_max_drop(scored: Path) -> None:
 def test_a_drop_is_measured_on_what_will_be_saved(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all steps of repair, which other budgets' plans are compared without."""
     told: list[str] = []
-    whole = trials.checked
+    whole = trials.checked_repair
 
-    def checked(refit: Any, drop: Any, choose: Any) -> Any:
+    def checked_repair(calibration: Any, drop: Any, choose: Any) -> Any:
         told.append(json.dumps(drop, sort_keys=True))
-        return whole(refit, drop, choose)
+        return whole(calibration, drop, choose)
 
-    monkeypatch.setattr(trials, "checked", checked)
+    monkeypatch.setattr(trials, "checked_repair", checked_repair)
     run("prune", "--max-drop", "0.9", "-s", "per-layer", "-o", "drop", "--scores", scored, "-q")
     drop = json.dumps(budget_of(Path("drop"))["drop"], sort_keys=True)
     assert told.count(drop) >= 2
@@ -192,7 +192,7 @@ def test_the_list_of_strategies(here: Path) -> None:
 
 
 def test_the_last_step_of_repair_is_told(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headprune.repairing.held_out.better", lambda before, after: True)
+    monkeypatch.setattr("headprune.repairing.checks.better", lambda before, after: True)
     run(*PRUNE, 1)
     budget, text = budget_of(scored), (scored / "report.md").read_text()
     step = budget["repair"]["answers"]

@@ -5,7 +5,8 @@ import importlib
 import re
 import sys
 import textwrap
-from fnmatch import fnmatch
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ import headprune as hp
 from headprune.budgets import BUDGETS
 from headprune.exporting import FORMATS
 from headprune.planning import STRATEGIES
-from headprune.repairing import checked
-from headprune.repairing.steps import STEPS
+from headprune.repairing import calibrate, checked_repair
+from headprune.repairing.steps import STEPS, Step
 from headprune.scoring import METHODS
 from tests.support.documents import GENERATION, METRICS
-from tests.support.repairs import refit_of
 from tests.support.zoo import bert, labelled, text
 
 TESTS = Path(__file__).parent
@@ -32,66 +32,74 @@ CODE = [
 ]
 
 
-def test_the_example_of_a_method_scores() -> None:
-    before = dict(METHODS)
+def run_example(mark: str) -> dict[str, Any]:
+    """The names that the example with this text in it defines."""
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(next(code for code in CODE if mark in code), names)
+    return names
+
+
+@contextmanager
+def registered(register: MutableMapping[str, Any], mark: str, name: str) -> Iterator[Any]:
+    """What an example puts into a register, as long as the context lasts."""
+    before = dict(register)
     try:
-        exec(CODE[0], {"__name__": "example"})
-        assert set(METHODS) - set(before) == {"depth"}
-        assert METHODS["depth"].about.startswith("Nobody (2026)")
+        run_example(mark)
+        assert set(register) - set(before) == {name}
+        yield register[name]
+    finally:
+        register.clear()
+        register.update(before)
+
+
+def test_the_example_of_a_method_scores() -> None:
+    with registered(METHODS, "@method(", "depth") as depth:
+        assert depth.about.startswith("Nobody (2026)")
         model, example = bert()
         scores = hp.score(model, [labelled(model, example)], method="depth")
         assert scores.flat().tolist() == [0] * 4 + [-1] * 4 + [-2] * 4
         assert hp.plan(scores, 4).drop.keys() == {a.name for a in scores.layers[1:]}
-    finally:
-        METHODS.clear()
-        METHODS.update(before)
 
 
 def test_the_example_of_a_strategy_plans() -> None:
-    before = dict(STRATEGIES)
-    try:
-        exec(CODE[1], {"__name__": "example"})
-        assert set(STRATEGIES) - set(before) == {"top-down"}
+    """Heads go by the gradient with those masked that went before; what is protected stays, and the model is as it was."""
+    with registered(STRATEGIES, "@strategy(", "gradual"):
         model, example = bert()
-        scores = hp.score(model, [labelled(model, example)], method="random")
-        plan = hp.plan(scores, 6, strategy="top-down", protect="L2.H1")
-        assert {name: len(heads) for name, heads in plan.drop.items()} == {
-            scores.layers[1].name: 3, scores.layers[2].name: 3,
-        }  # fmt: skip
-    finally:
-        STRATEGIES.clear()
-        STRATEGIES.update(before)
+        batches = [labelled(model, example)]
+        before = {name: t.clone() for name, t in model.state_dict().items()}
+        plans = hp.search(model, batches, keep=[11, 10], strategy="gradual", protect="L2.H1", repair=False)
+        assert [plan.kept for plan in plans] == [11, 10]
+        assert all(set(heads) <= set(plans[1].drop[name]) for name, heads in plans[0].drop.items())
+        assert all(1 not in plan.drop.get("bert.encoder.layer.2.attention.self", []) for plan in plans)
+        with hp.mask(model, plans[0], batches[0]):
+            again = hp.score(model, batches, "gradient")
+        first, second = ({(n, h) for n, heads in plan.drop.items() for h in heads} for plan in plans)
+        value = {(a.name, h): float(again.values[a.name][h]) for a in again.layers for h in range(a.num_heads)}
+        stays = value.keys() - second - {("bert.encoder.layer.2.attention.self", 1)}
+        assert max(value[head] for head in second - first) <= min(value[head] for head in stays)
+        assert all((t == before[name]).all() for name, t in model.state_dict().items())
 
 
 def test_the_example_of_a_step_repairs() -> None:
-    room: dict[str, Any] = {"__name__": "example"}
-    exec(next(code for code in CODE if "Step(" in code), room)
+    step = Step("stronger pull", run_example("10 * before.facts.ridge")["fit"], "pulled harder", by_layer=True)
     model, example = bert()
-    refit = refit_of(model, hp.find_attention(model, example), [text(8, 9)])
-    found = checked(refit, {"bert.encoder.layer.0.attention.self": [1]}, steps=[STEPS[0], room["STEP"]])
-    assert [trial.step for trial in found.trials] == ["output projections", "stronger pull"]
+    calibration = calibrate(model, hp.find_attention(model, example), [text(8, 9)])
+    weights = checked_repair(calibration, {"bert.encoder.layer.0.attention.self": [1]}, steps=[STEPS[0], step])
+    assert [trial.step for trial in weights.trials] == ["output projections", "stronger pull"]
 
 
 def test_the_example_of_a_budget_is_held() -> None:
-    before = dict(BUDGETS)
-    try:
-        exec(CODE[2], {"__name__": "example"})
-        assert set(BUDGETS) - set(before) == {"weights"}
+    with registered(BUDGETS, "@budget(", "weights"):
         model, example = bert()
         batches = [labelled(model, example)]
         scores = hp.score(model, batches, method="random")
         (plan,) = hp.search(model, batches, budgets="weights 0.17MB", strategy="one-shot", scores=scores, repair=False)
         hp.prune(model, plan, example)
         assert 160_000 < sum(4 * p.numel() for p in model.parameters()) <= 170_000
-    finally:
-        BUDGETS.clear()
-        BUDGETS.update(before)
 
 
 def test_the_example_of_a_section_is_reported(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    room: dict[str, Any] = {"__name__": "example"}
-    exec(next(code for code in CODE if "Section(" in code), room)
-    monkeypatch.setattr("headprune.app.report.sections.PRUNED", (room["cache"],))
+    monkeypatch.setattr("headprune.app.report.sections.PRUNED", (run_example("Section(")["cache"],))
     text = report({**METRICS, "generation": [GENERATION]})
     assert "## The cache\n\n<details>" in text
     assert (
@@ -101,13 +109,10 @@ def test_the_example_of_a_section_is_reported(report: Any, monkeypatch: pytest.M
 
 
 def test_the_example_of_an_export_format_writes(tmp_path: Path) -> None:
-    try:
-        exec(next(code for code in CODE if "@exporter" in code), {"__name__": "example"})
+    with registered(FORMATS, "@exporter", "npz") as npz:
         done = hp.export(bert()[0], tmp_path / "model.npz", "npz", dtype="float16")
-        assert FORMATS["npz"].about == "A file of NumPy arrays by name."
+        assert npz.about == "A file of NumPy arrays by name."
         assert done.path.is_file()
-    finally:
-        FORMATS.pop("npz", None)
 
 
 @pytest.mark.parametrize(
@@ -129,19 +134,3 @@ def test_test_files_import_from_support_alone() -> None:
         names = [f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) and n.module for a in n.names]
         names += [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
         assert not [n for n in names if n.startswith("tests") and not n.startswith("tests.support.")], path.name
-
-
-def test_every_module_has_its_tests_and_every_test_file_its_module() -> None:
-    """By the table of CONTRIBUTING: a file that is new is named there."""
-    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where the tests are")[2]
-    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ") and "`test_" in line]
-    modules, patterns = ({name for row in rows for name in re.findall(r"`([^`]+)`", row[i])} for i in (0, 1))
-    code = ROOT / "headprune"
-    entries = [
-        p for p in (*code.iterdir(), *(code / "app").iterdir()) if p.suffix == ".py" or (p / "__init__.py").exists()
-    ]
-    there = {p.relative_to(code).as_posix() + "/" * p.is_dir() for p in entries if p.name not in ("__init__.py", "app")}
-    assert there == modules - {"headprune/", "benchmarks/"}
-    files = {p.name for p in TESTS.glob("test_*.py")}
-    assert files == {f for f in files if any(fnmatch(f, pattern) for pattern in patterns)}
-    assert all(any(fnmatch(f, pattern) for f in files) for pattern in patterns)

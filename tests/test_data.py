@@ -1,5 +1,6 @@
 """Parts are disjoint, columns are found, and every task's examples are encoded right."""
 
+import re
 from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
@@ -12,7 +13,7 @@ import transformers as tf
 from torch import nn
 
 import headprune as hp
-from headprune.app.data import DataOptions, load_parts
+from headprune.app.data import DataOptions, load_parts, load_train
 from headprune.app.data.encoders.classes import Classes
 from headprune.app.models import TASKS, LoadedModel, load_model, numbers_given
 from headprune.app.options import Options
@@ -328,8 +329,8 @@ def test_a_split_that_is_named_for_two_parts_is_cut(split: str, bert_folder: Pat
     """Naming the only split there is again left nothing to report on."""
     file = write_jsonl(tmp_path / "all.jsonl", sentences(60, seed=4))
     options = DataOptions(dataset=str(file), **{split: "all"})
-    parts = load_parts(options, load_model(str(bert_folder), device="cpu"))
-    usual = load_parts(DataOptions(dataset=str(file)), load_model(str(bert_folder), device="cpu"))
+    parts = load_parts(options, load_model(str(bert_folder)))
+    usual = load_parts(DataOptions(dataset=str(file)), load_model(str(bert_folder)))
     for name in ("score", "choose", "report"):
         assert getattr(parts, name).rows == getattr(usual, name).rows
 
@@ -476,6 +477,49 @@ def test_folders_of_images_go_by_name(tmp_path: Path) -> None:
         for feature in part.features:
             is_dog = bool(feature["pixel_values"][0].max() > 0.5)
             assert feature["labels"] == (0 if is_dog else 1)
+
+
+# -- to train on ------------------------------------------------------------------------------
+
+
+def test_what_chooses_or_is_reported_is_never_trained_on(bert_folder: Path, tmp_path: Path) -> None:
+    """Neither by row nor by content, whether there is one split or three."""
+    loaded = load_model(str(bert_folder))
+    rows = sentences(80, 5)
+    write_jsonl(tmp_path / "one.jsonl", [*rows, *rows[:40]])  # every second row has a twin
+    write_jsonl(tmp_path / "three" / "train.jsonl", [*sentences(60, 6), *rows[:30]])
+    write_jsonl(tmp_path / "three" / "validation.jsonl", rows[:20])
+    write_jsonl(tmp_path / "three" / "test.jsonl", rows[20:40])
+    for source in ("one.jsonl", "three"):
+        options = DataOptions(str(tmp_path / source), limit=16, report_limit=20)
+        parts = load_parts(options, loaded)
+        train, notes = load_train(options, loaded, parts)
+        held_out = {str(f["input_ids"]) for p in (parts.choose, parts.report) for f in p.features}
+        assert not held_out & {str(f["input_ids"]) for f in train.features}
+        assert {p.split for p in (parts.choose, parts.report)} != {train.split} or not set(train.rows) & {
+            *parts.choose.rows, *parts.report.rows
+        }  # fmt: skip
+        assert set(parts.score.rows) & set(train.rows)
+        assert len(set(train.rows)) == len(train) > 20
+        assert notes[1].startswith("Left out")
+        scored = int(re.search(r"of which (\d+) also scored", notes[0])[1])
+        assert scored == len(set(train.rows) & set(parts.score.rows))
+        fewer, _ = load_train(options, loaded, parts, 9)
+        assert fewer.rows == train.rows[:9]
+        assert fewer.content_hash() != train.content_hash()
+
+
+def test_nothing_left_to_train_on(bert_folder: Path, tmp_path: Path) -> None:
+    loaded = load_model(str(bert_folder))
+    rows = sentences(20, 5)
+    for split in ("train", "validation", "test"):
+        write_jsonl(tmp_path / f"{split}.jsonl", rows)
+    options = DataOptions(str(tmp_path), limit=8)
+    write_jsonl(tmp_path / "train.jsonl", [*rows[:5], {"text": "a film", "label": 0}])
+    parts = load_parts(options, loaded)
+    parts.choose.features.extend(parts.score.features)
+    with pytest.raises(hp.HeadPruneError, match="left to train on"):
+        load_train(options, loaded, parts)
 
 
 # -- what a model's own loss compares --------------------------------------------------------------

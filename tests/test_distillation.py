@@ -1,5 +1,6 @@
 """The loss of fine-tuning towards the dense model's answers, against references by hand."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,10 @@ import transformers as tf
 from torch import nn
 
 import headprune as hp
-from headprune.app.distillation import DistillationLoss, Mixture
-from headprune.app.finetune import FinetuneOptions
+from headprune.app.distillation import DistillationLoss
+from headprune.app.options import FinetuneOptions, Mixture
 from tests.support.causal import my_gpt, texts
-from tests.support.finetuning import pair, prepared, t5
+from tests.support.finetuning import pair, t5, tuned
 from tests.support.folders import common
 from tests.support.zoo import bert, gpt2, labelled, llama, randomise, text, vit
 
@@ -30,7 +31,7 @@ def test_the_loss_of_a_classifier_by_hand(alpha: float, temperature: float) -> N
     batch = labelled(dense, example)
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     with torch.no_grad():
-        found = prepared(DistillationLoss(pruned, dense, Mixture(alpha, temperature)), batch)(batch).numpy()
+        found = DistillationLoss(pruned, dense, Mixture(alpha, temperature), batch)(batch).numpy()
         z, t = pruned(**inputs).logits.numpy(), dense(**inputs).logits.numpy()
     p, q = softmax(t / temperature), softmax(z / temperature)
     divergence = temperature**2 * (p * (np.log(p) - np.log(q))).sum(-1)
@@ -47,8 +48,7 @@ def test_the_loss_of_tokens_by_hand() -> None:
     labels = torch.tensor([[0, -100, 3, 4, 1, -100, 2], [-100] * 7, [1, 1, 1, 0, 0, -100, -100]])
     batch = {**example, "labels": labels}
     mixture = Mixture(0.4, 2.0, hidden_states=True)
-    loss = DistillationLoss(pruned, dense, mixture)
-    loss.prepare(batch)
+    loss = DistillationLoss(pruned, dense, mixture, batch)
     with torch.no_grad():
         found = loss(batch).numpy()
         now, known = (m(**example, output_hidden_states=True) for m in (pruned, dense))
@@ -75,7 +75,7 @@ def test_several_labels_at_once_by_hand() -> None:
     dense, pruned, _ = pair((randomise(tf.BertForSequenceClassification(config)).double(), example), {0: [1, 2]})
     batch = {**example, "labels": torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0]]).double()}
     with torch.no_grad():
-        found = prepared(DistillationLoss(pruned, dense, Mixture(0.5, 2.0)), batch)(batch).numpy()
+        found = DistillationLoss(pruned, dense, Mixture(0.5, 2.0), batch)(batch).numpy()
         z, t = pruned(**example).logits.numpy(), dense(**example).logits.numpy()
 
     def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -94,8 +94,7 @@ def test_alpha_0_is_the_models_own_loss(make: Any) -> None:
     batch = labelled(model, {k: v[:2] for k, v in example.items()})
     if "labels" in batch and make is t5:
         batch["labels"] = batch["labels"].clamp(min=3)
-    loss = DistillationLoss(model, None, Mixture(alpha=0.0))
-    loss.prepare(batch)
+    loss = DistillationLoss(model, None, Mixture(alpha=0.0), batch)
     mine, own = loss(batch).mean(), model(**batch).loss
     assert mine.item() == pytest.approx(own.item(), rel=1e-5)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -111,19 +110,18 @@ def test_a_student_like_its_teacher_loses_nothing(make: Any) -> None:
     model, example = make()
     batch = labelled(model, example)
     with torch.no_grad():
-        loss = DistillationLoss(model, model, Mixture(1.0, 2.0, hidden_states=True))(batch)
+        loss = DistillationLoss(model, model, Mixture(1.0, 2.0, hidden_states=True), batch)(batch)
     assert loss.shape == (3,)
     assert loss.abs().max() < 1e-6
 
 
 def test_alpha_1_reads_no_labels() -> None:
     dense, pruned, example = pair(bert())
-    loss = DistillationLoss(pruned, dense, Mixture(alpha=1.0))
-    loss.prepare(example)
+    loss = DistillationLoss(pruned, dense, Mixture(alpha=1.0), example)
     batch = labelled(dense, example)
     assert torch.equal(loss(batch), loss({**batch, "labels": 1 - batch["labels"]}))
     with pytest.raises(hp.HeadPruneError, match="no labels"):
-        DistillationLoss(pruned, dense, Mixture(alpha=0.9)).prepare(example)
+        DistillationLoss(pruned, dense, Mixture(alpha=0.9), example)
 
 
 def test_question_answering_learns_where_the_answer_is() -> None:
@@ -131,8 +129,8 @@ def test_question_answering_learns_where_the_answer_is() -> None:
     example = {k: v.clamp(max=29) for k, v in text(3, 9).items()}
     dense, pruned, _ = pair((randomise(tf.BertForQuestionAnswering(config)), example))
     batch = {**example, "start_positions": torch.tensor([1, 2, 3]), "end_positions": torch.tensor([2, 2, 4])}
-    DistillationLoss(pruned, dense, Mixture()).prepare(batch)
-    loss = DistillationLoss(pruned, dense, Mixture(alpha=1.0))  # the labels' own loss counts padding
+    DistillationLoss(pruned, dense, Mixture(), batch)
+    loss = DistillationLoss(pruned, dense, Mixture(alpha=1.0), batch)  # the labels' own loss counts padding
     with torch.no_grad():
         found = loss(batch)
         longer = {k: nn.functional.pad(v, (0, 3)) if v.ndim == 2 else v for k, v in batch.items()}
@@ -141,17 +139,24 @@ def test_question_answering_learns_where_the_answer_is() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
-    (lambda: Mixture(alpha=-0.1), "Alpha -0.1"), (lambda: Mixture(alpha=1.01), "Alpha 1.01"),
-    (lambda: Mixture(temperature=0), "temperature 0"), (lambda: Mixture(temperature=float("nan")), "temperature nan"),
-    (lambda: FinetuneOptions(epochs=0), "0 epochs"), (lambda: FinetuneOptions(learning_rate=-1), "learning rate -1"),
-    (lambda: FinetuneOptions(patience=0), "patience"),
-    (lambda: DistillationLoss(bert()[0], None, Mixture()), "no dense model"),
-    (lambda: DistillationLoss(bert()[0], _more_classes(), Mixture()).prepare(labelled(*bert())), "logits are"),
-    (lambda: DistillationLoss(bert()[0], _narrow(), Mixture(hidden_states=True)).prepare(labelled(*bert())), "hidden state is"),
+    (lambda: _train(mixture=Mixture(alpha=-0.1)), "Alpha -0.1"), (lambda: _train(mixture=Mixture(alpha=1.01)), "Alpha 1.01"),
+    (lambda: _train(mixture=Mixture(temperature=0)), "temperature 0"),
+    (lambda: _train(mixture=Mixture(temperature=float("nan"))), "temperature nan"),
+    (lambda: _train(epochs=0), "0 epochs"), (lambda: _train(epochs=1e300), "1e\\+300 epochs"),
+    (lambda: _train(learning_rate=-1), "learning rate -1"), (lambda: _train(patience=0), "patience"),
+    (lambda: _train(seed=2**70), "--seed is"), (lambda: _train(seed=-1), "--seed is"),
+    (lambda: DistillationLoss(bert()[0], None, Mixture(), labelled(*bert())), "no dense model"),
+    (lambda: DistillationLoss(bert()[0], _more_classes(), Mixture(), labelled(*bert())), "logits are"),
+    (lambda: DistillationLoss(bert()[0], _narrow(), Mixture(hidden_states=True), labelled(*bert())), "hidden states are"),
 ])  # fmt: skip
 def test_what_cannot_be(wrong: Any, message: str) -> None:
     with pytest.raises(hp.HeadPruneError, match=message):
         wrong()
+
+
+def _train(**options: Any) -> None:
+    """The options are looked at first."""
+    tuned(bert()[0], None, [], [], Path("nowhere"), FinetuneOptions(**options))
 
 
 def _more_classes() -> nn.Module:
@@ -166,8 +171,7 @@ def _narrow() -> nn.Module:
 
 def test_fine_tuning_learns_what_is_measured() -> None:
     model, batch = randomise(my_gpt()), texts()
-    loss = DistillationLoss(model, None, Mixture(alpha=0))
-    loss.prepare(batch)
+    loss = DistillationLoss(model, None, Mixture(alpha=0), batch)
     with torch.no_grad():
         for i, each in enumerate(loss(batch)):
             own = model(**{k: v[i : i + 1] for k, v in batch.items()}).loss

@@ -1,4 +1,4 @@
-"""Faults of the machine, a few of each: what benchmarks/faults.py tries, as docs/reliability.md has it in full."""
+"""Faults of the machine, a few of each: what benchmarks/faults.py tries, as docs/scale.md has it in full."""
 
 import json
 import os

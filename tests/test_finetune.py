@@ -1,28 +1,30 @@
-"""Fine-tuning: what it brings, its choice of epoch, its batches, and interruptions."""
+"""Fine-tuning: what it brings, its steps against a loop by hand, its choice of epoch, and interruptions."""
 
 import copy
+import os
 import pickle
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers as tf
+from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 
 import headprune as hp
 from headprune.app import finetune as room
-from headprune.app.data import DataOptions, load_parts, load_train
-from headprune.app.distillation import DistillationLoss, Mixture
-from headprune.app.finetune import FinetuneOptions, finetune
-from headprune.app.models import load_model
+from headprune.app.data import Part
+from headprune.app.distillation import DistillationLoss
+from headprune.app.finetune import finetune
+from headprune.app.options import FinetuneOptions, Mixture
 from headprune.evaluation import Measurement
 from headprune.fingerprint import fingerprint
-from tests.support.finetuning import pair, prepared, t5
+from tests.support.finetuning import pair, t5, tuned
 from tests.support.zoo import bert, gpt2, labelled, llama, randomise, vit
 
-ROOT = Path(__file__).parent.parent
 Batch = dict[str, torch.Tensor]
 
 
@@ -46,37 +48,49 @@ def setting(steps: int = 4) -> tuple[nn.Module, nn.Module, list[Batch], list[Bat
     return dense, pruned, made[:steps], made[steps:]
 
 
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
 # -- training ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [bert, gpt2, llama, vit, t5])
-def test_training_brings_the_pruned_model_nearer(make: Any, tmp_path: Path) -> None:
-    """Of several families, with a whole layer gone: shapes, dtypes, the given models and what a file says are kept."""
+def test_training_brings_the_pruned_model_nearer(make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of several families, with a whole layer gone: all but the weights is as it was, also in this process, and nothing is printed."""
     dense, pruned, example = pair(make(), {0: [0, 1]} if make is llama else None)
     made = batches(dense, example, 7)
-    before = fingerprint(pruned), fingerprint(dense), torch.get_rng_state()
-    config = pruned.config.to_dict()
+    before = fingerprint(pruned), fingerprint(dense), pruned.config.to_dict()
+    state = torch.get_rng_state(), dict(PartialState._shared_state), dict(AcceleratorState._shared_state)
+    capfd.readouterr()
     options = FinetuneOptions(epochs=8, learning_rate=3e-3, patience=99)
-    done = finetune(pruned, dense, made[:6], made[:6], options)
-    assert (fingerprint(pruned), fingerprint(dense)) == before[:2]
-    assert torch.equal(torch.get_rng_state(), before[2])
-    assert [(n, p.shape, p.dtype) for n, p in done.model.named_parameters()] == [
-        (n, p.shape, p.dtype) for n, p in pruned.named_parameters()
+    model, training = tuned(pruned, dense, made[:6], made[:6], tmp_path / "work", options)
+    assert capfd.readouterr() == ("", "")
+    assert (fingerprint(pruned), fingerprint(dense), pruned.config.to_dict()) == before
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert (PartialState._shared_state, AcceleratorState._shared_state) == state[1:]
+    assert not [name for name in os.environ if name.startswith("ACCELERATE_")]
+    assert {p.name for p in tmp_path.iterdir()} == {"work"}
+    assert [(n, p.shape, p.dtype, p.requires_grad, p.grad) for n, p in model.named_parameters()] == [
+        (n, p.shape, p.dtype, p.requires_grad, None) for n, p in pruned.named_parameters()
     ]
-    assert not done.model.training
-    assert {**done.model.config.to_dict(), "problem_type": None} == {**config, "problem_type": None}
-    loss = [prepared(DistillationLoss(m, dense, Mixture()), made[0]) for m in (pruned, done.model)]
+    assert not model.training
+    assert model.config.to_dict() == before[2]
+    losses = [DistillationLoss(m, dense, Mixture(), made[0]) for m in (pruned, model)]
     with torch.no_grad():
-        was, now = (sum(x(b).mean().item() for b in made[:6]) for x in loss)
+        was, now = (sum(loss(b).mean().item() for b in made[:6]) for loss in losses)
     assert now < was
-    assert done.best > 0
-    hp.save(done.model, tmp_path / "model")
+    assert training.best > 0
+    hp.save(model, tmp_path / "model")
     again = hp.load(tmp_path / "model")
     with torch.no_grad():
-        assert torch.equal(again(**made[6]).logits, done.model(**made[6]).logits)
+        assert torch.equal(again(**made[6]).logits, model(**made[6]).logits)
 
 
-def test_labels_alone_and_a_plain_module() -> None:
+def test_labels_alone_and_a_plain_module(tmp_path: Path) -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -89,8 +103,89 @@ def test_labels_alone_and_a_plain_module() -> None:
     x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
     made = [{"x": a, "labels": b} for a, b in zip(x.split(4), x[:, :3].argmax(-1).split(4), strict=True)]
     options = FinetuneOptions(epochs=20, learning_rate=0.05, mixture=Mixture(alpha=0))
-    done = finetune(model, None, made, made, options, metric="accuracy")
-    assert done.history[-1]["loss"] < done.history[0]["loss"]
+    _, training = tuned(model, None, made, made, tmp_path, options, metric="accuracy")
+    assert training.history[-1]["loss"] < training.history[0]["loss"]
+
+
+def test_the_steps_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
+    """AdamW with decay for matrices alone, gradients of at most norm 1, and a learning rate that rises for a tenth of the steps and then
+    falls to 0. A batch's loss is the mean over its examples, also of the last one, which has fewer."""
+    dense, pruned, example = pair(bert())
+    pruned, dense = without_dropout(pruned).double(), dense.double()
+    train = batches(dense, example, 4)
+    features = [{k: v[i] for k, v in batch.items()} for batch in train for i in range(3)][:11]
+    part = Part("train", "train", list(range(11)), features, torch.utils.data.default_collate, 4)
+    seen: list[Batch] = []
+
+    def collate(chosen: Any) -> Batch:
+        seen.append(part.collate(chosen))
+        return seen[-1]
+
+    noting = Part("train", "train", part.rows, features, collate, 4)
+    options = FinetuneOptions(epochs=4, learning_rate=1e-3, weight_decay=0.1, mixture=Mixture(0.3, 3.0), patience=9)
+    model, training = finetune(pruned, dense, noting, part, options, tmp_path)
+    assert training.best == training.steps == 12
+    steps, mine = seen[-12:], copy.deepcopy(pruned)
+    for epoch in range(4):
+        rows = [row.tolist() for batch in steps[3 * epoch : 3 * epoch + 3] for row in batch["input_ids"]]
+        assert sorted(rows) == sorted(f["input_ids"].tolist() for f in features)  # each once an epoch
+    assert [len(batch["labels"]) for batch in steps] == [4, 4, 3] * 4
+    names = {True: [], False: []}
+    for name, parameter in mine.named_parameters():
+        names["norm" not in name.lower() and not name.endswith("bias")].append(parameter)
+    optimizer = torch.optim.AdamW(
+        [{"params": names[True], "weight_decay": 0.1}, {"params": names[False], "weight_decay": 0.0}]
+    )
+    for step, batch in enumerate(steps):
+        inputs = {k: v for k, v in batch.items() if k != "labels"}
+        now, known = mine(**inputs).logits, dense(**inputs).logits.detach()
+        p, q = (known / 3).softmax(-1), (now / 3).softmax(-1)
+        loss = 0.3 * 9 * (p * (p / q).log()).sum(-1) - 0.7 * now.log_softmax(-1)[range(len(now)), batch["labels"]]
+        mine.zero_grad()
+        loss.mean().backward()
+        torch.nn.utils.clip_grad_norm_(mine.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(step / 2, (12 - step) / 10)
+        optimizer.step()
+    for (name, a), b in zip(model.named_parameters(), mine.parameters(), strict=True):
+        if not name.endswith("key.bias"):  # its gradient is 0 but for rounding, of which AdamW makes whole steps
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_batches_hold_examples_of_like_length(tmp_path: Path) -> None:
+    """And which ones they hold depends on the seed."""
+    dense, pruned, _ = pair(bert())
+    lengths = torch.Generator().manual_seed(5)
+    features = []
+    for i, n in enumerate(torch.randint(2, 8, (64,), generator=lengths).tolist()):
+        ids = torch.randint(3, 90, (n,), generator=lengths)
+        features.append({"input_ids": ids, "labels": torch.tensor(i % 2)})
+    shapes: list[tuple[int, int]] = []
+
+    def collate(chosen: Any) -> Batch:
+        ids = nn.utils.rnn.pad_sequence([f["input_ids"] for f in chosen], batch_first=True)
+        shapes.append((len(chosen), ids.shape[1]))
+        labels = torch.stack([f["labels"] for f in chosen])
+        return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+
+    def shapes_of(seed: int) -> list[tuple[int, int]]:
+        part = Part("train", "train", list(range(64)), features, collate, 4)
+        shapes.clear()
+        finetune(
+            pruned,
+            dense,
+            part,
+            Part("choose", "train", [0], features[:1], collate, 4),
+            FinetuneOptions(seed=seed),
+            tmp_path,
+        )
+        return shapes[2:-1]  # the choosing part before and after, and one batch to look at
+
+    first = shapes_of(0)
+    assert sum(rows for rows, _ in first) == 64
+    assert sum(len(f["input_ids"]) for f in features) > 0.85 * sum(rows * width for rows, width in first)
+    (tmp_path / "other").mkdir()
+    assert shapes_of(1) != first
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, values: list[tuple[float, float]]) -> list[str]:
@@ -100,8 +195,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch, values: list[tuple[float, float]])
     def fake(model: nn.Module, *_: Any) -> Measurement:
         accuracy, loss = values[len(seen)]
         seen.append(fingerprint(model))
-        empty = np.zeros(0)
-        return Measurement({"accuracy": accuracy, "loss": loss, "perplexity": np.exp(loss)}, empty, empty, empty)
+        return Measurement(
+            {"accuracy": accuracy, "loss": loss, "perplexity": np.exp(loss)}, np.zeros(0), np.zeros(0), np.zeros(0)
+        )
 
     monkeypatch.setattr(room, "evaluate", fake)
     return seen
@@ -115,50 +211,48 @@ def scripted(monkeypatch: pytest.MonkeyPatch, values: list[tuple[float, float]])
     ([(0.1, 9), (0.2, 8), (0.3, 7), (0.4, 6), (0.5, 5), (0.6, 4)], "accuracy", 5, 5),
 ])  # fmt: skip
 def test_the_best_epoch_is_kept(
-    values: list[tuple[float, float]], metric: str, best: int, epochs: int, monkeypatch: pytest.MonkeyPatch
+    values: list[tuple[float, float]],
+    metric: str,
+    best: int,
+    epochs: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     dense, pruned, train, choose = setting(2)
     seen = scripted(monkeypatch, values)
-    done = finetune(pruned, dense, train, choose, FinetuneOptions(epochs=5), metric=metric)
-    assert (done.best, done.steps) == (2 * best, 2 * epochs)
-    assert fingerprint(done.model) == seen[best]
+    model, training = tuned(pruned, dense, train, choose, tmp_path, FinetuneOptions(epochs=5), metric=metric)
+    assert (training.best, training.steps) == (2 * best, 2 * epochs)
+    assert fingerprint(model) == seen[best]
     assert len(set(seen)) == len(seen) == epochs + 1
-    assert [h["epoch"] for h in done.history] == list(range(epochs + 1))
+    assert [h["epoch"] for h in training.history] == list(range(epochs + 1))
 
 
-def test_every_example_is_seen_once_an_epoch_in_batches_of_like_length(bert_folder: Path, data_folder: Path) -> None:
-    loaded = load_model(str(bert_folder))
-    options = DataOptions(str(data_folder), limit=20, batch_size=7)
-    train, _ = load_train(options, loaded, load_parts(options, loaded))
-    order = room._Order(train, FinetuneOptions(epochs=1.5, seed=3))
-    assert len(order) == round(1.5 * 9)
-    rows = [tuple(order[i]["input_ids"].shape) for i in range(9)]
-    assert sum(n for n, _ in rows) == len(train) == 60
-    assert order[9]["input_ids"].shape[0] > 0
-    again = room._Order(train, FinetuneOptions(epochs=1.5, seed=3))
-    assert all(torch.equal(again[i]["input_ids"], order[i]["input_ids"]) for i in (12, 3, 9, 0))
-    other = room._Order(train, FinetuneOptions(seed=4))
-    assert any(other[i]["input_ids"].shape != order[i]["input_ids"].shape for i in range(9)) or not torch.equal(
-        other[0]["input_ids"], order[0]["input_ids"]
-    )
+@pytest.mark.usefixtures("saved_every_step")
+def test_half_precision(tmp_path: Path) -> None:
+    """Weights in bfloat16 learn as those in float32 do (their steps add up in float32), and an interruption changes nothing."""
+    dense, pruned, train, _ = setting(4)
+    options = FinetuneOptions(epochs=5, learning_rate=1e-4, mixture=Mixture(1.0, 2.0, True), patience=9)
+    _, exact = tuned(without_dropout(pruned), dense, train, train, tmp_path / "float32", options)
+    work = (pruned.bfloat16(), dense.bfloat16(), train, train)
+    model, training = tuned(*work, tmp_path / "bfloat16", options)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    first, last = (exact.history[i]["loss"] for i in (0, -1))
+    assert training.history[-1]["loss"] - last == pytest.approx(0, abs=0.4 * abs(first - last))
+    with pytest.raises(Interrupted):
+        tuned(*work, tmp_path / "again", options, progress=stopping_at(7))
+    again, resumed = tuned(*work, tmp_path / "again", options)
+    assert resumed.resumed == 6
+    assert fingerprint(again) == fingerprint(model)
+    with pytest.raises(hp.HeadPruneError, match="float16"):
+        tuned(pruned.half(), dense, train, train, tmp_path)
 
 
-def test_bfloat16_stays_bfloat16() -> None:
-    dense, pruned, train, choose = setting(2)
-    done = finetune(
-        pruned.bfloat16(), dense.bfloat16(), train, choose, FinetuneOptions(mixture=Mixture(0.5, 2.0, True))
-    )
-    assert {p.dtype for p in done.model.parameters()} == {torch.bfloat16}
-
-
-def test_a_loss_that_bursts_is_told() -> None:
+def test_a_loss_that_bursts_is_told(tmp_path: Path) -> None:
     dense, pruned, train, choose = setting(2)
     with torch.no_grad():
         dense.classifier.bias.fill_(float("nan"))
-    with pytest.raises(hp.HeadPruneError, match="smaller --learning-rate"):
-        finetune(pruned, dense, train, choose)
-    with pytest.raises(hp.HeadPruneError, match="float16"):
-        finetune(pruned.half(), dense, train, choose)
+    with pytest.raises(hp.HeadPruneError, match=r"nan at step 1.*smaller --learning-rate"):
+        tuned(pruned, dense, train, choose, tmp_path)
 
 
 # -- interruptions ----------------------------------------------------------------------------
@@ -179,21 +273,37 @@ def stopping_at(step: int) -> Any:
 @pytest.mark.usefixtures("saved_every_step")
 @pytest.mark.parametrize("stops", [[1], [3], [4, 5], [2, 6, 8]])
 def test_an_interrupted_training_gives_what_a_whole_one_gives(stops: list[int], tmp_path: Path) -> None:
-    """Within an epoch, at its end, several times, at the very end; dropout is on."""
+    """Within an epoch, at its end, several times, at the very end; dropout is on. To the bit."""
     dense, pruned, train, choose = setting(4)
     assert pruned.config.hidden_dropout_prob > 0
     options = FinetuneOptions(epochs=2, learning_rate=1e-3)
-    whole = finetune(pruned, dense, train, choose, options)
+    work = (pruned, dense, train, choose, tmp_path / "work", options)
+    whole = tuned(pruned, dense, train, choose, tmp_path / "whole", options)
     for stop in stops:
         with pytest.raises(Interrupted):
-            finetune(pruned, dense, train, choose, options, work=tmp_path, progress=stopping_at(stop))
+            tuned(*work, progress=stopping_at(stop))
     said: list[str] = []
-    done = finetune(pruned, dense, train, choose, options, work=tmp_path, say=said.append)
-    assert fingerprint(done.model) == fingerprint(whole.model)
-    assert (done.history, done.best, done.steps) == (whole.history, whole.best, whole.steps)
+    model, training = tuned(*work, say=said.append)
+    assert fingerprint(model) == fingerprint(whole[0])
+    assert replace(training, resumed=None, seconds=0) == replace(whole[1], resumed=None, seconds=0)
     if stops != [1]:
-        assert done.resumed == stops[-1] - 1
+        assert training.resumed == stops[-1] - 1
         assert f"from step {stops[-1] - 1}" in said[0]
+    again = tuned(*work)  # killed after its end: there is no step to come
+    assert fingerprint(again[0]) == fingerprint(model)
+    assert (again[1].history, again[1].steps, again[1].resumed) == (training.history, 8, 8)
+
+
+@pytest.mark.parametrize("epochs", [0.4, 1.5])
+def test_parts_of_epochs(epochs: float, tmp_path: Path) -> None:
+    dense, pruned, train, choose = setting(4)
+    options = FinetuneOptions(epochs=epochs, learning_rate=1e-3)
+    model, training = tuned(pruned, dense, train, choose, tmp_path, options)
+    assert [(h["step"], h["epoch"]) for h in training.history][-1] == (training.steps, epochs) or epochs == 0.4
+    assert (training.steps, training.planned) == (round(4 * epochs + 0.4), round(4 * epochs + 0.4))
+    again = tuned(pruned, dense, train, choose, tmp_path, options)
+    assert fingerprint(again[0]) == fingerprint(model)
+    assert again[1].history == training.history
 
 
 @pytest.mark.usefixtures("saved_every_step")
@@ -201,123 +311,90 @@ def test_others_work_is_never_mixed_in(tmp_path: Path) -> None:
     dense, pruned, train, choose = setting(3)
     options = FinetuneOptions(epochs=1, learning_rate=1e-3)
     with pytest.raises(Interrupted):
-        finetune(pruned, dense, train, choose, options, work=tmp_path, progress=stopping_at(2))
+        tuned(pruned, dense, train, choose, tmp_path, options, progress=stopping_at(2))
     other = copy.deepcopy(pruned)
     other.classifier.bias.data += 1e-3
     taught = copy.deepcopy(dense)
     taught.classifier.bias.data += 1e-3
     relabelled = [{**b, "labels": 1 - b["labels"]} for b in train]
     for changed in (
-        (other, dense, train, choose, options), (pruned, taught, train, choose, options),
-        (pruned, dense, relabelled, choose, options), (pruned, dense, train, choose[:1], options),
-        (pruned, dense, train, choose, FinetuneOptions(epochs=1, learning_rate=1e-3, seed=1)),
-        (pruned, dense, train, choose, FinetuneOptions(epochs=1, learning_rate=1e-3, mixture=Mixture(temperature=3))),
+        (other, dense, train, choose, tmp_path, options), (pruned, taught, train, choose, tmp_path, options),
+        (pruned, dense, relabelled, choose, tmp_path, options), (pruned, dense, train, choose[:1], tmp_path, options),
+        (pruned, dense, train, choose, tmp_path, FinetuneOptions(epochs=1, learning_rate=1e-3, seed=1)),
+        (pruned, dense, train, choose, tmp_path, FinetuneOptions(epochs=1, learning_rate=1e-3, mixture=Mixture(temperature=3))),
     ):  # fmt: skip
         said: list[str] = []
-        done = finetune(*changed, work=tmp_path, say=said.append)
-        assert "not used" in said[0]
-        assert done.resumed is None
-    assert done.history == finetune(*changed).history
-    assert finetune(pruned, dense, train, choose, options, work=tmp_path).resumed == 1
+        _, training = tuned(*changed, say=said.append)
+        assert "not used, as the model" in said[0]
+        assert training.resumed is None
+    assert tuned(pruned, dense, train, choose, tmp_path, options)[1].resumed == 1
+
+
+def cut_short(path: Path) -> None:
+    """As a kill leaves it."""
+    (path / "checksums.json").unlink()
+
+
+def flipped(path: Path) -> None:
+    """One bit of the weights, which torch.load does not notice."""
+    content = bytearray((path / "pytorch_model.bin").read_bytes())
+    content[len(content) // 2] ^= 0x10
+    (path / "pytorch_model.bin").write_bytes(bytes(content))
+    torch.load(path / "pytorch_model.bin", weights_only=True)
+
+
+def emptied(path: Path) -> None:
+    (path / "optimizer.pt").write_bytes(b"")
+
+
+def swapped(path: Path) -> None:
+    """No training's state: it would run code."""
+    (path / "optimizer.pt").write_bytes(pickle.dumps(print, protocol=2))
+
+
+def edited(path: Path) -> None:
+    """One digit, such as a bit that flips makes of another."""
+    text = (path / "trainer_state.json").read_text()
+    (path / "trainer_state.json").write_text(text.replace('"global_step": ', '"global_step": 1'))
 
 
 @pytest.mark.usefixtures("saved_every_step")
-def test_a_save_that_is_cut_short_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("all_of_them", [False, True])
+@pytest.mark.parametrize("damage", [cut_short, flipped, emptied, swapped, edited])
+def test_a_damaged_checkpoint_is_not_used(damage: Callable[[Path], None], all_of_them: bool, tmp_path: Path) -> None:
+    """But the one before it, or none: the result is that of a whole training."""
     dense, pruned, train, choose = setting(4)
-    whole = finetune(pruned, dense, train, choose)
-    original = torch.save
-
-    def cut_short(state: dict[str, Any], file: Any) -> None:
-        if state["step"] == 3:
-            file.write(b"half of it")
-            raise Interrupted
-        original(state, file)
-
-    monkeypatch.setattr(torch, "save", cut_short)
+    whole, _ = tuned(pruned, dense, train, choose, tmp_path / "whole")
     with pytest.raises(Interrupted):
-        finetune(pruned, dense, train, choose, work=tmp_path)
-    monkeypatch.setattr(torch, "save", original)
-    done = finetune(pruned, dense, train, choose, work=tmp_path)
-    assert done.resumed == 2
-    assert fingerprint(done.model) == fingerprint(whole.model)
-
-
-@pytest.mark.usefixtures("saved_every_step")
-@pytest.mark.parametrize(
-    "damage", [lambda content: content[:-9], lambda _: b"", lambda _: pickle.dumps(print, protocol=2)]
-)
-def test_damaged_work_is_told(damage: Any, tmp_path: Path) -> None:
-    """Cut short, empty, or something that is no training's state and would run code."""
-    dense, pruned, train, choose = setting(3)
-    with pytest.raises(Interrupted):
-        finetune(pruned, dense, train, choose, work=tmp_path, progress=stopping_at(2))
-    (file,) = tmp_path.iterdir()
-    file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(hp.HeadPruneError, match="--no-resume"):
-        finetune(pruned, dense, train, choose, work=tmp_path)
+        tuned(pruned, dense, train, choose, tmp_path / "work", progress=stopping_at(4))
+    found = sorted((tmp_path / "work").glob("*/checkpoint-*"))
+    assert [path.name for path in found] == ["checkpoint-2", "checkpoint-3"]
+    for path in found if all_of_them else found[1:]:
+        damage(path)
+    said: list[str] = []
+    model, training = tuned(pruned, dense, train, choose, tmp_path / "work", say=said.append)
+    assert training.resumed == (None if all_of_them else 2)
+    assert ("is not used, as it is damaged" if all_of_them else "from step 2") in said[0]
+    assert fingerprint(model) == fingerprint(whole)
 
 
 @pytest.mark.usefixtures("saved_every_step")
 def test_the_best_weights_outlive_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second epoch is the best, and the training is interrupted in the third."""
+    """The second epoch is the best, and the training is interrupted in the third; patience goes on where it was."""
     dense, pruned, train, choose = setting(2)
-    losses = {0: 9.0, 2: 8.0, 4: 1.0, 6: 5.0, 8: 6.0}
+    losses = iter([9.0, 8.0, 1.0, 9.0, 5.0, 6.0, 9.0])  # the fourth and the last are from before training
     best: list[str] = []
-    steps = iter([0, 2, 4, 0, 6, 8])
 
     def fake(model: nn.Module, *_: Any) -> Measurement:
-        step = next(steps)
-        best.extend([fingerprint(model)] if step == 4 else [])
-        return Measurement({"loss": losses[step]}, np.zeros(0), np.zeros(0), np.zeros(0))
+        loss = next(losses)
+        best.extend([fingerprint(model)] if loss == 1.0 else [])
+        return Measurement({"loss": loss}, np.zeros(0), np.zeros(0), np.zeros(0))
 
     monkeypatch.setattr(room, "evaluate", fake)
     options = FinetuneOptions(epochs=9)
     with pytest.raises(Interrupted):
-        finetune(pruned, dense, train, choose, options, work=tmp_path, progress=stopping_at(6))
-    done = finetune(pruned, dense, train, choose, options, work=tmp_path)
-    assert (done.resumed, done.steps, done.best) == (5, 8, 4)
-    assert [fingerprint(done.model)] == best
-
-
-def test_training_does_what_transformers_trainer_does(tmp_path: Path) -> None:
-    """The same weights, without dropout: its optimizer, its schedule, its limit on gradients, its groups."""
-    _, pruned, train, _ = setting(4)
-    for module in pruned.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    options = FinetuneOptions(epochs=1, learning_rate=1e-3, weight_decay=0.1, mixture=Mixture(alpha=0.0))
-    done = finetune(pruned, None, train, train, options)
-    assert done.best == 4
-    order = room._Order(train, options)
-    arguments = tf.TrainingArguments(
-        output_dir=str(tmp_path), num_train_epochs=1, per_device_train_batch_size=1, learning_rate=1e-3, weight_decay=0.1,
-        optim="adamw_torch", warmup_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-
-    class Plain(tf.Trainer):  # type: ignore[misc]
-        def get_train_dataloader(self) -> Any:
-            return [order[i] for i in range(4)]
-
-    model = copy.deepcopy(pruned)
-    Plain(model=model, args=arguments, train_dataset=train).train()
-    theirs = dict(model.named_parameters())
-    for name, mine in done.model.named_parameters():
-        if not name.endswith("key.bias"):  # its gradient is 0 but for rounding, of which AdamW makes whole steps
-            torch.testing.assert_close(mine, theirs[name], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.usefixtures("saved_every_step")
-def test_a_flipped_bit_in_the_state_is_noticed(tmp_path: Path) -> None:
-    """torch.load compares no checksum: the weights that came back were others."""
-    dense, pruned, train, choose = setting(4)
-    with pytest.raises(Interrupted):
-        finetune(pruned, dense, train, choose, work=tmp_path, progress=stopping_at(2))
-    (file,) = tmp_path.glob("*.pt")
-    whole = file.read_bytes()
-    before = pruned.classifier.weight.detach().numpy().tobytes()[:8]
-    content = bytearray(whole)
-    content[max(whole.find(before), len(whole) // 3)] ^= 0x10
-    file.write_bytes(bytes(content))
-    torch.load(file, weights_only=True)  # it is none the wiser
-    with pytest.raises(hp.HeadPruneError, match=r"is damaged.*Start again with --no-resume"):
-        finetune(pruned, dense, train, choose, work=tmp_path)
+        tuned(pruned, dense, train, choose, tmp_path, options, progress=stopping_at(6))
+    for resumed in (5, 8):
+        model, training = tuned(pruned, dense, train, choose, tmp_path, options)
+        assert (training.resumed, training.steps, training.best) == (resumed, 8, 4)
+        assert [fingerprint(model)] == best

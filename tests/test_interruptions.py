@@ -6,19 +6,16 @@ import random
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers as tf
-from pydantic import ValidationError
 
 import headprune as hp
-from headprune.app.console import Console
-from headprune.app.data import DataOptions
 from headprune.app.folders import Folder, claimed
 from headprune.app.runs import RunFolder
-from headprune.app.workflow import Options, score_run
 from headprune.errors import Stopped
 from headprune.files import read_json, write_json
 from tests.support.commands import run
@@ -106,7 +103,7 @@ def test_killed_again_and_again(processes: Processes, tiny: Path, tmp_path: Path
     assert set(statuses[:-1]) == {-KILL, 128 + TERM}
     stopped = next(d for d in done if d["status"] == 128 + TERM)
     assert "the same command continues there" in " ".join(stopped["stderr"].split())
-    assert any("Continuing with" in d["stderr"] for d in done)
+    assert any("continuing with" in d["stderr"] for d in done)
     assert [p.name for p in (here / "reports").iterdir()] == ["m-1"]
     assert results_of(here / "reports" / "m-1") == undisturbed
 
@@ -211,18 +208,15 @@ def test_a_wrong_command_leaves_its_folder_to_the_next(here: Path) -> None:
 
 def test_the_last_seconds_fail(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A document that JSON cannot hold: it is said where, and nothing is computed again."""
-    from headprune.app.documents import Latency
     from headprune.app.workflow import pruning
 
     original = pruning.time_models
-    monkeypatch.setattr(
-        pruning, "time_models", lambda *a: Latency.model_construct({"rows"}, rows=[{"batch": object()}])
-    )
+    monkeypatch.setattr(pruning, "time_models", lambda *a: replace(original(*a), bound=object()))
     error = run(*QUICK, code=1).stderr
-    assert "rows › 0 › batch is a object, which JSON cannot hold" in " ".join(error.split())
+    assert "bound is a object, which no file can hold" in " ".join(error.split())
     monkeypatch.setattr(pruning, "time_models", original)
     result = run(*QUICK)
-    assert "Continuing with" in result.stderr
+    assert "continuing with" in result.stderr
     assert "repairing" not in result.stderr
     assert "measuring" in result.stderr
 
@@ -244,11 +238,10 @@ def test_a_report_that_fails_loses_nothing(here: Path, monkeypatch: pytest.Monke
 
 
 def test_what_cannot_be_written_is_found_before_the_long_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that JSON cannot hold."""
     monkeypatch.setattr("headprune.app.runs.command_line", lambda: object())
     monkeypatch.setattr("headprune.app.workflow.scoring.score", interrupt)
-    options, console = Options("m", DataOptions("d")), Console(quiet=True)
-    with pytest.raises(ValidationError, match="commands"):
-        score_run(options, ["random"], RunFolder(here / "r"), console)
+    assert "command is a object, which JSON cannot hold" in run(*SCORE, code=1).stderr
 
 
 def test_damaged_work_is_made_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +251,7 @@ def test_damaged_work_is_made_again(here: Path, monkeypatch: pytest.MonkeyPatch)
     work = next((here / "reports" / "m-1" / ".unfinished").glob("prune-*"))
     (weights,) = work.glob("content/pruned-2/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:100])
-    (next(work.glob("dense-*.json"))).write_text('{"headprune": "stage"')
+    next(work.glob("dense-*.part")).write_text("cut off")
     assert "repairing" in run(*QUICK).stderr
     hp.load(here / "reports" / "m-1" / "pruned-2")
 
@@ -340,7 +333,7 @@ def test_nothing_is_said_to_have_changed_where_nothing_was_finished(
         patch.setattr("headprune.app.workflow.scoring.write_heads", interrupt)
         run(*gradient, code=130)
     parts = [p for p in (here / "reports" / "m-1" / ".unfinished").glob("*-*/*") if p.is_file()]
-    assert {p.suffix for p in parts} == {".json", ".npy"}
+    assert {p.suffix for p in parts} == {".part"}
     for part in parts:
         part.unlink()
     said = run(*gradient).stderr
@@ -351,7 +344,7 @@ def test_a_report_that_is_interrupted_has_its_pictures(here: Path, monkeypatch: 
     run(*SCORE, "-m", "gradient")
     pictures = {p.name for p in (here / "reports" / "m-1").glob("*.png")}
     assert {"importance.png", "heads.png"} <= pictures
-    for place in ("pictures.png", "report.write_bytes"):
+    for place in ("pictures.png", "report.write_file"):
         with monkeypatch.context() as patch:
             patch.setattr(f"headprune.app.{place}", interrupt)
             run("report", "reports/m-1", code=130)
@@ -424,8 +417,7 @@ def test_a_publication_from_elsewhere_removes_nothing_elsewhere(gone: Any, tmp_p
     ready = tmp_path / "r" / ".ready"
     ready.mkdir(parents=True)
     write_json(ready / ".gone.json", "publication", {"gone": gone})
-    with pytest.raises(hp.HeadPruneError, match=r"list of what goes .* is damaged.*Move .*\.ready away"):
-        Folder(tmp_path / "r").settle()
+    Folder(tmp_path / "r").settle()
     assert (tmp_path / "precious").is_dir()
 
 
@@ -442,7 +434,7 @@ def test_a_full_disk_leaves_the_old_report(here: Path, monkeypatch: pytest.Monke
         error = " ".join(run(*QUICK, "-o", "r", "--overwrite", "-k", "3", code=1).stderr.split())
     assert "No space left on the disk" in error
     assert {p.name: p.read_bytes() for p in (here / "r").iterdir() if p.is_file()} == before
-    assert "Continuing with" in run(*QUICK, "-o", "r", "--overwrite", "-k", "3").stderr
+    assert "continuing with" in run(*QUICK, "-o", "r", "--overwrite", "-k", "3").stderr
 
 
 def test_an_unfinished_model_with_another_tokenizer_is_made_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,12 +280,12 @@ def test_plans_repair_and_evaluation_are_those_of_one_process(
 def test_a_training_is_that_of_one_process(processes: Processes, tmp_path: Path, options: dict[str, Any]) -> None:
     """Whatever the last batch has, and with the same dropout. Weights may differ where a gradient is zero but for rounding, as
     a key's bias has: Adam divides by its size."""
-    one = shared.finetuned(**options)
+    one = shared.finetuned(**options, work=str(tmp_path / "one"))
     for size in (2, 3):
-        for found in processes.call(tmp_path, size, "tests.support.shared:finetuned", **options):
-            assert found["split"]
+        for found in processes.call(tmp_path, size, "tests.support.shared:finetuned", **options, work=f"work-{size}"):
+            assert found["largest"] == 6 / size
             assert found["best"] == one["best"]
-            assert [pytest.approx(each, abs=1e-6) for each in one["history"]] == found["history"]
+            assert [pytest.approx(each, abs=1e-6) for each in one["history"]] == list(found["history"])
             assert ((found["weights"] - one["weights"]).abs() > 1e-6).double().mean() < 0.01
     assert one["moved"] > 1e-4 or not one["best"]
 

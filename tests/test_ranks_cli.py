@@ -87,7 +87,7 @@ def same_folders(one: Path, other: Path, most: float = 1e-6) -> None:
             a, b = load_file(one / name), load_file(other / name)
             assert a.keys() == b.keys()
             for key, value in a.items():
-                assert torch.allclose(value.double(), b[key].double(), rtol=0, atol=most), (name, key)
+                assert torch.allclose(value.double(), b[key].double(), rtol=0, atol=most, equal_nan=True), (name, key)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -131,6 +131,27 @@ def test_a_lost_rank_ends_the_run_in_a_line_and_a_rerun_goes_on(
     done = processes.run({"cwd": str(here), "size": size, "arguments": PRUNE})
     assert [d["status"] for d in done] == [0] * size, done[0]["stderr"]
     same_folders(alone / "reports", here / "reports")
+
+
+def test_a_lost_rank_ends_the_training_in_a_line_and_a_rerun_goes_on(
+    processes: Processes, tiny: Path, alone: Path, tmp_path: Path
+) -> None:
+    """The first one, while the others average gradients; then one process alone continues."""
+    here = tmp_path / "w"
+    shutil.copytree(alone, here)
+    shutil.rmtree(here / "tuned")
+    first, *others = processes.run({"cwd": str(here), "size": 3, "arguments": TUNE, "rank": 0, "stop": 3})
+    assert first["status"] == -9
+    assert {d["status"] for d in others} == {1}
+    said = "".join(d["stderr"] for d in others)
+    assert said.count("headprune: Rank 0 is gone, so the others cannot continue.") == 1, said
+    assert "Traceback" not in said
+    (again,) = processes.run({"cwd": str(here), "size": 1, "arguments": TUNE})
+    assert again["status"] == 0, again["stderr"]
+    assert "Continuing from step" in again["stderr"]
+    one, several = (json.loads((folder / "tuned" / "finetune.json").read_text()) for folder in (alone, here))
+    for before, after in zip(one["training"]["history"], several["training"]["history"], strict=True):
+        assert after == pytest.approx(before, abs=1e-5)
 
 
 def test_a_mistake_is_told_once(processes: Processes, tiny: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def compared(*plans: tuple[str, int], key: str = "divergence") -> list[dict[str,
 TRIALS = [
     {"step": "output projections", "before": 0.5, "after": 0.25, "examples": 256, "kept": True},
     {"step": "values", "before": 0.25, "after": 0.375, "examples": 256, "kept": False},
-    {"step": "answers", "before": 0.25, "after": None, "examples": 256, "kept": True},
+    {"step": "answers", "before": 0.25, "after": math.nan, "examples": 256, "kept": True},
 ]
 LATE = {"asked": "latency 80%", "kind": "latency", "limit": 0.8, "relative": True, "unit": "of the dense model's",
         "measured": 0.78, "low": 0.77, "high": 0.79, "batch": 32, "length": 9}  # fmt: skip

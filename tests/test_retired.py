@@ -12,6 +12,16 @@ from headprune.cli.retired import RETIRED
 from tests.support.commands import run
 
 TYPED = {
+    "--examples": (("score", "MODEL", "--examples", "64"), "-m ablation:examples=64"),
+    "--time": (("score", "MODEL", "--time", "60"), "-m ablation:time=60"),
+    "--max-memory": (("score", "MODEL", "--max-memory", "4GB"), "-m ablation:memory=4GB"),
+    "--normalise": (("score", "MODEL", "--normalise"), "-m gradient:normalise"),
+    "--steps": (("score", "MODEL", "--steps", "40"), "-m l0:steps=400"),
+    "--permutations": (("score", "MODEL", "--permutations", "9"), "-m shapley:permutations=64"),
+    "--sparsity": (("score", "MODEL", "--sparsity", "0.1"), "-m l0:sparsity=0.02"),
+    "--keep": (("score", "MODEL", "--keep", "36"), "-m l0:keep=36"),
+    "--revision": (("prune", "MODEL", "--revision", "main"), "MODEL@REVISION"),
+    "--offload-folder": (("prune", "MODEL", "--offload-folder", "x"), "TMPDIR"),
     "--streaming": (("prune", "MODEL", "--plan", "plan.json", "--streaming"), "--device-map auto"),
     "--pad": (("export", "MODEL", "--to", "stock", "--pad"), "headprune prune --strategy uniform"),
     "estimate": (("estimate", "MODEL"), "headprune score"),

@@ -272,7 +272,8 @@ def test_files_and_agreement(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("method", "seed", "message"), [
     ("guess", 0, "no scoring method 'guess'"), ("random", -1, "seed is -1"), ("ablation:examples=1", 0, "examples is 1"),
-    ("ablation:time=0", 0, "time to spend is 0.0 seconds"), ("l0:keep=0", 0, "keep 0 leaves no head"), ("l0:steps=-1", 0, "steps is -1"),
+    ("ablation:time=0", 0, "time to spend is 0.0 seconds"), ("l0:keep=0", 0, "keep 0 leaves no head"), ("dsp:keep=99", 0, "keep 99 is more than all"),
+    ("l0:steps=-1", 0, "steps is -1"),
     ("shapley:permutations=0", 0, "permutations is 0"), ("l0:sparsity=-0.5", 0, "sparsity is -0.5"), ("l0:pace=3", 0, "no setting 'pace'"),
     ("ablation:memory=much", 0, "'much' is no value for max_memory"),
 ])  # fmt: skip

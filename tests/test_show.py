@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from headprune.app.runs import RunFolder
 from headprune.app.seeing import all_heads, figure_of_head, look_at, of_text, one_head
 from headprune.app.seeing.cells import resized
 from headprune.app.seeing.labels import printable, token_labels
+from headprune.documents import from_json
 from headprune.trace import find_attention
 from tests.support.commands import run
 from tests.support.documents import METRICS
@@ -63,7 +65,7 @@ def test_one_head_is_what_the_model_computes(bert_folder: Path, tmp_path: Path) 
 def test_the_document(bert_folder: Path, data_folder: Path) -> None:
     """Profiles over data, samples within 1/510 of the weights, small."""
     result = run("show", bert_folder, "-d", data_folder, "--json", "-q")
-    heads = Heads.model_validate({k: v for k, v in json.loads(result.stdout).items() if k not in ("kind", "schema")})
+    heads = from_json(Heads, {k: v for k, v in json.loads(result.stdout).items() if k not in ("kind", "schema")})
     assert heads.examples > 20
     assert [len(layer.heads) for layer in heads.layers] == [4, 4]
     assert all(p.role and p.because for layer in heads.layers for p in layer.heads)
@@ -95,7 +97,7 @@ def test_a_text_is_never_markup(bert_folder: Path, tmp_path: Path) -> None:
     console.print(all_heads(heads, sample, 100, True))
     told = console.export_text()
     assert all(label in told for label in labels)
-    written = reported(tmp_path / "r", METRICS, heads=heads.changed(samples=(nasty,)))
+    written = reported(tmp_path / "r", METRICS, heads=replace(heads, samples=(nasty,)))
     assert "one example (`good [bold]film[/] $x$ �[31m <b> |a|`)" in written
 
 

@@ -186,7 +186,7 @@ def test_quantised_weights_are_refused(how: Any, name: str, tmp_path: Path) -> N
     model, drop = quantised(copy.deepcopy(dense)), heads_gone(name, "uneven")
     expected = logits(model, example)
     for work in (lambda: hp.prune(model, drop, example), lambda: hp.prune(model, heads_gone(name, "emptied"), example),
-                 lambda: hp.search(model, [like(example, 1)], keep="50%", distil=True)):  # fmt: skip
+                 lambda: hp.search(model, [like(example, 1), like(example, 2)], keep="50%", distil=True)):  # fmt: skip
         with pytest.raises(hp.HeadPruneError, match="quantised"):
             work()
     assert not hp.repair(model, drop, [example]).layers

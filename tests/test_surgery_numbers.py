@@ -15,10 +15,10 @@ import headprune as hp
 from headprune.pruned.hooks import HeadArgument, surviving
 from headprune.surgery import journal
 from headprune.surgery.journal import Journal
-from headprune.surgery.proof import Reference, _compare, _is_distribution, _per_head, _sure, answers, tolerance_of
+from headprune.surgery.proof import Reference, _compare, _is_distribution, _sure, answers, tolerance_of
 from headprune.surgery.proof_inputs import _Bounds, longer, position_limit
 from headprune.surgery.removal import HeadCounts, Removal, groups_left, ways
-from headprune.surgery.watch import ROWS, _by_head, _sampled, differing, gap, largest
+from headprune.surgery.watch import ROWS, _by_head, _sampled, differing
 from tests.support.zoo import ZOO, bert
 
 INF, NAN = math.inf, math.nan
@@ -45,9 +45,8 @@ class Answering(nn.Module):
 
 
 def compared(got: list[Any], masked: list[Any], effect: float) -> tuple[float, str]:
-    reference = Reference(
-        {"x": t(0)}, [torch.as_tensor(m, dtype=torch.float64) for m in masked], [effect] * len(masked), {}
-    )
+    expected = [torch.as_tensor(m, dtype=torch.float64) for m in masked]
+    reference = Reference({"x": t(0)}, expected, [effect] * len(masked), {})
     return _compare(Answering(*got), Journal(), Removal((), {}), [reference], 1e-4, set())
 
 
@@ -85,42 +84,34 @@ def test_a_wrong_cut_is_noticed_where_the_layer_gives_nothing(monkeypatch: pytes
             hp.prune(model, {layer: [2, 3]}, example)
 
 
-def test_the_coarsest_type_says_how_exact_a_proof_can_be() -> None:
-    for kinds, tolerance in (
-        ("double", 1e-9),
-        ("double float", 1e-4),
-        ("float half", 1e-2),
-        ("bfloat16 half", 5e-2),
-        ("", 1e-4),
-    ):
-        model = nn.ModuleList(nn.Linear(1, 1, dtype=getattr(torch, kind)) for kind in kinds.split())
-        assert tolerance_of(model) == tolerance
+@pytest.mark.parametrize(("kinds", "tolerance"), [
+    ("double", 1e-9), ("double float", 1e-4), ("float half", 1e-2), ("bfloat16 half", 5e-2), ("", 1e-4),
+])  # fmt: skip
+def test_the_coarsest_type_says_how_exact_a_proof_can_be(kinds: str, tolerance: float) -> None:
+    model = nn.ModuleList(nn.Linear(1, 1, dtype=getattr(torch, kind)) for kind in kinds.split())
+    assert tolerance_of(model) == tolerance
 
 
 def test_generation_is_compared_up_to_a_near_tie() -> None:
+    """Near beside the largest magnitude; each row by its own; one row is enough."""
     sure, tie, negative = t(10, 9.85, 0)[None], t(10, 9.95, 0)[None], t(1, 0.9, -20)[None]
     rows, one = torch.stack([t(1, 0.5, 0), t(100, 0, 0)]), torch.cat([sure, tie])
-    lengths = [
-        len(_sure(s))
-        for s in ([sure] * 3, [sure, tie, sure], [tie, sure], [sure, negative, sure], [rows, rows], [one, sure])
-    ]
-    assert lengths == [3, 2, 1, 2, 2, 1]  # near beside the largest magnitude; each row by its own; one row is enough
+    steps = ([sure] * 3, [sure, tie, sure], [tie, sure], [sure, negative, sure], [rows, rows], [one, sure])
+    assert [len(_sure(each)) for each in steps] == [3, 2, 1, 2, 2, 1]
 
 
 def test_answers_are_floats_but_not_attention_weights() -> None:
+    """The first output is one, whatever it looks like."""
     weights, hidden = torch.randn(1, 2, 3, 3).softmax(-1), torch.randn(1, 3, 4)
-    (logits,) = answers(
-        {
-            "logits": hidden.half(),
-            "cross_attentions": (weights,),
-            "past_key_values": (hidden,),
-            "ids": torch.ones(2).long(),
-        }
-    )
+    output = {
+        "logits": hidden.half(),
+        "cross_attentions": (weights,),
+        "past_key_values": (hidden,),
+        "ids": torch.ones(2).long(),
+    }
+    (logits,) = answers(output)
     assert logits.dtype == torch.float32
-    assert (
-        len(answers((weights, hidden, weights))) == len(answers(SimpleNamespace(a=hidden, b=hidden, c=weights))) == 2
-    )  # the first is one
+    assert len(answers((weights, hidden, weights))) == len(answers(SimpleNamespace(a=hidden, b=hidden, c=weights))) == 2
     with pytest.raises(hp.HeadPruneError, match="no floating-point tensor"):
         answers({"ids": torch.ones(2).long()})
     masked = torch.cat([weights[0], torch.zeros(2, 1, 3)], 1)  # a query that sees nothing
@@ -129,24 +120,7 @@ def test_answers_are_floats_but_not_attention_weights() -> None:
     assert [_is_distribution(v) for v in pairs] == [True] + [False] * 4
 
 
-@pytest.mark.parametrize(("got", "expected", "fewer"), [
-    ((2, 3, 5, 5), (2, 4, 5, 5), True), ((3, 5, 5), (4, 5, 5), True), ((2, 4, 5), (2, 4, 5), False), ((2, 5, 5), (2, 4, 5), False),
-    ((3, 5), (4, 5), False), ((2, 3, 4), (2, 4, 5), False), ((2, 3), (2, 3, 4), False), ((2, 4, 4, 1), (2, 4, 5), False),
-])  # fmt: skip
-def test_what_only_has_fewer_heads(got: tuple[int, ...], expected: tuple[int, ...], fewer: bool) -> None:
-    assert _per_head(torch.Size(got), torch.Size(expected)) is fewer
-
-
 # -- the layers' own outputs ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("got", "expected", "difference"), [
-    (t(1, 2), t(1, 4), 2), (t(1, -2), t(1, 2), 4), (t(1, NAN), t(3, NAN), 2), (t(1, INF), t(1, 2), INF), (t(1, 2), t(1, NAN), INF),
-    (t(NAN), t(INF), 0), (t(), t(), 0),
-])  # fmt: skip
-def test_differences(got: Tensor, expected: Tensor, difference: float) -> None:
-    assert gap(got, expected) == difference
-    assert [largest(v) for v in (t(-3, 2), t(0.5, NAN), t(0.5, -INF), t(NAN), t())] == [3, 0.5, 0.5, 0, 0]
 
 
 def test_samples_and_heads_behind_the_cut() -> None:
@@ -229,16 +203,13 @@ def test_ways_are_tried_from_the_one_that_changes_least() -> None:
     assert not any(w.cut_arguments or w.side_modules for w in plain)
     assert [w.cut_arguments for w in ways([layer(arguments=(shaped,))], drop)[:6]] == [False] * 3 + [True] * 3
     assert [w.side_modules for w in ways([layer(side_modules=("x",))], drop)][:12] == [False] * 6 + [True] * 6
-    for name, groups in (
-        ("bert", {False}),
-        ("llama", {False, True}),
-    ):  # groups are counted in two ways only where there are some
+    for name, groups in (("bert", {False}), ("llama", {False, True})):  # counted in two ways only where there are some
         model, example = ZOO[name]()
         layers = hp.find_attention(model, example)
         assert {way.by_group for way in ways(layers, {a.name: [0] for a in layers}, model)} == groups
     whole = Removal((layer(),), drop, "all", True, True, True, True, True)
     assert Removal.from_json(whole.to_json()) == whole
-    older = {key: value for key, value in whole.to_json().items() if key in ("layers", "drop", "widths")}
+    older = {key: whole.to_json()[key] for key in ("layers", "drop", "widths")}
     assert Removal.from_json(older) == Removal((layer(),), drop, "all")
 
 
@@ -277,33 +248,21 @@ def test_tokens_by_their_shape_and_what_is_added() -> None:
     by_second, by_first = shapes(torch.ones(2, 8, 5))  # features may have their tokens first
     assert by_second == [(rows, length, 5) for length in (64, 32, 16, 10) for rows in (1, 2)]
     assert by_first == [(length, rows, 5) for length in (64, 8, 4, 3) for rows in (1, 8)]
-    assert longer({"input_ids": ids(8, 8), "token_type_ids": ids(8, 8)})[0][0]["token_type_ids"].shape == (
-        1,
-        64,
-    )  # no mask, though square
-    for none in (
-        {"input_ids": ids(8)},
-        (torch.ones(2, 8).bool(),),
-        ids(0, 8),
-        ids(2, 3, 4, 5),
-        (torch.ones(2, 3, 8, 8), ids(2, 8)),
-    ):
+    (square, *_), *_ = longer({"input_ids": ids(8, 8), "token_type_ids": ids(8, 8)})
+    assert square["token_type_ids"].shape == (1, 64)  # no mask, though square
+    several = torch.ones(2, 3, 8, 8), ids(2, 8)
+    for none in ({"input_ids": ids(8)}, (torch.ones(2, 8).bool(),), ids(0, 8), ids(2, 3, 4, 5), several):
         assert longer(none) == []
-    zeros = torch.zeros(2, 5, dtype=torch.long)
+    zeros, masks = torch.zeros(2, 5, dtype=torch.long), ("attention_mask", "special_mask", "float_attention_mask")
     example = {
         "input_ids": ids(2, 5),
-        "attention_mask": zeros,
-        "special_mask": zeros,
-        "float_attention_mask": zeros.float(),
+        **dict.fromkeys(masks[:2], zeros),
+        masks[2]: zeros.float(),
         "pair": (zeros, [zeros]),
     }
     extended = longer(example)[0][1]
     assert all(torch.equal(extended["input_ids"][:, start : start + 4], ids(2, 5)[:, :4]) for start in (0, 5, 60))
-    assert [extended[name].any() for name in ("attention_mask", "special_mask", "float_attention_mask")] == [
-        True,
-        False,
-        False,
-    ]
+    assert [bool(extended[name].any()) for name in masks] == [True, False, False]
     assert extended["pair"][1][0].shape == (2, 64)
 
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The fast tests with other versions of torch and transformers than the pinned ones (docs/gpu.md has what came out):
+# The fast tests with other versions of torch and transformers than the pinned ones (docs/scale.md, GPUs):
 #   sh tools/other_versions.sh 2.11.0 5.17.0 [pytest's options]
 # Into an environment of its own, 5 GB: PyPI's torch is built for CUDA, and runs on a CPU too.
 set -eu

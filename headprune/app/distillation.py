@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,72 +13,87 @@ from headprune.app.options import Mixture
 from headprune.batches import find_rows
 from headprune.divergence import Divergence, logits_of
 from headprune.errors import HeadPruneError
-from headprune.inputs import LABELS, call, tensors
+from headprune.inputs import LABELS, call, is_encoder_decoder, tensors
 from headprune.losses import ExampleLoss
+from headprune.running import evaluating
+
+_SAME = 1e-4  # relative: how much an example's loss may depend on the other examples of its batch
 
 
-class DistillationLoss:
-    """Per-example losses of a student that learns from labels and from a teacher.
+class DistillationLoss(nn.Module):
+    """A student, called on a batch to give the loss of each example, ``[batch]``, from the labels and from a teacher.
 
     ``alpha * T^2 * KL(teacher || student at T) + (1 - alpha) * loss on the labels + hidden states``: the answers as in
     Hinton et al. 2015 (arXiv:1503.02531, section 2), with `Divergence`; the hidden states as in Jiao et al. 2020
     (TinyBERT, arXiv:1909.10351, equation 8). Pruning heads does not change their width, so no matrix has to be learned,
     and each layer is compared with the same layer of the teacher. The squared difference is divided by the mean square of
     the teacher's hidden states, so that it does not depend on their scale; hidden states of zeros would have the loss 1.
+    In nats; each example's loss is the mean over its tokens.
+
+    It is a module whose only output is the loss, so that DistributedDataParallel sees which weights the loss depends on.
 
     Args:
         student: A transformers model, or any module whose output has ``logits``.
         teacher: The same before pruning; in evaluation mode, on the same device. None if the mixture needs none.
+        example: A batch, by which it is checked that models and labels fit, and found out how labels are compared.
+
+    Raises:
+        HeadPruneError: No teacher or no labels where they are needed; models with other classes or widths.
     """
 
-    def __init__(self, student: nn.Module, teacher: nn.Module | None, mixture: Mixture) -> None:
-        if teacher is None and mixture.needs_teacher:
-            raise HeadPruneError("There is no dense model to learn from.", "Pass it, or train with alpha 0.")
-        self.student, self.mixture = student, mixture
-        self.teacher = teacher if mixture.needs_teacher else None
+    def __init__(
+        self, student: nn.Module, teacher: nn.Module | None, mixture: Mixture, example: Mapping[str, Any]
+    ) -> None:
+        super().__init__()
+        self.student, self.mixture, self.example = student, mixture, example
+        self.teachers: tuple[nn.Module, ...] = ()  # in a tuple it is no part of this module: not trained, not saved
+        if mixture.needs_teacher:
+            if teacher is None:
+                raise HeadPruneError("There is no dense model to learn from.", "Pass it, or train with alpha 0.")
+            self.teachers = (teacher,)
         self.labels = ExampleLoss(student)
         self.divergence = Divergence(student, 0, mixture.temperature)
-        self._keeps_labels = bool(getattr(getattr(student, "config", None), "is_encoder_decoder", False))
+        self._keeps_labels = is_encoder_decoder(student)
         self._extra = {"output_hidden_states": True} if mixture.hidden_states else {}
+        with evaluating(student), torch.no_grad():
+            self.divergence.rows = find_rows(student, [example], lambda b: tensors(call(student, self._inputs(b))))
+            if mixture.alpha < 1:
+                if not any(name in example for name in LABELS):
+                    raise HeadPruneError("The batches to train on have no labels.", "Train with alpha 1.")
+                self.labels.prepare([example])
+                self._keeps_labels |= self.labels.own
+            self(example)
 
-    def prepare(self, batch: Mapping[str, Any]) -> None:
-        """Check with one batch that models and labels fit, and find out how labels are compared. Call this first.
-
-        Raises:
-            HeadPruneError: No labels although alpha is below 1; models with other classes or widths.
-        """
-        self.divergence.rows = find_rows(self.student, [batch], lambda b: tensors(call(self.student, self._inputs(b))))
-        if self.mixture.alpha < 1:
-            if not any(name in batch for name in LABELS):
-                raise HeadPruneError("The batches to train on have no labels.", "Train with alpha 1.")
-            self.labels.prepare([batch])
-            self._keeps_labels |= self.labels.own
-        with torch.no_grad():
-            self(batch)
-
-    def __call__(self, batch: Mapping[str, Any]) -> Tensor:
-        """Losses ``[batch]`` in nats, each the mean over the example's tokens; differentiable by the student's weights."""
+    def forward(self, batch: Mapping[str, Any]) -> Tensor:
+        """Losses ``[batch]``, differentiable by the student's weights."""
         inputs = self._inputs(batch)
         output = call(self.student, inputs, **self._extra)
         alpha, parts = self.mixture.alpha, []
         if alpha < 1:
-            # The model's own loss is one number for the batch.
             loss = output.loss if self.labels.own else self.labels.of_output(output, batch)
             parts.append((1 - alpha) * loss)
-        if self.teacher is not None:
+        for teacher in self.teachers:
             with torch.no_grad():
-                answer = call(self.teacher, inputs, **self._extra)
+                answer = call(teacher, inputs, **self._extra)
             if alpha > 0:
-                theirs, ours = logits_of(answer, batch), logits_of(output, batch)
-                if theirs.shape != ours.shape:
-                    raise HeadPruneError(
-                        f"The dense model's logits are {tuple(theirs.shape)}, the pruned one's {tuple(ours.shape)}.",
-                        "Use the dense model that the pruned one was made from.",
-                    )
-                parts.append(alpha * self.divergence.between(theirs, ours, batch))
+                known, now = logits_of(answer, batch), logits_of(output, batch)
+                _check_shapes("logits are", known, now)
+                parts.append(alpha * self.divergence.between(known, now, batch))
             if self.mixture.hidden_states:
                 parts.append(self._hidden(answer, output, batch))
         return sum(parts[1:], start=parts[0])
+
+    @cached_property
+    def separable(self) -> bool:
+        """Whether an example's loss, in training too, does not depend on the other examples of its batch; tried on three."""
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.modules()):
+            return False
+        rows = self.divergence.rows
+        with evaluating(self.student), torch.no_grad():
+            whole = self(self.example)
+            some = range(min(3, rows.size(self.example)))
+            alone = torch.stack([self(rows.take(self.example, [i])).mean() for i in some])
+        return whole.ndim == 1 and torch.allclose(alone, whole[: len(alone)], rtol=0, atol=_SAME * float(whole.max()))
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in batch.items() if self._keeps_labels or k not in LABELS}
@@ -85,23 +101,24 @@ class DistillationLoss:
     def _hidden(self, answer: Any, output: Any, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``: relative squared differences of the hidden states, averaged over layers."""
         layers = []
-        for theirs, ours in zip(_hidden_states(answer), _hidden_states(output), strict=True):
-            if theirs.shape != ours.shape:
-                raise HeadPruneError(
-                    f"A hidden state is {tuple(theirs.shape)} in the dense model and {tuple(ours.shape)} in the pruned one.",
-                    "Use the dense model that the pruned one was made from, or leave hidden states out.",
-                )
-            difference, size = (x.float().square().flatten(2).mean(-1) for x in (ours - theirs, theirs))
+        for known, now in zip(_hidden_states(answer), _hidden_states(output), strict=True):
+            _check_shapes("hidden states are", known, now)
+            difference, size = (x.float().square().flatten(2).mean(-1) for x in (now - known, known))
             layers.append(self.divergence.mean(difference, batch) / self.divergence.mean(size, batch).clamp(min=1e-12))
         return torch.stack(layers).mean(dim=0)
 
 
 def _hidden_states(output: Any) -> list[Tensor]:
-    found = [
-        state
-        for name in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
-        for state in getattr(output, name, None) or ()
-    ]
-    if not found:
+    names = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
+    states = [state for name in names for state in getattr(output, name, None) or ()]
+    if not states:
         raise HeadPruneError("The model gives no hidden states.", "Fine-tune without them.")
-    return found
+    return states
+
+
+def _check_shapes(what: str, known: Tensor, now: Tensor) -> None:
+    if known.shape != now.shape:
+        raise HeadPruneError(
+            f"The dense model's {what} {tuple(known.shape)}, the pruned one's {tuple(now.shape)}.",
+            "Use the dense model that the pruned one was made from, or leave hidden states out.",
+        )

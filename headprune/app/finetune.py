@@ -1,363 +1,316 @@
-"""Fine-tune a pruned model with distillation from the dense one; an interrupted training continues where it stopped."""
+"""Fine-tune a pruned model by transformers' Trainer, with distillation from the dense one.
+
+Ours are the loss and the metrics. The random numbers of a step depend on the seed and the step's number alone, so a training
+that continues from one of Trainer's checkpoints ends with the weights of one that was not interrupted (to the bit on a CPU).
+
+Of several processes each computes the losses of some examples of every batch, and DistributedDataParallel averages the gradients.
+Dropout draws for the whole batch in every process, which uses its examples' part of that: on a CPU a step is the same as in one
+process but for rounding. On a GPU dropout has kernels that draw by themselves, and differs.
+"""
 
 from __future__ import annotations
 
 import copy
-import math
-import random
+import shutil
 import time
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from headprune.app.data import Part
 from headprune.app.distillation import DistillationLoss
+from headprune.app.documents import Training
 from headprune.app.options import FinetuneOptions
-from headprune.app.rowwise import Shared
+from headprune.app.precision import widen
 from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
 from headprune.evaluation import evaluate
-from headprune.files import atomic_file
-from headprune.fingerprint import fingerprint, versions
-from headprune.inputs import model_device, move
-from headprune.parallel import accelerator_ranks, current
+from headprune.files import digest as file_digest
+from headprune.files import read_json, write_json
+from headprune.fingerprint import versions
+from headprune.inputs import model_device, move, seeded
+from headprune.parallel import current
 from headprune.running import Progress, evaluating
 from headprune.store import digest
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-SAVE_SECONDS = 60.0  # between two saves of the training's state, at least
-_SAVE_SHARE = 0.05  # of the time that saving may take
-_TRIED = 8  # batches, of which the largest shows whether its rows can be shared out among processes
-_POOL = 32  # batches among which examples are sorted by length
-_LARGEST_GRADIENT = 1.0  # norm of all gradients together; a longer gradient is scaled down to it
-
-Data = Part | Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Finetuned:
-    """A fine-tuned model, and how it was trained.
-
-    Attributes:
-        model: In evaluation mode, on the device of the pruned model.
-        examples: Training examples per epoch.
-        steps: Optimizer steps made, of the ``planned`` ones.
-        history: The choosing part's metrics before training (step 0) and after every epoch.
-        best: The step whose weights ``model`` has; 0 if training did not make the model better.
-        resumed: The step at which this run continued an interrupted one; None if it did not.
-        seconds: Duration of the training, without that of an interrupted run.
-    """
-
-    model: nn.Module
-    examples: int
-    steps: int
-    planned: int
-    history: list[dict[str, float]]
-    best: int
-    resumed: int | None
-    seconds: float
+SAVE_SECONDS = 60.0  # between two checkpoints, at least
+_SAVE_SHARE = 0.05  # of the time that checkpoints may take
+_WEIGHTS, _STATE = "pytorch_model.bin", "trainer_state.json"
+_FILES = (_WEIGHTS, _STATE, "optimizer.pt", "scheduler.pt")  # of a checkpoint, as Trainer calls them
+_SEAL = "checksums.json"
 
 
 def finetune(
     pruned: nn.Module,
     dense: nn.Module | None,
-    train: Data,
-    choose: Data,
-    options: FinetuneOptions | None = None,
+    train: Part,
+    choose: Part,
+    options: FinetuneOptions,
+    work: Path,
     *,
     metric: str = "loss",
-    work: Path | None = None,
-    accelerator: Accelerator | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total, note="": None,
     say: Callable[[str], None] = lambda text: None,
-) -> Finetuned:
-    """Train a copy of a pruned model on labels and on the dense model's answers; keep the weights of the best epoch.
+) -> tuple[nn.Module, Training]:
+    """A copy of a pruned model, trained on labels and on the dense model's answers (`DistillationLoss`), and how it was trained.
 
-    Distillation as in Hinton et al. 2015 (arXiv:1503.02531), of hidden states as in Jiao et al. 2020 (TinyBERT,
-    arXiv:1909.10351): see `DistillationLoss`. AdamW, in the weights' own precision. Shapes stay, so pruned heads stay pruned.
+    AdamW. Weights in bfloat16 are trained in float32, with products in bfloat16 (mixed precision), and rounded at the end: small steps
+    would get lost in them. Shapes stay, so pruned heads stay pruned. Under torchrun every process calls this alike.
 
     Args:
         pruned: A transformers model, or any module whose output has ``logits``; it is not changed.
         dense: The model before pruning, on the same device; it is not changed. None with ``alpha=0``.
-        train: A `Part` (see `load_train`), or batches: dicts of tensors, the batch first, with ``labels``.
-        choose: Examples that decide when to stop and which epoch is kept. Never those that are reported.
+        train: Examples with labels; without them, if ``alpha`` is 1.
+        choose: Examples that decide when to stop and which epoch's weights are kept (those from before training, if no epoch
+            was better). Never those that are reported.
+        work: A folder for checkpoints. A later call with the same model, data and options continues from the last one, any
+            other call starts from the beginning. The caller removes it.
         metric: What decides: ``"accuracy"`` (highest), or ``"perplexity"`` or ``"loss"`` (lowest, nats per token).
-        work: A folder for unfinished work. A later call with the same model, data and options continues from it and ends
-            with the same weights (to the bit on a CPU); any other call starts from the beginning. The caller removes it.
-        accelerator: To share the rows of every batch out among the processes of an `accelerate.Accelerator`.
         progress: Called with (steps done, steps planned).
-        say: Called with a line about the unfinished work that was found.
+        say: Called with a line about checkpoints that were found.
 
     Raises:
-        HeadPruneError: Models or labels that do not fit each other, a loss that is not finite, damaged unfinished work.
+        HeadPruneError: Models or labels that do not fit each other, weights that cannot be trained here, or a loss that is not finite.
     """
-    options = options or FinetuneOptions()
-    device = _device_of(pruned, dense)
-    model = copy.deepcopy(pruned)
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.is_floating_point())
-    order = _Order(train, options)
-    held_out = list(choose.batches()) if isinstance(choose, Part) else list(choose)
-    loss = DistillationLoss(model, dense, options.mixture)
-    with accelerator_ranks(accelerator) as ranks, _own_random_state(options.seed), evaluating(dense or model):
-        ranks.agree("a model", lambda: fingerprint(pruned))
-        with evaluating(model):
-            loss.prepare(move(order[0], device))
-            some = range(min(_TRIED, len(order)))
-            step = Shared(model, loss, loss.divergence.rows, lambda: [move(order[i], device) for i in some])
-        training = _Training(model, step, order, held_out, metric, options)
-        if work is not None:
-            facts = [versions(), device.type, asdict(options), metric, _content(train), _content(choose)]
-            training.resume(work, ranks.first("training", lambda: digest(facts, pruned, dense)), say)
-        training.run(progress)
-    for parameter, like in zip(model.parameters(), pruned.parameters(), strict=True):
-        parameter.grad = None
-        parameter.requires_grad_(like.requires_grad)
-    return training.result()
-
-
-def _device_of(pruned: nn.Module, dense: nn.Module | None) -> torch.device:
-    """The device of both models.
-
-    Raises:
-        HeadPruneError: Different devices, or weights that cannot be trained.
-    """
-    device = model_device(pruned)
-    if dense is not None and model_device(dense) != device:
-        raise HeadPruneError(
-            f"The pruned model is on {device}, the dense one on {model_device(dense)}.", "Put both on one."
-        )
-    if any(p.dtype == torch.float16 for p in pruned.parameters()):
-        raise HeadPruneError("Small steps get lost in float16 weights.", "Train with --dtype float32 or bfloat16.")
-    return device
-
-
-def _content(data: Data) -> list[Any]:
-    return [data.content_hash(), data.batch_size] if isinstance(data, Part) else list(data)
-
-
-# -- the order of the examples ----------------------------------------------------------------
-
-
-class _Order:
-    """All batches of the training, in order: the examples of a batch depend on the seed and the batch's number alone.
-
-    So a training that continues after an interruption gets the batches that it would have got.
-    """
-
-    def __init__(self, train: Data, options: FinetuneOptions) -> None:
-        self.train, self.seed = train, options.seed
-        self.examples = len(train) if isinstance(train, Part) else sum(map(apparent_size, train))
-        if not len(train):
-            raise HeadPruneError("There are no examples to train on.", "Check the data.")
-        self.per_epoch = math.ceil(len(train) / train.batch_size) if isinstance(train, Part) else len(train)
-        self.total = max(1, round(options.epochs * self.per_epoch))
-        self._epoch: tuple[int, list[Any]] = (-1, [])
-
-    def __len__(self) -> int:
-        return self.total
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        epoch, number = divmod(index, self.per_epoch)
-        if self._epoch[0] != epoch:
-            self._epoch = (epoch, self._shuffled(epoch))
-        chosen: Any = self._epoch[1][number]
-        if isinstance(self.train, Part):
-            return self.train.collate([self.train.features[i] for i in chosen])
-        batch: Mapping[str, Any] = self.train[chosen]
-        return batch
-
-    def _shuffled(self, epoch: int) -> list[Any]:
-        """An epoch's batches, as numbers of examples; the examples of a batch have similar lengths."""
-        rng = np.random.default_rng((self.seed, epoch))
-        if not isinstance(self.train, Part):
-            return [int(i) for i in rng.permutation(len(self.train))]
-        size, lengths = self.train.batch_size, self.train.lengths()
-        order = rng.permutation(len(self.train)).tolist()
-        batches = []
-        for start in range(0, len(order), _POOL * size):
-            pool = sorted(order[start : start + _POOL * size], key=lambda i: lengths[i])
-            batches += [pool[i : i + size] for i in range(0, len(pool), size)]
-        return [batches[i] for i in rng.permutation(len(batches))]
-
-
-# -- the training -----------------------------------------------------------------------------
-
-
-class _Training:
-    """The training loop.
-
-    What a step does depends on the state that `save` writes, the seed and the step's number alone, so a training that
-    continues after an interruption ends with the weights of an uninterrupted one.
-
-    Attributes:
-        step: Optimizer steps made so far.
-        history: The choosing part's metrics before training and after every epoch.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Shared,
-        order: _Order,
-        held_out: Sequence[Any],
-        metric: str,
-        options: FinetuneOptions,
-    ) -> None:
-        from transformers import get_linear_schedule_with_warmup  # imports PEFT, which takes seconds
-
-        self.model, self.loss, self.order, self.held_out = model, loss, order, held_out
-        self.metric, self.options = metric, options
-        trained = [p for p in model.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": options.weight_decay},
-            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},  # biases and norms
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate)
-        self.schedule = get_linear_schedule_with_warmup(self.optimizer, math.ceil(len(order) / 10), len(order))
-        self.step = 0
-        self.history: list[dict[str, float]] = []
-        self._best_weights: dict[str, Any] = {}
-        self._file: Path | None = None
-        self._resumed: int | None = None
-        self._saved, self._wait = time.monotonic(), SAVE_SECONDS
-        self._measure()
-        if metric not in self.history[0]:
+    options.check()
+    began, device = time.monotonic(), model_device(pruned)
+    with _accelerate_kept(), seeded(pruned, options.seed), evaluating(dense or pruned):
+        facts = [versions(), device.type, asdict(options), metric, train.batch_size, choose.batch_size]
+        folder = work / digest(facts, train.content_hash(), choose.content_hash(), pruned, dense)
+        arguments, student = _arguments(folder, options, pruned), copy.deepcopy(pruned)
+        widen(student)
+        loss = DistillationLoss(student, dense, options.mixture, move(next(train.batches()), device))
+        before = evaluate(student, choose.batches()).metrics
+        if metric not in before:
             raise HeadPruneError(f"The {metric} cannot be read off the model's logits.", "Decide by the loss.")
-
-    @property
-    def best(self) -> int:
-        """The step with the best value of the metric; the lower loss where that ties, then the earlier."""
-        return self._best_of(self.history)
-
-    def _best_of(self, history: Sequence[Mapping[str, float]]) -> int:
-        sign = -1 if self.metric == "accuracy" else 1
-        return int(min(history, key=lambda h: (sign * h[self.metric], h["loss"], h["step"]))["step"])
-
-    def run(self, progress: Progress | None) -> None:
-        """Train to the end, or until the patience is over; the model then has its best weights."""
-        began = time.monotonic()
-        tell = progress or (lambda done, total, note="": None)
-        tell(self.step, len(self.order))
-        while self.step < len(self.order) and not self._patience_over():
-            self._update()
-            tell(self.step, len(self.order))
-            if epoch_ends := self.step % self.order.per_epoch == 0 or self.step == len(self.order):
-                self._measure()
-            if epoch_ends or time.monotonic() - self._saved >= self._wait:
-                self.save()
-        if self.best != self.step:
-            self.model.load_state_dict(self._best_weights)
-        self._seconds = round(time.monotonic() - began, 1)
-
-    def result(self) -> Finetuned:
-        """What `run` made."""
-        return Finetuned(
-            self.model.eval(), self.order.examples, self.step, len(self.order), self.history, self.best, self._resumed,
-            self._seconds,
-        )  # fmt: skip
-
-    def _update(self) -> None:
-        """One step of the optimizer."""
-        from transformers import set_seed
-
-        set_seed(int(np.random.SeedSequence((self.options.seed, self.step)).generate_state(1)[0]))
-        self.model.train()
-        loss = self.loss.backward(move(self.order[self.step], model_device(self.model)))
-        if not loss.isfinite():
-            raise HeadPruneError(
-                f"The loss became {loss.item()} at step {self.step + 1}.", "Use a smaller --learning-rate."
-            )
-        nn.utils.clip_grad_norm_(self.model.parameters(), _LARGEST_GRADIENT)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.schedule.step()
-        self.step += 1
-
-    def _measure(self) -> None:
-        """Add the choosing part's metrics to the history, and keep the weights if they are the best so far."""
-        epoch = round(self.step / self.order.per_epoch, 3)
-        self.history.append({"step": self.step, "epoch": epoch, **evaluate(self.model, self.held_out).metrics})
-        if self.best == self.step:
-            self._best_weights = {k: v.to("cpu", copy=True) for k, v in self.model.state_dict().items()}
-
-    def _patience_over(self) -> bool:
-        epochs = self.history[1:]  # compared with each other: the first may be worse than no training
-        return bool(epochs) and sum(h["step"] > self._best_of(epochs) for h in epochs) >= self.options.patience
-
-    def save(self) -> None:
-        """Write all that the next step depends on, if there is a folder for unfinished work."""
-        if self._file is None or not current().main:
-            return
-        began = time.monotonic()
-        parts = {name: part.state_dict() for name, part in self._parts().items()}
-        with atomic_file(self._file) as file:
-            torch.save({**parts, "step": self.step, "history": self.history, "best_weights": self._best_weights}, file)
-        self._saved = time.monotonic()
-        self._wait = max(SAVE_SECONDS, (self._saved - began) / _SAVE_SHARE)
-
-    def resume(self, work: Path, key: str, say: Callable[[str], None]) -> None:
-        """Continue from what `save` wrote for a training of the same ``key``, if it did; from now on it writes to ``work``.
-
-        Raises:
-            HeadPruneError: The file is damaged.
-        """
-        self._file = work / f"{key}.pt"
-        if not current().first("unfinished training", self._file.is_file):
-            if any(work.glob("*.pt")):
-                say(
-                    f"Unfinished work in {work} is not used, as the model, data, seed, options or versions have changed."
-                )
-            return
-        try:
-            _check_whole(self._file)
-            state = torch.load(self._file, map_location="cpu", weights_only=True)
-            for name, part in self._parts().items():
-                part.load_state_dict(state[name])
-            step, history, best = state["step"], list(state["history"]), dict(state["best_weights"])
-            if type(step) is not int or not 0 <= step <= len(self.order) or not history:
-                raise ValueError("it is at no step of this training")
-            self._best_of(history)
-        except Exception as error:
-            raise HeadPruneError(
-                f"The unfinished work in {work} is damaged ({type(error).__name__}).", "Start again with --no-resume."
-            ) from error
-        self.step, self.history, self._best_weights = step, history, best
-        self._resumed = self.step
-        say(f"Continuing from step {self.step} of an interrupted training (--no-resume starts again).")
-
-    def _parts(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        last = current().first("checkpoint", lambda: _last_checkpoint(folder, say))
+        flow = _Flow(options, progress)
+        trainer = _Trainer(loss, arguments, train_dataset=train, eval_dataset=choose, callbacks=[flow])
+        trainer.remove_callback(PrinterCallback)
+        trainer.metric = metric
+        state, resumed = _train(trainer, flow, last)
+        trainer.accelerator.wait_for_everyone()  # the first process may be writing
+        best = _best_step(state, _merit(before, metric))
+        tuned = loss.student = copy.deepcopy(pruned).eval()
+        if best:
+            file = folder / f"checkpoint-{best}" / _WEIGHTS
+            loss.load_state_dict(torch.load(file, map_location=device, weights_only=True))
+    history = ({"step": 0, "epoch": 0.0, **before}, *(h for h in state.log_history if "loss" in h))
+    return tuned, Training(
+        examples=len(train), steps=state.global_step, planned=state.max_steps, history=history, best=best, resumed=resumed,
+        seconds=round(time.monotonic() - began, 1),
+    )  # fmt: skip
 
 
-def _check_whole(file: Path) -> None:
-    """Compare the checksums in a file of `torch.save`, which `torch.load` does not.
+def _train(trainer: _Trainer, flow: _Flow, last: Path | None) -> tuple[TrainerState, int | None]:
+    """The state at the end of the training, and the step at which it continued from a checkpoint; None from the beginning."""
+    state = TrainerState() if last is None else TrainerState.load_from_json(str(last / _STATE))
+    resumed = None if last is None else state.global_step
+    if resumed is not None and flow.over(state):  # it was stopped after its last step
+        return state, resumed
+    try:
+        trainer.train(resume_from_checkpoint=last and str(last))
+    except HeadPruneError:
+        raise
+    except Exception as error:
+        raise current().cause(error) from error.__cause__
+    return trainer.state, resumed
+
+
+def _arguments(folder: Path, options: FinetuneOptions, pruned: nn.Module) -> TrainingArguments:
+    """Trainer's arguments: it says nothing, writes into the folder alone, and trains on the model's device, in its precision.
 
     Raises:
-        BadZipFile: The file is cut short, or some of it is not what was saved.
+        HeadPruneError: It cannot.
     """
-    with zipfile.ZipFile(file) as parts:
-        if damaged := parts.testzip():
-            raise zipfile.BadZipFile(damaged)
+    device, dtypes = model_device(pruned), {p.dtype for p in pruned.parameters()}
+    if torch.float16 in dtypes:
+        raise HeadPruneError("Small steps get lost in float16 weights.", "Train with --dtype float32 or bfloat16.")
+    arguments = TrainingArguments(
+        str(folder), use_cpu=device.type == "cpu", bf16=torch.bfloat16 in dtypes, seed=options.seed, num_train_epochs=options.epochs,
+        learning_rate=options.learning_rate, weight_decay=options.weight_decay, warmup_steps=0.1,
+        eval_strategy="epoch", save_strategy="epoch", save_total_limit=2, metric_for_best_model="merit", greater_is_better=True,
+        logging_strategy="no", report_to="none", disable_tqdm=True, log_level_replica="passive", average_tokens_across_devices=False,
+    )  # fmt: skip
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # no DataParallel: it would split batches among all GPUs
+    if torch.empty(0, device=arguments.device).device != device:
+        raise HeadPruneError(
+            f"The model is on {device}, and transformers' Trainer trains on {arguments.device}.",
+            "Choose a GPU with CUDA_VISIBLE_DEVICES.",
+        )
+    return arguments
+
+
+def _merit(metrics: Mapping[str, float], metric: str) -> float:
+    """What the best epoch has most of: accuracy, then low loss where that ties; or else a low value of the metric."""
+    return metrics["accuracy"] - 1e-9 * metrics["loss"] if metric == "accuracy" else -metrics[metric]
+
+
+def _best_step(state: TrainerState, before: float) -> int:
+    """The step after the best epoch; 0 if none was better than before the training.
+
+    Args:
+        before: The merit of the weights before the training.
+    """
+    step = state.best_global_step
+    return int(step) if step and state.best_metric > before else 0
 
 
 @contextmanager
-def _own_random_state(seed: int) -> Iterator[None]:
-    """Training seeds Python's, NumPy's and torch's generators: afterwards they are as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+def _accelerate_kept() -> Iterator[None]:
+    """Leave accelerate's state of the process as it was: Trainer makes it anew, and it decides on the devices of all that follows."""
+    states = [kind._shared_state for kind in (PartialState, AcceleratorState, GradientState)]
+    before = [dict(state) for state in states]
+    try:
+        yield
+    finally:
+        for state, values in zip(states, before, strict=True):
+            state.clear()
+            state.update(values)
+
+
+def _last_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """The last checkpoint of a training that is whole, as the best one is, without later and damaged ones; None if there is none."""
+    found = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
+    whole = {step: path for step, path in found.items() if _is_whole(path)}
+    best = {step: TrainerState.load_from_json(str(path / _STATE)).best_global_step for step, path in whole.items()}
+    last = max((step for step in whole if not best[step] or best[step] in whole), default=0)
+    for step, path in found.items():
+        if step > last or step not in whole:  # Trainer counts them among those that it keeps
+            shutil.rmtree(path, ignore_errors=True)
+    if last:
+        say(f"Continuing from step {last} of an interrupted training (--no-resume starts again).")
+        return whole[last]
+    if folder.parent.is_dir() and any(folder.parent.iterdir()):
+        why = "it is damaged" if found else "the model, data, seed, options or versions have changed"
+        say(f"Unfinished work in {folder.parent} is not used, as {why}.")
+    return None
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written to its end, where its checksums are, and has not changed since."""
+    try:
+        return bool(read_json(checkpoint / _SEAL, "checkpoint")["files"] == _checksums(checkpoint))
+    except (HeadPruneError, KeyError, OSError):
+        return False
+
+
+def _checksums(checkpoint: Path) -> dict[str, str]:
+    return {name: file_digest(checkpoint / name) for name in _FILES}
+
+
+class _Trainer(Trainer):  # type: ignore[misc]
+    """transformers' Trainer on `Part`s, with our loss and metrics.
+
+    Attributes:
+        metric: What decides which epoch is the best.
+    """
+
+    metric = "loss"
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        train, order = self.train_dataset, torch.Generator()
+        lengths = LengthGroupedSampler(train.batch_size, lengths=train.lengths(), generator=order)
+        return DataLoader(train.features, train.batch_size, sampler=lengths, collate_fn=train.collate)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """The mean loss of a batch's examples; of several processes, such that the mean over them has the gradient of that."""
+        size, count, rank = apparent_size(inputs), self.accelerator.num_processes, self.accelerator.process_index
+        if count == 1 or not self.model.separable:
+            return torch.mean(model(inputs))
+        own = range(rank * size // count, (rank + 1) * size // count)
+        weight: float = len(own) * count / size
+        own = own or range(1)  # every process takes part in the averaging of the gradients
+        with _Draws(size, own):
+            losses = model(self.model.divergence.rows.take(inputs, own))
+        return torch.mean(losses) * weight
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = self.accelerator.reduce(super().training_step(*args, **kwargs), "mean")
+        if not loss.isfinite():
+            at = self.state.global_step + 1
+            raise HeadPruneError(f"The loss became {loss.item()} at step {at}.", "Use a smaller --learning-rate.")
+        return loss
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        metrics = evaluate(self.model.student, self.eval_dataset.batches()).metrics
+        self.log(metrics.copy())
+        return {"eval_merit": _merit(metrics, self.metric)}
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(self.model.state_dict(), folder / _WEIGHTS)
+
+
+class _Flow(TrainerCallback):  # type: ignore[misc]
+    """Seeds every epoch and step, saves within long epochs too, and stops where the patience ends."""
+
+    def __init__(self, options: FinetuneOptions, progress: Progress) -> None:
+        self.patience, self.progress, self.wait = options.patience, progress, SAVE_SECONDS
+        self.saved = self.stepped = time.monotonic()
+
+    def over(self, state: TrainerState) -> bool:
+        """Whether there is no step to come."""
+        worse = [h for h in state.log_history if "loss" in h and h["step"] > (state.best_global_step or 0)]
+        return state.global_step >= state.max_steps or len(worse) >= self.patience
+
+    def on_epoch_begin(
+        self, args: Any, state: TrainerState, control: Any, train_dataloader: Any = None, **_: Any
+    ) -> None:
+        train_dataloader.sampler.generator.manual_seed(_seed(args.seed, int(state.epoch)))
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        set_seed(_seed(args.seed, state.global_step))
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        self.progress(state.global_step, state.max_steps)
+        self.stepped = time.monotonic()
+        due = broadcast_object_list([self.stepped - self.saved >= self.wait])  # clocks differ between processes
+        control.should_save |= due[0]
+
+    def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            write_json(checkpoint / _SEAL, "checkpoint", {"files": _checksums(checkpoint)})
+        self.saved = time.monotonic()
+        self.wait = max(SAVE_SECONDS, (self.saved - self.stepped) / _SAVE_SHARE)
+        control.should_training_stop |= self.over(state)
+
+
+def _seed(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What is drawn at random for some examples of a batch is drawn for all, and the examples' part used."""
+
+    def __init__(self, size: int, own: range) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.size, self.own = size, own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawn = func is torch.ops.aten.bernoulli_.float and args[0].device.type == "cpu" and args[0].ndim
+        if not drawn or args[0].shape[0] % len(self.own):
+            return func(*args, **(kwargs or {}))
+        like, each = args[0], args[0].shape[0] // len(self.own)
+        shape = [each * self.size, *like.shape[1:]]
+        order = sorted(range(like.ndim), key=lambda d: (-like.stride()[d], d))  # drawn as numbers lie in memory
+        whole = like.new_empty([shape[d] for d in order]).permute([order.index(d) for d in range(like.ndim)])
+        whole = func(whole, *args[1:], **(kwargs or {}))
+        return like.copy_(whole[each * self.own.start : each * self.own.stop])

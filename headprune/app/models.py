@@ -14,7 +14,7 @@ from torch import nn
 
 from headprune import checkpoint
 from headprune.app.named import check_source, split_revision
-from headprune.app.options import LoadOptions
+from headprune.app.options import TASKS, LoadOptions, Task
 from headprune.app.precision import half_of, holds, widen
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
@@ -23,48 +23,6 @@ from headprune.input_specs import build, of_config, sound_shapes, with_own_dtype
 from headprune.inputs import map_tensors, model_device, move
 from headprune.offload import aligned
 
-
-@dataclass(frozen=True)
-class Task:
-    """What a model is for.
-
-    Attributes:
-        head: The end of the names of its classes: ``AutoModelFor...`` is transformers' Auto class.
-        modality: ``"text"``, ``"image"`` or ``"audio"``.
-        metric: What is measured first: ``"accuracy"`` (higher is better) or ``"perplexity"`` (lower is better).
-        suffixes: Other endings of the names of architectures that do this.
-    """
-
-    name: str
-    head: str
-    modality: str
-    metric: str
-    suffixes: tuple[str, ...] = ()
-
-    @property
-    def auto_class(self) -> str:
-        """The name of transformers' Auto class."""
-        return f"AutoModelFor{self.head}" if self.head else "AutoModel"
-
-    def fits(self, architecture: str) -> bool:
-        """Whether a model's class does this, by its name."""
-        return architecture.endswith((f"For{self.head}", *self.suffixes))
-
-
-TASKS = {
-    task.name: task
-    for task in (
-        Task("sequence-classification", "SequenceClassification", "text", "accuracy"),
-        Task("token-classification", "TokenClassification", "text", "accuracy"),
-        Task("question-answering", "QuestionAnswering", "text", "accuracy"),
-        Task("masked-lm", "MaskedLM", "text", "perplexity", ("ForPreTraining",)),
-        Task("causal-lm", "CausalLM", "text", "perplexity", ("LMHeadModel",)),
-        Task("image-classification", "ImageClassification", "image", "accuracy"),
-        Task("speech-seq2seq", "SpeechSeq2Seq", "audio", "perplexity"),
-        Task("audio-classification", "AudioClassification", "audio", "accuracy"),
-        Task("seq2seq", "Seq2SeqLM", "text", "perplexity", ("ForConditionalGeneration",)),
-    )
-}
 _BASE = Task("base", "", "text", "")
 _MODALITIES = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}  # by the first input's name
 _SPEECH_TYPES = {"whisper", "speech_to_text", "moonshine", "speecht5"}
@@ -119,7 +77,8 @@ def load_model(
     """
     options.check()
     check_source(source)
-    named, (source, revision) = source, split_revision(resolved(source))
+    named, path = source, resolved(source)
+    source, revision = split_revision(path)
     where, placing, dtype = pick_device(options.device), options.placing(), options.dtype
     wanted, trust_remote_code = _dtype(dtype, where), options.trust_remote_code
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -151,7 +110,7 @@ def load_model(
         notes.append(str(error.args[0]))
     if kind.modality == "text" and processor is not None:
         set_padding(model.config, processor.pad_token_id)
-    if source != named:
+    if path != named:
         notes.append(
             f"{named} is a run folder: the model in it that was pruned already, {Path(source).name}, is taken. (To keep another number of the "
             f"dense model's heads, continue that run: `headprune prune -o {named} --keep …`.)"

@@ -11,6 +11,8 @@ from pydantic import StrictBool, StrictInt
 from headprune.errors import HeadPruneError
 from headprune.options import MAX_SEED, Flag
 
+_MAX_EPOCHS = 1_000_000  # infinitely many steps cannot be counted
+
 
 def _check_range(flag: str, value: int | None, least: int, most: float = math.inf) -> None:
     if value is not None and not least <= value <= most:
@@ -67,6 +69,49 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
+class Task:
+    """What a model is for.
+
+    Attributes:
+        head: The end of the names of its classes: ``AutoModelFor...`` is transformers' Auto class.
+        modality: ``"text"``, ``"image"`` or ``"audio"``.
+        metric: What is measured first: ``"accuracy"`` (higher is better) or ``"perplexity"`` (lower is better).
+        suffixes: Other endings of the names of architectures that do this.
+    """
+
+    name: str
+    head: str
+    modality: str
+    metric: str
+    suffixes: tuple[str, ...] = ()
+
+    @property
+    def auto_class(self) -> str:
+        """The name of transformers' Auto class."""
+        return f"AutoModelFor{self.head}" if self.head else "AutoModel"
+
+    def fits(self, architecture: str) -> bool:
+        """Whether a model's class does this, by its name."""
+        return architecture.endswith((f"For{self.head}", *self.suffixes))
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("sequence-classification", "SequenceClassification", "text", "accuracy"),
+        Task("token-classification", "TokenClassification", "text", "accuracy"),
+        Task("question-answering", "QuestionAnswering", "text", "accuracy"),
+        Task("masked-lm", "MaskedLM", "text", "perplexity", ("ForPreTraining",)),
+        Task("causal-lm", "CausalLM", "text", "perplexity", ("LMHeadModel",)),
+        Task("image-classification", "ImageClassification", "image", "accuracy"),
+        Task("speech-seq2seq", "SpeechSeq2Seq", "audio", "perplexity"),
+        Task("audio-classification", "AudioClassification", "audio", "accuracy"),
+        Task("seq2seq", "Seq2SeqLM", "text", "perplexity", ("ForConditionalGeneration",)),
+    )
+}
+
+
+@dataclass(frozen=True)
 class LoadOptions:
     """How a model is loaded.
 
@@ -111,9 +156,6 @@ class LoadOptions:
         Raises:
             HeadPruneError: No such task, or two places for the model.
         """
-
-        from headprune.app.models import TASKS
-
         if self.task is not None and self.task not in TASKS:
             raise HeadPruneError(f"There is no task {self.task!r}.", f"Use one of {', '.join(TASKS)}.")
         if self.placing() is not None and self.device != "auto":
@@ -202,8 +244,12 @@ class FinetuneOptions:
         Raises:
             HeadPruneError: A value out of its range.
         """
-        if not 0 < self.epochs < math.inf:
-            raise HeadPruneError(f"Training cannot take {self.epochs:g} epochs.", "Choose a number above 0.")
+        _check_range("--seed", self.seed, 0, MAX_SEED)
+        if not 0 < self.epochs <= _MAX_EPOCHS:
+            raise HeadPruneError(
+                f"Training cannot take {self.epochs:g} epochs.",
+                f"Choose a number above 0, of at most {_MAX_EPOCHS:,}.",
+            )
         if not 0 < self.learning_rate < math.inf:
             raise HeadPruneError(
                 f"There is no learning rate {self.learning_rate:g}.", "Choose one above 0, such as 3e-5."

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from headprune.app.options import DataOptions, FinetuneOptions, Mixture
+from headprune.app.named import split_revision
+from headprune.app.options import DataOptions, FinetuneOptions, LoadOptions, Mixture, Options
 from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.options import Manner, Task, Trust, Typed, takes_options
 from headprune.cli.session import session
+from headprune.errors import HeadPruneError
 
 
 @app.command(epilog="Example: `headprune finetune reports/MODEL-1/pruned-36`, after `headprune prune --keep 36`")
@@ -51,16 +53,44 @@ def finetune(
     """Train a pruned model, with distillation from the dense one, and measure all three."""
     with session(manner, shared=True) as console:
         from headprune.app import finetune_run as room
+        from headprune.app.models import pruned_in
 
+        training = replace(training, mixture=mixture)
+        training.check()  # before it is looked whether the folder is one
+        source = pruned_in(pruned)
+        loading = LoadOptions(task, device, dtype, trust_remote_code)
+        options = _options(source, data, loading, teacher, typed)
+        output = output or source.with_name(f"{source.name}-finetuned")
         folder, record = room.finetune_run(
-            room.FinetuneRun(
-                pruned, teacher, data={name: value for name, value in vars(data).items() if name in typed},
-                train_limit=train_limit, training=replace(training, mixture=mixture), task=task, device=device, dtype=dtype,
-                output=output, overwrite=overwrite, resume=not no_resume, trust_remote_code=trust_remote_code,
-            ),
+            room.FinetuneRun(source, options, training, output, train_limit, overwrite, not no_resume),
             console,
-        )  # fmt: skip
+        )
         tables.print_finetuned(console, record)
         console.result(f"\nReport: {folder / room.REPORT}\nModel:  {folder}")
         tables.print_loading(console, folder)
         console.document({"folder": str(folder), **record.to_json()})
+
+
+def _options(source: Path, data: DataOptions, loading: LoadOptions, teacher: str | None, typed: Typed) -> Options:
+    """The dense model and the data: as they were typed, else as they were when the model was pruned.
+
+    Raises:
+        HeadPruneError: Neither says which.
+    """
+    from headprune import checkpoint
+    from headprune.app.finetune_run import run_of
+
+    about, run = checkpoint.about(source), run_of(source)
+    if run is None and not data.dataset:
+        raise HeadPruneError(
+            f"{source} is in no run folder that names its data.", "Name the dataset with -d, as when pruning."
+        )
+    model, task = teacher or about.get("from"), loading.task or about.get("task")
+    if not isinstance(model, str) or not isinstance(task, str | None):
+        raise HeadPruneError(f"{source} does not say which model it was made from.", "Name it with --teacher.")
+    before = Options("", DataOptions()) if run is None else run.options
+    if teacher is None and split_revision(before.model)[0] == model:
+        model = before.model  # with its revision
+    own = {f.name: getattr(data, f.name) for f in fields(data) if f.name in typed - {"seed"}}  # that is the training's
+    device = before.loading.device if loading.device == "auto" else loading.device
+    return Options(model, replace(before.data, **own), replace(loading, task=task, device=device))

@@ -12,7 +12,7 @@ RETIRED = {
     "--sparsity": "A method's settings follow its name: -m l0:sparsity=0.02.",
     "--keep": "A method's settings follow its name: -m l0:keep=36.",
     "--revision": "The revision of a Hub model follows its name: MODEL@REVISION.",
-    "--offload-folder": "Weights that no other place holds lie in the run folder until the run ends; TMPDIR moves them.",
+    "--offload-folder": "Weights that fit in no memory lie in temporary files until the run ends: TMPDIR says where.",
     "--streaming": "For a model larger than the memory: `headprune prune MODEL -d DATA --plan FILE --device-map auto` (docs/scale.md).",
     "--pad": "A padded model is as large as the dense one. Prune by `headprune prune --strategy uniform`, which keeps to what a stock class can "
     "have, or load the folder by from_pretrained(folder, trust_remote_code=True).",

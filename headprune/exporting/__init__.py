@@ -86,8 +86,10 @@ def check_place(path: Path, to: str, dtype: str, overwrite: bool) -> Format:
     if path.exists() and path.is_dir() != chosen.folder:
         there, wanted = ("file", "folder") if chosen.folder else ("folder", "file")
         raise HeadPruneError(f"{path} is a {there}.", f"Name a {wanted} with -o.")
-    if not chosen.folder and (named := path.with_suffix(chosen.suffix)) != path:
-        raise HeadPruneError(f"{path.name} does not end in {chosen.suffix}.", f"Name it {named.name}.")
+    if not chosen.folder and path.suffix != chosen.suffix:
+        other = path.suffix in {each.suffix for each in FORMATS.values()}  # a dot may be part of a name: model-1.5
+        name = path.stem if other else path.name
+        raise HeadPruneError(f"{path.name} does not end in {chosen.suffix}.", f"Name it {name}{chosen.suffix}.")
     _check_free(path, overwrite)
     check_text(path)
     check_writable(path.parent)

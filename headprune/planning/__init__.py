@@ -113,12 +113,15 @@ def arrange(
     judged = judged or levels
     common = [k for k in judged if all(o.reaches(k) for o in orders)]
 
-    def merit(order: Order) -> tuple[bool, int, float, int]:
+    def merit(order: Order) -> tuple[bool, int, float, int, int]:
+        reached = sum(order.reaches(k) for k in judged)
+        fewest = min((kept for kept in order.kept() if kept), default=0)  # for the hint, where no budget is reached
         return (
             order.stock,
-            sum(order.reaches(k) for k in judged),
+            reached,
             sum(judge(order.plan(k)) for k in common),
             -order.least,
+            0 if reached else -fewest,
         )
 
     return max(orders, key=merit)  # the first, groups, on a tie

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 import headprune as hp
-from headprune.app.distillation import DistillationLoss
+from headprune.app.data import Part
+from headprune.app.documents import Training
+from headprune.app.finetune import finetune
+from headprune.app.options import FinetuneOptions
 from tests.support import zoo
 
 
@@ -27,6 +33,15 @@ def pair(made: Any, removed: dict[int, list[int]] | None = None) -> tuple[nn.Mod
     return dense, pruned, example
 
 
-def prepared(loss: DistillationLoss, batch: dict[str, Any]) -> DistillationLoss:
-    loss.prepare(batch)
-    return loss
+def tuned(
+    pruned: nn.Module,
+    dense: nn.Module | None,
+    train: Sequence[Any],
+    choose: Sequence[Any],
+    work: Path,
+    options: FinetuneOptions | None = None,
+    **more: Any,
+) -> tuple[nn.Module, Training]:
+    """`finetune` on batches as they are, each of which counts as one example."""
+    parts = (Part("train", "train", list(range(len(b))), list(b), itemgetter(0), 1) for b in (train, choose))  # type: ignore[arg-type]
+    return finetune(pruned, dense, *parts, options or FinetuneOptions(), work, **more)

@@ -40,6 +40,28 @@ class Attention(nn.Module):
         return self.o(self.attend(x))
 
 
+class Bare(Attention):
+    """Without an output projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x)
+
+
+class Normed(Attention):
+    """As BitNet: a norm over all heads before W_O, which so cannot be refitted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.norm(self.attend(x)))
+
+
 def model_of(attention: type[Attention]) -> nn.Module:
     return randomise(nn.Sequential(attention(), nn.LayerNorm(WIDTH), attention(), nn.Linear(WIDTH, 3)))
 

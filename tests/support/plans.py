@@ -1,86 +1,79 @@
-"""Scores of made-up layers, and what holds for every plan."""
+"""Scores of made-up layers, and what holds for every plan: by the public names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 import headprune as hp
-from headprune.attention import AttentionLayer, Heads, check_possible
-from headprune.planning import Constraints, Order, Search
-from headprune.planning.units import GROUPS, SLICES, Unit
+
+Head = tuple[str, int]
 
 
-def scores_of(shapes: list[tuple[int, int]], values: list[float], prunable: bool = True) -> hp.HeadScores:
-    layers = tuple(
-        AttentionLayer(
-            f"l{i}",
-            i,
-            "decoder",
-            h,
-            kv,
-            8,
-            () if kv in (1, h) else tuple(tuple(range(g * h // kv, (g + 1) * h // kv)) for g in range(kv)),
-            prunable,
-        )
-        for i, (h, kv) in enumerate(shapes)
-    )
-    split = torch.split(torch.tensor(values, dtype=torch.float64), [h for h, _ in shapes])
-    return hp.HeadScores(
-        "m", "u", {a.name: v for a, v in zip(layers, split, strict=True)}, {a.name: v * 0 for a, v in zip(layers, split, strict=True)},
-        1, layers,
-    )  # fmt: skip
+def scores_of(
+    shapes: Sequence[tuple[int, int]], values: Sequence[float], prunable: bool = True, matrix: Tensor | None = None
+) -> hp.HeadScores:
+    """Scores of layers ``l0``, ``l1``, … with so many heads and key/value heads."""
+    layers = []
+    for i, (heads, kv) in enumerate(shapes):
+        size = heads // kv
+        groups = tuple(tuple(range(g * size, g * size + size)) for g in range(kv)) if 1 < kv < heads else ()
+        layers.append(hp.AttentionLayer(f"l{i}", i, "decoder", heads, kv, 8, groups, prunable))
+    split = torch.split(torch.tensor(values, dtype=torch.float64), [heads for heads, _ in shapes])
+    own = {layer.name: value for layer, value in zip(layers, split, strict=True)}
+    errors = {name: value * 0 for name, value in own.items()}
+    return hp.HeadScores("m", "u", own, errors, 1, tuple(layers), matrix=matrix)
 
 
 @st.composite
-def any_scores(draw: st.DrawFn) -> hp.HeadScores:
-    shapes = [
-        (kv * draw(st.integers(1, 4)), kv)
-        for kv in draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=5))
-    ]
-    total = sum(h for h, _ in shapes)
+def any_scores(draw: st.DrawFn, shared: bool = True) -> hp.HeadScores:
+    """With a matrix of pairs, as ``fisher`` has it; ``shared``: heads may share key/value heads."""
+    counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    shapes = [(kv * draw(st.integers(1, 4)), kv) if shared else (kv, kv) for kv in counts]
+    total = sum(heads for heads, _ in shapes)
     values = draw(st.lists(st.floats(-2, 2, width=32), min_size=total, max_size=total))
-    return scores_of(shapes, values)
+    slopes = torch.randn(4, total, dtype=torch.float64, generator=torch.Generator().manual_seed(total))
+    return scores_of(shapes, values, matrix=slopes.T @ slopes)
 
 
 @st.composite
-def any_search(draw: st.DrawFn) -> Search:
-    scores = draw(any_scores())
-    heads = [(a.name, h) for a in scores.layers for h in range(a.num_heads)]
-    chosen = draw(st.sets(st.sampled_from(heads), max_size=3))
-    protect = {a.name: sorted(h for n, h in chosen if n == a.name) for a in scores.layers}
-    constraints = Constraints({n: h for n, h in protect.items() if h}, draw(st.integers(0, 3)))
-    total = len(scores.flat())
-    slopes = torch.randn(4, total, dtype=torch.float64, generator=torch.Generator().manual_seed(total))
-    scores = replace(scores, matrix=slopes.T @ slopes)  # as `fisher` has it
-    return Search(scores.layers, scores, constraints, draw(st.sampled_from([GROUPS, SLICES])))
+def any_constraints(draw: st.DrawFn, layers: Sequence[hp.AttentionLayer]) -> dict[str, Any]:
+    """Options of `headprune.plan` and `headprune.search`."""
+    chosen = draw(st.sets(st.sampled_from([f"{a.name}.H{h}" for a in layers for h in range(a.num_heads)]), max_size=3))
+    return {"protect": sorted(chosen), "min_heads_per_layer": draw(st.integers(0, 3))}
 
 
-def check_plans(order: Order, search: Search) -> None:
-    """Every budget within reach has a plan that holds it, among the larger ones' heads, and breaks no constraint."""
-    last: set[tuple[str, int]] = set()
-    for keep in range(order.total, order.least - 1, -1):
-        plan = order.plan(keep)
-        dropped = {(n, h) for n, heads in plan.drop.items() for h in heads}
-        assert last <= dropped
-        assert plan.kept == order.total - len(dropped) <= keep == plan.asked
-        assert plan == plan.on(search.layers)
-        for layer in search.layers:
-            gone = plan.drop.get(layer.name, [])
-            assert not set(gone) & search.constraints.protected(layer)
-            assert layer.num_heads - len(gone) >= min(search.constraints.min_heads, layer.num_heads)
-            check_possible(layer, gone)
-        last = dropped
+def gone(plan: hp.PruningPlan) -> set[Head]:
+    """The heads of a plan."""
+    return {(name, head) for name, heads in plan.drop.items() for head in heads}
 
 
-def units_for(layers: Sequence[hp.AttentionLayer], drop: Heads, single: bool = False) -> list[Unit]:
-    """Everything that is still there, in groups or as single heads."""
-    return [
-        Unit(0.0, i, heads)
-        for i, a in enumerate(layers)
-        for heads in (tuple((h,) for h in range(a.num_heads)) if single else a.units)
-        if not set(heads) & set(drop.get(a.name, ()))
-    ]
+def check_plan(
+    plan: hp.PruningPlan,
+    layers: Sequence[hp.AttentionLayer],
+    protect: Iterable[str] = (),
+    min_heads_per_layer: int = 0,
+) -> None:
+    """A plan counts its heads, holds what was asked for, breaks no constraint, and can be pruned."""
+    heads = gone(plan)
+    assert plan.total == sum(layer.num_heads for layer in layers)
+    assert plan.kept == plan.total - len(heads) <= plan.asked
+    assert plan == plan.on(layers)
+    assert not {f"{name}.H{head}" for name, head in heads} & set(protect)
+    for layer in layers:
+        lost = {head for name, head in heads if name == layer.name}
+        assert layer.num_heads - len(lost) >= min(min_heads_per_layer, layer.num_heads)
+        each = [len(lost & set(group)) for group in layer.groups]
+        whole = all(count in (0, len(group)) for count, group in zip(each, layer.groups, strict=True))
+        assert whole or len(set(each)) == 1
+
+
+def check_nested(plans: Sequence[hp.PruningPlan]) -> None:
+    """Heads that go from a larger model go from a smaller one too."""
+    ordered = sorted(plans, key=lambda plan: -plan.kept)
+    assert all(gone(larger) <= gone(smaller) for larger, smaller in itertools.pairwise(ordered))

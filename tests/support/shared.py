@@ -184,12 +184,13 @@ def accelerated(what: str) -> Any:
         return str(error)
 
 
-def finetuned(dropout: float = 0.1, alpha: float = 0.5, hidden: bool = False, steps: int = 6) -> dict[str, Any]:
+def finetuned(
+    dropout: float = 0.1, alpha: float = 0.5, hidden: bool = False, steps: int = 6, work: str = "work"
+) -> dict[str, Any]:
     """The small model trained after heads went, on batches of 6, 2, 5, 4 and 1 rows; its weights and what was measured."""
-    from headprune.app import rowwise
-    from headprune.app.distillation import Mixture
-    from headprune.app.finetune import finetune
-    from headprune.app.options import FinetuneOptions
+    from headprune.app import finetune
+    from headprune.app.options import FinetuneOptions, Mixture
+    from tests.support.finetuning import tuned
 
     config = tf.BertConfig(
         vocab_size=100, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48, pad_token_id=0,
@@ -203,20 +204,21 @@ def finetuned(dropout: float = 0.1, alpha: float = 0.5, hidden: bool = False, st
     options = FinetuneOptions(
         epochs=steps / 5, seed=1, learning_rate=1e-3, mixture=Mixture(alpha=alpha, hidden_states=hidden)
     )
-    split: list[bool] = []
-    backward = rowwise.Shared.backward
+    sizes: set[int] = set()
+    loss = finetune.DistillationLoss.forward
 
     def noting(self: Any, batch: Any) -> Tensor:
-        split.append(self.by_rows)
-        return backward(self, batch)
+        if self.student.training:
+            sizes.add(len(batch["labels"]))
+        return loss(self, batch)
 
-    rowwise.Shared.backward = noting  # type: ignore[method-assign]
+    finetune.DistillationLoss.forward = noting  # type: ignore[method-assign]
     with launcher_ranks():
-        done = finetune(pruned, dense, batches, batches[:2], options)
+        model, training = tuned(pruned, dense, batches, batches[:2], Path(work), options)
     return {
-        "weights": torch.cat([p.detach().flatten() for p in done.model.parameters()]),
-        "history": done.history,
-        "best": done.best,
-        "split": all(split),
-        "moved": float((next(done.model.parameters()) - next(pruned.parameters())).detach().abs().max()),
+        "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        "history": training.history,
+        "best": training.best,
+        "largest": max(sizes),
+        "moved": float((next(model.parameters()) - next(pruned.parameters())).detach().abs().max()),
     }

@@ -8,7 +8,6 @@ changes its name or meaning needs a new `headprune.files.SCHEMA`.
 from headprune.app.documents.finetune import (
     FinetunedChanges,
     FinetunedModels,
-    FinetuneFacts,
     FinetuneRecord,
     TrainingOptions,
 )
@@ -35,7 +34,7 @@ from headprune.app.documents.run import Cut, Environment, Examples, LayerFacts, 
 
 __all__ = [
     "MOST_APART", "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "Cut", "Dense", "EngineLatency", "Environment",
-    "Examples", "ExportedModel", "FinetuneFacts", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Heads", "Latency",
+    "Examples", "ExportedModel", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Heads", "Latency",
     "LayerFacts", "LayerProfile", "Measured", "Metrics", "ModelFacts", "Planning", "Point", "Positions", "Proved", "Repaired",
     "Run", "Sample", "SampleLayer", "TimeParts", "Trained", "Training", "TrainingOptions",
 ]  # fmt: skip

@@ -20,29 +20,6 @@ class TrainingOptions(FinetuneOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneFacts(File):
-    """What is known of a fine-tuning before it begins.
-
-    Attributes:
-        pruned, teacher: The models' folders or names.
-    """
-
-    kind: ClassVar[str] = "finetune"
-
-    command: str
-    when: str
-    environment: Environment
-    pruned: str
-    teacher: str
-    task: str
-    metric: str
-    options: TrainingOptions
-    data: DataOptions
-    parts: Cut
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class FinetunedModels:
     """The three models on the reporting part."""
 
@@ -61,9 +38,27 @@ class FinetunedChanges:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneRecord(FinetuneFacts):
-    """How a pruned model was fine-tuned, and what that gave; ``seconds`` is the time it took in all."""
+class FinetuneRecord(File):
+    """How a pruned model was fine-tuned, and what that gave.
 
+    Attributes:
+        pruned, teacher: The models' folders or names.
+        seconds: The time it took in all.
+    """
+
+    kind: ClassVar[str] = "finetune"
+
+    command: str
+    when: str
+    environment: Environment
+    pruned: str
+    teacher: str
+    task: str
+    metric: str
+    options: TrainingOptions
+    data: DataOptions
+    parts: Cut
+    notes: tuple[str, ...]
     seconds: float
     training: Training
     models: FinetunedModels

@@ -186,7 +186,8 @@ class ModelFacts:
 
 def _without_trust(options: Any) -> Any:
     """A folder from elsewhere must not allow that code runs."""
-    return {**options, "trust_remote_code": False} if isinstance(options, Mapping) else options
+    loading = options.get("loading") if isinstance(options, Mapping) else None
+    return {**options, "loading": {**loading, "trust_remote_code": False}} if isinstance(loading, Mapping) else options
 
 
 @dataclass(frozen=True, kw_only=True)

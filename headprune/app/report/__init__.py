@@ -18,7 +18,7 @@ from headprune.files import write_file
 __all__ = ["write", "write_cards"]
 
 # What documents that belong to no run can raise where they are put into words.
-_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, StopIteration)
+_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 
 
 def write_cards(folder: RunFolder) -> None:

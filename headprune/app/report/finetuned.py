@@ -49,7 +49,7 @@ def _opening(record: FinetuneRecord, pruned: str, teacher: str) -> Strong:
 def _training(record: FinetuneRecord) -> str:
     """What was trained, and which weights were kept."""
     training, metric, choose, mixture = record.training, record.metric, record.parts.choose, record.options.mixture
-    best = next(epoch for epoch in training.history if epoch["step"] == training.best)
+    (best,) = (epoch for epoch in training.history if epoch["step"] == training.best)
     kept = f"the weights after epoch {best['epoch']:g}{'' if training.best else ' (training made none better)'}"
     values = [(numbers.value(epoch[metric], metric), epoch["epoch"]) for epoch in training.history]
     course = ", ".join(f"{value} after {number:g} epoch{'s' * (number != 1)}" for value, number in values)

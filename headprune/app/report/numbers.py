@@ -62,9 +62,9 @@ def loss(paired: Change, metric: str) -> str:
     return f"{paired.high:.1%}" if metric == "perplexity" else f"{paired.high:.3g}"
 
 
-def known(number: float | None) -> str:
+def known(number: float) -> str:
     """A number that may not be finite."""
-    return "not finite" if number is None else digits(number, 3)
+    return digits(number, 3) if math.isfinite(number) else "not finite"
 
 
 def with_error(number: float, error: float) -> str:

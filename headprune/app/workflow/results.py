@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ from torch import nn
 from headprune import checkpoint, latency
 from headprune.amounts import head_count
 from headprune.app.data import Part, load_train
-from headprune.app.documents import AlsoMeasured, Asked, BudgetResult, Measured, Proved, Repaired, Trained, Training
-from headprune.app.finetune import finetune
+from headprune.app.documents import AlsoMeasured, Asked, BudgetResult, Measured, Proved, Repaired, Trained
 from headprune.app.options import FinetuneOptions
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import saving
@@ -279,6 +278,8 @@ def _make(context: PruneContext, plan: PruningPlan, path: Path) -> SavedModel:
 
 def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Module, Trained]:
     """The fine-tuned model, and what a report says of it."""
+    from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
+
     scene, console = context.scene, context.console
     before = evaluate(pruned, scene.parts.report.batches())
     train, notes = load_train(scene.options.data, scene.loaded, scene.parts)
@@ -286,12 +287,11 @@ def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Mod
         console.say(note)
     options = FinetuneOptions(epochs=context.config.finetune, seed=scene.options.seed)
     with console.track("fine-tuning") as progress:
-        tuned = finetune(
-            pruned, scene.model, train, scene.parts.choose, options, metric=scene.metric,
-            work=context.content.path.parent / f"finetune-{asked}", progress=progress, say=console.say,
+        model, training = finetune(
+            pruned, scene.model, train, scene.parts.choose, options, context.content.path.parent / f"finetune-{asked}",
+            metric=scene.metric, progress=progress, say=console.say,
         )  # fmt: skip
-    training = {f.name: getattr(tuned, f.name) for f in fields(Training)}
-    return tuned.model, Trained(**training, options=options, before=Measured.of(before, scene.metric))
+    return model, Trained(**vars(training), options=options, before=Measured.of(before, scene.metric))
 
 
 def _budget_reading(scene: Scene, fit: Fit) -> Asked:

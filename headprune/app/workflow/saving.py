@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,8 +41,12 @@ class Saved:
     note: str = ""
 
 
-def save(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Saved:
+def save(scene: Scene, model: nn.Module, path: Path, tolerance: float, **about: Any) -> Saved:
     """Save a pruned model, and see that the folder answers as the model does.
+
+    Args:
+        tolerance: How much its answers may differ, as a share of their largest value.
+        about: What the folder says of the model, beside its task and which model it was made from.
 
     Raises:
         PruneError: It does not.
@@ -49,12 +54,12 @@ def save(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Saved:
     half, note = scene.loaded.stored, ""
     if half is not None:
         try:
-            return _saved(scene, halved(model, half, _example(scene, half)), path, tolerance)
+            return _saved(scene, halved(model, half, _example(scene, half)), path, tolerance, about)
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, OSError):
                 raise
             note = in_full(half, error)
-    found = _saved(scene, model, path, tolerance)
+    found = _saved(scene, model, path, tolerance, about)
     return replace(found, note=note)
 
 
@@ -92,12 +97,12 @@ def halved(model: nn.Module, half: torch.dtype, example: dict[str, torch.Tensor]
     return made
 
 
-def _saved(scene: Scene, model: nn.Module, path: Path, tolerance: float) -> Saved:
+def _saved(scene: Scene, model: nn.Module, path: Path, tolerance: float, about: dict[str, Any]) -> Saved:
     dtype, weights = next(model.parameters()).dtype, stored_size(model)
     half = scene.loaded.stored if any(p.dtype == scene.loaded.stored for p in model.parameters()) else None
     checkpoint.save(
         model, path, processor=scene.loaded.processor, overwrite=True, example=_example(scene, half) if half else None,
-        about={"task": scene.loaded.task.name, "from": scene.loaded.source},
+        about={"task": scene.loaded.task.name, "from": scene.loaded.source, **about},
     )  # fmt: skip
     reloaded = load(scene, path)
     if half:

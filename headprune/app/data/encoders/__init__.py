@@ -1,6 +1,6 @@
 """One class for each task: it makes features of a dataset's rows, and batches of features.
 
-A new task is a subclass of `Encoder` and a line in `ENCODERS`, beside its entry in `headprune.app.models.TASKS`.
+A new task is a subclass of `Encoder` and a line in `ENCODERS`, beside its entry in `headprune.app.options.TASKS`.
 """
 
 from headprune.app.data.encoders.audio import AudioClassification, SpeechSeq2Seq
@@ -8,7 +8,7 @@ from headprune.app.data.encoders.base import Encoder
 from headprune.app.data.encoders.image import ImageClassification
 from headprune.app.data.encoders.language import CausalLM, MaskedLM
 from headprune.app.data.encoders.text import QuestionAnswering, Seq2Seq, SequenceClassification, TokenClassification
-from headprune.app.models import Task
+from headprune.app.options import Task
 
 __all__ = ["ENCODERS", "Encoder", "encoder_of"]
 

@@ -41,7 +41,7 @@ def _no_better_than_random(metrics: Metrics) -> Iterator[str]:
 def _trained_on_choosing(run: Run, metrics: Metrics) -> Iterator[str]:
     """The dense model is far better where plans were chosen than where they are reported."""
     dense, metric = metrics.dense, metrics.metric
-    there = next(p for p in metrics.curve if p.method == "dense")
+    (there,) = (p for p in metrics.curve if p.method == "dense")
     if there.low > dense.high if metric == "accuracy" else there.high < dense.low:
         split = code(run.parts.choose.split)
         yield (

@@ -1,0 +1,86 @@
+"""What README and docs say to type, and where they lead: today's commands, options, files and headings."""
+
+import re
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from headprune.cli.app import app
+from headprune.cli.retired import RETIRED
+
+ROOT = Path(__file__).parents[1]
+MADE = {"api.md", "coverage.md", "coverage-onnx.md", "licences.md"}
+PAGES = {
+    p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
+}
+PROSE = {name: text for name, text in PAGES.items() if Path(name).name not in MADE | {"CHANGELOG.md"}}
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+OPTIONS = {
+    name: {o for p in command.params for o in (*p.opts, *p.secondary_opts) if o[0] == "-"} | {"--help"}
+    for name, command in COMMANDS.items()
+}
+EVERY = set().union(*OPTIONS.values()) | {"--version"}
+
+
+def code_in(text: str) -> list[str]:
+    """The lines of code blocks, and what stands in backticks."""
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```|((?:^    [^\n]*\n)+)", text, re.MULTILINE | re.DOTALL)
+    rest = re.sub(r"^ *```\w*\n(.*?)^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [line for pair in blocks for block in pair for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", rest)
+
+
+def anchors(text: str) -> set[str]:
+    """The names by which a page's headings are linked to."""
+    plain = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return {
+        re.sub(r"[^\w\- ]", "", t.lower()).strip().replace(" ", "-")
+        for t in re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", PAGES[name], flags=re.DOTALL)):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        file, _, heading = target.partition("#")
+        path = (ROOT / name).parent / file if file else ROOT / name
+        assert path.exists(), target
+        assert not heading or heading in anchors(path.read_text(encoding="utf-8")), target
+
+
+@pytest.mark.parametrize("name", PROSE)
+def test_commands_have_these_options(name: str) -> None:
+    for line in code_in(PROSE[name]):
+        for command, rest in re.findall(r"(?:^|-m |[;&|] |\$ )headprune (\w+)([^;&|#]*)", line):
+            if command not in COMMANDS:  # `headprune auto` is a row of a table
+                assert not rest.strip(), line
+                continue
+            typed = re.findall(r"(?<!\S)(--?[a-z][\w-]*)", rest)
+            assert not set(typed) - OPTIONS[command], line
+
+
+@pytest.mark.parametrize("name", PROSE)
+def test_nothing_says_to_type_what_is_retired(name: str) -> None:
+    gone = [option for option in RETIRED if option.startswith("--") and option not in EVERY]
+    assert not [
+        line for line in code_in(PROSE[name]) for option in gone if re.search(rf"(?<!\S){option}(?![\w-])", line)
+    ]
+
+
+@pytest.mark.parametrize("command", ["score", "prune", "finetune", "show", "bench", "export", "push"])
+def test_every_option_is_shown_somewhere(command: str) -> None:
+    code = "\n".join(line for text in PROSE.values() for line in code_in(text))
+    missing = [
+        p.opts
+        for p in COMMANDS[command].params
+        if p.opts[0][0] == "-" and not any(re.search(rf"(?<!\S){o}(?![\w-])", code) for o in p.opts)
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", PROSE)
+def test_files_are_there(name: str) -> None:
+    for path in re.findall(r"`((?:headprune|tests|benchmarks|tools|docs|reports)/[\w./-]*)`(?!, new)", PROSE[name]):
+        assert (ROOT / path).exists() or path.startswith("reports/"), path

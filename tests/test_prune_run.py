@@ -1,0 +1,120 @@
+"""What a run of `prune` says before, compares, draws and times: by the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from tests.support.commands import run
+from tests.support.folders import WORDS, common, tokenizer, write_jsonl
+from tests.support.zoo import randomise
+
+LINE = r"Roughly .*: ([\d,]+) forward passes over 40 examples"
+
+
+def passes(*arguments: Any, stream: str = "stderr") -> int:
+    """What the line before a run says, as it was before the terminal wrapped it."""
+    (told,) = re.findall(LINE, " ".join(getattr(run(*arguments), stream).split()))
+    return int(told.replace(",", ""))
+
+
+def metrics_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def test_every_run_says_what_it_will_take(bert_folder: Path, data_folder: Path, scored: Path) -> None:
+    """Most runs said nothing. Of scores it is what they are counted to be; more budgets take more."""
+    given = [bert_folder, "-d", data_folder, "-L", 40]
+    methods = [
+        each
+        for method in ("gradient", "ablation", "integrated-gradients:steps=5", "weight-norm")
+        for each in ("-m", method)
+    ]
+    assert passes("score", *given, *methods, "--dry-run", stream="stdout") == 3 + (1 + 8 / 2) + 3 * 5 + 0
+    one = passes("prune", *given, "-k", 4, "--dry-run")
+    assert 3 < one < passes("prune", *given, "-k", 4, "-k", 6, "--dry-run")
+    assert passes("prune", "-k", 4, "-s", "one-shot", "--dry-run") > 3, "with scores that are there"
+
+
+def test_what_cannot_be_told_stops_nothing(
+    bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*more: Any) -> Any:
+        raise RuntimeError("no\nsuch kernel")
+
+    monkeypatch.setattr("headprune.app.workflow.cost._pace", failing)
+    told = run("score", bert_folder, "-d", data_folder, "-L", 40, "-m", "weight-norm").stderr
+    assert "could not be told (RuntimeError: no" in " ".join(told.split())
+
+
+def test_orders_are_compared_and_the_used_one_is_drawn(
+    bert_folder: Path, data_folder: Path, here: Path, brief: None
+) -> None:
+    """The order is used whose plans stay nearest to the dense model. Of auto's own orders one is drawn; the control where it was asked for."""
+    given = [bert_folder, "-d", data_folder, "-L", 40, "-m", "gradient", "-k", 6, "-k", 4, "--no-repair", "-o", "run"]
+    assert passes("prune", *given) > 3
+    metrics = metrics_of(here / "run")
+    planning, curve = metrics["planning"], metrics["curve"]
+    compared = {order["order"]: order for order in planning["compared"]}
+    assert set(compared) == {"compensated", "re-scored", "gradient"}
+    nearness = {
+        name: torch.tensor([plan["divergence"] for plan in order["plans"]]).log().sum().item()
+        for name, order in compared.items()
+    }
+    (used,) = [name for name, order in compared.items() if order["used"]]
+    assert used == min(nearness, key=nearness.__getitem__)
+    assert [(plan["budget"], plan["kept"]) for plan in compared[used]["plans"]] == [("keep 6", 6), ("keep 4", 4)]
+    names = {point["method"] for point in curve}
+    assert {"dense", "gradient", "random"} < names
+    assert len(names & {"compensated", "re-scored"}) == 1
+    asked = {name: sorted({point["asked"] for point in curve if point["method"] == name}) for name in names}
+    assert asked["random"] == [3, 4, 6]  # where it was asked for, and at the end
+    assert asked["dense"] == [8]
+    assert len([point for point in curve if point["method"] == "random"]) == 9
+    assert planning["work"]["re-scored"]["passes"] > planning["work"]["compensated"]["passes"] > 0
+
+
+@pytest.mark.parametrize(("words", "lengths"), [(7, [9, 36]), (14, [16, 30]), (28, [30])])
+def test_longer_inputs_are_longer_and_guessing_is_known(
+    words: int, lengths: list[int], here: Path, brief: None
+) -> None:
+    """Texts that fill the model were timed at all its positions, and again at two fewer, as if that were four times as long.
+
+    Without the accuracy of always giving the most frequent label, a model that does so was recommended with fewer heads.
+    """
+    config = tf.BertConfig(**common(max_position_embeddings=32 if words > 7 else 64, num_hidden_layers=1))
+    randomise(tf.BertForSequenceClassification(config)).save_pretrained(here / "model")
+    tokenizer().save_pretrained(here / "model")
+    for seed, split in enumerate(("train", "validation", "test")):
+        chosen = Random(seed)
+        rows = [{"text": " ".join(chosen.choices(WORDS, k=words)), "label": label} for label in [0, 1, 1] * 4]
+        write_jsonl(here / "data" / f"{split}.jsonl", rows)
+    run(
+        "prune",
+        "model",
+        "-d",
+        "data",
+        "-k",
+        3,
+        "-s",
+        "one-shot",
+        "-m",
+        "weight-norm",
+        "--no-repair",
+        "-b",
+        4,
+        "-o",
+        "run",
+        "-q",
+    )
+    metrics = metrics_of(here / "run")
+    timed = [(row["batch"], row["length"]) for row in metrics["latency"]["rows"]]
+    assert timed == [(size, length) for length in lengths for size in (1, 4)]
+    assert metrics["dense"]["guessing"] == pytest.approx(2 / 3)

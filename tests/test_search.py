@@ -1,0 +1,388 @@
+"""What a search finds, what it costs and when it is refused: against masking, counting and trying everything by hand."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import headprune as hp
+from tests.support.checks import hooks, same, state
+from tests.support.plain import WIDTH, Attention, Normed, noise
+from tests.support.plans import any_constraints, check_nested, check_plan, gone
+from tests.support.problems import small
+from tests.support.zoo import labelled, randomise, sizes, text
+
+LOOKING = ["re-scored", "compensated", "greedy"]
+Batches = list[dict[str, Tensor]]
+
+
+def unlabelled(batches: Batches) -> Batches:
+    return [{name: value for name, value in batch.items() if name != "labels"} for batch in batches]
+
+
+def grouped(heads: int, kv: int, layers: int, **more: Any) -> tuple[nn.Module, Batches]:
+    """A Llama and two batches that are padded on the left, as for generation."""
+    config = tf.LlamaConfig(
+        **sizes(
+            "sdpa", hidden_size=8 * heads, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv,
+            head_dim=4, intermediate_size=16, **more,
+        )
+    )  # fmt: skip
+    model = randomise(tf.LlamaForCausalLM(config))
+    batches = [text(3, 5, seed=seed) for seed in (1, 2)]
+    return model, [labelled(model, {**b, "attention_mask": b["attention_mask"].flip(0, 1)}) for b in batches]
+
+
+def random_scores(model: nn.Module, batches: Batches, values: Sequence[float] | None = None) -> hp.HeadScores:
+    """Scores of a model's layers; with values of one's own."""
+    scores = hp.score(model, batches[:1], "random")
+    if values is None:
+        return scores
+    split = torch.tensor(values, dtype=torch.float64).split([layer.num_heads for layer in scores.layers])
+    return replace(scores, values=dict(zip(scores.values, split, strict=True)))
+
+
+@torch.no_grad()
+def divergence(model: nn.Module, plan: hp.PruningPlan, batches: Batches) -> float:
+    """Of the masked model's answers from the dense model's, in nats."""
+    inputs = unlabelled(batches)
+    dense = [model(**batch).logits.log_softmax(-1) for batch in inputs]
+    with hp.mask(model, plan, inputs[0]):
+        masked = [model(**batch).logits.log_softmax(-1) for batch in inputs]
+    each = [(p.exp() * (p - q)).sum(-1).flatten() for p, q in zip(dense, masked, strict=True)]
+    return float(torch.cat(each).mean())
+
+
+# -- every plan ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", LOOKING)
+@settings(max_examples=3)
+@given(st.data())
+def test_every_plan_holds(strategy: str, data: st.DataObject) -> None:
+    """Plans are nested and can be pruned, what must stay stays, and the model is as it was."""
+    kv = data.draw(st.sampled_from([1, 2, 3]))
+    model, batches = grouped(kv * data.draw(st.integers(1, 3)), kv, data.draw(st.integers(1, 2)))
+    layers, before = hp.find_attention(model, batches[0]), state(model)
+    options = {
+        **data.draw(any_constraints(layers)), "repair": data.draw(st.booleans()), "layers": layers, "choose": batches[1:],
+    }  # fmt: skip
+    total = sum(layer.num_heads for layer in layers)
+    keep = data.draw(st.lists(st.integers(1, total), min_size=1, max_size=3))
+    try:
+        plans = hp.search(model, batches[:1], keep, strategy=strategy, **options)
+    except hp.HeadPruneError:
+        with pytest.raises(
+            hp.HeadPruneError, match=r"out of reach|none would stay"
+        ):  # what scores alone do not reach either
+            hp.search(model, batches[:1], keep, strategy="one-shot", scores=random_scores(model, batches), **options)
+        return
+    assert same(model, before)
+    assert hooks(model) == 0
+    assert plans == hp.search(model, batches[:1], keep, strategy=strategy, **options)
+    assert [(plan.asked, plan.strategy) for plan in plans] == [(k, strategy) for k in keep]
+    check_nested(plans)
+    for plan in plans:
+        check_plan(plan, layers, options["protect"], options["min_heads_per_layer"])
+    hp.prune(copy.deepcopy(model), plans[0].drop, unlabelled(batches)[0], layers=layers)
+
+
+@pytest.mark.parametrize("strategy", LOOKING)
+@pytest.mark.parametrize("repair", [False, True])
+def test_dead_heads_go_first(strategy: str, repair: bool) -> None:
+    """By the divergence from the dense model no head is harmful."""
+    model, batches = small(heads=4)
+    for i, head in ((0, 2), (1, 0), (1, 3)):
+        model.bert.encoder.layer[i].attention.output.dense.weight.data[:, 8 * head : 8 * head + 8] = 0
+    layers = hp.find_attention(model, batches[0])
+    plans = hp.search(model, unlabelled(batches), [5, 2], strategy=strategy, repair=repair)
+    assert plans[0].drop == {layers[0].name: [2], layers[1].name: [0, 3]}
+
+
+@pytest.mark.parametrize("strategy", ["re-scored", "greedy"])  # compensated does not look again
+def test_one_of_two_duplicates_goes_first_and_the_other_late(strategy: str) -> None:
+    """Without repair they are as important as they look."""
+    model = randomise(tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=100, n_embd=32, n_head=4, n_layer=1))).double()
+    attention = model.transformer.h[0].attn
+    for p in (attention.c_attn.weight, attention.c_attn.bias):
+        for start in (0, 32, 64):
+            p.data[..., start + 8 : start + 16] = p.data[..., start : start + 8]
+    attention.c_proj.weight.data[:16] *= 2
+    batches = [text(8, 20, seed=seed) for seed in (1, 2)]
+    first, second = hp.search(model, batches, [3, 2], strategy=strategy)
+    assert gone(first) <= {("transformer.h.0.attn", 0), ("transformer.h.0.attn", 1)}
+    assert len(gone(second) - gone(first)) == 1
+    assert not gone(second) - gone(first) <= {("transformer.h.0.attn", 0), ("transformer.h.0.attn", 1)}
+    (plain,) = hp.search(model, batches, 3, strategy=strategy, repair=False)
+    assert gone(plain) <= {("transformer.h.0.attn", 2), ("transformer.h.0.attn", 3)}
+
+
+def test_greedy_takes_what_costs_least() -> None:
+    """By brute force over all heads, W_O's columns zeroed; first of all a harmful head, without which the labels are right."""
+    model, batches = small(heads=3, layers=2)  # as many heads as it tries at once
+    layers = hp.find_attention(model, batches[0])
+    heads = [(i, h) for i in range(2) for h in range(3)]
+
+    @torch.no_grad()
+    def loss(out: Sequence[tuple[int, int]], given: Batches) -> float:
+        other = copy.deepcopy(model)
+        for i, h in out:
+            other.bert.encoder.layer[i].attention.output.dense.weight[:, 8 * h : 8 * h + 8] = 0
+        each = [F.cross_entropy(other(**b).logits, b["labels"], reduction="none") for b in given]
+        return float(torch.cat(each).mean())
+
+    plans = hp.search(model, batches, [5, 4, 3], strategy="greedy", repair=False)
+    out: list[tuple[int, int]] = []
+    for plan in plans:
+        out.append(min(set(heads) - set(out), key=lambda head: loss([*out, head], batches)))
+        assert gone(plan) == {(layers[i].name, h) for i, h in out}
+    with torch.no_grad(), hp.mask(model, {layers[0].name: [1]}, layers=layers):
+        taught = [{**batch, "labels": model(**batch).logits.argmax(-1)} for batch in batches]
+    if loss([], taught) > loss([(0, 1)], taught):
+        (plan,) = hp.search(model, taught, 5, strategy="greedy", repair=False)
+        best = min(heads, key=lambda head: loss([head], taught))
+        assert gone(plan) == {(layers[best[0]].name, best[1])}
+
+
+def test_swap_counts_what_has_gone_before() -> None:
+    """At the second number, heads that interact with those of the first cost more, or less."""
+    model, batches = small(heads=4, layers=1)
+    scores = random_scores(model, batches, [1, 2, 3, 4])
+    for other, pair, second in ((1, 2.0, [0, 2]), (3, -2.5, [0, 3])):
+        matrix = torch.diag(torch.tensor([1.0, 2, 3, 4], dtype=torch.float64))
+        matrix[0, other] = matrix[other, 0] = pair
+        given_ = replace(scores, matrix=matrix)
+        plans = hp.search(model, batches, [3, 2], strategy="swap", scores=given_, repair=False)
+        assert [next(iter(plan.drop.values())) for plan in plans] == [[0], second]
+
+
+@pytest.mark.parametrize(("seed", "kept"), [(0, 8), (4, 9)])
+def test_groups_or_slices_by_measure(seed: int, kept: int) -> None:
+    """Of whole groups and of a head of every group, what stays nearer to the dense model on the examples that choose."""
+    model, batches = grouped(6, 3, 2)
+    randomise(model, seed)
+    layers = hp.find_attention(model, batches[0])
+    options: dict[str, Any] = {"strategy": "re-scored", "choose": batches[1:], "repair": False, "layers": layers}
+    (best,) = hp.search(model, batches[:1], 9, **options)
+    groups, _ = hp.search(model, batches[:1], 9, budgets="kv-cache 90%", **options)  # a cache shrinks by groups alone
+    assert all({head ^ 1 for head in heads} == set(heads) for heads in groups.drop.values())
+    assert (best.kept, groups.kept) == (kept, 8)
+    assert divergence(model, best, batches[1:]) <= divergence(model, groups, batches[1:]) + 1e-9
+
+
+def test_layers_that_are_given_are_those_that_lose_heads() -> None:
+    """A search may know fewer layers than the repair."""
+    model, batches = small()
+    layers = hp.find_attention(model, batches[0])
+    for strategy in LOOKING:
+        (plan,) = hp.search(model, batches, 2, strategy=strategy, layers=layers[1:])
+        assert (set(plan.drop), plan.kept, plan.total) == ({layers[1].name}, 2, 3)
+
+
+# -- which order is used ---------------------------------------------------------------------------------
+
+
+class Ratio(nn.Module):
+    """Its answers are no numbers without the first head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = Attention(), nn.Linear(WIDTH, 3)
+        randomise(self)
+        self.attention.o.weight.data.copy_(torch.eye(WIDTH))
+        self.attention.o.bias.data.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.attention(x)
+        size = out[..., : WIDTH // 4].abs().sum((-1, -2))
+        return self.head(out.mean(1)) * (size / size)[:, None]
+
+
+def test_an_order_whose_answers_are_no_numbers_is_the_last() -> None:
+    """It was used if it came first: nothing is above NaN."""
+    model = Ratio()
+    batches = [(noise(4, 5, WIDTH), torch.tensor([0, 1, 2, 0])), (noise(6, 5, WIDTH)[2:], torch.tensor([0, 1, 2, 0]))]
+    given_: dict[str, Any] = {"loss_fn": lambda out, labels: F.cross_entropy(out, labels, reduction="none")}
+    scores = hp.score(model, batches, "random", **given_)
+    orders = [replace(scores, method=m, values={"attention": torch.tensor(v).double()}) for m, v in (("a", [0, 1, 2, 3]), ("b", [3, 1, 2, 0]))]  # fmt: skip
+    for both in (orders, orders[::-1]):
+        (plan,) = hp.search(model, batches[:1], 3, choose=batches[1:], strategy="one-shot", scores=both, repair=False, **given_)  # fmt: skip
+        assert (plan.method, plan.drop) == ("b", {"attention": [3]})
+
+
+def test_fewer_heads_are_wanted_where_accuracy_is_the_budget() -> None:
+    model, batches = small(4, 2)
+    choose = [labelled(model, text(12, 7, seed=7), seed=7)]
+    scores = [replace(hp.score(model, batches, "random", seed=seed), method=f"m{seed}") for seed in range(3)]
+    options: dict[str, Any] = {"choose": choose, "strategy": "one-shot", "repair": False, "budgets": "drop 0.6"}
+    alone = [hp.search(model, batches, scores=each, **options)[0] for each in scores]
+    (plan,) = hp.search(model, batches, scores=scores, **options)
+    assert len({each.kept for each in alone}) > 1
+    assert plan.kept == min(each.kept for each in alone)
+
+
+# -- cost ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counting(model: nn.Module) -> Iterator[Counter[Any]]:
+    """Passes through the model by hooks: ``("forward", rows)``, ``("backward", rows)``, and backward ones by their first tokens."""
+    seen: Counter[Any] = Counter()
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        rows, first = len(output.logits), str(kwargs["input_ids"][0, :3].tolist())
+        seen["forward", rows] += 1
+        if output.logits.requires_grad:
+            output.logits.register_hook(lambda slope: seen.update([("backward", rows), (first, 0)]))
+
+    handle = model.register_forward_hook(note, with_kwargs=True)
+    yield seen
+    handle.remove()
+
+
+@pytest.mark.parametrize("repair", [False, True])
+@pytest.mark.parametrize("strategy", LOOKING)
+def test_a_search_costs_what_it_says_before_and_after(
+    strategy: str, repair: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A backward pass counts as two."""
+    caplog.set_level(logging.INFO, "headprune")
+    model, batches = small()
+    layers = hp.find_attention(model, batches[0])
+    with counting(model) as seen:
+        (plan,) = hp.search(model, batches * 3, 2, strategy=strategy, layers=layers, repair=repair)
+    took = sum(count * rows * (1 + (kind == "backward")) for (kind, rows), count in seen.items() if rows) / 27
+    (note,) = re.findall(r"took about ([\d,]+) forward passes over 27 examples", " ".join(plan.notes))
+    assert int(note) == pytest.approx(took, abs=2)  # a few examples are looked at first, to see what can be refitted
+    (line,) = [text for text in caplog.messages if "Planning will take" in text]
+    told = re.search(r"about ([\d,]+) forward passes over 27 examples \(([\d.]+) MFLOPs\)", line)
+    assert told
+    assert 0.8 * int(told[1]) <= int(note) <= 1.1 * int(told[1])  # greedy has fewer heads to try at the end
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(**unlabelled(batches)[2])  # of median size
+    assert float(told[2]) == pytest.approx(int(told[1]) * 9 * counter.get_total_flops() / 1e6, rel=0.1)
+
+
+def test_the_dense_model_is_looked_at_once_for_all_orders(caplog: pytest.LogCaptureFixture) -> None:
+    """What is said of an order is its whole cost, whatever other orders have made before."""
+    caplog.set_level(logging.INFO, "headprune")
+    model, batches = small()
+    choose, layers = [labelled(model, text(4, 7, seed=9))], hp.find_attention(model, batches[0])
+    options: dict[str, Any] = {"layers": layers, "repair": False, "scores": ()}
+    with counting(model) as seen:
+        (best,) = hp.search(model, batches, 2, choose=choose, **options)
+    (together,) = re.findall(
+        "All orders together took about (.*) forward passes over 9 examples", " ".join(caplog.messages)
+    )
+    with counting(model) as alone:
+        (same_again,) = hp.search(model, batches, 2, strategy=best.strategy, **options)
+    assert same_again.notes == best.notes
+    assert seen["backward", 4] == 4  # the looks of re-scored, of which compensated takes the first
+    assert alone["backward", 4] == (4 if best.strategy == "re-scored" else 1)
+    assert float(together) == pytest.approx(4 * 3, abs=0.5)
+
+
+@pytest.mark.parametrize(("heads", "keep", "looks"), [
+    (6, [6, 3], 8),  # of 12: at 10, 9, 8, 7, 6, 5, 4 and 3
+    (6, [11], 1), (3, [5], 1), (3, [5, 5, 2], 4), (3, [6], 1),
+])  # fmt: skip
+def test_the_model_is_looked_at_again_whenever_a_sixth_is_gone(heads: int, keep: list[int], looks: int) -> None:
+    model, batches = small(heads)
+    with counting(model) as seen:
+        hp.search(model, batches[:1], keep, strategy="re-scored", repair=False)
+    assert seen["backward", 4] == looks
+
+
+def test_a_look_takes_as_many_examples_as_it_may_from_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = small(layers=1)
+    batches = [text(64, 5, seed=seed) for seed in range(5)]
+    firsts = [str(batch["input_ids"][0, :3].tolist()) for batch in batches]
+    for effort, chosen in (("low", [0, 2]), ("normal", range(5)), ("high", range(5))):
+        with counting(model) as seen:
+            hp.search(model, batches, 2, strategy="compensated", repair=False, effort=effort)
+        assert [i for i, first in enumerate(firsts) if seen[first, 0]] == list(chosen)
+    with pytest.raises(hp.HeadPruneError, match=r"no effort 'huge'. Choose from low, normal, high"):
+        hp.search(model, batches, 2, effort="huge")
+
+
+@pytest.mark.parametrize(("effort", "limit"), [("low", "50 TFLOPs"), ("normal", "500 TFLOPs"), ("high", None)])
+def test_an_order_that_would_be_too_much_work_is_left_out(
+    effort: str, limit: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And it is said; who asks for it gets it."""
+    caplog.set_level(logging.INFO, "headprune")
+    monkeypatch.setattr(FlopCounterMode, "get_total_flops", lambda counter: 10**14)
+    model, batches = small()
+    options: dict[str, Any] = {"choose": batches[2:], "scores": (), "effort": effort, "repair": False}
+    hp.search(model, batches[:2], 3, **options)
+    left_out = [line for line in caplog.messages if "Not tried: re-scored" in line]
+    assert len(left_out) == (limit is not None)
+    assert limit is None or f"an order may take {limit}" in left_out[0]
+    (plan,) = hp.search(model, batches[:2], 3, **{**options, "strategy": "re-scored"})
+    assert plan.strategy == "re-scored"
+
+
+def test_a_slow_machine_plans_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = small()
+    heard: list[tuple[Any, ...]] = []
+    options: dict[str, Any] = {"choose": batches[2:], "progress": lambda *step: heard.append(step)}
+    plans = hp.search(model, batches[:2], [4, 2], **options)
+    labels = {note.partition(" (")[0] for _, _, note in heard}
+    assert {"scoring by gradient", "planning by re-scored", "fitting keep 4, keep 2"} <= labels
+    assert all(done <= total for done, total, _ in heard)
+    clock = iter(range(0, 10**9, 3600))
+    for name in ("monotonic", "time", "perf_counter", "process_time"):
+        monkeypatch.setattr(time, name, lambda: float(next(clock)))
+    assert hp.search(model, batches[:2], [4, 2], **options) == plans
+
+
+# -- answers that cannot be looked at ---------------------------------------------------------------------
+
+
+class Answers(nn.Module):
+    """Logits by name, for which no labels are needed."""
+
+    def __init__(self, kind: type[Attention], detached: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.head, self.detached = kind(), kind(), nn.Linear(WIDTH, 3), detached
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = x + self.first(x)
+        logits = self.head((x + self.second(x)).mean(1))
+        return {"logits": logits.detach() if self.detached else logits}
+
+
+@pytest.mark.parametrize("strategy", ["auto", *LOOKING])
+def test_a_search_where_no_output_projection_can_be_refitted(strategy: str) -> None:
+    model, batches = randomise(Answers(Normed)), [{"x": noise(4, 5, WIDTH)}, {"x": noise(6, 5, WIDTH)}]
+    layers = hp.find_attention(model, batches[0])
+    (plan,) = hp.search(model, batches, 4, layers=layers, strategy=strategy)
+    assert plan.kept == 4
+    assert not hp.repair(model, plan, batches, layers=layers).layers
+    assert "about 0 forward passes" not in "".join(plan.notes)
+    hp.prune(model, plan, batches[0], layers=layers)
+
+
+@pytest.mark.parametrize("kind", [Attention, Normed])
+def test_answers_that_cannot_be_differentiated_are_refused(kind: type[Attention]) -> None:
+    """Where W_O cannot be refitted nothing else would say so, and heads would look free."""
+    model = randomise(Answers(kind, detached=True))
+    batches = [{"x": noise(4, 5, WIDTH)}, {"x": noise(6, 5, WIDTH)}]
+    with pytest.raises(hp.HeadPruneError, match="do not depend on any head by what can be differentiated"):
+        hp.search(model, batches, 4, strategy="compensated")
