@@ -36,7 +36,7 @@ _PROBE = 0.02  # of the examples, to see how long ablation takes
 
 
 @dataclass(frozen=True)
-class Sample:
+class AblationSample:
     """The examples that every head was ablated on, and the effects.
 
     Attributes:
@@ -86,7 +86,7 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
     return _estimate(problem, sample, {"mean_loss": losses.mean().item(), "replayed": replay.about})
 
 
-def _estimate(problem: Problem, sample: Sample, details: dict[str, Any]) -> Estimate:
+def _estimate(problem: Problem, sample: AblationSample, details: dict[str, Any]) -> Estimate:
     """The scores, with standard errors of the sampling and of the examples together."""
     n, pi, effects = len(sample.weight), sample.inclusion(), sample.effects.nan_to_num()
     values, variance = scores_and_variance(sample)
@@ -111,7 +111,7 @@ def _estimate(problem: Problem, sample: Sample, details: dict[str, Any]) -> Esti
     return Estimate(values, stderr, n, details, sample.each())
 
 
-def scores_and_variance(sample: Sample) -> tuple[Tensor, Tensor]:
+def scores_and_variance(sample: AblationSample) -> tuple[Tensor, Tensor]:
     """Every head's score, and the variance of its difference from what all examples would give, ``[heads]`` each.
 
     The unbiased estimate of the variance is too small for a head whose rare large effects are not in the sample. So its
@@ -139,16 +139,16 @@ def inclusion(weight: Tensor, size: float) -> Tensor:
         certain |= over
 
 
-def _empty(expected: Tensor, seed: int) -> Sample:
+def _empty(expected: Tensor, seed: int) -> AblationSample:
     """A sample without examples; every example has its random number from the seed."""
     n, heads = expected.shape
     length = expected.norm(dim=1)
     weight = length / length.mean() + _FLOOR if length.any() else torch.ones(n, dtype=torch.float64)
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return Sample(expected, torch.full_like(expected, math.nan), weight, uniforms, expected.new_zeros(heads))
+    return AblationSample(expected, torch.full_like(expected, math.nan), weight, uniforms, expected.new_zeros(heads))
 
 
-def _budget(problem: Problem, replay: Replay, sample: Sample, began: float) -> float:
+def _budget(problem: Problem, replay: Replay, sample: AblationSample, began: float) -> float:
     """Examples to ablate per head: ``settings.examples``, or as many as ``settings.seconds`` allow."""
     n, seconds = len(sample.weight), problem.settings.seconds
     most = float(min(problem.settings.examples or n, n))
@@ -164,7 +164,7 @@ def _budget(problem: Problem, replay: Replay, sample: Sample, began: float) -> f
     return min(most, float(problem.store.get("budget", measure)))
 
 
-def _straddling(sample: Sample, keep: int | None) -> Tensor:
+def _straddling(sample: AblationSample, keep: int | None) -> Tensor:
     """``[heads]``: those whose interval contains the score at the cut, so that more examples may change the plan."""
     values, variance = scores_and_variance(sample)
     if keep is None or not 0 < keep < len(values):
@@ -175,7 +175,7 @@ def _straddling(sample: Sample, keep: int | None) -> Tensor:
     return ((values - cut).abs() <= quantile * variance.sqrt()) & (sample.sizes < len(sample.weight))
 
 
-def _grown(problem: Problem, replay: Replay, sample: Sample, sizes: Tensor, number: int) -> Sample:
+def _grown(problem: Problem, replay: Replay, sample: AblationSample, sizes: Tensor, number: int) -> AblationSample:
     """A larger sample, the examples that it adds being ablated.
 
     Args:

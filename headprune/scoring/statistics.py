@@ -57,7 +57,7 @@ def output_norm(problem: Problem) -> Estimate:
     "Attention is Not Only a Weight" (EMNLP 2020, arXiv:2004.10102) measures ``||alpha_ij f(x_j)||``, section 3; this is
     the norm of the sum over j. Where W_O has no columns of single heads, it is that of the head's own features.
     """
-    readers = {layer.name: _Reader(problem.model, layer) for layer in problem.layers}
+    readers = {layer.name: _NormReader(problem.model, layer) for layer in problem.layers}
     own = [name for name, reader in readers.items() if not reader.projects]
 
     def measure(batch: Any, size: int) -> Tensor:
@@ -159,7 +159,7 @@ def real_queries(problem: Problem, layer: AttentionLayer, batch: Any, tokens: in
     return None if real is None else real[:, None]
 
 
-class _Reader:
+class _NormReader:
     """The norms of a layer's heads' outputs: at W_O's input, or where a gate would be if W_O has no columns of single heads."""
 
     def __init__(self, model: nn.Module, layer: AttentionLayer) -> None:
