@@ -104,9 +104,9 @@ class _Gradients:
         losses = ExampleLoss(model)
         with evaluating(model), exact_attention(model):
             kept = [(batch, losses.rows.size(batch)) for batch in losses.prepare(list(batches))]
-            self._found = gate_gradients(
+            self._found, _ = gate_gradients(
                 Problem(model, layers, kept, losses, 0, lambda done, total, note="": None, rows=losses.rows)
-            ).effects
+            )
         self._key, self._batches, self._seconds = key, batches, time.perf_counter() - started
         return self._found
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from headprune.repairing import Trial as Trial
     from headprune.scoring import HeadScores as HeadScores
     from headprune.scoring import score as score
-    from headprune.scoring.agreement import agreement as agreement
+    from headprune.scoring.scores import agreement as agreement
     from headprune.searching import search as search
     from headprune.seeing import HeadProfile as HeadProfile
     from headprune.seeing import attention_weights as attention_weights

@@ -1,4 +1,4 @@
-"""Which tensors of a batch hold one part for every example, and along which dimension: only this file decides that.
+"""Which tensors of a batch hold one part for every example, and along which dimension.
 
 It need not be the first dimension. A causal mask ``[tokens, tokens]`` has as many rows as there are examples if the texts are
 as long as the batch is large, and a module may take ``[tokens, batch, width]``. So `find_rows` goes by the names of transformers'
@@ -39,7 +39,7 @@ class Rows:
     """How examples lie in batches.
 
     Attributes:
-        dims: What `find_rows` found. For a tensor that is not in it, its name decides.
+        dims: From `find_rows`. For a tensor that is not in it, its name decides.
     """
 
     dims: Mapping[Path, int | None] = field(default_factory=dict)

@@ -51,7 +51,7 @@ class Divergence:
             gradient keeps its size (section 2.1 there). Squared differences have none.
 
     Attributes:
-        rows: How examples lie in the batches; by names alone, until somebody has looked (`headprune.batches.find_rows`).
+        rows: How examples lie in the batches; by the names of tensors, until it is set to the result of `headprune.batches.find_rows`.
     """
 
     def __init__(self, model: nn.Module, seed: int, temperature: float = 1.0) -> None:

@@ -48,14 +48,14 @@ class LabelUse:
         convention: None if the model's own loss cannot be computed from its logits.
         own: Whether the model's own loss is another one, or has more terms (such as a router's): then the model computes
             it, for one example at a time.
-        gives_labels: Whether the model needs the labels to run.
+        needs_labels: Whether the model needs the labels to run.
         skipped: Without a ``convention``: how many labels at the start of each example the own loss does not count, a mean over
             labels; None if it is no such mean (transformers' CTC models sum or average over examples), or not known.
     """
 
     convention: Convention | None
     own: bool = False
-    gives_labels: bool = False
+    needs_labels: bool = False
     skipped: int | None = None
 
     @property
@@ -70,7 +70,7 @@ class LabelUse:
         of the tokens that ``attention_mask`` is of.
         """
         labels, mask = batch.get("labels"), rows.table(batch, "attention_mask")
-        if self.gives_labels or is_encoder_decoder(model) or "decoder_input_ids" in batch:
+        if self.needs_labels or is_encoder_decoder(model) or "decoder_input_ids" in batch:
             return dict(batch)
         if not isinstance(labels, Tensor) or labels.is_floating_point() or mask is None or labels.shape != mask.shape:
             return dict(batch)
@@ -93,29 +93,29 @@ def find_label_use(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> L
         rows: How examples lie in them.
 
     Raises:
-        HeadPruneError: The model does not run on the examples, labels are no classes of the model, or the way cannot be found.
+        HeadPruneError: The model does not run on the examples, labels are no classes of the model, or the convention cannot be determined.
     """
     batch, row = _most_labelled(batches)
     example = rows.take(batch, [row])
-    asks = any(takes(model, name) for name in LABELS if name in example)
+    takes_labels = any(takes(model, name) for name in LABELS if name in example)
     with torch.no_grad():
-        output, gives = _output(model, example, asks)
-        able, logits = conventions(output, example), logits_in(output)
+        output, needs = _output(model, example, takes_labels)
+        possible, logits = conventions(output, example), logits_in(output)
         close = (1e-4, 1e-5) if logits is None or logits.dtype in (torch.float32, torch.float64) else (2e-2, 1e-3)
-        if logits is not None and able and able[0].what == CLASSES:
+        if logits is not None and possible and possible[0].what == CLASSES:
             odd = next((b for b in batches if unknown_label(b["labels"], logits.shape[-1]) is not None), None)
             if odd is not None:  # the model's own loss may ignore them
-                if not asks or _own_loss(model, odd) is None:
+                if not takes_labels or _own_loss(model, odd) is None:
                     refuse_unknown(odd["labels"], logits.shape[-1])
-                able = []
+                possible = []
         example, batch = (
-            LabelUse(None, gives_labels=gives).of_real_tokens(model, b, rows, 1) for b in (example, batch)
+            LabelUse(None, needs_labels=needs).of_real_tokens(model, b, rows, 1) for b in (example, batch)
         )
-        use = _by_own_loss(model, example, output, able, gives, close) if asks else None
+        use = _by_own_loss(model, example, output, possible, needs, close) if takes_labels else None
         if use is None:
-            return LabelUse(_without_own_loss(model, able, batches), gives_labels=gives)
+            return LabelUse(_without_own_loss(model, possible, batches), needs_labels=needs)
         if use.convention is not None and not use.own and not _holds(model, use.convention, batch, rows, close):
-            use = replace(use, convention=use.convention if len(able) == 1 else None, own=True)
+            use = replace(use, convention=use.convention if len(possible) == 1 else None, own=True)
         return use if use.convention else replace(use, skipped=_skipped(model, batch, row, rows, close))
 
 
@@ -130,13 +130,13 @@ def _most_labelled(batches: Sequence[_Batch]) -> tuple[_Batch, int]:
     return batch, row
 
 
-def _labelings(model: nn.Module, example: _Batch, able: Sequence[Convention]) -> Iterator[_Batch]:
+def _labelings(model: nn.Module, example: _Batch, possible: Sequence[Convention]) -> Iterator[_Batch]:
     """An example; if its tokens have labels, also with these drawn at random, and its decoder's input as it was.
 
     In a text that repeats one token, which a tokenizer makes of words that it does not know, all conventions give the same loss.
     """
     yield example
-    if not _per_token(able):
+    if not _per_token(possible):
         return
     labels = example["labels"]
     classes = torch.unique(labels[labels != IGNORED])
@@ -152,35 +152,35 @@ def _labelings(model: nn.Module, example: _Batch, able: Sequence[Convention]) ->
 
 
 def _by_own_loss(
-    model: nn.Module, example: _Batch, plain: Any, able: Sequence[Convention], gives: bool, close: _Close
+    model: nn.Module, example: _Batch, plain: Any, possible: Sequence[Convention], needs: bool, close: _Close
 ) -> LabelUse | None:
     """The convention that gives the model's own loss, or what else is known of that loss; None if there is none.
 
     Args:
-        plain: The model's output without labels; not looked at if it needs them (``gives``).
+        plain: The model's output without labels; not used if the model needs them (``needs``).
     """
     losses: list[list[float]] = []  # [labelings, own loss and conventions]
-    for number, labelled in enumerate(_labelings(model, example, able)):
+    for number, labelled in enumerate(_labelings(model, example, possible)):
         with suppress(*([HeadPruneError] if number else [])):  # a model may not take every class as a label
             output = _labelled(model, labelled)
             if (own := loss_in(output)) is not None:  # else no label counts
-                mine = (_loss_by(c, output if gives else plain, labelled) for c in able)
+                mine = (_loss_by(c, output if needs else plain, labelled) for c in possible)
                 losses.append([float(own.double().mean()), *mine])
     if not losses:
         return None
     table = torch.tensor(losses, dtype=torch.float64)
-    fits = _apart(table[:1], close) <= 1
+    fits = _deviation(table[:1], close) <= 1
     if bool(fits.any()):
-        return LabelUse(able[int(_apart(table, close).where(fits, math.inf).argmin())], gives_labels=gives)
-    if len(able) == 1:  # one label per example, or the start and end of an answer: there is no choice
-        return LabelUse(able[0], own=True, gives_labels=gives)
-    convention = _followed(table, able, close) if _per_token(able) else _declared(model, able)
-    return LabelUse(convention, own=True, gives_labels=gives)
+        return LabelUse(possible[int(_deviation(table, close).where(fits, math.inf).argmin())], needs_labels=needs)
+    if len(possible) == 1:  # one label per example, or the start and end of an answer: there is no choice
+        return LabelUse(possible[0], own=True, needs_labels=needs)
+    convention = _followed(table, possible, close) if _per_token(possible) else _declared(model, possible)
+    return LabelUse(convention, own=True, needs_labels=needs)
 
 
-def _per_token(able: Sequence[Convention]) -> bool:
+def _per_token(possible: Sequence[Convention]) -> bool:
     """Whether labels are those of tokens: their own, or the next ones'."""
-    return len(able) == 2 and able[0].what == CLASSES
+    return len(possible) == 2 and possible[0].what == CLASSES
 
 
 def _holds(model: nn.Module, convention: Convention, batch: _Batch, rows: Rows, close: _Close) -> bool:
@@ -192,18 +192,18 @@ def _holds(model: nn.Module, convention: Convention, batch: _Batch, rows: Rows, 
             return None
         outcome = convention.outcome(output, _unmasked(part))
         mine = (outcome.loss.double() * outcome.tokens).sum() / outcome.tokens.sum()
-        return float(_apart(torch.stack([own.double().mean(), mine])[None], close)) <= 1
+        return float(_deviation(torch.stack([own.double().mean(), mine])[None], close)) <= 1
 
     return bool(near(batch)) or all(near(row) is not False for row in rows.singles(batch))
 
 
-def _apart(table: Tensor, close: _Close) -> Tensor:
+def _deviation(table: Tensor, close: _Close) -> Tensor:
     """How far conventions are at most from the own loss ``[conventions]``, in multiples of what rounding may do."""
     own, mine = table[:, :1], table[:, 1:]
     return ((mine - own).abs() / (close[1] + close[0] * own.abs())).nan_to_num(math.inf, math.inf).amax(0)
 
 
-def _followed(table: Tensor, able: Sequence[Convention], close: _Close) -> Convention | None:
+def _followed(table: Tensor, possible: Sequence[Convention], close: _Close) -> Convention | None:
     """The convention whose loss changes with an example's labels as the own loss does.
 
     A router's loss, or smoothed labels, only add a factor and a constant to these changes.
@@ -216,11 +216,11 @@ def _followed(table: Tensor, able: Sequence[Convention], close: _Close) -> Conve
         slope = float(x @ own / (x @ x).clamp(min=1e-30))
         rest = float((own - slope * x).abs().max() / own.abs().max().clamp(min=1e-30))
         rests.append(rest if slope > 0 and float(x.abs().max()) > _LEAST_CHANGE else math.inf)
-    return able[rests.index(min(rests))] if min(rests) < max(1e-2, 5 * close[0]) else None
+    return possible[rests.index(min(rests))] if min(rests) < max(1e-2, 5 * close[0]) else None
 
 
 def _skipped(model: nn.Module, batch: _Batch, first: int, rows: Rows, close: _Close) -> int | None:
-    """`LabelUse.skipped`, from two examples, one of them with its last label alone."""
+    """`LabelUse.skipped`, from two examples, one of which keeps only its last label."""
     labels = rows.table(batch, "labels")
     if labels is None or labels.is_floating_point() or int((labels[first] != IGNORED).sum()) < 3:
         return None
@@ -231,13 +231,13 @@ def _skipped(model: nn.Module, batch: _Batch, first: int, rows: Rows, close: _Cl
     parts = [_own_loss(model, part) for part in (pair, *rows.singles(pair))]
     if None in parts:
         return None
-    together, *each = (float(part) for part in parts if part is not None)
-    alone = torch.tensor(each, dtype=torch.float64)
+    whole, *each = (float(part) for part in parts if part is not None)
+    singles = torch.tensor(each, dtype=torch.float64)
     counts = torch.stack([LabelUse(None, skipped=skipped).weights(pair["labels"]) for skipped in (0, 1)])
     weights = counts.cpu().double()
-    ways = torch.cat([weights @ alone / weights.sum(1), alone.mean(0, True), alone.sum(0, True)]) - together
+    ways = torch.cat([weights @ singles / weights.sum(1), singles.mean(0, True), singles.sum(0, True)]) - whole
     best = int(ways.abs().argmin())
-    return best if best < len(weights) and abs(float(ways[best])) <= close[1] + close[0] * abs(together) else None
+    return best if best < len(weights) and abs(float(ways[best])) <= close[1] + close[0] * abs(whole) else None
 
 
 def _unmasked(batch: _Batch) -> dict[str, Any]:
@@ -253,33 +253,33 @@ def _loss_by(convention: Convention, output: Any, example: _Batch) -> float:
         return math.inf
 
 
-def _without_own_loss(model: nn.Module, able: Sequence[Convention], batches: Sequence[_Batch]) -> Convention:
+def _without_own_loss(model: nn.Module, possible: Sequence[Convention], batches: Sequence[_Batch]) -> Convention:
     """The one convention that fits the labels.
 
     Raises:
         HeadPruneError: There is none, or several.
     """
-    if not able:
+    if not possible:
         raise no_logits()
-    if _per_token(able):
+    if _per_token(possible):
         copied = [share for batch in batches if (share := _copied(batch)) is not None]
         # A text, of which the next tokens are predicted; or its tokens' classes.
         if copied and (min(copied) == 1 or max(copied) < _CHANCE):
-            return able[int(min(copied) == 1)]
+            return possible[int(min(copied) == 1)]
         raise HeadPruneError(
             f"It cannot be told which token's label the logits of {type(model).__name__} are compared with: it has no loss of its own, or "
             "none that is finite on these examples.",
             "Pass loss_fn=, or give forward an argument labels and let its output have a loss. Leave out texts of one token: there is "
             "nothing to predict in them.",
         )
-    if able[0].what == SQUARED and (declared := _declared(model, able)) is not None:
+    if possible[0].what == SQUARED and (declared := _declared(model, possible)) is not None:
         return declared
-    if able[0].what == SQUARED and all(bool(((b["labels"] == 0) | (b["labels"] == 1)).all()) for b in batches):
+    if possible[0].what == SQUARED and all(bool(((b["labels"] == 0) | (b["labels"] == 1)).all()) for b in batches):
         raise HeadPruneError(
             f"Labels of 0.0 and 1.0 may be numbers or classes, and {type(model).__name__} has no loss of its own to tell.",
             "Pass loss_fn=, or set config.problem_type.",
         )
-    return able[0]
+    return possible[0]
 
 
 def _copied(batch: _Batch) -> float | None:
@@ -291,18 +291,18 @@ def _copied(batch: _Batch) -> float | None:
     return max(shares, default=None)
 
 
-def _declared(model: nn.Module, able: Sequence[Convention]) -> Convention | None:
+def _declared(model: nn.Module, possible: Sequence[Convention]) -> Convention | None:
     """The convention that the config declares."""
     what = SQUARED if regresses(model) else BINARY if gives_several(model) else None
-    return next((c for c in able if c.what == what), None)
+    return next((c for c in possible if c.what == what), None)
 
 
-def _output(model: nn.Module, example: _Batch, asks: bool) -> tuple[Any, bool]:
+def _output(model: nn.Module, example: _Batch, takes_labels: bool) -> tuple[Any, bool]:
     """The model's output for an example, and whether it needs the labels to run, as encoder-decoders do for their decoder's input."""
-    if asks and not is_encoder_decoder(model):
+    if takes_labels and not is_encoder_decoder(model):
         with suppress(Exception):  # an encoder-decoder within another module
             return call(model, unlabelled(example)), False
-    return _labelled(model, example if asks else unlabelled(example)), asks
+    return _labelled(model, example if takes_labels else unlabelled(example)), takes_labels
 
 
 def _labelled(model: nn.Module, example: _Batch) -> Any:

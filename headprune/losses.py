@@ -76,7 +76,7 @@ class ExampleLoss:
         return unit.replace("loss (nats)", loss).replace("nats²", "nats²" if self.distils else f"{loss}²")
 
     def prepare(self, batches: Sequence[Any]) -> list[Any]:
-        """Find out how the model compares logits with labels. Call this first, outside of any gate.
+        """Determine how the model compares logits with labels. Call this first, outside of any gate.
 
         Returns:
             The batches to use: single examples, for a model whose own loss is another one.
@@ -92,7 +92,7 @@ class ExampleLoss:
                 raise HeadPruneError("Both a loss_fn and distil were given.", "Choose one.")
             self.rows = find_rows(self.model, batches, lambda batch: [self._given(batch)])
             return list(batches)
-        batches = [_without_nothing(self.model, batch) for batch in batches]
+        batches = [_without_none(self.model, batch) for batch in batches]
         self._check_labels(batches)
         self.rows = self.divergence.rows = find_rows(
             self.model, batches, lambda batch: tensors(call(self.model, inputs_of(self.model, batch)))
@@ -105,7 +105,7 @@ class ExampleLoss:
         return [row for batch in batches for row in self.rows.singles(batch)] if self._use.own else batches
 
     def _check_labels(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Whether batches have labels decides the loss; all have them or none, and keys that no module takes are told.
+        """Choose the loss by whether the batches have labels, all or none; warn of keys that no module takes.
 
         Raises:
             HeadPruneError: Some have labels; or none has, and one has a key that may be meant for them.
@@ -139,12 +139,12 @@ class ExampleLoss:
 
     @property
     def own(self) -> bool:
-        """Whether `prepare` found that the model's loss is another one than the cross-entropy of its logits."""
+        """Whether the model's loss is another one than the cross-entropy of its logits, by `prepare`."""
         return self._label_use.own
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The metrics that can be computed beside the loss, by what `prepare` found: ``"accuracy"`` if logits are compared with
+        """The metrics that can be computed beside the loss, by `prepare`: ``"accuracy"`` if logits are compared with
         classes, ``"perplexity"`` if the loss is a mean over labels."""
         if self.loss_fn is not None or self.distils:
             return ()
@@ -162,7 +162,7 @@ class ExampleLoss:
         """Losses ``[batch]`` of a model's output for a batch, from its logits; 0 for an example without a label.
 
         Raises:
-            HeadPruneError: No logits that fit the labels, or `prepare` found that the loss cannot be made from them.
+            HeadPruneError: No logits that fit the labels, or a loss that cannot be computed from them.
         """
         use = self._label_use
         if use.convention is None:
@@ -184,7 +184,7 @@ class ExampleLoss:
             loss = self._own_loss(batch)
             outcome = Outcome(loss, self._label_use.weights(batch["labels"]).to(loss.device), [], [])
         else:
-            inputs = batch if self._label_use.gives_labels else unlabelled(batch)
+            inputs = batch if self._label_use.needs_labels else unlabelled(batch)
             outcome = convention.outcome(call(self.model, inputs), batch)
         if outcome.loss.shape != (size := self.rows.size(batch),):
             raise _not_each(outcome.loss, size)
@@ -223,7 +223,7 @@ def _not_each(loss: Any, size: int) -> HeadPruneError:
     )
 
 
-def _without_nothing(model: nn.Module, batch: Any) -> dict[str, Any]:
+def _without_none(model: nn.Module, batch: Any) -> dict[str, Any]:
     """A batch without arguments that are None."""
     if not isinstance(batch, Mapping):
         first = next(iter(inspect.signature(model.forward).parameters), "input")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from headprune.offload import trainable
+from headprune.offload import is_offloaded, trainable
 from headprune.pruned import convert
 
 
@@ -218,19 +220,21 @@ def forget_compiled() -> None:
         torch.compiler.reset()
 
 
-Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""(name of a module, its method) to what is called in the method's place."""
-
-
 @contextmanager
-def wrapped(modules: Mapping[str, nn.Module], around: Around, method: str = "_call_impl") -> Iterator[None]:
-    """Wrap a method of modules while the context lasts: by default the call with its hooks, or ``"forward"`` inside them."""
+def wrapped(modules: Mapping[str, nn.Module], around: Callable[..., Any], method: str = "_call_impl") -> Iterator[None]:
+    """Wrap a method of modules while the context lasts: by default the call with its hooks, or ``"forward"`` inside them.
+
+    Args:
+        modules: By name.
+        around: Called in the method's place with (name of the module, the method, and then the method's arguments).
+        method: The method's name.
+    """
     before: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
     try:
         for name, module in modules.items():
             if id(module) not in before:  # one module may have two names
                 before[id(module)] = module, {k: v for k, v in vars(module).items() if k == method}
-                module.__dict__[method] = around(name, getattr(module, method))
+                module.__dict__[method] = partial(around, name, getattr(module, method))
         yield
     finally:
         for module, own in before.values():
@@ -253,3 +257,31 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
         if not any(name.startswith(f"{outer}.") for outer in blocks):
             blocks[name] = named[name]
     return blocks
+
+
+@contextmanager
+def checkpointed(model: nn.Module, always: bool = False) -> Iterator[None]:
+    """Activation checkpointing, if ``always``, if the model has enabled it, or if some of its weights are offloaded.
+
+    By itself it only happens in training mode, with dropout. A graph holds the weights that were loaded for it: with checkpoints only those
+    of one block at a time.
+    """
+    # Transformers has two names for it.
+    newer = hasattr(type(model), "is_activation_checkpointing")
+    enabled = getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False)
+    blocks = blocks_of(model) if always or enabled or is_offloaded(model) else {}
+    if not blocks:
+        yield
+        return
+
+    def around(name: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(call, *args, use_reentrant=False, **kwargs)
+
+    # To its end: what loaded a module's weights must unload them again. A block that runs twice would find its own keys in a cache.
+    with wrapped(blocks, around), set_checkpoint_early_stop(False), uncached(model):
+        yield
+
+
+def recomputing() -> bool:
+    """Whether a backward pass is on, in which a checkpointed block runs once more: hooks that note something have noted it already."""
+    return torch._C._current_graph_task_id() != -1

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune import scoring
 from tests.support.zoo import randomise, text
 
 HEADS, WIDTH, CLASSES = 2, 8, 3
@@ -134,7 +133,9 @@ CASES: dict[str, Callable[[int, int], Case]] = {
     "interleaved": lambda rows, length: case(Interleaved(), lambda x: x, rows, length),
 }
 # What does not see single examples: it draws (learned gates, orders), or looks at no data.
-METHODS = sorted(scoring.METHODS.keys() - {"random", "weight-norm", "l0", "dsp", "shapley", "resample-ablation"})
+METHODS = [
+    "ablation", "mean-ablation", "gradient", "signed-gradient", "fisher", "integrated-gradients", "entropy", "confidence", "output-norm",
+]  # fmt: skip
 
 
 def in_all_sizes(test: Any) -> Any:
@@ -149,9 +150,7 @@ def in_all_sizes(test: Any) -> Any:
 @in_all_sizes
 def test_scores_are_those_one_by_one(method: str, name: str, rows: int, length: int) -> None:
     model, batches, ones, loss_fn = CASES[name](rows, length)
-    told = scoring.Settings(steps=4)
-    found = hp.score(model, batches, method, loss_fn=loss_fn, settings=told)
-    expected = hp.score(model, ones, method, loss_fn=loss_fn, settings=told)
+    found, expected = (hp.score(model, b, f"{method}:steps=4", loss_fn=loss_fn) for b in (batches, ones))
     assert found.examples == expected.examples == len(ones)
     torch.testing.assert_close(found.flat(), expected.flat(), rtol=1e-7, atol=1e-10)
     torch.testing.assert_close(found.flat_stderr(), expected.flat_stderr(), rtol=1e-6, atol=1e-10)
@@ -186,8 +185,8 @@ def test_ablation_by_hand(name: str, rows: int, length: int) -> None:
 def test_few_ablated_examples(name: str, rows: int, length: int) -> None:
     """Rows that are cut out of the batch; the same are drawn when every example comes alone."""
     model, batches, ones, loss_fn = CASES[name](rows, length)
-    for told in (scoring.Settings(seconds=1e6), scoring.Settings(examples=2)):
-        found, expected = (hp.score(model, b, "ablation", loss_fn=loss_fn, settings=told) for b in (batches, ones))
+    for method in ("ablation:time=1e6", "ablation:examples=2"):
+        found, expected = (hp.score(model, b, method, loss_fn=loss_fn) for b in (batches, ones))
         torch.testing.assert_close(found.flat(), expected.flat(), rtol=1e-7, atol=1e-9)
 
 
@@ -264,20 +263,6 @@ def test_what_the_sizes_do_not_tell_is_tried_and_refused(name: str) -> None:
     with pytest.raises(hp.HeadPruneError, match=r"Which dimension of x \[4, 4, 8\].* counts") as error:
         hp.score(randomise(model).double(), [{**inputs, "labels": y}], "ablation")
     assert "Give batches of different sizes" in error.value.hint
-
-
-def test_examples_first_need_no_second_size() -> None:
-    """As in most modules, though as many features, tokens and examples."""
-    x, y = drawn(8, 8)
-    ones = [({"x": x[i : i + 1]}, y[i : i + 1]) for i in range(8)]
-
-    class Plain(Masked):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head((x + self.first(x)).mean(1))
-
-    model = randomise(Plain()).double()
-    found, expected = (hp.score(model, b, "gradient", loss_fn=cross_entropy) for b in ([({"x": x}, y)], ones))
-    torch.testing.assert_close(found.flat(), expected.flat(), rtol=1e-9, atol=1e-12)
 
 
 def test_transformers_names_need_no_trial() -> None:

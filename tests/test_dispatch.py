@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headprune as hp
+from headprune import running
 from headprune.app.options import DataOptions, LoadOptions, Options
 from headprune.app.placing import placed
 from headprune.app.workflow import scene
@@ -310,7 +311,7 @@ def test_checkpoints_where_memory_runs_out_without(monkeypatch: pytest.MonkeyPat
     plain = gradient.slopes
 
     def short(problem: Any, batch: Any, size: int, at: float = 1.0) -> Any:
-        tried.append(gradient._checkpoints(problem.model))
+        tried.append(problem.checkpoints)
         if not tried[-1]:
             raise RuntimeError("CUDA out of memory")
         return plain(problem, batch, size, at)
@@ -318,7 +319,7 @@ def test_checkpoints_where_memory_runs_out_without(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gradient, "slopes", short)
     assert torch.equal(hp.score(model, given).flat(), known)
     assert tried == [False] * 3 + [True] * 3  # of four examples, two, and one; then all of each batch
-    monkeypatch.setattr(gradient, "blocks_of", lambda model: pytest.fail("not needed any more"))
+    monkeypatch.setattr(running, "blocks_of", lambda model: pytest.fail("not needed any more"))
     monkeypatch.setattr(gradient, "slopes", plain)
     assert torch.equal(hp.score(model, given).flat(), known)
 

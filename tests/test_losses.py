@@ -107,17 +107,9 @@ def test_evaluation_agrees_with_the_named_classes() -> None:
     others = [model, Wrapped(plain), Labelless(plain), Tensors(plain), torch.compile(plain, backend="eager")]
     for other in others:
         assert hp.evaluate(other, [batch]).metrics == pytest.approx(expected), type(other).__name__
-
-
-def test_scores_agree_with_the_named_classes() -> None:
-    model = randomise(my_gpt())
-    batch = texts()
-    plain = tf.GPT2LMHeadModel(model.config).eval()
-    plain.load_state_dict(model.state_dict())
-    expected = hp.score(plain, [batch], "gradient").flat()
-    for other in (model, Wrapped(plain), Labelless(plain), Tensors(plain)):
-        found = hp.score(other, [batch], "gradient")
-        torch.testing.assert_close(found.flat(), expected, rtol=1e-5, atol=1e-7)
+    scores = hp.score(plain, [batch], "gradient").flat()
+    for other in others[:-1]:
+        torch.testing.assert_close(hp.score(other, [batch], "gradient").flat(), scores, rtol=1e-5, atol=1e-7)
 
 
 def test_the_sweep_over_all_model_types_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -602,38 +594,6 @@ def test_whole_numbers_for_real_ones() -> None:
     assert set(hp.evaluate(regression(None, targets=1), [one]).metrics) == {"loss"}
     with pytest.raises(hp.HeadPruneError, match="no logits that fit its labels"):
         hp.evaluate(Labelless(regression(targets=1)), [one])
-
-
-def test_answers_are_compared_as_numbers() -> None:
-    """Without labels."""
-    model, batch = regression(), batch_of()
-    example = {k: v for k, v in batch.items() if k != "labels"}
-    layers = hp.find_attention(model, example)
-    with torch.no_grad():
-        known = model(**example).logits
-        with hp.mask(model, {layers[1].name: [0]}, layers=layers):
-            apart = float(((model(**example).logits - known) ** 2).sum(-1).mean())
-    scores = hp.score(model, [example], "ablation", layers=layers)
-    assert float(scores.values[layers[1].name][0]) == pytest.approx(apart, rel=1e-4)
-    assert scores.details["loss"] == "squared difference from the dense model's answers"
-
-
-def test_pruned_and_repaired_it_is_no_further_from_the_dense_model() -> None:
-    model, batch = regression().double(), {**batch_of(60), "labels": batch_of(60)["labels"].double()}
-    example = {k: v for k, v in batch.items() if k != "labels"}
-    with torch.no_grad():
-        known = model(**example).logits
-        # All answers moved alike: what no difference between "classes" shows.
-        model.classifier.weight.copy_(model.classifier.weight[:1].expand_as(model.classifier.weight).clone())
-        known = model(**example).logits
-    layers = hp.find_attention(model, example)
-    drop = {layers[1].name: [0]}
-    with torch.no_grad(), hp.mask(model, drop, layers=layers):
-        before = float((model(**example).logits - known).square().mean())
-    hp.repair(model, drop, [example], layers=layers)
-    hp.prune(model, drop, example, layers=layers)
-    with torch.no_grad():
-        assert float((model(**example).logits - known).square().mean()) < 0.5 * before
 
 
 def test_scores_of_a_model_with_a_stand_in_are_its_own() -> None:

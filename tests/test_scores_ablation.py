@@ -6,38 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers as tf
-from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.batches import Rows
-from headprune.losses import ExampleLoss
-from headprune.running import evaluating, exact_attention
-from headprune.scoring import Settings, replay
-from headprune.scoring.base import Problem
-from headprune.scoring.reliability import split_half
-from headprune.scoring.replay import Replay
-from headprune.scoring.sampled import inclusion
 from tests.support.families import built
 from tests.support.problems import per_example_loss, scaled, split
 from tests.support.zoo import ZOO, bert, gpt2, labelled, randomise, text
 
 TEXT = ["bert", "gpt2", "llama", "vit", "t5"]
-
-
-def plain_loop(model: nn.Module, batches: list[Any], layers: list[hp.AttentionLayer]) -> Tensor:
-    """The loss of every example without each head, by a mask and a whole forward: ``[heads, examples]``."""
-    losses = ExampleLoss(model)
-    losses.prepare(batches)
-    rows = []
-    with torch.no_grad():
-        for layer in layers:
-            for head in range(layer.num_heads):
-                with hp.mask(model, {layer.name: [head]}, layers=layers):
-                    rows.append(torch.cat([losses(b) for b in batches]).double())
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("name", [n for n in ZOO if n not in ("mha", "torch_transformer")])
@@ -47,12 +24,13 @@ def test_replay_gives_the_plain_loops_numbers(name: str) -> None:
     layers = hp.find_attention(model, example)
     scores = hp.score(model, batches, "ablation", layers=layers)
     assert scores.details["replayed"] == "every layer"
-    losses = ExampleLoss(model)
-    losses.prepare(batches)
-    with torch.no_grad():
-        dense = torch.cat([losses(b) for b in batches]).double()
-    expected = plain_loop(model, batches, layers) - dense
-    assert (scores.flat() - expected.mean(1)).abs().max() < 1e-5
+    dense = hp.evaluate(model, batches).loss
+    expected = []
+    for layer in layers:
+        for head in range(layer.num_heads):
+            with hp.mask(model, {layer.name: [head]}, layers=layers):
+                expected.append(float((hp.evaluate(model, batches).loss - dense).mean()))
+    assert (scores.flat() - torch.tensor(expected)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -80,51 +58,6 @@ def test_replay_of_any_model(name: str) -> None:
             torch.testing.assert_close(value, effect.mean(), rtol=1e-3, atol=1e-5 * float(dense.mean()))
 
 
-def problem_of(model: nn.Module, batches: list[Any], **more: Any) -> Problem:
-    losses = ExampleLoss(model)
-    losses.prepare(batches)
-    layers = hp.find_attention(model, {k: v for k, v in batches[0].items() if k != "labels"})
-    return Problem(
-        model, layers, [(b, Rows().size(b)) for b in batches], losses, 0, lambda done, total, note="": None, **more
-    )
-
-
-class Counting(nn.Module):
-    """Counts the rows that go through a layer."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.rows = inner, 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.rows += args[0].shape[0]
-        return self.inner(*args, **kwargs)
-
-
-def test_replay_runs_only_what_comes_after_the_gate() -> None:
-    model, example = bert()
-    encoder = model.bert.encoder
-    encoder.layer = nn.ModuleList(Counting(layer) for layer in encoder.layer)
-    batch = labelled(model, example)
-    with evaluating(model), exact_attention(model):
-        problem = problem_of(model, [batch])
-        study = Replay(problem)
-        with study.of(batch, 3) as recording:
-            recording._doubtful = ""  # the comparison with a plain forward runs every block
-            for number, layer in enumerate(problem.layers):
-                before = [block.rows for block in encoder.layer]
-                gates = torch.ones(2, problem.heads)
-                gates[0, 4 * number] = gates[1, 4 * number + 1] = 0
-                recording.losses(gates)
-                ran = [block.rows - b for block, b in zip(encoder.layer, before, strict=True)]
-                assert ran == [0] * number + [6] * (len(ran) - number), layer.name
-            mixed = torch.ones(1, problem.heads)
-            mixed[0, [1, 9]] = 0
-            expected = recording._plain(problem.split(mixed[0]))
-            torch.testing.assert_close(recording.losses(mixed)[0], expected, rtol=1e-5, atol=1e-6)
-            assert torch.equal(recording.losses(torch.ones(2, problem.heads)), recording.dense.expand(2, -1))
-
-
 def test_tiny_divergences_of_a_model_that_is_sure_are_replayed() -> None:
     """They are rounded like the logits that they are computed from: no relative error of theirs can be asked for."""
     torch.manual_seed(5)
@@ -140,102 +73,11 @@ def test_tiny_divergences_of_a_model_that_is_sure_are_replayed() -> None:
     assert scores.details["replayed"] == "every layer"
 
 
-class Mixing(nn.Module):
-    """Every example sees the whole batch's mean: stacking would mix the gates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (4, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        out = self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return self.head((out + out.mean(0)).mean(1))
-
-
-def test_a_model_that_mixes_its_batch_is_computed_plainly() -> None:
-    model = randomise(Mixing())
-    batch = {"x": torch.randn(4, 5, 16), "labels": torch.tensor([0, 1, 2, 1])}
-    scores = hp.score(model, [batch], "ablation")
-    assert "plain forwards" in scores.details["replayed"][0]
-    layers = hp.find_attention(model, batch["x"])
-    losses = ExampleLoss(model)
-    losses.prepare([batch])
-    with torch.no_grad():
-        dense = losses(batch).double()
-    torch.testing.assert_close(scores.flat(), (plain_loop(model, [batch], layers) - dense).mean(1))
-
-
-class Sorting(nn.Module):
-    """Puts its examples in the order of their sums while it works, as some pack by length; alone, nothing is amiss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(5))
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        order = x.sum((1, 2)).argsort(stable=True)
-        x = self.first(x[order])
-        q, k, v = (p(x).unflatten(-1, (4, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        out = self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return self.head((x + out).mean(1))[order.argsort()]
-
-
-def test_a_model_that_sorts_its_batch_is_computed_plainly() -> None:
-    """The first examples are in order, so that the study sees nothing."""
-    model = randomise(Sorting())
-    x = torch.randn(12, 5, 16, generator=torch.Generator().manual_seed(0))
-    x = x[x.sum((1, 2)).argsort()]
-    mixed = torch.cat([x[:4], x[4:][torch.randperm(8, generator=torch.Generator().manual_seed(1))]])
-    batch = {"x": mixed, "labels": torch.arange(12) % 3}
-    scores = hp.score(model, [batch], "ablation")
-    layers = hp.find_attention(model, mixed)
-    losses = ExampleLoss(model)
-    losses.prepare([batch])
-    with torch.no_grad():
-        dense = losses(batch).double()
-    expected = plain_loop(model, [batch], layers) - dense
-    torch.testing.assert_close(scores.flat(), expected.mean(1), rtol=1e-4, atol=1e-6)
-
-
-def test_memory_that_runs_out_halves_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, example = bert()
-    batch = labelled(model, example)
-    expected = hp.score(model, [batch], "ablation").flat()
-    original, stacks = replay.Recording._stacked, []
-
-    def greedy(self: Any, gates: Any, first: str) -> Tensor:
-        rows = len(next(iter(gates.values())))
-        stacks.append(rows)
-        if rows > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(self, gates, first)
-
-    with evaluating(model), exact_attention(model):
-        problem = problem_of(model, [batch])
-        study = Replay(problem)
-        monkeypatch.setattr(replay.Recording, "_stacked", greedy)
-        with study.of(batch, 3) as recording:
-            gates = 1 - torch.eye(problem.heads)
-            found = torch.cat([recording.losses(g) for g in gates.split(4)]) - recording.dense
-    assert stacks[:4] == [4, 2, 1, 1]
-    torch.testing.assert_close(found.mean(1), expected, rtol=1e-4, atol=1e-6)
-
-    def never(self: Any, gates: Any, first: str) -> Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-
-    monkeypatch.setattr(replay.Recording, "_stacked", never)
-    with study.of(batch, 3) as recording, pytest.raises(hp.HeadPruneError, match="--batch-size"):
-        recording.losses(gates[:4])
-
-
 def test_a_small_memory_budget_changes_nothing() -> None:
     model, example = gpt2()
     batch = labelled(model, example)
     wide = hp.score(model, [batch], "ablation")
-    tight = hp.score(model, [batch], "ablation", settings=Settings(max_memory=1))
+    tight = hp.score(model, [batch], "ablation:memory=1")
     torch.testing.assert_close(wide.flat(), tight.flat(), rtol=1e-4, atol=1e-6)
 
 
@@ -267,24 +109,6 @@ def test_mean_ablation_is_a_bias(name: str) -> None:
         other.register_forward_hook(lambda module, args, out: out + shift)
         effect = torch.stack([per_example_loss(without, r) for r in rows]) - dense
     torch.testing.assert_close(scores.values[layer.name][head], effect.mean(), rtol=1e-6, atol=1e-9)
-
-
-def test_resampled_heads_say_what_was_said() -> None:
-    """Where a head always says the same, resampling changes nothing; elsewhere it does, and repeats from the seed."""
-    model, example = bert()
-    batch = labelled(model, example)
-    layers = hp.find_attention(model, example)
-    value = model.bert.encoder.layer[1].attention.self.value
-    with torch.no_grad():
-        value.weight[8:16] = 0  # head 1 gives its value's bias, whatever it sees
-    scores = hp.score(model, [batch], "resample-ablation", layers=layers)
-    own = scores.values[layers[1].name]
-    assert abs(own[1]) < 1e-6 < own[0].abs()
-    assert hp.score(model, [batch], "mean-ablation", layers=layers).values[layers[1].name][1].abs() < 1e-6
-    again = hp.score(model, split(batch, 2), "resample-ablation", layers=layers)
-    torch.testing.assert_close(again.flat(), scores.flat(), rtol=1e-4, atol=1e-6)
-    other = hp.score(model, [batch], "resample-ablation", layers=layers, seed=5)
-    assert not torch.allclose(other.flat(), scores.flat())
 
 
 def test_resample_ablation_against_brute_force() -> None:
@@ -325,15 +149,6 @@ def test_resample_ablation_against_brute_force() -> None:
 # -- few examples ------------------------------------------------------------------------------
 
 
-def test_inclusion_probabilities() -> None:
-    size = torch.tensor([1.0, 2, 3, 100], dtype=torch.float64)
-    pi = inclusion(size, 2.0)
-    torch.testing.assert_close(pi, torch.tensor([1 / 6, 2 / 6, 3 / 6, 1], dtype=torch.float64))
-    assert torch.equal(inclusion(size, 4.0), torch.ones(4, dtype=torch.float64))
-    small, large = inclusion(size, 1.5), inclusion(size, 2.5)
-    assert (large >= small).all()  # a larger sample holds the smaller one
-
-
 def many(rows: int = 96) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     model, _ = bert()
     return model, split(labelled(model, text(rows, 8)), 16)
@@ -349,7 +164,7 @@ def test_few_examples_estimate_all_of_them() -> None:
     full = hp.score(model, batches, "ablation", layers=layers).flat()
     values, covered, spread = [], [], []
     for seed in range(DRAWS):
-        s = hp.score(model, batches, "ablation", layers=layers, seed=seed, settings=Settings(examples=24))
+        s = hp.score(model, batches, "ablation:examples=24", layers=layers, seed=seed)
         assert 8 < s.details["ablated"] < 48
         error = torch.tensor(s.details["sampling_stderr"], dtype=torch.float64)
         values.append(s.flat())
@@ -365,18 +180,17 @@ def test_few_examples_estimate_all_of_them() -> None:
 
 def test_few_examples_are_spent_at_the_cut() -> None:
     model, batches = many()
-    settings = Settings(examples=24, keep=6)
-    s = hp.score(model, batches, "ablation", settings=settings)
+    s = hp.score(model, batches, "ablation:examples=24,keep=6")
     assert s.details["ablated_most"] > 1.05 * s.details["ablated"]
-    assert hp.score(model, batches, "ablation", settings=Settings(examples=96)).details.get("ablated") is None  # all
+    assert hp.score(model, batches, "ablation:examples=96").details.get("ablated") is None  # all
 
 
 def test_a_time_limit() -> None:
     model, batches = many()
-    short = hp.score(model, batches, "ablation", settings=Settings(seconds=0.3))
+    short = hp.score(model, batches, "ablation:time=0.3")
     assert short.details["ablated"] <= 96
     assert "as many as fitted into 0.3 s here" in short.details["estimated"]
-    long = hp.score(model, batches, "ablation", settings=Settings(seconds=1000))
+    long = hp.score(model, batches, "ablation:time=1000")
     torch.testing.assert_close(long.flat(), hp.score(model, batches, "ablation").flat(), rtol=1e-4, atol=1e-6)
     assert max(long.details["sampling_stderr"]) == 0
 
@@ -402,33 +216,16 @@ def test_without_labels_the_dense_model_is_the_measure() -> None:
     # To second order the divergence is half the Fisher information: many draws of labels, a head nearly open.
     fisher = hp.score(model, [example] * 300, "fisher", layers=layers).values[layer.name][2]
     with torch.no_grad():
-        from headprune.gates import gated
-
-        gate = torch.ones(4)
-        gate[2] = 0.97
-        with gated(model, layers, {layer.name: gate}):
-            near = model(**example).logits.double().log_softmax(-1)
+        near = scaled(model, layer, 2, 0.97)(**example).logits.double().log_softmax(-1)
         dense = model(**example).logits.double().log_softmax(-1)
     divergence = (dense.exp() * (dense - near)).sum(-1).mean()
     torch.testing.assert_close(divergence, 0.03**2 / 2 * fisher, rtol=0.15, atol=1e-9)
 
 
-def test_distilled_tokens_leave_padding_out() -> None:
-    model, _ = gpt2()
-    example = text(2, 7)
-    example["attention_mask"][:] = 1
-    padded = {k: F.pad(v, (0, 3), value=0) for k, v in example.items()}
-    for method in (
-        ("ablation", "integrated-gradients") if "integrated-gradients" in hp.scoring.METHODS else ("ablation",)
-    ):
-        a, b = hp.score(model, [example], method), hp.score(model, [padded], method)
-        torch.testing.assert_close(a.flat(), b.flat(), rtol=1e-3, atol=1e-5)
-
-
 def test_normalised_scores() -> None:
     model, example = bert()
     batch = labelled(model, example)
-    plain, unit = (hp.score(model, [batch], settings=Settings(normalise=flag)) for flag in (False, True))
+    plain, unit = (hp.score(model, [batch], method) for method in ("gradient", "gradient:normalise"))
     for layer in plain.layers:
         norm = plain.values[layer.name].norm()
         torch.testing.assert_close(unit.values[layer.name], plain.values[layer.name] / norm)
@@ -445,26 +242,12 @@ def test_fisher_and_signed_gradient_come_from_one_examples_gradients() -> None:
     torch.testing.assert_close(signed.flat(), each.mean(0), rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(fisher.flat(), (each**2).mean(0), rtol=1e-4, atol=1e-9)
     torch.testing.assert_close(fisher.matrix, each.T @ each / 3, rtol=1e-3, atol=1e-6)
-    back = hp.HeadScores.from_json(fisher.to_json(), fisher.layers)
-    torch.testing.assert_close(back.matrix, fisher.matrix, rtol=1e-6, atol=1e-12)
-
-
-def test_reliability_is_the_rank_correlation_with_other_examples() -> None:
-    """Of heads that differ by noise alone nothing is left (a bootstrap says 0.7); of a known signal, what two samples really share."""
-    rng = np.random.default_rng(0)
-    for signal in (0.0, 0.1, 0.3):
-        truth, told, real = signal * np.linspace(-1, 1, 40), [], []
-        for _ in range(10):
-            a, b = (truth + rng.standard_t(3, (128, 40)) for _ in range(2))
-            told.append(split_half(torch.from_numpy(a)))
-            real.append(spearmanr(a.mean(0), b.mean(0)).statistic)
-        assert np.mean(told) == pytest.approx(np.mean(real), abs=0.15)
 
 
 def test_scores_say_how_far_other_examples_would_order_the_heads_alike() -> None:
     model, batches = many()
-    for settings in (Settings(), Settings(examples=24)):  # of few examples as of all
-        s = hp.score(model, batches, "ablation", settings=settings)
+    for method in ("ablation", "ablation:examples=24"):  # of few examples as of all
+        s = hp.score(model, batches, method)
         assert 0 < s.details["reliability"] < 1
         assert f"a Spearman correlation of about {s.details['reliability']:.2f}" in s.stability
     unsure = dataclasses.replace(s, details={"reliability": 0.5})
@@ -474,6 +257,4 @@ def test_scores_say_how_far_other_examples_would_order_the_heads_alike() -> None
     assert "score" not in dataclasses.replace(s, details={"reliability": 0.9}).stability
     assert "more than" in dataclasses.replace(s, details={"reliability": 0.0}).stability
     assert not hp.score(model, batches, "weight-norm").stability
-    assert not hp.score(
-        model, batches[:1], "shapley", settings=Settings(permutations=2)
-    ).stability  # over orders, not examples
+    assert not hp.score(model, batches[:1], "shapley:permutations=2").stability  # over orders, not examples

@@ -1,4 +1,4 @@
-"""What a classifier's last block computes for nothing is left out, and whoever reads it after all gets the right numbers."""
+"""Replays: only what comes after a gate runs, tokens that no loss reads are left out, and the losses are a plain forward's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,24 +11,21 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.batches import Rows
 from headprune.losses import ExampleLoss
-from headprune.running import evaluating
-from headprune.scoring import unread
+from headprune.running import evaluating, exact_attention
+from headprune.scoring import calls
 from headprune.scoring.base import Problem
-from headprune.scoring.replay import Replay
+from headprune.scoring.replay import Recording, Replay
 from tests.support.zoo import bert, labelled, randomise, text, vit
 
 _SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 32}
 
 
-def problem_of(
-    model: nn.Module, batches: list[Any], losses: Callable[[Any], Tensor] | None = None, **more: Any
-) -> Problem:
+def problem_of(model: nn.Module, batches: list[Any], losses: Callable[[Any], Tensor] | None = None) -> Problem:
+    own = ExampleLoss(model)
+    if losses is None:
+        own.prepare(batches)
     layers = hp.find_attention(model, {k: v for k, v in batches[0].items() if k != "labels"})
-    each = losses
-    if each is None:
-        each = ExampleLoss(model)
-        each.prepare(batches)
-    return Problem(model, layers, [(b, Rows().size(b)) for b in batches], each, 0, lambda *a: None, **more)
+    return Problem(model, layers, [(b, Rows().size(b)) for b in batches], losses or own, 0, lambda *a: None)
 
 
 def gpt2_classifier() -> nn.Module:
@@ -47,26 +44,81 @@ def llama_classifier() -> nn.Module:
 
 def check(problem: Problem) -> Replay:
     """That replays give plain forwards' losses for every head of every batch."""
-    with evaluating(problem.model), torch.no_grad():
+    with evaluating(problem.model), exact_attention(problem.model), torch.no_grad():
         replay = Replay(problem)
-        gates = 1 - torch.eye(problem.heads)
         for batch, size in problem.batches:
             with replay.of(batch, size) as recording:
-                start = 0
-                for layer in problem.layers:
-                    rows = gates[start : start + layer.num_heads]
-                    found = recording.losses(rows)
-                    for row, mine in zip(rows, found, strict=True):
+                for rows in torch.split(1 - torch.eye(problem.heads), [a.num_heads for a in problem.layers]):
+                    for row, mine in zip(rows, recording.losses(rows), strict=True):
                         drop = {k: (g == 0).nonzero().flatten().tolist() for k, g in problem.split(row).items()}
                         with hp.mask(problem.model, drop, layers=problem.layers):
                             torch.testing.assert_close(mine, problem.losses(batch).double(), rtol=1e-4, atol=1e-6)
-                    start += layer.num_heads
     return replay
 
 
-@pytest.mark.parametrize("made", [bert, vit])
-def test_the_last_blocks_feed_forward_layer_runs_for_the_first_token(made: Any) -> None:
-    model, example = made()
+class Counting(nn.Module):
+    """Counts the rows that go through a layer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.rows = inner, 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.rows += args[0].shape[0]
+        return self.inner(*args, **kwargs)
+
+
+def test_a_replay_runs_only_what_comes_after_the_gate() -> None:
+    model, example = bert()
+    blocks = model.bert.encoder.layer = nn.ModuleList(Counting(layer) for layer in model.bert.encoder.layer)
+    batch = labelled(model, example)
+    problem = problem_of(model, [batch])
+    with evaluating(model), exact_attention(model), Replay(problem).of(batch, 3) as recording:
+        recording.doubtful.clear()  # the comparison with a plain forward runs every block
+        for number, layer in enumerate(problem.layers):
+            before = [block.rows for block in blocks]
+            gates = torch.ones(2, problem.heads)
+            gates[0, 4 * number] = gates[1, 4 * number + 1] = 0
+            recording.losses(gates)
+            ran = [block.rows - b for block, b in zip(blocks, before, strict=True)]
+            assert ran == [0] * number + [6] * (len(ran) - number), layer.name
+        mixed = torch.ones(1, problem.heads)
+        mixed[0, [1, 9]] = 0
+        expected = recording.plain(problem.split(mixed[0]))
+        torch.testing.assert_close(recording.losses(mixed)[0], expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(recording.losses(torch.ones(2, problem.heads)), recording.dense.expand(2, -1))
+
+
+def test_memory_that_runs_out_halves_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = bert()
+    batch = labelled(model, example)
+    original, stacks, most = Recording.stacked, [], 1
+
+    def greedy(self: Any, gates: Any, first: str) -> Tensor:
+        stacks.append(len(next(iter(gates.values()))))
+        if stacks[-1] > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(self, gates, first)
+
+    with evaluating(model), exact_attention(model):
+        problem = problem_of(model, [batch])
+        study, gates = Replay(problem), 1 - torch.eye(problem.heads)[:4]
+        with study.of(batch, 3) as recording:
+            expected = recording.losses(gates)
+            monkeypatch.setattr(Recording, "stacked", greedy)
+            torch.testing.assert_close(recording.losses(gates), expected, rtol=1e-5, atol=1e-6)
+            assert stacks == [4, 2, 1, 1, 1, 1]
+            most = 0
+            with pytest.raises(hp.HeadPruneError, match="--batch-size"):
+                recording.losses(gates)
+
+
+# -- tokens that no loss reads -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [bert, vit])
+def test_the_last_blocks_feed_forward_layer_runs_for_the_first_token(make: Any) -> None:
+    model, example = make()
     batch = labelled(model, example)
     seen: list[int] = []
     mlps = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features > m.in_features]
@@ -78,7 +130,7 @@ def test_the_last_blocks_feed_forward_layer_runs_for_the_first_token(made: Any) 
     assert set(replay.tokens.values()) == {0}
     last = problem.layers[-1]
     with evaluating(model), torch.no_grad(), replay.of(batch, Rows().size(batch)) as recording:
-        recording._doubtful.clear()
+        recording.doubtful.clear()
         for layer, tokens in ((problem.layers[0], [5, 1]), (last, [1])):
             seen.clear()
             gates = torch.ones(1, problem.heads)
@@ -125,27 +177,19 @@ class Mean(nn.Module):
         return hidden[:, 0, :2] + 0.2 * (hidden.nan_to_num() if self.hide else hidden).mean(1)[:, :2]
 
 
-@pytest.mark.parametrize("hide", [False, True])
-def test_a_mean_over_tokens(hide: bool) -> None:
-    model = Mean(hide)
+@pytest.mark.parametrize("kind", ["mean", "mean without NaN", "wrong answers"])
+def test_losses_that_read_all_tokens_or_hide_nan(kind: str) -> None:
+    """The number of wrong answers is finite whatever the answers are, so nothing could say that a token is read."""
+    model = bert()[0] if kind == "wrong answers" else Mean(hide="without" in kind)
     batch = {"input_ids": text(4, 7)["input_ids"], "labels": torch.tensor([0, 1, 0, 1])}
 
     def losses(b: Any) -> Tensor:
-        return nn.functional.cross_entropy(model(b["input_ids"]), b["labels"], reduction="none")
+        out = model(b["input_ids"])
+        if kind == "wrong answers":
+            return (out.logits.argmax(-1) != b["labels"]).float()
+        return nn.functional.cross_entropy(out, b["labels"], reduction="none")
 
     assert check(problem_of(model, [batch], losses)).tokens == {}
-
-
-def test_a_loss_that_nan_does_not_show_in() -> None:
-    """The number of wrong answers is finite whatever the answers are, so nothing could say that a token is read."""
-    model, example = bert()
-    batch = labelled(model, example)
-
-    def wrong(b: Any) -> Tensor:
-        logits = model(**{k: v for k, v in b.items() if k != "labels"}).logits
-        return (logits.argmax(-1) != b["labels"]).float()
-
-    assert check(problem_of(model, [batch], wrong)).tokens == {}
 
 
 class Shared(nn.Module):
@@ -178,12 +222,12 @@ def test_fills_see_all_tokens(method: str) -> None:
     """The same scores whether the last block is cut or not."""
     model, example = bert()
     batch = labelled(model, example)
-    found = []
-    for tokens in (unread._TOKENS, ()):
+    scores = []
+    for tokens in (calls.TOKENS, ()):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(unread, "_TOKENS", tokens)
-            found.append(hp.score(model, [batch], method, seed=3).flat())
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
+            patch.setattr(calls, "TOKENS", tokens)
+            scores.append(hp.score(model, [batch], method, seed=3).flat())
+    torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-7)
 
 
 def test_a_routers_loss_does_not_end_the_scoring() -> None:

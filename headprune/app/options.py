@@ -188,7 +188,7 @@ class Options:
             HeadPruneError: A number out of its range, no such task, method or file.
         """
         from headprune.plans import keep_of
-        from headprune.scoring.settings import method_and_settings
+        from headprune.scoring.base import method_and_settings
 
         _check_range("--seed", self.seed, 0, MAX_SEED)
         if self.keep is not None:

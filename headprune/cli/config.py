@@ -69,7 +69,7 @@ def known_methods(texts: Sequence[str]) -> tuple[str, ...]:
         HeadPruneError: There is no such method or setting, or a method stands twice.
     """
     from headprune.scoring import method_named
-    from headprune.scoring.settings import method_and_settings
+    from headprune.scoring.base import method_and_settings
 
     names = [method_named(method_and_settings(text)[0]).name for text in dict.fromkeys(texts)]
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:

@@ -23,8 +23,8 @@ from headprune.repairing.mixtures import Mixed, mixed_texts
 from headprune.repairing.moments import FOLDS
 from headprune.repairing.probes import probe_of, widened
 from headprune.repairing.projections import OutputProjection, Values, at
-from headprune.running import frozen, quiet
-from headprune.scoring.gradient import checkpointed, recomputing, unlike
+from headprune.running import checkpointed, frozen, quiet, recomputing
+from headprune.scoring.gradient import unlike
 
 T = TypeVar("T")
 OnCall = Callable[[str, Tensor, Tensor], Tensor | None]

@@ -8,42 +8,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headprune.arguments import layers_for, listed, together
 from headprune.attention import AttentionLayer
 from headprune.batches import is_empty
-from headprune.errors import HeadPruneError, first_line
+from headprune.errors import HeadPruneError
 from headprune.fingerprint import identity, versions
-from headprune.inputs import check_weights, model_device, move, too_long, usable
+from headprune.inputs import check_weights, model_device, move, usable
 from headprune.losses import ExampleLoss, LossFn
-from headprune.memory import is_out_of_memory
 from headprune.parallel import current
 from headprune.running import Progress, quiet
-from headprune.scoring import ablation, gradient, learned, path, random, shapley, statistics
-from headprune.scoring.agreement import agreement
+from headprune.scoring import ablation, attribution, gradient, learned, statistics
 from headprune.scoring.base import (
     DEFAULT_METHODS,
     METHODS,
     Estimate,
     Method,
-    NotFiniteError,
     Problem,
+    Settings,
     method,
+    method_and_settings,
     method_named,
 )
-from headprune.scoring.reliability import split_half
 from headprune.scoring.replay import DisagreementError
-from headprune.scoring.scores import HeadScores, load_scores, save_scores
-from headprune.scoring.settings import Settings, method_and_settings
+from headprune.scoring.scores import HeadScores, agreement, load_scores, save_scores
 from headprune.store import Store, traits
+from headprune.uncertainty import split_half
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 __all__ = [
-    "DEFAULT_METHODS", "METHODS", "HeadScores", "Method", "Problem", "Settings", "ablation", "agreement", "gradient",
-    "learned", "load_scores", "method", "method_named", "path", "random", "save_scores", "score", "shapley", "statistics",
+    "DEFAULT_METHODS", "METHODS", "HeadScores", "Method", "Problem", "Settings", "ablation", "agreement", "attribution", "gradient",
+    "learned", "load_scores", "method", "method_named", "save_scores", "score", "statistics",
 ]  # fmt: skip
 
 
@@ -95,32 +93,34 @@ def score(
     check_weights(model)
     batches = listed(batches)
     with together(accelerator, model, batches):
-        return _scored(model, batches, chosen, loss_fn, distil, layers, seed, settings, work, progress)
+        losses = ExampleLoss(model, loss_fn, distil=distil, seed=seed)
+        return _scored(model, batches, chosen, losses, layers, seed, settings, work, progress)
 
 
 def _scored(
-    model: nn.Module, batches: Sequence[Any], chosen: Method, loss_fn: LossFn | None, distil: bool,
-    layers: Sequence[AttentionLayer] | None, seed: int, settings: Settings, work: Path | str | Store | None,
-    progress: Progress | None,
+    model: nn.Module, batches: Sequence[Any], chosen: Method, losses: ExampleLoss, layers: Sequence[AttentionLayer] | None,
+    seed: int, settings: Settings, work: Path | str | Store | None, progress: Progress | None,
 ) -> HeadScores:  # fmt: skip
     """`score`, with its arguments checked."""
-    losses = ExampleLoss(model, loss_fn, distil=distil, seed=seed)
-    kept = _not_empty(model, batches)
+    examples = _not_empty(model, batches)
     with quiet(model), torch.enable_grad():
-        kept = losses.prepare(kept)
-    maskable = maskable_of(model, layers_for(model, layers, batches=kept))
+        examples = losses.prepare(examples)
+    maskable = maskable_of(model, layers_for(model, layers, batches=examples))
     own = identity(model)  # before anything is swapped: parts of the model may have other names then
     with quiet(model), torch.enable_grad():
-        problem = _problem(model, maskable, kept, losses, seed, settings, progress)
-        store = Store(Path(work)) if isinstance(work, str | Path) else work
-        if store is not None and loss_fn is None:
+        sized = [(batch, losses.rows.size(batch)) for batch in examples]
+        surrogate = losses.divergence.surrogate if losses.distils else None
+        report = progress or (lambda done, total, note="": None)
+        problem = Problem(model, maskable, sized, losses, seed, report, settings, Store(), surrogate, rows=losses.rows)
+        if work is not None and losses.loss_fn is None:
+            store = work if isinstance(work, Store) else Store(Path(work))
             problem = replace(problem, store=store.keyed(chosen.name, own, *_facts(problem)))
         estimate = _estimate(chosen, problem)
     details = {**estimate.details, "loss": losses.about}
     # What rank 0 says of memory and time counts.
     estimate = current().first("estimate", lambda: replace(estimate, details=details))
-    found = _scores(chosen, problem, estimate, own)
-    return replace(found, unit=losses.unit(found.unit))
+    scores = _scores(chosen, problem, estimate, own)
+    return replace(scores, unit=losses.unit(scores.unit))
 
 
 def _not_empty(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
@@ -135,33 +135,15 @@ def _not_empty(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
 
 def maskable_of(model: nn.Module, layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     """The layers whose heads can be masked."""
-    found = [layer for layer in layers if layer.maskable]
-    if not found:
+    maskable = [layer for layer in layers if layer.maskable]
+    if not maskable:
         why = f": {layers[0].reason}" if layers else ""
         raise HeadPruneError(f"No head of {type(model).__name__} can be masked{why}.")
-    return found
-
-
-def _problem(
-    model: nn.Module, layers: Sequence[AttentionLayer], batches: Sequence[Any], losses: ExampleLoss, seed: int,
-    settings: Settings, progress: Progress | None,
-) -> Problem:  # fmt: skip
-    problem = Problem(
-        model,
-        layers,
-        [(batch, losses.rows.size(batch)) for batch in batches],
-        lambda batch: _checked(problem, batch, losses),
-        seed,
-        progress or (lambda done, total, note="": None),
-        settings,
-        surrogate=losses.divergence.surrogate if losses.distils else None,
-        rows=losses.rows,
-    )
-    return problem
+    return maskable
 
 
 def _facts(problem: Problem) -> list[Any]:
-    """What a problem's results depend on, beside the method and the model's weights."""
+    """The facts that a problem's results depend on, beside the method and the model's weights."""
     settings = replace(problem.settings, max_memory=None)  # how much memory there is changes no number
     dtypes = sorted({str(p.dtype) for p in problem.model.parameters()})
     distils = problem.surrogate is not None
@@ -172,7 +154,7 @@ def _facts(problem: Problem) -> list[Any]:
 
 
 def _estimate(chosen: Method, problem: Problem) -> Estimate:
-    """What a method finds; by plain forwards, if replaying them turns out to give other losses."""
+    """A method's estimate; by plain forwards, if replays turn out to give other losses."""
     try:
         return chosen.run(problem)
     except DisagreementError:
@@ -182,21 +164,15 @@ def _estimate(chosen: Method, problem: Problem) -> Estimate:
 
 def _scores(chosen: Method, problem: Problem, estimate: Estimate, own: str) -> HeadScores:
     """An estimate by layer, for the model with the fingerprint ``own``."""
-    layers, normalise = problem.layers, problem.settings.normalise
-    if normalise:
-        estimate = _normalised(problem, estimate)
-    reliability = split_half(estimate.effects, problem.seed)
-    return HeadScores(
-        method=chosen.name,
-        unit=chosen.unit + (", each layer divided by its L2 norm" if normalise else ""),
-        values=problem.split(estimate.values.cpu().double()),
-        stderr=problem.split(estimate.stderr.cpu().double()),
-        examples=estimate.examples,
-        layers=tuple(layers),
-        model=own,
-        details={**estimate.details, **({} if reliability is None else {"reliability": reliability})},
-        matrix=None if estimate.matrix is None else estimate.matrix.cpu().double(),
-    )
+    unit, details = chosen.unit, dict(estimate.details)
+    if problem.settings.normalise:
+        unit, estimate = f"{unit}, each layer divided by its L2 norm", _normalised(problem, estimate)
+    if estimate.effects is not None:
+        reliability = split_half(estimate.effects.cpu().double().numpy(), problem.seed)
+        details |= {} if reliability is None else {"reliability": reliability}
+    values, stderr = (problem.split(each.cpu().double()) for each in (estimate.values, estimate.stderr))
+    matrix = None if estimate.matrix is None else estimate.matrix.cpu().double()
+    return HeadScores(chosen.name, unit, values, stderr, estimate.examples, tuple(problem.layers), own, details, matrix)
 
 
 def _normalised(problem: Problem, estimate: Estimate) -> Estimate:
@@ -205,27 +181,3 @@ def _normalised(problem: Problem, estimate: Estimate) -> Estimate:
     norm = torch.cat([part.norm().clamp(min=1e-300).expand(len(part)) for part in parts])
     effects = None if estimate.effects is None else estimate.effects / norm
     return replace(estimate, values=estimate.values / norm, stderr=estimate.stderr / norm, effects=effects)
-
-
-def _checked(problem: Problem, batch: Any, losses: ExampleLoss) -> Tensor:
-    """A batch's losses.
-
-    Raises:
-        HeadPruneError: The model does not run on the batch.
-        NotFiniteError: A loss is not finite.
-    """
-    try:
-        found = losses(batch)
-    except HeadPruneError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise HeadPruneError(
-            f"The model does not run on {problem.place(batch)}: {type(error).__name__}: {first_line(error)}.",
-            f"Check what these examples hold{too_long(problem.model, batch)}.",
-        ) from error
-    if not torch.isfinite(found).all():
-        row = int((~torch.isfinite(found)).nonzero()[0])
-        raise NotFiniteError(problem, batch, row, found[row].item())
-    return found

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headprune.attention import AttentionLayer
 from headprune.batches import cost_of
 from headprune.gates import Fill, gated
 from headprune.parallel import current, shares
-from headprune.scoring.base import Estimate, Problem, Samples, method, standard_error
+from headprune.scoring.base import Estimate, Problem, method, standard_error
 from headprune.scoring.gradient import separate
 from headprune.scoring.replay import Replay
 from headprune.scoring.sampled import sampled
@@ -40,7 +40,7 @@ def ablation(problem: Problem) -> Estimate:
     limited = problem.settings.examples is not None and problem.settings.examples < problem.examples
     if limited or problem.settings.seconds is not None:
         return sampled(problem, replay)
-    return Estimate.mean_of(exact(problem, replay), replayed=replay.about)
+    return _ablated(problem, replay)
 
 
 @method("mean-ablation", unit="loss (nats) added when the head gives its mean")
@@ -50,17 +50,18 @@ def mean_ablation(problem: Problem) -> Estimate:
     Section 2.1 of "Interpretability in the Wild" (arXiv:2211.00593). What a head adds to all tokens alike, such as a bias,
     does not count: after pruning, W_O's bias could add it.
     """
+
+    def count_and_sum(tokens: Tensor, example: int) -> Tensor:
+        return torch.cat([tokens.new_tensor([len(tokens)]), tokens.sum(0)])
+
     problem = replace(problem, batches=separate(problem))
-    totals = _read(
-        problem, "mean", lambda tokens, example: torch.cat([tokens.new_tensor([len(tokens)]), tokens.sum(0)])
-    )
+    totals = _head_outputs(problem, "mean", count_and_sum)
     means = {name: each[:, 1:].sum(0) / each[:, 0].sum() for name, each in totals.items()}
 
     def fills(start: int, size: int, batch: Any) -> dict[str, Fill]:
         return {name: partial(_constant, mean) for name, mean in means.items()}
 
-    replay = Replay(problem)
-    return Estimate.mean_of(exact(problem, replay, fills), replayed=replay.about)
+    return _ablated(problem, Replay(problem), fills)
 
 
 @method("resample-ablation", unit="loss (nats) added when the head says what it said elsewhere")
@@ -72,73 +73,64 @@ def resample_ablation(problem: Problem) -> Estimate:
     token of every example.
     """
 
-    def one(tokens: Tensor, example: int) -> Tensor:
+    def one_token(tokens: Tensor, example: int) -> Tensor:
         return tokens[int(_draws(problem.seed, example, 1, len(tokens)))]
 
     problem = replace(problem, batches=separate(problem))
-    pools = _read(problem, "pool", one)
+    pools = _head_outputs(problem, "pool", one_token)
 
     def fills(start: int, size: int, batch: Any) -> dict[str, Fill]:
-        def real(layer: AttentionLayer, tokens: int) -> Tensor | None:
-            return real_queries(problem, layer, batch, tokens)
-
         return {
-            layer.name: _Elsewhere(pools[layer.name], problem.seed + 1, start, size, partial(real, layer))
+            layer.name: _resampled(
+                pools[layer.name], problem.seed + 1, start, size, partial(real_queries, problem, layer, batch)
+            )
             for layer in problem.layers
         }
 
-    replay = Replay(problem)
-    return Estimate.mean_of(exact(problem, replay, fills), replayed=replay.about)
+    return _ablated(problem, Replay(problem), fills)
 
 
-def exact(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> Samples:
-    """Every head's effect on every example."""
-    done: list[Tensor] = []  # for the interval that a waiting person is shown
-    steps, store, every = len(problem.batches) * problem.heads, problem.store, one_by_one(problem)
-    starts = [0, *np.cumsum([layer.num_heads for layer in problem.layers]).tolist()]
-    costs = [cost_of(batch) for batch, _ in problem.batches]
+def _ablated(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> Estimate:
+    """The mean over examples of the loss without each head minus the dense loss."""
+    store, every = problem.store, torch.split(1 - torch.eye(problem.heads), [a.num_heads for a in problem.layers])
+    layers, firsts = range(len(every)), [0, *accumulate(map(len, every))]
+    finished: list[Tensor] = []  # tables of batches, for the interval that a waiting person sees
 
-    def compute(i: int, start: int, batch: Any, size: int, layers: Sequence[int]) -> Tensor:
-        """The losses without each head of some layers in a row ``[examples, 1 + heads]``, the dense ones in the first column."""
+    def without(i: int, examples: tuple[int, Any, int], some: Sequence[int]) -> Tensor:
+        """The losses without each head of some layers in a row, behind the dense losses: ``[examples, 1 + heads]``."""
+        start, batch, size = examples
         with replay.of(batch, size, fills(start, size, batch) if fills else None) as recording:
             columns = [recording.dense]
-            for layer in layers:
-                columns += list(recording.losses(every[layer]))
-                count = starts[layers[0]] + len(columns) - 1
-                problem.progress(i * problem.heads + count, steps, _widest(done))
+            for n in some:
+                columns += list(recording.losses(every[n]))
+                heads = firsts[some[0]] + len(columns) - 1
+                problem.progress(i * problem.heads + heads, len(problem.batches) * problem.heads, _widest(finished))
         return torch.stack(columns, dim=1)
 
-    def whole(i: int, start: int, batch: Any, size: int) -> Tensor:
-        # More ranks than now may have been at it, by layers.
-        known = (
-            [store.known(f"{i}-{layer}") for layer in range(len(every))] if store.known(f"{i}-0") is not None else []
-        )
-        if known and all(part is not None for part in known):
-            found = _joined([part for part in known if part is not None])
-        else:
-            found = compute(i, start, batch, size, range(len(every)))
-        done.append(found)
-        return found
+    def of_batch(i: int, batch: tuple[int, Any, int]) -> Tensor:
+        parts = [store.known(f"{i}-{n}") for n in layers]  # an interrupted run with more ranks shared out layers
+        table = without(i, batch, layers) if any(part is None for part in parts) else _joined(parts)
+        finished.append(table)
+        return table
 
-    def layer(i: int, start: int, batch: Any, size: int, number: int) -> Tensor:
-        if (known := store.known(f"{i}")) is not None:
-            return torch.cat([known[:, :1], known[:, 1 + starts[number] : 1 + starts[number + 1]]], dim=1)
-        return compute(i, start, batch, size, [number])
+    def of_layer(i: int, batch: tuple[int, Any, int], n: int) -> Tensor:
+        known = store.known(f"{i}")
+        if known is None:
+            return without(i, batch, [n])
+        return torch.cat([known[:, :1], known[:, 1 + firsts[n] : 1 + firsts[n + 1]]], dim=1)
 
-    batches = [(i, *each) for i, each in enumerate(problem.numbered())]
-    if not _uneven(costs, current().size):
-        losses = torch.cat(store.share("ablation", {f"{each[0]}": partial(whole, *each) for each in batches}, costs))
+    batches = list(enumerate(problem.numbered()))
+    costs = [cost_of(batch) for batch, _ in problem.batches]
+    if _uneven(costs, current().size):
+        # The model runs again from the layer on, for every head; and once as it is.
+        again = [1 + len(every[n]) * (len(every) - n) / len(every) for n in layers]
+        tasks = {f"{i}-{n}": partial(of_layer, i, batch, n) for i, batch in batches for n in layers}
+        parts = store.share("ablation by layers", tasks, [cost * more for cost in costs for more in again])
+        tables = [_joined(parts[i : i + len(every)]) for i in range(0, len(parts), len(every))]
     else:
-        numbers = range(len(every))
-        # From its layer on the model is run again, for every head; and once as it is.
-        again = [1 + len(every[n]) * (len(every) - n) / len(every) for n in numbers]
-        parts = store.share(
-            "ablation by layers",
-            {f"{each[0]}-{n}": partial(layer, *each, n) for each in batches for n in numbers},
-            [cost * more for cost in costs for more in again],
-        )
-        losses = torch.cat([_joined(parts[i * len(every) : (i + 1) * len(every)]) for i in range(len(batches))])
-    return Samples(losses[:, 1:] - losses[:, :1], losses[:, 0])
+        tables = store.share("ablation", {f"{i}": partial(of_batch, i, batch) for i, batch in batches}, costs)
+    losses = torch.cat(tables)
+    return Estimate.mean_of(losses[:, 1:] - losses[:, :1], losses[:, 0], replayed=replay.about)
 
 
 def _uneven(costs: Sequence[float], size: int) -> bool:
@@ -152,25 +144,23 @@ def _joined(layers: Sequence[Tensor]) -> Tensor:
     return torch.cat([layers[0][:, :1], *(part[:, 1:] for part in layers)], dim=1)
 
 
-def one_by_one(problem: Problem) -> list[Tensor]:
-    """For every layer, gates ``[num_heads, heads]`` that each remove one of its heads."""
-    return list(torch.split(1 - torch.eye(problem.heads), [layer.num_heads for layer in problem.layers]))
-
-
-def _widest(found: list[Tensor]) -> str:
-    """The width of the widest confidence interval so far; "" before the first batch is done."""
-    if sum(map(len, found)) < 2:
+def _widest(tables: list[Tensor]) -> str:
+    """The width of the widest confidence interval so far; "" before the first batch is finished."""
+    if sum(map(len, tables)) < 2:
         return ""
-    effects = torch.cat(found)
-    error = standard_error(effects[:, 1:] - effects[:, :1]).max()
+    losses = torch.cat(tables)
+    error = standard_error(losses[:, 1:] - losses[:, :1]).max()
     return f"widest interval ±{1.96 * error.item():.2g}"
 
 
+# -- the outputs that replace a head's own -----------------------------------------------------------
+
+
 def _constant(value: Tensor, hidden: Tensor, gates: int) -> Tensor:
-    return value[: hidden.shape[-1]].to(hidden).expand_as(hidden)
+    return value.to(hidden).expand_as(hidden)
 
 
-class _Elsewhere:
+def _resampled(pool: Tensor, seed: int, start: int, size: int, real: Callable[[int], Tensor | None]) -> Fill:
     """For every token of ``size`` examples, the heads' output at a random token of the pool.
 
     Args:
@@ -179,57 +169,52 @@ class _Elsewhere:
         real: From the number of tokens to which of them are no padding, ``[examples, 1, tokens]``; None if not known.
     """
 
-    def __init__(self, pool: Tensor, seed: int, start: int, size: int, real: Callable[[int], Tensor | None]) -> None:
-        self.pool, self.seed, self.start, self.size, self.real = pool, seed, start, size, real
-        self.drawn = torch.empty(0, 0, dtype=torch.long)
+    @cache  # the same draws for an example in whatever batch, with whatever padding
+    def drawn(tokens: int) -> Tensor:
+        rows = torch.stack([_draws(seed, i, tokens, len(pool)) for i in range(start, start + size)])
+        if (mask := real(tokens)) is not None:
+            rows = rows.gather(1, (mask[:, 0].cpu().cumsum(1) - 1).clamp(min=0).expand(size, -1))
+        return rows
 
-    def __call__(self, hidden: Tensor, gates: int) -> Tensor:
-        copies = (gates or self.size) // self.size
-        tokens = hidden.numel() // (hidden.shape[-1] * copies * self.size)
-        if self.drawn.shape[1] != tokens:  # the same draws for an example in whatever batch, with whatever padding
-            examples = range(self.start, self.start + self.size)
-            drawn = torch.stack([_draws(self.seed, i, tokens, len(self.pool)) for i in examples])
-            real = self.real(tokens)
-            if real is not None:
-                drawn = drawn.gather(1, (real[:, 0].cpu().cumsum(1) - 1).clamp(min=0).expand(self.size, -1))
-            self.drawn = drawn
-        values = self.pool[self.drawn, : hidden.shape[-1]].to(hidden)
-        return values.repeat(copies, 1, 1).reshape(hidden.shape)
+    def fill(hidden: Tensor, gates: int) -> Tensor:
+        copies = (gates or size) // size
+        tokens = hidden.numel() // (hidden.shape[-1] * copies * size)
+        return pool[drawn(tokens)].to(hidden).repeat(copies, 1, 1).reshape(hidden.shape)
+
+    return fill
 
 
 def _draws(seed: int, example: int, count: int, below: int) -> Tensor:
+    """``count`` random numbers from 0 to ``below`` - 1, the same for an example of this number."""
     return torch.from_numpy(np.random.default_rng((seed, example)).integers(below, size=count))
 
 
-def _read(problem: Problem, key: str, take: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
-    """What ``take(tokens [tokens, features], example)`` makes of the input of every layer's W_O.
+def _head_outputs(problem: Problem, key: str, summarize: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
+    """A summary of every example's heads' outputs, by layer: ``{layer_name: [examples, width]}``.
 
-    Returns:
-        ``{layer_name: [examples, width]}``, with zeros behind what a narrower layer gives.
+    Args:
+        summarize: From the input of W_O at an example's real tokens ``[tokens, features]``, and the number of the example.
     """
-    found: dict[str, list[Tensor]] = {layer.name: [] for layer in problem.layers}
     ones = {layer.name: torch.ones(layer.num_heads) for layer in problem.layers}
 
-    def compute(start: int, batch: Any, size: int) -> Tensor:
+    def compute(start: int, batch: Any, size: int) -> dict[str, Tensor]:
         rows: dict[str, Tensor] = {}
 
-        def reading(layer: AttentionLayer, hidden: Tensor, gates: int) -> Tensor:
+        def note(layer: AttentionLayer, hidden: Tensor, gates: int) -> Tensor:
             if layer.name not in rows:  # of a layer that runs several times, the first call
-                each = hidden.detach().reshape(size, -1, hidden.shape[-1]).cpu().double()
-                real = real_queries(problem, layer, batch, each.shape[1])
-                seen = [None if real is None else real[r, 0].cpu() for r in range(size)]
-                kept = [e if s is None or not s.any() else e[s] for e, s in zip(each, seen, strict=True)]
-                rows[layer.name] = torch.stack([take(k, start + r) for r, k in enumerate(kept)])
+                each = list(hidden.detach().reshape(size, -1, hidden.shape[-1]).cpu().double())
+                real = real_queries(problem, layer, batch, len(each[0]))
+                if real is not None:
+                    masks = real[:, 0].cpu().expand(size, -1)
+                    each = [e[mask] if mask.any() else e for e, mask in zip(each, masks, strict=True)]
+                rows[layer.name] = torch.stack([summarize(tokens, start + r) for r, tokens in enumerate(each)])
             return torch.zeros_like(hidden)
 
-        reader: dict[str, Fill] = {layer.name: partial(reading, layer) for layer in problem.layers}
-        with torch.no_grad(), gated(problem.model, problem.layers, ones, reader):
+        notes: dict[str, Fill] = {layer.name: partial(note, layer) for layer in problem.layers}
+        with torch.no_grad(), gated(problem.model, problem.layers, ones, notes):
             problem.losses(batch)
-        width = max(r.shape[1] for r in rows.values())
-        return torch.stack([F.pad(rows[a.name], (0, width - rows[a.name].shape[1])) for a in problem.layers])
+        return {layer.name: rows[layer.name] for layer in problem.layers}
 
-    parts = {f"{key}-{i}": partial(compute, *each) for i, each in enumerate(problem.numbered())}
-    for part in problem.store.share(key, parts, [cost_of(batch) for batch, _ in problem.batches]):
-        for name, own in zip(found, part, strict=True):
-            found[name].append(own)
-    return {name: torch.cat(parts) for name, parts in found.items()}
+    tasks = {f"{key}-{i}": partial(compute, *batch) for i, batch in enumerate(problem.numbered())}
+    parts = problem.store.share(key, tasks, [cost_of(batch) for batch, _ in problem.batches])
+    return {layer.name: torch.cat([part[layer.name] for part in parts]) for layer in problem.layers}

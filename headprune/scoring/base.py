@@ -1,10 +1,11 @@
-"""What every scoring method is given and gives back, and the register of methods."""
+"""Scoring methods: their settings, their input (`Problem`), their output (`Estimate`), and the register of them."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,115 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
 from headprune.batches import Rows, cost_of
-from headprune.errors import HeadPruneError
-from headprune.plans import heads_to_keep
+from headprune.errors import HeadPruneError, first_line
+from headprune.inputs import too_long
+from headprune.memory import is_out_of_memory
+from headprune.plans import heads_to_keep, keep_of
 from headprune.running import Progress
-from headprune.scoring.settings import Settings
 from headprune.store import Store
 from headprune.uncertainty import carried_by, spread
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of scoring methods. Each method reads those that concern it; None is the method's own default.
+
+    On the command line they follow the method's name: ``-m ablation:examples=64`` (`method_and_settings`).
+
+    Attributes:
+        keep: How many heads are going to stay (a count, or a share such as ``"50%"``): near this cut adaptive methods look closest, and
+            learned gates aim at it.
+        examples: How many examples to ablate exactly, at most; gradients on all examples estimate the rest.
+        seconds: The time to spend, approximately; ``time`` on the command line.
+        max_memory: Bytes that a method may use beyond the model; by default half of the free memory.
+        normalise: Divide each layer's scores by their L2 norm (Michel et al., section 4.1, after Molchanov et al. 2017).
+        steps: Training steps of learned gates, or points of integration.
+        permutations: The most permutations that Shapley values are sampled from.
+        sparsity: Weight of the L0 penalty per head, where ``keep`` is not given.
+    """
+
+    keep: int | str | None = None
+    examples: int | None = None
+    seconds: float | None = None
+    max_memory: int | None = None
+    normalise: bool = False
+    steps: int | None = None
+    permutations: int | None = None
+    sparsity: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers out of range.
+
+        Raises:
+            HeadPruneError: A number is too small or not finite.
+        """
+        if self.keep is not None:
+            keep_of(self.keep)
+        least = {"examples": 2, "max_memory": 1, "steps": 1, "permutations": 1, "sparsity": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value < math.inf:
+                raise HeadPruneError(f"{name} is {value}.", f"Give {low} or more.")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise HeadPruneError(f"The time to spend is {self.seconds} seconds.", "Give more than 0.")
+
+
+def method_and_settings(text: str, base: Settings | None = None) -> tuple[str, Settings]:
+    """A scoring method's name and settings from one text, such as ``"shapley:permutations=64"`` or ``"ablation:examples=64,normalise"``.
+
+    >>> method_and_settings("ablation:examples=64,time=60")[1].seconds
+    60.0
+
+    Args:
+        base: Settings for what the text leaves out.
+
+    Raises:
+        HeadPruneError: An unknown setting, or a value out of range.
+    """
+    name, _, rest = text.partition(":")
+    known = [each.name for each in fields(Settings)]
+    given: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, _, value = (word.strip() for word in part.partition("="))
+        setting = {short: long for long, short in _SHORT.items()}.get(key, key)
+        if setting not in known:
+            names = ", ".join(_SHORT.get(each, each) for each in known)
+            raise HeadPruneError(f"There is no setting {key!r} of {name}.", f"Choose from {names}.")
+        try:
+            given[setting] = _READERS.get(setting, int)(value)
+        except (KeyError, ValueError, OverflowError):
+            raise HeadPruneError(
+                f"{value!r} is no value for {setting} in {text!r}.",
+                f"Write it as {name}:{_EXAMPLES.get(setting, f'{setting}=64')}.",
+            ) from None
+    return name.strip(), replace(base or Settings(), **given)
+
+
+def bytes_of(text: str) -> int:
+    """An amount of memory, such as ``"4GB"``, in bytes.
+
+    Raises:
+        ValueError: It is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
+    size = int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " ")) if match else 0
+    if size < 1:
+        raise ValueError(f"{text!r} is no amount of memory")
+    return size
+
+
+_SHORT = {"seconds": "time", "max_memory": "memory"}  # the command line's names of settings
+_EXAMPLES = {"normalise": "normalise", "max_memory": "memory=4GB", "seconds": "time=60"}
+_READERS: dict[str, Callable[[str], Any]] = {  # all others are whole numbers
+    "keep": lambda value: int(value) if value.isdigit() else value,
+    "seconds": float,
+    "max_memory": bytes_of,
+    "normalise": lambda value: {"": True, "true": True, "false": False}[value.lower()],
+    "sparsity": float,
+}
+
+
+# -- methods -----------------------------------------------------------------------------------------
 
 Batches = Sequence[tuple[Any, int]]
 """Pairs (batch, examples in it)."""
@@ -27,27 +131,28 @@ Batches = Sequence[tuple[Any, int]]
 
 @dataclass(frozen=True)
 class Problem:
-    """What every method is given: a model, its layers, the examples and their loss.
+    """The input of a scoring method: a model, its layers, the examples and their loss.
 
     Attributes:
         model: In evaluation mode, on its device.
         layers: The maskable layers.
         batches: Pairs (batch, examples in it), on the model's device.
-        losses: Per-example losses ``[batch]`` of the model on a batch; differentiable under grad mode.
+        loss: From a batch to the loss of every example in it, ``[batch]``; differentiable under grad mode.
         seed: For methods that draw.
         progress: Called as work goes on.
         settings: What the user asked for.
         store: Where finished parts of the work are kept, so that an interrupted run can be resumed.
-        surrogate: Losses to differentiate in the place of ``losses``, where those are divergences from the dense model, which
+        surrogate: Losses to differentiate in the place of ``loss``, where those are divergences from the dense model, which
             have no gradient at the dense model: cross-entropies against labels drawn from it. None elsewhere.
         replays: Whether losses under gates may be replayed.
-        rows: How examples lie in the batches; by default it goes by the names of tensors.
+        rows: Which dimension of each tensor counts examples; by default its name decides.
+        checkpoints: Whether backward passes recompute activations, since memory ran out without.
     """
 
     model: nn.Module
     layers: Sequence[AttentionLayer]
     batches: Batches
-    losses: Callable[[Any], Tensor]
+    loss: Callable[[Any], Tensor]
     seed: int
     progress: Progress
     settings: Settings = field(default_factory=Settings)
@@ -55,6 +160,7 @@ class Problem:
     surrogate: Callable[[Any], Tensor] | None = None
     replays: bool = True
     rows: Rows = field(default_factory=Rows)
+    checkpoints: bool = False
 
     @property
     def examples(self) -> int:
@@ -62,7 +168,7 @@ class Problem:
 
     @property
     def keep(self) -> int | None:
-        """How many heads are going to stay, if that was said."""
+        """How many heads will be kept, if the settings say so."""
         return None if self.settings.keep is None else heads_to_keep(self.settings.keep, self.heads)
 
     @property
@@ -70,8 +176,31 @@ class Problem:
         """Heads of all layers; methods give them in the layers' order."""
         return sum(layer.num_heads for layer in self.layers)
 
+    def losses(self, batch: Any) -> Tensor:
+        """`loss` of a batch, checked.
+
+        Raises:
+            HeadPruneError: The model does not run on the batch.
+            NotFiniteError: A loss is not finite.
+        """
+        try:
+            losses = self.loss(batch)
+        except HeadPruneError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise HeadPruneError(
+                f"The model does not run on {self.place(batch)}: {type(error).__name__}: {first_line(error)}.",
+                f"Check what these examples hold{too_long(self.model, batch)}.",
+            ) from error
+        if not torch.isfinite(losses).all():
+            row = int((~torch.isfinite(losses)).nonzero()[0])
+            raise NotFiniteError(self, batch, row, losses[row].item())
+        return losses
+
     def parts(self, batches: Batches, name: str, compute: Callable[[Any, int], Tensor]) -> Tensor:
-        """What ``compute(batch, size)`` gives for every batch, one below the other; kept in the store as it comes."""
+        """The rows of ``compute(batch, size)`` for all batches; each batch's result is stored as soon as it is computed."""
         parts = {f"{name}-{i}": partial(compute, batch, size) for i, (batch, size) in enumerate(batches)}
         return torch.cat(self.store.share(name, parts, [cost_of(batch) for batch, _ in batches], self.progress))
 
@@ -83,7 +212,7 @@ class Problem:
             start += size
 
     def place(self, batch: Any, row: int | None = None) -> str:
-        """A batch, or an example of it, in words for the user."""
+        """A batch, or one example in it, by the numbers of the examples: for messages."""
         for start, known, size in self.numbered():
             if known is batch:
                 where = f"example {start + (row or 0)}"
@@ -107,19 +236,6 @@ class NotFiniteError(HeadPruneError):
 
 
 @dataclass(frozen=True)
-class Samples:
-    """Per-example effects of every head: what most methods estimate a mean of.
-
-    Attributes:
-        effects: ``[examples, heads]``, float64, heads in the order of the problem's layers.
-        losses: The dense model's loss per example, ``[examples]``.
-    """
-
-    effects: Tensor
-    losses: Tensor
-
-
-@dataclass(frozen=True)
 class Estimate:
     """A method's result.
 
@@ -140,11 +256,16 @@ class Estimate:
     matrix: Tensor | None = None
 
     @classmethod
-    def mean_of(cls, samples: Samples, **details: Any) -> Estimate:
-        """Mean over examples, with its standard error (`standard_error`; NaN for a single example)."""
-        effects = samples.effects
+    def mean_of(cls, effects: Tensor, losses: Tensor, **details: Any) -> Estimate:
+        """Mean over examples, with its standard error (`standard_error`; NaN for a single example).
+
+        Args:
+            effects: Every head's effect on every example, ``[examples, heads]``, float64.
+            losses: The dense model's loss of every example, ``[examples]``.
+            details: More for `Estimate.details`.
+        """
         n = len(effects)
-        details = {"mean_loss": samples.losses.mean().item(), **details}
+        details = {"mean_loss": losses.mean().item(), **details}
         if n == 1:
             details["stderr"] = "none from a single example"
         else:
@@ -153,7 +274,7 @@ class Estimate:
 
     @classmethod
     def without_error(cls, values: Tensor, why: str, examples: int = 0, **details: Any) -> Estimate:
-        """Values that have no standard error."""
+        """Values without a standard error, and why there is none."""
         return cls(values, torch.full_like(values, math.nan), examples, {"stderr": why, **details})
 
 
@@ -180,17 +301,20 @@ def rounded(values: Tensor) -> list[float]:
     return [float(f"{v:.6g}") for v in values.tolist()]
 
 
+Run = Callable[[Problem], Estimate]
+
+
 @dataclass(frozen=True)
 class Method:
     """A way to score heads.
 
     Attributes:
-        loss: Whether it reads the loss, and so labels, where there are any.
+        loss: Whether the scores depend on the loss, and so on labels, where there are any.
     """
 
     name: str
     unit: str
-    run: Callable[[Problem], Estimate]
+    run: Run
     about: str
     loss: bool = True
 
@@ -210,12 +334,10 @@ def method_named(name: str) -> Method:
     return METHODS[name]
 
 
-def method(
-    name: str, unit: str, *, loss: bool = True
-) -> Callable[[Callable[[Problem], Estimate]], Callable[[Problem], Estimate]]:
+def method(name: str, unit: str, *, loss: bool = True) -> Callable[[Run], Run]:
     """Register a scoring method under a name; the first line of its docstring describes it."""
 
-    def register(run: Callable[[Problem], Estimate]) -> Callable[[Problem], Estimate]:
+    def register(run: Run) -> Run:
         METHODS[name] = Method(name, unit, run, (run.__doc__ or "").strip().partition("\n")[0], loss)
         return run
 

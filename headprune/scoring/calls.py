@@ -1,145 +1,339 @@
-"""The module calls of one forward, in time: which are over before a layer's gate, and which of their outputs hold examples."""
+"""The module calls of one forward: what they return, and which tokens of it the losses read.
+
+A replay runs only what comes after a layer's gate. `observe` notes in which order modules are called, `starts_of` says which of them have
+returned before a gate and how their outputs hold the examples, `keeping` keeps these outputs, and `answering` returns them again.
+
+A classifier reads its first or its last token. In its last block, the other tokens are needed as keys and values, but computing W_O and
+the feed-forward layers for them is wasted work. `read_tokens` finds these modules, and `reading` leaves that work out; the other tokens'
+output is NaN, so a loss that reads another token after all is NaN too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
-from headprune.attention import AttentionLayer
-from headprune.inputs import tensors
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from headprune.errors import HeadPruneError
+from headprune.inputs import map_tensors, tensors
 from headprune.running import wrapped
-from headprune.scoring.base import Problem
-from headprune.scoring.kept import Output, tensors_in
+from headprune.scoring.base import NotFiniteError, Problem
+
+TOKENS = (0, -1)  # that a classifier may read
+_TRIED = 8  # after so many modules in a row whose whole output is read, no others are tried
 
 Key = tuple[str, int]
 """A module, and the number of its call."""
-Start = dict[Key, Output]
+Start = dict[Key, "KeptOutput"]
 """The calls that a replay does not run, and what their outputs look like."""
 
 
 @dataclass
 class Call:
-    """One call of a module."""
+    """One call of a module.
+
+    Attributes:
+        entered, left: When, by the clock of the forward.
+        versions: PyTorch's counts of writes into the output's tensors, when the module returned.
+        writes: Whether it writes into its arguments: a replay that skips it would differ.
+    """
 
     module: str
     number: int
     entered: int
-    left: int
-    output: Any
-    versions: list[int]
-    inside: list[Call]
-    writes: bool = False  # into its arguments: a replay that skips it would differ
+    left: int = 0
+    output: Any = None
+    versions: Sequence[int] = ()
+    writes: bool = False
 
 
-class Observed:
-    """Every module call of one forward, as a tree in time."""
+@dataclass
+class Forward:
+    """What was observed of one dense forward.
 
-    def __init__(self) -> None:
-        self.clock = 0
-        self.roots: list[Call] = []
-        self.gates: dict[str, int] = {}  # layer -> when its gate came first
-        self.counts: dict[str, int] = {}
-        self.open: list[Call] = []
-        self.largest = 0  # bytes of the largest output
+    Attributes:
+        calls: In the order in which they began.
+        gates: When each layer's gate came first, by the same clock as `Call.entered`.
+        counts: How often each module was called.
+        largest: Bytes of the largest output.
+    """
 
-    def tick(self) -> int:
-        self.clock += 1
-        return self.clock
+    calls: list[Call] = field(default_factory=list)
+    gates: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    largest: int = 0
 
 
-def observe(problem: Problem, batch: Any) -> Observed:
-    """Watch one dense forward."""
-    seen = Observed()
-    places: dict[str, list[AttentionLayer]] = {}
-    for layer in problem.layers:
-        if layer.mask_point is not None:
-            places.setdefault(layer.mask_point.module, []).append(layer)
+@dataclass(frozen=True)
+class KeptOutput:
+    """How the output of one call holds the examples.
 
-    def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            number = seen.counts.get(name, 0)
-            seen.counts[name] = number + 1
-            call = Call(name, number, seen.tick(), 0, None, [], [])
-            (seen.open[-1].inside if seen.open else seen.roots).append(call)
-            for layer in places.get(name, ()):
-                if not layer.concatenates:
-                    seen.gates.setdefault(layer.name, seen.tick())
-            seen.open.append(call)
-            given = tensors((args, kwargs))
-            before = [t._version for t in given]
-            try:
-                call.output = original(*args, **kwargs)
-            finally:
-                seen.open.pop()
-            call.writes = before != [t._version for t in given]
-            for layer in places.get(name, ()):
-                if layer.concatenates:
-                    seen.gates.setdefault(layer.name, seen.tick())
-            call.left = seen.tick()
-            found = tensors_in(call.output)
-            call.versions = [t._version for t in found or ()]
-            seen.largest = max(seen.largest, sum(t.numel() * t.element_size() for t in found or ()))
-            return call.output
+    Attributes:
+        dims: For every tensor the dimension that counts examples; None where there is none.
+        changed: Whether it is written to after the module returned it, so that a copy must be kept.
+        bytes_per_row: Of one example.
+    """
 
-        return run
+    dims: tuple[int | None, ...]
+    changed: bool
+    bytes_per_row: int
+
+
+def observe(problem: Problem, batch: Any) -> Forward:
+    """Every module call of one dense forward."""
+    forward, clock = Forward(), count(1)
+
+    def pass_gates(name: str, concatenates: bool) -> None:
+        for layer in problem.layers:
+            at = layer.mask_point
+            if at is not None and at.module == name and layer.concatenates == concatenates:
+                forward.gates.setdefault(layer.name, next(clock))
+
+    def around(name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        call = Call(name, forward.counts[name], next(clock))
+        forward.counts[name] += 1
+        forward.calls.append(call)
+        pass_gates(name, concatenates=False)
+        given = tensors((args, kwargs))
+        before = [t._version for t in given]
+        call.output = original(*args, **kwargs)
+        call.writes = before != [t._version for t in given]
+        pass_gates(name, concatenates=True)
+        call.left = next(clock)
+        parts = tensors_in(call.output) or []
+        call.versions = [t._version for t in parts]
+        forward.largest = max(forward.largest, sum(t.nbytes for t in parts))
+        return call.output
 
     with wrapped(dict(problem.model.named_modules()), around):
         problem.losses(batch)
-    return seen
+    return forward
 
 
-def starts_of(problem: Problem, two: Observed, three: Observed) -> dict[str, Start]:
-    """For every layer, the outermost calls that had returned before its gate came."""
-    other = {(c.module, c.number): c for c in all_calls(three.roots)}
-    outputs: dict[Key, Output | None] = {}
-    for call in all_calls(two.roots):
-        twin = other.get((call.module, call.number))
-        outputs[call.module, call.number] = _compared(call, twin) if twin is not None else None
+def starts_of(problem: Problem, two: Forward, three: Forward) -> dict[str, Start]:
+    """For every layer, the outermost calls that have returned before its gate, by forwards of two and of three examples."""
+    twins = {(call.module, call.number): call for call in three.calls}
+    outputs = {(c.module, c.number): _kept_output(c, twins.get((c.module, c.number))) for c in two.calls}
     # If one output of a module cannot be kept, the module always runs: then the numbers of its calls stay right.
-    opaque = {name for (name, _), output in outputs.items() if output is None}
-    opaque |= {name for name, count in two.counts.items() if three.counts.get(name) != count}
-    return {
-        layer.name: dict(_finished(two.roots, two.gates[layer.name], outputs, opaque))
-        for layer in problem.layers
-        if layer.name in two.gates
-    }
+    running = {name for (name, _), output in outputs.items() if output is None}
+    running |= {name for name, calls in two.counts.items() if three.counts[name] != calls}
+    starts: dict[str, Start] = {}
+    for layer in problem.layers:
+        if (gate := two.gates.get(layer.name)) is not None:
+            start, until = starts.setdefault(layer.name, {}), 0
+            for call in two.calls:
+                output = outputs[call.module, call.number]
+                if until < call.entered and call.left < gate and call.module not in running and output is not None:
+                    start[call.module, call.number] = output
+                    until = call.left  # the calls inside it are over
+    return starts
 
 
-def _finished(
-    calls: Sequence[Call], gate: int, outputs: Mapping[Key, Output | None], opaque: set[str]
-) -> Iterator[tuple[Key, Output]]:
-    for call in calls:
-        if call.entered > gate:
-            return
-        key = (call.module, call.number)
-        output = outputs[key]
-        if call.left < gate and call.module not in opaque and output is not None:
-            yield key, output
-        else:
-            yield from _finished(call.inside, gate, outputs, opaque)
-
-
-def _compared(call: Call, twin: Call) -> Output | None:
+def _kept_output(call: Call, twin: Call | None) -> KeptOutput | None:
     """How an output depends on the batch size, by calls with 2 and with 3 examples; None if it cannot be kept."""
-    a, b = tensors_in(call.output), tensors_in(twin.output)
+    a, b = (tensors_in(each.output) if each else None for each in (call, twin))
     if a is None or b is None or len(a) != len(b) or call.writes:
         return None
     dims: list[int | None] = []
     for x, y in zip(a, b, strict=True):
         differing = [d for d, (m, n) in enumerate(zip(x.shape, y.shape, strict=False)) if m != n]
-        if x.ndim != y.ndim or len(differing) > 1:
-            return None
-        if differing and 3 * x.shape[differing[0]] != 2 * y.shape[differing[0]]:
+        if x.ndim != y.ndim or len(differing) > 1 or any(3 * x.shape[d] != 2 * y.shape[d] for d in differing):
             return None
         dims.append(differing[0] if differing else None)
     changed = any(t._version != v for t, v in zip(a, call.versions, strict=True))
-    own = sum(t.numel() * t.element_size() for t, d in zip(a, dims, strict=True) if d is not None)
-    return Output(tuple(dims), changed, own // 2)
+    own = sum(t.nbytes for t, d in zip(a, dims, strict=True) if d is not None)
+    return KeptOutput(tuple(dims), changed, own // 2)
 
 
-def all_calls(calls: Sequence[Call]) -> Iterator[Call]:
-    """These calls and those inside them, in their order."""
-    for call in calls:
-        yield call
-        yield from all_calls(call.inside)
+@contextmanager
+def keeping(model: nn.Module, wanted: Start, kept: dict[Key, Any]) -> Iterator[Counter[str]]:
+    """Keep what the wanted calls return; yields how often each of their modules is called."""
+    counts: Counter[str] = Counter()
+
+    def around(name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        key = (name, counts[name])
+        counts[name] += 1
+        output = original(*args, **kwargs)
+        if key in wanted:
+            kept[key] = tree_map_only(Tensor, Tensor.clone, output) if wanted[key].changed else output
+        return output
+
+    with wrapped({name: model.get_submodule(name) for name, _ in wanted}, around):
+        yield counts
+
+
+@contextmanager
+def answering(model: nn.Module, skipped: Start, kept: Mapping[Key, Any], rows: int) -> Iterator[None]:
+    """Let modules return their kept output, repeated for every row of gates, instead of running."""
+
+    left = {name: iter(sorted(key for key in skipped if key[0] == name)) for name, _ in skipped}
+
+    def around(name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if (key := next(left[name], None)) is None:
+            return original(*args, **kwargs)
+        dims = iter(skipped[key].dims)
+
+        def repeated(t: Tensor) -> Tensor:
+            dim = next(dims)
+            # A copy in any case: the next module may write into it.
+            return t.clone() if dim is None else torch.cat([t] * rows, dim)
+
+        return tree_map_only(Tensor, repeated, kept[key])
+
+    with wrapped({name: model.get_submodule(name) for name in left}, around):
+        yield
+
+
+def tensors_in(value: Any) -> list[Tensor] | None:
+    """The tensors of an output; None if it holds something else than tensors and plain values, such as a cache."""
+    leaves = tree_leaves(value)
+    plain = all(leaf is None or isinstance(leaf, Tensor | bool | int | float | str) for leaf in leaves)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)] if plain else None
+
+
+# -- the tokens that are read ------------------------------------------------------------------------
+
+
+def read_tokens(
+    model: nn.Module,
+    calls: Sequence[Call],
+    losses: Callable[[], Tensor],
+    same: Callable[[Tensor, Tensor], bool],
+    hooked: Collection[str] = (),
+) -> dict[str, int]:
+    """The outermost modules of whose output only one token is read, ``{module: token}``; 0 is the first, -1 the last.
+
+    Args:
+        model: The model.
+        calls: Its module calls, each module once.
+        losses: Runs the model on some examples.
+        same: Whether losses are equal up to rounding.
+        hooked: Modules whose hooks must see all tokens.
+    """
+    expected = losses()
+    calls = sorted(calls, key=lambda call: -call.left)  # the last ones first, and each before the calls inside it
+
+    def unread(name: str, token: int) -> bool:
+        try:
+            with reading(model, {name: token}):
+                return same(losses(), expected)
+        except HeadPruneError:  # not finite, or computed for all tokens, such as a router's own loss
+            return False
+
+    for token in TOKENS:
+        local = _local_modules(model, calls, losses, token)
+        cut: list[Call] = []
+        failed = 0
+        for call, following in zip(calls, [*calls[1:], None], strict=True):
+            if cut and call.entered > cut[-1].entered:
+                continue  # inside a module that is cut
+            inner = any(name.startswith(f"{call.module}.") for name in hooked)
+            if not inner and call.module in local and unread(call.module, token):
+                cut.append(call)
+                failed = 0
+            elif following is None or following.entered < call.entered:  # nothing is called inside it
+                failed += 1
+                if failed == _TRIED:
+                    break
+        if cut:
+            return {call.module: token for call in cut if _shows_nan(model, call.module, losses)}
+    return {}
+
+
+@contextmanager
+def reading(model: nn.Module, tokens: Mapping[str, int]) -> Iterator[None]:
+    """Let modules compute only one token, and return NaN for the others.
+
+    Hooks see all tokens, so gates do too.
+    """
+
+    def around(name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        length = tensors((args, kwargs))[0].shape[1]
+        at = tokens[name] % length
+        args, kwargs = map_tensors((args, kwargs), lambda t: t[:, at : at + 1])
+        one = forward(*args, **kwargs)
+        whole = one.new_full((one.shape[0], length, *one.shape[2:]), math.nan)
+        whole[:, at : at + 1] = one
+        return whole
+
+    with wrapped({name: model.get_submodule(name) for name in tokens}, around, "forward"):
+        yield
+
+
+def _local_modules(model: nn.Module, calls: Sequence[Call], losses: Callable[[], Tensor], token: int) -> set[str]:
+    """Modules whose output for a token only depends on that token."""
+    local: set[str] = set()
+    trying = False  # modules inside a module that is tried are called with inputs that no forward gives them
+
+    def around(name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        nonlocal trying
+        output = forward(*args, **kwargs)
+        if not trying:
+            trying = True
+            if _is_local(forward, args, kwargs, output, token):
+                local.add(name)
+            trying = False
+        return output
+
+    with wrapped({call.module: model.get_submodule(call.module) for call in calls}, around, "forward"):
+        try:
+            losses()
+        except (
+            HeadPruneError
+        ):  # the calls that were tried left something behind, such as a router's logits for its own loss
+            return set()
+    return local
+
+
+def _is_local(forward: Callable[..., Any], args: Any, kwargs: Any, output: Any, token: int) -> bool:
+    """Whether a token of an output needs nothing but the same token of the inputs."""
+    given = tensors((args, kwargs))
+    if (
+        not isinstance(output, Tensor)
+        or output.ndim < 3
+        or output.shape[1] < 2
+        or not given
+        or any(t.shape[:2] != output.shape[:2] or t.ndim < 3 or not t.is_floating_point() for t in (output, *given))
+        or not all(isinstance(v, Tensor | bool | int | float | str | None) for v in (*args, *kwargs.values()))
+        or output.data_ptr() == given[0].data_ptr()  # the module does nothing that could be saved
+    ):
+        return False
+    at = token % output.shape[1]
+
+    def emptied(t: Tensor) -> Tensor:
+        other = torch.full_like(t, math.nan)
+        other[:, at] = t[:, at]
+        return other
+
+    wanted = output[:, at]
+    most = (1e-5 if output.dtype in (torch.float32, torch.float64) else 2e-2) * wanted.abs().max()
+    for change, index in ((emptied, at), (lambda t: t[:, at : at + 1].clone(), 0)):
+        some, named = map_tensors((args, kwargs), change)
+        try:
+            changed = forward(*some, **named)[:, index]
+        except Exception:  # it needs all tokens
+            return False
+        if not bool((changed - wanted).abs().max() <= most):
+            return False
+    return True
+
+
+def _shows_nan(model: nn.Module, name: str, losses: Callable[[], Tensor]) -> bool:
+    """Whether NaN in a module's output makes the losses NaN; not so if they count errors, or in some attention kernels."""
+
+    def around(name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.full_like(forward(*args, **kwargs), math.nan)
+
+    try:
+        with wrapped({name: model.get_submodule(name)}, around, "forward"):
+            return not bool(losses().isfinite().any())
+    except NotFiniteError:
+        return True

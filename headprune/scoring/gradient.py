@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch import Tensor
 
 from headprune.batches import Rows
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, gated
 from headprune.inputs import doubled, gathered, model_device
 from headprune.memory import halving, is_out_of_memory
-from headprune.offload import is_offloaded
-from headprune.running import blocks_of, frozen, uncached, wrapped
-from headprune.scoring.base import Batches, Estimate, NotFiniteError, Problem, Samples, method
-
-_ASKED: ContextVar[bool] = ContextVar("checkpoints", default=False)  # whether memory demands them
+from headprune.running import checkpointed, frozen
+from headprune.scoring.base import Batches, Estimate, NotFiniteError, Problem, method
 
 
 @method("gradient", unit="loss (nats) per unit of gate, mean absolute value")
@@ -33,8 +28,8 @@ def gradient(problem: Problem) -> Estimate:
     ``I_h = E_x |dL(x)/dxi_h|``, the absolute value taken per example. There is one gate per example,
     so one backward pass gives every example's own gradient and the result does not depend on the batch size.
     """
-    samples = gate_gradients(problem)
-    return Estimate.mean_of(Samples(samples.effects.abs(), samples.losses))
+    slopes, losses = gate_gradients(problem)
+    return Estimate.mean_of(slopes.abs(), losses)
 
 
 @method("signed-gradient", unit="loss (nats) that first order expects to be added by the removal")
@@ -49,8 +44,8 @@ def signed_gradient(problem: Problem) -> Estimate:
             "Without labels the loss has no gradient at the dense model, so its first order is nothing.",
             "Score by ablation, or by fisher, its second order.",
         )
-    samples = gate_gradients(problem)
-    return Estimate.mean_of(Samples(-samples.effects, samples.losses))
+    slopes, losses = gate_gradients(problem)
+    return Estimate.mean_of(-slopes, losses)
 
 
 @method("fisher", unit="nats² per unit of gate², mean square of the gradient")
@@ -61,122 +56,45 @@ def fisher(problem: Problem) -> Estimate:
     to be added when the head goes. `HeadScores.matrix` is the whole matrix, ``mean_i g_ih g_ik``, so that pairs of heads that
     stand in for each other can be weighed (their section 4.2).
     """
-    samples = gate_gradients(problem)
-    squares = Estimate.mean_of(Samples(samples.effects**2, samples.losses))
-    return replace(squares, matrix=samples.effects.T @ samples.effects / len(samples.effects))
+    slopes, losses = gate_gradients(problem)
+    return replace(Estimate.mean_of(slopes**2, losses), matrix=slopes.T @ slopes / len(slopes))
 
 
-def gate_gradients(problem: Problem) -> Samples:
-    """Signed ``dL_i/dxi_h`` of every example ``i`` and head ``h``, with all gates at 1; L is `Problem.surrogate` if there is one."""
+def gate_gradients(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Every example's slope for every head, with all gates at 1, and every example's loss.
+
+    Returns:
+        ``dL_i/dxi_h`` ``[examples, heads]``, signed, and ``L_i`` ``[examples]``; L is `Problem.surrogate` if there is one.
+    """
     if problem.surrogate is not None:
-        problem = replace(problem, losses=problem.surrogate)
+        problem = replace(problem, loss=problem.surrogate)
     with frozen(problem.model):
         problem = replace(problem, batches=separate(problem))
 
-        def tables(batch: Any, size: int) -> Tensor:
-            done = []
-            for part in halving(range(size), size):
-                with part as rows:
-                    some = batch if len(rows) == size else problem.rows.take(batch, rows)
-                    done.append(together_or_singly(problem, partial(_table_of_slopes, problem), some, len(rows)))
-            return torch.cat(done)
-
-        found = problem.parts(problem.batches, "gradient", _checkpointing_if_need_be(tables))
-    return Samples(finite(found[:, :-1]), found[:, -1])
-
-
-def _checkpointing_if_need_be(measure: Callable[[Any, int], Tensor]) -> Callable[[Any, int], Tensor]:
-    """What ``measure(batch, size)`` finds; with activation checkpointing from the first example on for which memory runs out without."""
-    needed = False
-
-    def compute(batch: Any, size: int) -> Tensor:
-        nonlocal needed
-        if not needed:
+        def compute(batch: Any, size: int) -> Tensor:
+            nonlocal problem
             try:
-                return measure(batch, size)
+                return _slopes_in_parts(problem, batch, size)
             except HeadPruneError as error:
-                if error.__cause__ is None or not is_out_of_memory(error.__cause__):
+                if problem.checkpoints or error.__cause__ is None or not is_out_of_memory(error.__cause__):
                     raise
-                needed = True
-        token = _ASKED.set(True)
-        try:
-            return measure(batch, size)
-        finally:
-            _ASKED.reset(token)
+            problem = replace(problem, checkpoints=True)  # for all batches from here on
+            return _slopes_in_parts(problem, batch, size)
 
-    return compute
+        table = problem.parts(problem.batches, "gradient", compute)
+    return finite(table[:, :-1]), table[:, -1]
 
 
-def _table_of_slopes(problem: Problem, batch: Any, size: int) -> Tensor:
-    """``[examples, heads + 1]``: the slopes of a batch, and the losses in the last column."""
-    found = slopes(problem, batch, size)
-    return torch.cat([found.effects, found.losses[:, None]], dim=1)
+def slopes(problem: Problem, batch: Any, size: int, at: float = 1.0) -> Tensor:
+    """``dL_i/dxi_h`` of one batch from `separate`, all gates having the value ``at``; the losses in the last column.
 
-
-def together_or_singly(problem: Problem, measure: Callable[[Any, int], Tensor], batch: Any, size: int) -> Tensor:
-    """What ``measure(batch, size)`` finds in a batch; in each example alone, if W_O sees rows that are not the examples'."""
-    try:
-        return measure(batch, size)
-    except RowsError:
-        if size == 1:
-            raise
-        return torch.cat([measure(row, 1) for row in problem.rows.singles(batch)])
-
-
-@contextmanager
-def checkpointed(model: nn.Module) -> Iterator[None]:
-    """Gradient checkpointing, if the model has enabled it, memory demands it, or some of its weights are kept elsewhere.
-
-    By itself it only happens in training mode, with dropout. A graph holds the weights that were loaded for it: with checkpoints only those
-    of one block at a time.
+    Returns:
+        ``[size, heads + 1]``, float64, on the CPU.
     """
-    layers: dict[str, nn.Module] = {}
-    if _checkpoints(model) or is_offloaded(model):
-        layers = blocks_of(model)
-
-    def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        return partial(checkpoint, original, use_reentrant=False)
-
-    if not layers:
-        yield
-        return
-    # To its end: what loaded a module's weights must unload them again. A block that runs twice would find its own keys in a cache.
-    with wrapped(layers, around), set_checkpoint_early_stop(False), uncached(model):
-        yield
-
-
-def _checkpoints(model: nn.Module) -> bool:
-    """Whether memory demands it, or the model was told to checkpoint, by either name that transformers has for it."""
-    newer = hasattr(type(model), "is_activation_checkpointing")
-    return _ASKED.get() or bool(
-        getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False)
-    )
-
-
-def recomputing() -> bool:
-    """Whether a backward pass is on, in which a checkpointed block runs once more: hooks that note something have noted it already."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def separate(problem: Problem) -> Batches:
-    """The problem's batches; each example alone, where the examples of a batch cannot have gates of their own."""
-    return problem.batches if _independent(problem) else in_singles(problem)
-
-
-def in_singles(problem: Problem) -> list[tuple[Any, int]]:
-    """Every example as a batch of its own."""
-    return [(row, 1) for batch, _ in problem.batches for row in problem.rows.singles(batch)]
-
-
-def slopes(problem: Problem, batch: Any, size: int, at: float = 1.0) -> Samples:
-    """``dL_i/dxi_h`` of one batch from `separate`, and its losses, with the value ``at`` for all gates."""
     gates = _gates(problem, size, at)
-    with torch.enable_grad(), gated(problem.model, problem.layers, gates), checkpointed(problem.model):
-        try:
-            loss = problem.losses(batch)
-        except NotFiniteError as error:  # name the example by its number among these batches
-            raise NotFiniteError(problem, batch, error.row, error.value) from None
-        return Samples(_rows(loss.sum(), gates), loss.detach().cpu().double())
+    with torch.enable_grad(), _differentiable(problem, gates):
+        loss = problem.losses(batch)
+        return torch.cat([_gate_slopes(loss.sum(), gates), loss.detach().cpu().double()[:, None]], dim=1)
 
 
 def finite(effects: Tensor) -> Tensor:
@@ -191,16 +109,34 @@ def finite(effects: Tensor) -> Tensor:
     return effects
 
 
+def whole_or_singly(problem: Problem, measure: Callable[[Any, int], Tensor], batch: Any, size: int) -> Tensor:
+    """``measure(batch, size)``; that of each example separately, if W_O's rows are not one example's each."""
+    try:
+        return measure(batch, size)
+    except RowsError:
+        if size == 1:
+            raise
+        return torch.cat([measure(row, 1) for row in problem.rows.singles(batch)])
+
+
+def _slopes_in_parts(problem: Problem, batch: Any, size: int) -> Tensor:
+    """`slopes` of a batch, which is halved where memory runs out."""
+    tables = []
+    for part in halving(range(size), size):
+        with part as rows:
+            some = batch if len(rows) == size else problem.rows.take(batch, rows)
+            tables.append(whole_or_singly(problem, partial(slopes, problem), some, len(rows)))
+    return torch.cat(tables)
+
+
 def _gates(problem: Problem, size: int, at: float = 1.0) -> dict[str, Tensor]:
-    shapes = {layer.name: (size, layer.num_heads) for layer in problem.layers}
-    ones = doubled(
-        torch.ones((), device=model_device(problem.model))
-    )  # there: each layer's slopes would be copied by themselves
-    return {name: ones.new_full(shape, at, requires_grad=True) for name, shape in shapes.items()}
+    """Gates ``[size, num_heads]`` of every layer, all with one value, on the model's device: slopes are copied from there at once."""
+    one = doubled(torch.ones((), device=model_device(problem.model)))
+    return {layer.name: one.new_full((size, layer.num_heads), at, requires_grad=True) for layer in problem.layers}
 
 
-def _rows(loss: Tensor, gates: dict[str, Tensor], *, again: bool = False) -> Tensor:
-    """Derivative with respect to every gate, ``[batch, heads]``."""
+def _gate_slopes(loss: Tensor, gates: dict[str, Tensor], *, again: bool = False) -> Tensor:
+    """The derivative of a loss with respect to every gate, ``[batch, heads]``."""
     if not loss.requires_grad:
         raise HeadPruneError(
             "The loss does not depend on any head by what can be differentiated.", "Score by ablation."
@@ -210,15 +146,33 @@ def _rows(loss: Tensor, gates: dict[str, Tensor], *, again: bool = False) -> Ten
     return gathered([torch.zeros_like(gate) if g is None else g for g, gate in pairs], dim=1)
 
 
+@contextmanager
+def _differentiable(problem: Problem, gates: dict[str, Tensor]) -> Iterator[None]:
+    """The model under gates, with activation checkpointing where it applies."""
+    with gated(problem.model, problem.layers, gates), checkpointed(problem.model, problem.checkpoints):
+        yield
+
+
+# -- batches in which every example can have gates of its own ------------------------------------------
+
+
+def separate(problem: Problem) -> Batches:
+    """The problem's batches; every example as a batch of its own, where examples of one batch cannot have gates of their own."""
+    return problem.batches if _independent(problem) else in_singles(problem)
+
+
+def in_singles(problem: Problem) -> list[tuple[Any, int]]:
+    """Every example as a batch of its own."""
+    return [(row, 1) for batch, _ in problem.batches for row in problem.rows.singles(batch)]
+
+
 def _independent(problem: Problem) -> bool:
     """Whether each example's loss depends on its own gates alone, tried on a few examples.
 
     Not so behind a module that puts tokens before the batch.
     """
     # Where a model cuts padding out, rows are only uneven among examples of different length.
-    batch, size = max(problem.batches, key=lambda pair: (_spread(problem.rows, pair[0]), pair[1]))
-    if size == 1:
-        batch, size = max(problem.batches, key=lambda pair: pair[1])
+    batch, size = max(problem.batches, key=lambda pair: (_length_range(problem.rows, pair[0]), pair[1]))
     if size == 1:
         return True
     few = unlike(problem.rows, batch, size)
@@ -227,9 +181,9 @@ def _independent(problem: Problem) -> bool:
     try:
         if not examples_first(problem, batch, size):
             return False
-        with torch.enable_grad(), gated(problem.model, problem.layers, gates), checkpointed(problem.model):
+        with torch.enable_grad(), _differentiable(problem, gates):
             losses = problem.losses(batch)
-            each = torch.stack([_rows(loss, gates, again=i + 1 < size) for i, loss in enumerate(losses)])
+            each = torch.stack([_gate_slopes(loss, gates, again=i + 1 < size) for i, loss in enumerate(losses)])
     except NotFiniteError:
         return True  # scoring itself names the example
     except RowsError:
@@ -242,28 +196,28 @@ def examples_first(problem: Problem, batch: Any, size: int) -> bool:
 
     Compares how many rows two and three examples have; gates alone would not show it where the loss reads only one token.
     """
-    two, three = (_shapes(problem, problem.rows.take(batch, index)) for index in ([0, 1 % size], [0, 1 % size, 0]))
+    two, three = (_gate_shapes(problem, problem.rows.take(batch, index)) for index in ([0, 1 % size], [0, 1 % size, 0]))
     return len(two) == len(three) and all(
         a[1:] == b[1:] and 3 * a[0] == 2 * b[0] for a, b in zip(two, three, strict=True)
     )
 
 
-def _shapes(problem: Problem, batch: Any) -> list[torch.Size]:
+def _gate_shapes(problem: Problem, batch: Any) -> list[torch.Size]:
     """The shapes of the tensors that reach the gates in a dense pass, in their order."""
-    found: list[torch.Size] = []
+    shapes: list[torch.Size] = []
 
     def note(hidden: Tensor, gates: int) -> Tensor:
-        found.append(hidden.shape)
+        shapes.append(hidden.shape)
         return torch.zeros_like(hidden)
 
     ones = {layer.name: torch.ones(layer.num_heads) for layer in problem.layers}
     with torch.no_grad(), gated(problem.model, problem.layers, ones, dict.fromkeys(ones, note)):
         problem.losses(batch)
-    return found
+    return shapes
 
 
 def unlike(rows: Rows, batch: Any, size: int) -> list[int]:
-    """Up to three examples of a batch, of different length: a model may cut padding out."""
+    """The numbers of up to three examples of a batch, of different length: a model may cut padding out."""
     lengths = _lengths(rows, batch)
     if lengths is None:
         return list(range(min(size, 3)))
@@ -271,7 +225,7 @@ def unlike(rows: Rows, batch: Any, size: int) -> list[int]:
     return list(dict.fromkeys((order[-1], order[0], order[len(order) // 2])))
 
 
-def _spread(rows: Rows, batch: Any) -> int:
+def _length_range(rows: Rows, batch: Any) -> int:
     """By how many tokens the examples of a batch differ in length."""
     lengths = _lengths(rows, batch)
     return 0 if lengths is None else int(lengths.max() - lengths.min())

@@ -12,9 +12,9 @@ from torch import Tensor
 from headprune.errors import HeadPruneError
 from headprune.gates import gated
 from headprune.parallel import current
-from headprune.running import frozen
+from headprune.running import checkpointed, frozen
 from headprune.scoring.base import Estimate, Problem, method
-from headprune.scoring.gradient import checkpointed, separate
+from headprune.scoring.gradient import separate
 
 _STEPS, _EPOCHS = 200, 2  # the larger of the two
 _NO_ERROR = "none from one training run of the gates"
@@ -85,9 +85,8 @@ def dsp(problem: Problem) -> Estimate:
 
 
 def _keep(problem: Problem) -> int:
-    """How many heads to aim at: at least 1 and at most all, half of them by default."""
-    keep = problem.heads // 2 if problem.keep is None else problem.keep
-    return min(max(keep, 1), problem.heads)
+    """How many heads to aim at: half of them by default."""
+    return max(1, problem.heads // 2) if problem.keep is None else problem.keep
 
 
 def _relaxed(keys: Tensor, keep: int, temperature: float) -> Tensor:

@@ -13,9 +13,8 @@ differ, `DisagreementError` makes `headprune.score` start again with plain forwa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,10 +25,19 @@ from headprune.inputs import model_device
 from headprune.memory import free_memory, halving
 from headprune.parallel import current
 from headprune.scoring.base import NotFiniteError, Problem
-from headprune.scoring.calls import Call, Key, Observed, Start, observe, starts_of
+from headprune.scoring.calls import (
+    Call,
+    Forward,
+    Key,
+    Start,
+    answering,
+    keeping,
+    observe,
+    read_tokens,
+    reading,
+    starts_of,
+)
 from headprune.scoring.gradient import examples_first
-from headprune.scoring.kept import answering, keeping
-from headprune.scoring.unread import read_tokens, reading
 
 _TRIED_ROWS = 2  # examples on which every layer's replay is compared with a plain forward
 _TRIED_LAYERS = 8  # of the first batch, evenly spread
@@ -46,30 +54,31 @@ class Replay:
 
     Attributes:
         notes: For a report: which layers are computed by plain forwards, and why.
+        budget: Bytes that kept outputs and stacks may take.
+        stacks: Whether several rows of gates can run as one batch.
+        starts: For every layer that can be replayed, the calls that are skipped; in the order in which the gates come.
+        counts: How often each module is called.
+        bytes_per_row: One example's part of the largest output.
+        recordings: The batches so far.
+        tokens: Modules of whose output only one token is read.
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self._here = problem, current().local_size
+        self.problem = problem
         self.notes: list[str] = []
-        self.budget = problem.settings.max_memory or current().first("memory", self._free) // 2
+        self.budget = problem.settings.max_memory or _free_memory(problem.model) // 2
         self.stacks = False
-        self.starts: dict[str, Start] = {}  # in the order in which their gates come
-        self.counts: dict[str, int] = {}  # how often each module is called
-        self.bytes_per_row = 0
-        self.recordings = 0
-        self.tokens: dict[str, int] = {}  # modules of whose output only one token is read
-        if not problem.replays:
+        self.starts: dict[str, Start] = {}
+        self.counts: Mapping[str, int] = {}
+        self.bytes_per_row = self.recordings = 0
+        self.tokens: dict[str, int] = {}
+        if problem.replays:
+            with torch.no_grad():
+                self._study()
+        else:
             self.notes.append(
                 "every head by a plain forward, since a replay did not give the same losses on some batch"
             )
-            return
-        with torch.no_grad():
-            self._study()
-
-    def _free(self) -> int:
-        """Bytes, of which other ranks on this machine want as much; a GPU is each one's own."""
-        device = model_device(self.problem.model)
-        return free_memory(device) // (1 if device.type == "cuda" else self._here)
 
     @property
     def about(self) -> list[str] | str:
@@ -85,62 +94,61 @@ class Replay:
             size: Its examples.
             fill: What replaces the heads' output, for `gated`; its rows are (gates * examples).
         """
+        names = list(self.starts)
+        # On the first batch many layers are compared with a plain forward, on each of the others one layer.
+        many = names[:: max(1, len(names) // _TRIED_LAYERS)]
+        doubtful = {names[self.recordings % len(names)]} if names and self.recordings else set(many)
+        self.recordings += 1
         with torch.no_grad():
-            yield Recording(self, batch, size, fill=fill)
+            yield Recording(self, batch, size, self.starts, doubtful, fill)
 
     def _study(self) -> None:
         """Find out which layers can be replayed, by trying."""
         batch, size = max(self.problem.batches, key=lambda pair: pair[1])
-        count, take = min(size, _TRIED_ROWS), self.problem.rows.take
-        few = take(batch, range(count))
+        rows, take = min(size, _TRIED_ROWS), self.problem.rows.take
+        few = take(batch, range(rows))
         try:
             two, three = (observe(self.problem, take(few, index)) for index in ([0, 1 % size], [0, 1 % size, 0]))
-            if not examples_first(self.problem, few, count):
+            if not examples_first(self.problem, few, rows):
                 raise RowsError("Rows at the output projections are not the examples', one after another.")
-            starts = starts_of(self.problem, two, three)
-            self.bytes_per_row = two.largest // 2
-            self.counts = two.counts
+            starts = {name: start for name, start in starts_of(self.problem, two, three).items() if start}
         except Exception as error:  # a model that takes only one batch size, for instance
             self.notes.append(f"every head by a plain forward ({type(error).__name__} while replaying was tried)")
             return
-        self.stacks = True
-        tried = {name: start for name, start in starts.items() if start}
-        dense = Recording(self, few, count, tried)
+        self.stacks, self.counts, self.bytes_per_row = True, two.counts, two.largest // 2
+        dense = Recording(self, few, rows, starts)
         for layer in sorted(self.problem.layers, key=lambda a: two.gates.get(a.name, 0)):
-            candidates = (tried[layer.name], {}) if layer.name in tried else ({},)
+            candidates = (starts[layer.name], {}) if layer.name in starts else ({},)
             good = next((start for start in candidates if self._agrees(layer.name, start, dense)), None)
             if good is not None:
                 self.starts[layer.name] = good
             if not good:
                 how = "plain forwards" if good is None else "whole forwards of stacked heads"
                 self.notes.append(f"{layer.name} by {how}: a replay from there did not give the same losses")
-        self.tokens = self._read(two, dense)
+        if self.starts:
+            self.tokens = self._read_tokens(two, dense)
 
-    def _read(self, two: Observed, few: Recording) -> dict[str, int]:
+    def _read_tokens(self, two: Forward, few: Recording) -> dict[str, int]:
         """The modules of the last two blocks that need to compute only one token."""
-        if not self.starts:
-            return {}
         first = list(self.starts)[-2:][0]
         few.starts = self.starts
-        few._record(first)
-        skipped = self.starts[first]
-
-        def running(calls: Sequence[Call]) -> list[Call]:
-            """The calls that a replay runs, of modules that are called once: others are only told apart by number."""
-            return [
-                replace(call, inside=running(call.inside))
-                for call in calls
-                if (call.module, call.number) not in skipped and two.counts[call.module] == 1
-            ]
-
-        with torch.no_grad():
-            return read_tokens(
-                self.problem.model,
-                running(two.roots),
-                lambda: few._run({}, first, 1)[0],
-                lambda a, b: _close(a, b, b, self.problem.model),
-                [layer.mask_point.module for layer in self.problem.layers if layer.mask_point],
-            )
+        few.record(first)
+        running: list[Call] = []  # the calls of a replay, of modules that are called once: others only differ by number
+        until = 0
+        for call in two.calls:
+            if call.entered < until:
+                continue  # inside a call that is left out
+            if (call.module, call.number) in self.starts[first] or two.counts[call.module] > 1:
+                until = call.left
+            else:
+                running.append(call)
+        return read_tokens(
+            self.problem.model,
+            running,
+            lambda: few.run({}, first, 1)[0],
+            lambda a, b: _close(a, b, b, self.problem.model),
+            [layer.mask_point.module for layer in self.problem.layers if layer.mask_point],
+        )
 
     def _agrees(self, name: str, start: Start, few: Recording) -> bool:
         """Whether a replay from ``start`` gives a plain forward's losses, for two of the layer's heads."""
@@ -149,10 +157,10 @@ class Replay:
         gates[0, -1] = gates[1, heads // 2] = 0.0
         try:
             few.starts = {**few.starts, name: start}
-            if start and name not in few._window:
-                few._record(name)
-            replayed = few._stacked({name: gates}, name)
-            plain = torch.stack([few._plain({name: gate}) for gate in gates])
+            if start and name not in few.window:
+                few.record(name)
+            replayed = few.stacked({name: gates}, name)
+            plain = torch.stack([few.plain({name: gate}) for gate in gates])
         except Exception:  # if the model itself is at fault, a plain forward fails too, and names the error
             return False
         return _close(replayed, plain, few.dense, self.problem.model)
@@ -161,95 +169,91 @@ class Replay:
 class Recording:
     """One batch's dense pass.
 
+    Args:
+        replay: What is known of the model.
+        batch, size: The batch, and its examples.
+        starts: As `Replay.starts`.
+        doubtful: Layers whose first replay is compared with a plain forward.
+        fill: As in `Replay.of`.
+
     Attributes:
         dense: The dense losses, ``[examples]``, float64.
+        window: Layers whose replays can use the outputs that are kept now.
     """
 
     def __init__(
-        self,
-        replay: Replay,
-        batch: Any,
-        size: int,
-        starts: Mapping[str, Start] | None = None,
+        self, replay: Replay, batch: Any, size: int, starts: Mapping[str, Start], doubtful: Collection[str] = (),
         fill: Mapping[str, Fill] | None = None,
-    ) -> None:
-        self.replay, self.batch, self.size, self.fill = replay, batch, size, fill
-        self.starts = replay.starts if starts is None else starts
+    ) -> None:  # fmt: skip
+        self.replay, self.batch, self.size, self.starts, self.fill = replay, batch, size, starts, fill
+        self.problem, self.doubtful = replay.problem, set(doubtful)
         self._kept: dict[Key, Any] = {}
-        self._window: set[str] = set()
-        names = list(self.starts) if starts is None else []
-        # On the first batch many layers are compared with a plain forward, on each of the others one layer.
-        many = names[:: max(1, len(names) // _TRIED_LAYERS)]
-        self._doubtful = set(names[replay.recordings % len(names) :][:1] if names and replay.recordings else many)
+        self.window: set[str] = set()
         self._stacks = replay.stacks
-        replay.recordings += starts is None
-        self.dense = self._record(next(iter(self.starts), ""))
+        self.dense = self.record(next(iter(self.starts), ""))
 
     def losses(self, gates: Tensor) -> Tensor:
         """The loss of every example under every row of ``gates`` ``[rows, heads]``: ``[rows, examples]``, float64."""
-        problem = self.replay.problem
-        by_layer = {k: g for k, g in problem.split(gates).items() if bool((g != 1).any())}
+        by_layer = {k: g for k, g in self.problem.split(gates).items() if bool((g != 1).any())}
         if not by_layer:
             return self.dense.expand(len(gates), -1)
-        with torch.no_grad():
-            if not self._stacks or any(name not in self.starts for name in by_layer):
-                rows = [{k: g[i] for k, g in by_layer.items()} for i in range(len(gates))]
-                return torch.stack([self._plain(row) for row in rows])
-            first = next(name for name in self.starts if name in by_layer)
-            if first not in self._window:
-                self._record(first)
-            done: list[Tensor] = []
-            for part in halving(range(len(gates)), self._rows_at_once()):
-                with part as index:
-                    try:
-                        done.append(self._stacked({k: g[list(index)] for k, g in by_layer.items()}, first))
-                    except RowsError:  # the rows of this batch are not the examples', unlike those that were tried
-                        raise DisagreementError from None
-            found = torch.cat(done)
-            if first in self._doubtful:
-                self._doubtful.discard(first)
-                row = self.replay.recordings % len(found)
-                plain = self._plain({k: g[row] for k, g in by_layer.items()})
-                if not _close(found[row], plain, self.dense, problem.model):
-                    raise DisagreementError
-            return found
+        if not self._stacks or any(name not in self.starts for name in by_layer):
+            return torch.stack([self.plain({k: g[i] for k, g in by_layer.items()}) for i in range(len(gates))])
+        first = next(name for name in self.starts if name in by_layer)
+        if first not in self.window:
+            self.record(first)
+        stacks: list[Tensor] = []
+        for part in halving(range(len(gates)), self._rows_at_once()):
+            with part as index:
+                try:
+                    stacks.append(self.stacked({k: g[list(index)] for k, g in by_layer.items()}, first))
+                except RowsError:  # the rows of this batch are not the examples', unlike those that were tried
+                    raise DisagreementError from None
+        losses = torch.cat(stacks)
+        if first in self.doubtful:
+            self.doubtful.discard(first)
+            row = self.replay.recordings % len(losses)
+            plain = self.plain({k: g[row] for k, g in by_layer.items()})
+            if not _close(losses[row], plain, self.dense, self.problem.model):
+                raise DisagreementError
+        return losses
 
     def _rows_at_once(self) -> int:
-        """How many gate vectors fit in memory, and gain by being stacked."""
+        """How many rows of gates fit in memory, and gain by being stacked."""
         # Room for the largest output and for what is computed from it: logits are cast, and their logarithms taken.
         limit = self.replay.budget // max(1, 4 * self.replay.bytes_per_row * self.size)
-        if model_device(self.replay.problem.model).type == "cpu":
+        if model_device(self.problem.model).type == "cpu":
             limit = min(limit, _CPU_TOKENS // max(1, self.size * _tokens(self.batch)))
         return max(1, limit)
 
-    def _plain(self, gates: Mapping[str, Tensor]) -> Tensor:
-        problem = self.replay.problem
-        with gated(problem.model, problem.layers, gates, self.fill), self._naming_rows():
-            return problem.losses(self.batch).cpu().double()
+    def plain(self, gates: Mapping[str, Tensor]) -> Tensor:
+        """Losses ``[examples]`` under gates ``{layer: [heads]}``, by a whole forward."""
+        with gated(self.problem.model, self.problem.layers, gates, self.fill), self._naming_rows():
+            return self.problem.losses(self.batch).cpu().double()
 
-    def _stacked(self, gates: Mapping[str, Tensor], first: str) -> Tensor:
+    def stacked(self, gates: Mapping[str, Tensor], first: str) -> Tensor:
         """Losses ``[rows, examples]`` under gates ``{layer: [rows, heads]}``, from layer ``first`` on."""
         rows = len(next(iter(gates.values())))
         if self.replay.tokens:
             try:
-                with reading(self.replay.problem.model, self.replay.tokens):
-                    found = self._run(gates, first, rows)
-                if bool(found.isfinite().all()):
-                    return found
+                with reading(self.problem.model, self.replay.tokens):
+                    losses = self.run(gates, first, rows)
+                if bool(losses.isfinite().all()):
+                    return losses
             except NotFiniteError:  # the model's own loss, or a token is read after all
                 pass
             self.replay.tokens = {}
-        return self._run(gates, first, rows)
+        return self.run(gates, first, rows)
 
-    def _run(self, gates: Mapping[str, Tensor], first: str, rows: int) -> Tensor:
-        problem = self.replay.problem
+    def run(self, gates: Mapping[str, Tensor], first: str, rows: int) -> Tensor:
+        """As `stacked`, with all tokens of all modules."""
         each = {k: g.repeat_interleave(self.size, 0) for k, g in gates.items()}
-        batch = problem.rows.take(self.batch, list(range(self.size)) * rows)
+        batch = self.problem.rows.take(self.batch, list(range(self.size)) * rows)
         with ExitStack() as stack:
             stack.enter_context(self._naming_rows())
-            stack.enter_context(gated(problem.model, problem.layers, each, self.fill))
-            stack.enter_context(answering(problem.model, self.starts[first], self._kept, rows))
-            return problem.losses(batch).cpu().double().view(rows, self.size)
+            stack.enter_context(gated(self.problem.model, self.problem.layers, each, self.fill))
+            stack.enter_context(answering(self.problem.model, self.starts[first], self._kept, rows))
+            return self.problem.losses(batch).cpu().double().view(rows, self.size)
 
     @contextmanager
     def _naming_rows(self) -> Iterator[None]:
@@ -257,37 +261,41 @@ class Recording:
         try:
             yield
         except NotFiniteError as error:
-            raise NotFiniteError(self.replay.problem, self.batch, error.row % self.size, error.value) from None
+            raise NotFiniteError(self.problem, self.batch, error.row % self.size, error.value) from None
 
-    def _record(self, first: str) -> Tensor:
-        """Run the dense model, and keep what replays from layer ``first`` and later ones need, as far as memory allows."""
+    def record(self, first: str) -> Tensor:
+        """The dense losses; keeps the outputs that replays from layer ``first`` and later ones need, as far as memory allows."""
         self._kept.clear()
-        self._window.clear()
+        self.window.clear()
         wanted: Start = {}
-        names = list(self.starts)
-        held = 0
+        names, held = list(self.starts), 0
         for name in names[names.index(first) :] if first in names else []:
             new = {k: o for k, o in self.starts[name].items() if k not in wanted}
             held += sum(o.bytes_per_row for o in new.values()) * self.size
-            if self._window and held > self.replay.budget // 2:
+            if self.window and held > self.replay.budget // 2:
                 break
             wanted.update(new)
-            self._window.add(name)
-        with torch.no_grad(), keeping(self.replay.problem.model, wanted, self._kept) as counts:
-            dense = self.replay.problem.losses(self.batch).cpu().double()
+            self.window.add(name)
+        with keeping(self.problem.model, wanted, self._kept) as counts:
+            dense = self.problem.losses(self.batch).cpu().double()
         # Not stacked, if this batch takes another way through the model than the one that was tried.
         self._stacks &= all(count == self.replay.counts.get(name) for name, count in counts.items())
         return dense
 
 
+def _free_memory(model: nn.Module) -> int:
+    """Bytes, of which other ranks on this machine want as much; a GPU is each one's own."""
+    device, ranks = model_device(model), current()
+    return ranks.first("memory", lambda: free_memory(device) // (1 if device.type == "cuda" else ranks.local_size))
+
+
 def _close(replayed: Tensor, plain: Tensor, dense: Tensor, model: nn.Module) -> bool:
     """Whether losses are the same up to rounding, and up to a small part of what the gates change."""
-    kinds = {p.dtype for p in model.parameters()}
+    dtypes = {p.dtype for p in model.parameters()}
     # However small a loss or a divergence is, it is a difference of logarithms that are about as large as logits.
     scale = plain.abs().max().clamp(min=0.1)
-    rounding, most = (
-        (4e-3, 2e-2) if torch.bfloat16 in kinds else (5e-4, 3e-3) if torch.float16 in kinds else (5e-6, 1e-5)
-    )
+    half = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), None)
+    rounding, most = {torch.bfloat16: (4e-3, 2e-2), torch.float16: (5e-4, 3e-3), None: (5e-6, 1e-5)}[half]
     allowed = torch.maximum(rounding * scale, torch.minimum(most * scale, 0.1 * (plain - dense).abs().max()))
     return bool((replayed - plain).abs().max() <= allowed)
 

@@ -1,30 +1,32 @@
-"""`HeadScores`, the value that scoring gives and planning takes, and its file."""
+"""`HeadScores`, the output of scoring and the input of planning: the value, its file, and the agreement of two of them."""
 
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.files import read_json, write_json
-from headprune.scoring.checked import check_scores, check_together, numbers_of
 from headprune.uncertainty import FEW
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NAMED = 4  # heads that a caution names
-_RELIABLE, _LEAST = (
-    0.8,
-    0.1,
-)  # rank correlation that is asked for; below the second it is too uncertain to say how many examples do
+_RELIABLE = 0.8  # rank correlation to aim at
+_LEAST = 0.1  # below this it is too uncertain to say how many examples are enough
+CHANCE_DRAWS = 200  # pairs of random orders
 
 
 @dataclass(frozen=True)
@@ -78,34 +80,34 @@ class HeadScores:
         carried = self.details.get("carried_by")
         if carried is None or self.examples < FEW:
             return ""
-        labels = self.labels()
-        few = [label for label, count in zip(labels, carried, strict=True) if 0 < count < FEW]
-        none = [label for label, count in zip(labels, carried, strict=True) if count == 0]
-        said = []
-        if few:
-            said.append(
+        counts = list(zip(self.labels(), carried, strict=True))
+        texts = []
+        if few := [label for label, count in counts if 0 < count < FEW]:
+            texts.append(
                 f"the scores of {_named(few)} rest on fewer than {FEW:.0f} examples, so their ± may be too small"
             )
-        if none:
-            said.append(
+        if none := [label for label, count in counts if count == 0]:
+            texts.append(
                 f"no example shows any effect of {_named(none)}: up to {min(1.0, 3 / self.examples):.1%} of all examples still may"
             )
-        return "; ".join(said)
+        return "; ".join(texts)
 
     @property
     def stability(self) -> str:
-        """How alike as many other examples would order the heads, and how many would be enough; "" if it is not known."""
-        found = self.details.get("reliability")
-        if found is None:
+        """The expected rank correlation with the scores of as many other examples, and how many are enough; "" if it is not known."""
+        r = self.details.get("reliability")
+        if r is None:
             return ""
-        told = f"as many other examples would order the heads with a Spearman correlation of about {found:.2f} with this order"
-        if found >= _RELIABLE:
-            return told
-        needed = self.examples * _RELIABLE / (1 - _RELIABLE) * (1 - found) / max(found, _LEAST)
-        about = "about" if found >= _LEAST else "more than"
+        text = (
+            f"as many other examples would order the heads with a Spearman correlation of about {r:.2f} with this order"
+        )
+        if r >= _RELIABLE:
+            return text
+        needed = self.examples * _RELIABLE / (1 - _RELIABLE) * (1 - r) / max(r, _LEAST)
+        about = "about" if r >= _LEAST else "more than"
         cancel = self.signed and bool((self.flat() < 0).any())
         instead = "; signs cancel here: gradient, or ablation with --distil, needs fewer" if cancel else ""
-        return f"{told} (for {_RELIABLE:g}, score on {about} {float(f'{needed:.1g}'):,.0f}{instead})"
+        return f"{text} (for {_RELIABLE:g}, score on {about} {float(f'{needed:.1g}'):,.0f}{instead})"
 
     def top(self, count: int = 10) -> list[tuple[str, float, float]]:
         """The most important heads, from the top down: (label such as ``"L3.H7"``, score, standard error)."""
@@ -150,10 +152,12 @@ class HeadScores:
         return [layer.label(h) for layer in self.layers for h in range(layer.num_heads)]
 
     def to_json(self) -> dict[str, Any]:
+        """As plain values, with null for NaN; the layers are left out, since several methods' scores share them in a file."""
+
         def numbers(tensors: Mapping[str, Tensor]) -> dict[str, list[float | None]]:
             return {k: [None if v != v else v for v in t.tolist()] for k, t in tensors.items()}
 
-        found = {
+        data = {
             "method": self.method,
             "unit": self.unit,
             "examples": self.examples,
@@ -163,18 +167,36 @@ class HeadScores:
             "details": self.details,
         }
         if self.matrix is not None:
-            found["matrix"] = [[float(f"{x:.7g}") for x in row] for row in self.matrix.tolist()]
-        return found
+            data["matrix"] = [[float(f"{x:.7g}") for x in row] for row in self.matrix.tolist()]
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], layers: Sequence[AttentionLayer]) -> HeadScores:
-        check_scores(data, layers)
-        values, stderr = ({k: numbers_of(v) for k, v in data[what].items()} for what in ("values", "stderr"))
-        matrix = torch.stack([*map(numbers_of, data["matrix"])]) if "matrix" in data else None
-        return cls(
-            data["method"], data["unit"], values, stderr, data["examples"], tuple(layers), data["model"],
-            dict(data["details"]), matrix,
-        )  # fmt: skip
+        """The scores of these layers that `to_json` wrote; checked, since somebody else may have written or edited the file.
+
+        Raises:
+            ValueError, TypeError, KeyError: Too few or too many numbers, or something else than numbers.
+        """
+        heads = sum(layer.num_heads for layer in layers)
+        values, stderr = (
+            {a.name: _numbers(data[k][a.name], a.num_heads) for a in layers} for k in ("values", "stderr")
+        )
+        for name, errors in stderr.items():
+            if (errors < 0).any():
+                raise ValueError(f"layer {name} has a standard error below 0")
+        for key in ("method", "unit", "model"):
+            if not isinstance(data[key], str):
+                raise TypeError(f"{key} is {data[key]!r:.60}, which is no text")
+        if type(data["examples"]) is not int or data["examples"] < 0:
+            raise ValueError(f"examples is {data['examples']!r:.60}, which is no number of examples")
+        details = dict(data["details"])
+        if (carried := details.get("carried_by")) is not None and _numbers(carried, heads).isnan().any():
+            raise ValueError("carried_by has no number for some heads")
+        matrix = torch.stack([_numbers(row, heads) for row in data["matrix"]]) if "matrix" in data else None
+        if matrix is not None and len(matrix) != heads:
+            raise ValueError(f"the matrix is not of {heads} by {heads} heads")
+        texts = (data["method"], data["unit"])
+        return cls(*texts, values, stderr, data["examples"], tuple(layers), data["model"], details, matrix)
 
     def save(self, path: str | Path) -> None:
         """Write to a JSON file."""
@@ -196,6 +218,19 @@ def _named(labels: Sequence[str]) -> str:
     return named if len(labels) <= _NAMED else f"{named} and {len(labels) - _NAMED} heads more"
 
 
+def _numbers(listed: Any, count: int) -> Tensor:
+    """A list of ``count`` numbers as float64, with NaN for null.
+
+    Raises:
+        TypeError, ValueError: Something in it is no number, or there are more or fewer.
+    """
+    if not isinstance(listed, list) or not all(x is None or type(x) in (int, float) for x in listed):
+        raise TypeError(f"{listed!r:.60} is no list of numbers")
+    if len(listed) != count:
+        raise ValueError(f"{listed!r:.60} has {len(listed)} numbers, and there are {count} heads")
+    return torch.tensor([math.nan if x is None else x for x in listed], dtype=torch.float64)
+
+
 def save_scores(path: str | Path, scores: Sequence[HeadScores]) -> None:
     """Write scores of one model by several methods to one file."""
     document = {
@@ -215,10 +250,69 @@ def load_scores(path: str | Path) -> list[HeadScores]:
     try:
         layers = [AttentionLayer.from_json(d) for d in data["layers"]]
         scores = [HeadScores.from_json(d, layers) for d in data["scores"]]
-        check_together(layers, [s.method for s in scores])
+        for keys in ([a.name for a in layers], [a.index for a in layers], [s.method for s in scores]):
+            if len(set(keys)) < len(keys):
+                raise ValueError(f"one of {keys!r:.60} is there twice")
+        if scores and not layers:
+            raise ValueError("there are scores, but no layers")
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise HeadPruneError(f"{path} is a damaged scores file ({what}).", "Score the model again.") from None
     if not scores:
         raise HeadPruneError(f"{path} holds no scores.", "Score the model again.")
     return scores
+
+
+# -- how far methods agree ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Rank agreement between two methods' scores over all heads.
+
+    Attributes:
+        spearman: Spearman's rho; NaN where a method scores all heads alike.
+        kendall: Kendall's tau-b.
+        top_half: Share of the better half of the heads (rounded down) that both methods name; 0.5 by chance.
+    """
+
+    first: str
+    second: str
+    spearman: float
+    kendall: float
+    top_half: float
+
+
+def agreement(a: HeadScores, b: HeadScores, top: int | None = None) -> Agreement:
+    """Rank agreement between two methods on one model.
+
+    Args:
+        a, b: Scores of the same heads.
+        top: How many of the best heads to compare, in place of the better half.
+    """
+    return Agreement(a.method, b.method, *_rank_agreement(a.flat().numpy(), b.flat().numpy(), top))
+
+
+def agreements(scores: Sequence[HeadScores]) -> list[Agreement]:
+    """Every pair's, without random controls."""
+    return [agreement(a, b) for a, b in combinations([s for s in scores if s.method != "random"], 2)]
+
+
+@cache
+def chance(heads: int, seed: int = 0) -> Agreement:
+    """The random control: 95 % of the pairs of independent random orders agree less, by absolute value."""
+    rng = np.random.default_rng(seed)
+    order = np.arange(heads, dtype=np.float64)
+    drawn = np.abs([_rank_agreement(order, rng.permutation(order), None) for _ in range(CHANCE_DRAWS)])
+    return Agreement("random", "random", *(float(q) for q in np.percentile(drawn, 95, axis=0)))
+
+
+def _rank_agreement(x: np.ndarray, y: np.ndarray, top: int | None) -> tuple[float, float, float]:
+    """Spearman's rho, Kendall's tau, and the share of the best heads that both have."""
+    from scipy.stats import kendalltau, spearmanr
+
+    count = top or max(1, len(x) // 2)
+    common = set(x.argsort(kind="stable")[-count:].tolist()) & set(y.argsort(kind="stable")[-count:].tolist())
+    if not np.ptp(x) or not np.ptp(y):
+        return float("nan"), float("nan"), len(common) / count
+    return float(spearmanr(x, y).statistic), float(kendalltau(x, y).statistic), len(common) / count

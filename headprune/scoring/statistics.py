@@ -1,6 +1,6 @@
-"""Heuristics without gradients: how a head attends, how large its output is, how large its weights are.
+"""Baselines, none of which uses the loss: how a head attends, how large its output and its weights are, and the random control.
 
-They cost one forward pass or none. They are baselines: none of them uses the loss.
+They cost one forward pass or none.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, hook_heads
 from headprune.inputs import doubled, gathered, widened
 from headprune.offload import is_elsewhere, value_of
-from headprune.scoring.base import Batches, Estimate, Problem, Samples, method
-from headprune.scoring.gradient import in_singles, separate, together_or_singly
+from headprune.scoring.base import Batches, Estimate, Problem, method
+from headprune.scoring.gradient import in_singles, separate, whole_or_singly
 from headprune.seeing.maps import Weights, attention_maps
 from headprune.trace.graphs import is_matrix
 
@@ -36,7 +36,7 @@ def entropy(problem: Problem) -> Estimate:
     attention, ``H = -sum_j a_ij ln a_ij``; Voita et al. (2019) compare heads by how certain they are. A score of
     0 looks at one token, one of -ln(n) at n tokens alike. Queries that are padding do not count.
     """
-    return Estimate.mean_of(_of_maps(problem, "entropy", lambda weights: -torch.special.entr(weights).sum(dim=-1)))
+    return _of_maps(problem, "entropy", lambda weights: -torch.special.entr(weights).sum(dim=-1))
 
 
 @method("confidence", unit="largest attention weight of a query, mean", loss=False)
@@ -47,7 +47,7 @@ def confidence(problem: Problem) -> Estimate:
     symbol. Which token that is differs from model to model, so here only queries that are padding are left out.
     The mean is taken within each example first.
     """
-    return Estimate.mean_of(_of_maps(problem, "confidence", lambda weights: weights.amax(dim=-1)))
+    return _of_maps(problem, "confidence", lambda weights: weights.amax(dim=-1))
 
 
 @method("output-norm", unit="L2 norm of what the head adds to a token's residual stream, mean", loss=False)
@@ -57,25 +57,25 @@ def output_norm(problem: Problem) -> Estimate:
     "Attention is Not Only a Weight" (EMNLP 2020, arXiv:2004.10102) measures ``||alpha_ij f(x_j)||``, section 3; this is
     the norm of the sum over j. Where W_O has no columns of single heads, it is that of the head's own features.
     """
-    readers = [_Reader(problem.model, layer) for layer in problem.layers]
-    own = [reader.layer.name for reader in readers if not reader.projects]
-    details = {"norm_before_output_projection": own} if own else {}
+    readers = {layer.name: _NormReader(problem.model, layer) for layer in problem.layers}
+    own = [name for name, reader in readers.items() if not reader.projects]
 
     def measure(batch: Any, size: int) -> Tensor:
-        found: dict[str, list[Tensor]] = {layer.name: [] for layer in problem.layers}
+        norms: dict[str, list[Tensor]] = {name: [] for name in readers}
 
-        def take(reader: _Reader, hidden: Tensor) -> None:
-            norms = reader.norms(hidden, size)
-            real = real_queries(problem, reader.layer, batch, norms.shape[-1])
-            found[reader.layer.name].append(_mean(norms, real))
+        def note(layer: AttentionLayer, hidden: Tensor) -> None:
+            each = readers[layer.name].norms(hidden, size)
+            norms[layer.name].append(_mean(each, real_queries(problem, layer, batch, each.shape[-1])))
 
         with ExitStack() as stack:
-            for reader in readers:
-                stack.callback(hook_heads(problem.model, reader.layer, reader.module, partial(take, reader)))
+            for layer in problem.layers:
+                module = readers[layer.name].module
+                stack.callback(hook_heads(problem.model, layer, module, partial(note, layer)))
             losses = problem.losses(batch)
-        return _row(problem, found, losses)
+        return _table(problem, norms, losses)
 
-    return Estimate.mean_of(_samples(problem, "output-norm", _separable(problem), measure), **details)
+    details = {"norm_before_output_projection": own} if own else {}
+    return _mean_over_examples(problem, "output-norm", _separable(problem), measure, **details)
 
 
 @method("weight-norm", unit="Frobenius norm of the head's columns of W_O", loss=False)
@@ -90,26 +90,38 @@ def weight_norm(problem: Problem) -> Estimate:
     return Estimate.without_error(values, "it does not look at data")
 
 
+@method("random", unit="none (a uniform draw)", loss=False)
+def random(problem: Problem) -> Estimate:
+    """Uniform draws from the seed. A method is worth its time only where it beats this.
+
+    Budhraja et al. (2020, ACL Anthology 2020.emnlp-main.260) found random pruning often nearly as good after fine-tuning.
+    """
+    generator = torch.Generator().manual_seed(problem.seed)
+    values = torch.rand(problem.heads, generator=generator, dtype=torch.float64)
+    problem.progress(1, 1)
+    return Estimate.without_error(values, "a draw estimates nothing")
+
+
 def _separable(problem: Problem) -> Batches:
-    """Batches whose examples can be told apart at W_O: where tokens come before the batch, only one by one."""
+    """Batches whose rows at W_O are one example's each: where tokens come before the batch, single examples."""
     try:
         return separate(problem)
     except (RuntimeError, HeadPruneError):  # `separate` needs a gradient of the loss, and there is none
         return in_singles(problem)
 
 
-def _samples(problem: Problem, name: str, batches: Batches, measure: Measure) -> Samples:
-    """The heads' values and the loss of every example."""
+def _mean_over_examples(problem: Problem, name: str, batches: Batches, measure: Measure, **details: Any) -> Estimate:
+    """The mean of the heads' values over examples."""
 
     def compute(batch: Any, size: int) -> Tensor:
         with torch.no_grad():
-            return together_or_singly(problem, measure, batch, size)
+            return whole_or_singly(problem, measure, batch, size)
 
     table = problem.parts(batches, name, compute)
-    return Samples(table[:, :-1], table[:, -1])
+    return Estimate.mean_of(table[:, :-1], table[:, -1], **details)
 
 
-def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor]) -> Samples:
+def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor]) -> Estimate:
     """The mean over queries of a statistic of attention weights: ``[..., queries, keys]`` to ``[..., queries]``."""
 
     def measure(batch: Any, size: int) -> Tensor:
@@ -120,16 +132,16 @@ def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor])
             real = real_queries(problem, weights.layer, batch, weights.shape[2])
             return _mean(values, counted if real is None else counted & real.to(counted.device))
 
-        with attention_maps(problem.model, problem.layers, size, keep) as found:
+        with attention_maps(problem.model, problem.layers, size, keep) as kept:
             losses = problem.losses(batch)
-        return _row(problem, found, losses)
+        return _table(problem, kept, losses)
 
-    return _samples(problem, name, problem.batches, measure)
+    return _mean_over_examples(problem, name, problem.batches, measure)
 
 
-def _row(problem: Problem, found: Mapping[str, Sequence[Tensor]], losses: Tensor) -> Tensor:
+def _table(problem: Problem, values: Mapping[str, Sequence[Tensor]], losses: Tensor) -> Tensor:
     """Values ``[examples, heads]`` of every layer, averaged over its calls, with the losses in the last column."""
-    columns = [torch.stack([doubled(call) for call in found[layer.name]]).mean(dim=0) for layer in problem.layers]
+    columns = [torch.stack([doubled(call) for call in values[layer.name]]).mean(dim=0) for layer in problem.layers]
     return gathered([*columns, doubled(losses)[:, None]], dim=1)
 
 
@@ -147,8 +159,8 @@ def real_queries(problem: Problem, layer: AttentionLayer, batch: Any, tokens: in
     return None if real is None else real[:, None]
 
 
-class _Reader:
-    """Reads what the heads of a layer give: at W_O's input, or where a gate would be if W_O has no columns of single heads."""
+class _NormReader:
+    """The norms of a layer's heads' outputs: at W_O's input, or where a gate would be if W_O has no columns of single heads."""
 
     def __init__(self, model: nn.Module, layer: AttentionLayer) -> None:
         self.layer = layer

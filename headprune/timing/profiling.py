@@ -98,9 +98,6 @@ def _add(times: dict[str, float], name: str, microseconds: float) -> None:
     times[name] = times.get(name, 0.0) + microseconds / 1000
 
 
-def _ranged(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    def within(*args: Any, **kwargs: Any) -> Any:
-        with record_function(f"{_MARK}{name}"):
-            return method(*args, **kwargs)
-
-    return within
+def _ranged(name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with record_function(f"{_MARK}{name}"):
+        return method(*args, **kwargs)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
@@ -14,29 +13,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.inputs import first_rows
-from headprune.losses import ExampleLoss
-from headprune.scoring import METHODS, Problem, Settings
-from headprune.scoring.base import Estimate
-from headprune.store import Store
-from tests.support.checks import hooks
 from tests.support.zoo import labelled, randomise, text
-
-
-class Memory(Store):
-    """Fails at a new part when the limit is reached."""
-
-    def __init__(self, limit: int = 10**9) -> None:
-        super().__init__()
-        self.parts: set[str] = set()
-        self.limit = limit
-
-    def keep(self, name: str, value: Any) -> Any:
-        if len(self.parts) == self.limit:
-            raise KeyboardInterrupt
-        assert value.dtype == torch.float64
-        assert value.device.type == "cpu"
-        self.parts.add(name)
-        return super().keep(name, value.clone())
 
 
 def small(heads: int = 3, layers: int = 2) -> tuple[nn.Module, list[dict[str, Tensor]]]:
@@ -78,23 +55,6 @@ def planted(dead: Sequence[int], strong: Sequence[int] = ()) -> tuple[nn.Module,
     return model, batches, lambda out, labels: ((out - labels) ** 2).flatten(1).mean(dim=1)
 
 
-def problem(
-    model: nn.Module,
-    batches: Sequence[Any],
-    settings: Settings | None = None,
-    store: Store | None = None,
-    seed: int = 0,
-    loss_fn: Any = None,
-    progress: Any = lambda done, total, note="": None,
-) -> Problem:
-    first = batches[0]
-    layers = hp.find_attention(model, first if isinstance(first, dict) else first[0])
-    losses = ExampleLoss(model, loss_fn)
-    sized = [(batch, losses.rows.size(batch)) for batch in losses.prepare(batches)]
-    told = settings or Settings()
-    return Problem(model, layers, sized, losses, seed, progress, told, store or Store(), rows=losses.rows)
-
-
 def without(model: nn.Module, batches: Sequence[dict[str, Tensor]], kept: Sequence[bool]) -> float:
     """transformers' own mean loss over all batches with W_O's columns zeroed: no gate, no hook."""
     saved = {k: v.clone() for k, v in model.state_dict().items()}
@@ -120,33 +80,6 @@ def duplicated(model: nn.Module) -> nn.Module:
             p.bias[8:16] = p.bias[:8]
         attention.output.dense.weight[:, 8:16] = attention.output.dense.weight[:, :8]
     return model
-
-
-def same(a: Estimate, b: Estimate) -> bool:
-    """Bit for bit, NaN included."""
-    pairs = [(a.values, b.values), (a.stderr, b.stderr)]
-    return a.details == b.details and all(torch.equal(x.nan_to_num(-1), y.nan_to_num(-1)) for x, y in pairs)
-
-
-def check_resumes(method: str, make: Callable[[Store], Problem], limit: int) -> None:
-    """Interrupted after ``limit`` parts, the model is as it was; going on gives what one run gives, to the bit."""
-    run, store = METHODS[method].run, Memory(limit)
-    interrupted = make(store)
-    model = interrupted.model
-    before = {n: p.clone() for n, p in model.named_parameters()}
-    first = next(model.parameters())
-    first.requires_grad_(False)
-    with pytest.raises(KeyboardInterrupt):
-        run(interrupted)
-    assert hooks(model) == 0
-    assert [p.requires_grad for p in model.parameters()] == [p is not first for p in model.parameters()]
-    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
-    first.requires_grad_(True)
-    assert len(store.parts) == limit
-    store.limit = 10**9
-    resumed, whole, again = run(make(store)), run(make(Memory())), run(make(store))
-    assert same(resumed, whole)
-    assert same(resumed, again)
 
 
 def error_of(rows: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from headprune.planning import strategy_named
 from headprune.planning.effort import effort_named
 from headprune.plans import PruningPlan
 from headprune.scoring import HeadScores
-from headprune.scoring.settings import method_and_settings
+from headprune.scoring.base import method_and_settings
 from headprune.searching import SearchResult, candidates
 
 

@@ -26,7 +26,7 @@ from headprune.inputs import call, inputs_of, model_device, move, tensors, usabl
 from headprune.parallel import current
 from headprune.running import config_kept, evaluating
 from headprune.scoring import HeadScores
-from headprune.scoring.settings import method_and_settings
+from headprune.scoring.base import method_and_settings
 
 _REPAIR = 8.0  # passes of a repair over the scoring examples: most of them the last step's
 _DECIDED = 7.0  # passes over the choosing part to decide on the steps of a repair

@@ -18,7 +18,7 @@ from headprune.fingerprint import fingerprint
 from headprune.inputs import first_rows
 from headprune.parallel import current
 from headprune.scoring import method_named
-from headprune.scoring.settings import method_and_settings
+from headprune.scoring.base import method_and_settings
 from headprune.searching import Output
 from headprune.trace import find_attention
 

@@ -23,7 +23,7 @@ from headprune.fingerprint import config_hash, fingerprint, processor_hash
 from headprune.inputs import model_device
 from headprune.parallel import current
 from headprune.scoring import HeadScores, save_scores, score
-from headprune.scoring.settings import Settings, method_and_settings
+from headprune.scoring.base import Settings, method_and_settings
 from headprune.store import Store
 
 

@@ -14,8 +14,7 @@ from headprune.app.report import verdict
 from headprune.app.report.content import Block, Bullets, Documents, Figure, Section, Strong, Table, capital
 from headprune.app.report.numbers import with_error
 from headprune.scoring import METHODS
-from headprune.scoring.agreement import agreements, chance
-from headprune.scoring.scores import HeadScores
+from headprune.scoring.scores import HeadScores, agreements, chance
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
