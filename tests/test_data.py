@@ -14,7 +14,7 @@ from torch import nn
 
 import headprune as hp
 from headprune.app.data import DataOptions, load_parts, load_train
-from headprune.app.data.encoders.classes import Classes
+from headprune.app.data.encoders.base import Classes
 from headprune.app.models import TASKS, LoadedModel, load_model, numbers_given
 from headprune.app.options import Options
 from headprune.app.workflow.scene import open_scene

@@ -5,12 +5,6 @@ hold values of the library, which writes and reads them itself (`headprune.scori
 changes its name or meaning needs a new `headprune.files.SCHEMA`.
 """
 
-from headprune.app.documents.finetune import (
-    FinetunedChanges,
-    FinetunedModels,
-    FinetuneRecord,
-    TrainingOptions,
-)
 from headprune.app.documents.heads import Heads, LayerProfile, Positions, Sample, SampleLayer
 from headprune.app.documents.metrics import (
     MOST_APART,
@@ -30,7 +24,20 @@ from headprune.app.documents.metrics import (
     TimeParts,
     Trained,
 )
-from headprune.app.documents.run import Cut, Environment, Examples, LayerFacts, Measured, ModelFacts, Run, Training
+from headprune.app.documents.run import (
+    Cut,
+    Environment,
+    Examples,
+    FinetunedChanges,
+    FinetunedModels,
+    FinetuneRecord,
+    LayerFacts,
+    Measured,
+    ModelFacts,
+    Run,
+    Training,
+    TrainingOptions,
+)
 
 __all__ = [
     "MOST_APART", "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "Cut", "Dense", "EngineLatency", "Environment",
