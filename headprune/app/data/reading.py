@@ -23,7 +23,7 @@ def files_in(path: Path, *suffixes: str) -> Iterator[Path]:
 
 
 def fatal(path: Path) -> HeadPruneError | None:
-    """The error for JSON that must not be read at all, since pyarrow's reader would end the process.
+    """The error for JSON on which pyarrow's reader would crash the process; None for any other file.
 
     It overflows its stack at some tens of thousands of values within values, and follows a null pointer where a row is ``null``.
     """
@@ -67,7 +67,7 @@ WHOLE = "all"  # the name of the only split where the data has none: one file, o
 
 
 def check_local(dataset: str) -> None:
-    """Refuse what cannot be data, before it is read: that takes longer, and the libraries' errors say less.
+    """Refuse a path that cannot hold data, before the library reads it: its own errors come later and say less.
 
     Raises:
         HeadPruneError: No such file or folder, an empty one, or a kind of file that headprune does not read.
@@ -125,10 +125,11 @@ def _check_addresses(folder: Path) -> None:
         if not file.is_file():
             continue
         text = file.read_text(encoding="utf-8", errors="replace")
-        told = text.split("\n---", 1)[0] if name == "README.md" else text
-        if found := re.search(r"[\w+.-]+://[^\s'\",\]]*", told) if "data_files" in told or "data_dir" in told else None:
+        metadata = text.split("\n---", 1)[0] if name == "README.md" else text
+        address = re.search(r"[\w+.-]+://[^\s'\",\]]*", metadata)
+        if address and ("data_files" in metadata or "data_dir" in metadata):
             raise HeadPruneError(
-                f"{file} names files elsewhere ({found[0]:.80}), and headprune fetches nothing for a folder.",
+                f"{file} names files elsewhere ({address[0]:.80}), and headprune fetches nothing for a folder.",
                 "Put the files into the folder, or take the address out.",
             )
 
@@ -180,7 +181,7 @@ def unreadable_file(path: Path) -> HeadPruneError | None:
 
 
 def _of_the_cache(path: Path, error: Exception) -> HeadPruneError | None:
-    """The error where not the data are at fault but the place to which the library copies them; None for any other."""
+    """The error for a full disk or a cache folder that the library cannot write; None if the data itself is at fault."""
     if is_of_the_disk(error) and (full := explained(error)):
         return full
     for cause in causes(error):

@@ -7,15 +7,15 @@ changes its name or meaning needs a new `headprune.files.SCHEMA`.
 
 from headprune.app.documents.heads import Heads, LayerProfile, Positions, Sample, SampleLayer
 from headprune.app.documents.metrics import (
-    MOST_APART,
+    DISTURBED,
     AlsoData,
     AlsoMeasured,
-    Asked,
+    BudgetRecord,
     BudgetResult,
     Dense,
     EngineLatency,
     ExportedModel,
-    Latency,
+    Latencies,
     Metrics,
     Planning,
     Point,
@@ -40,8 +40,8 @@ from headprune.app.documents.run import (
 )
 
 __all__ = [
-    "MOST_APART", "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "Cut", "Dense", "EngineLatency", "Environment",
-    "Examples", "ExportedModel", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Heads", "Latency",
+    "DISTURBED", "AlsoData", "AlsoMeasured", "BudgetRecord", "BudgetResult", "Cut", "Dense", "EngineLatency", "Environment",
+    "Examples", "ExportedModel", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Heads", "Latencies",
     "LayerFacts", "LayerProfile", "Measured", "Metrics", "ModelFacts", "Planning", "Point", "Positions", "Proved", "Repaired",
     "Run", "Sample", "SampleLayer", "TimeParts", "Trained", "Training", "TrainingOptions",
 ]  # fmt: skip

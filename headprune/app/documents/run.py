@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from headprune.app.data.part import OnDemand, Part, Parts, content_hash
+from headprune.app.data.part import DataParts, OnDemand, Part, content_hash
 from headprune.app.options import DataOptions, FinetuneOptions, Options
 from headprune.attention import AttentionLayer
 from headprune.documents import Count, File
@@ -79,7 +79,7 @@ class Cut:
     train: Examples | None = None
 
     @classmethod
-    def of(cls, parts: Parts, train: Part | None = None) -> Cut:
+    def of(cls, parts: DataParts, train: Part | None = None) -> Cut:
         score, choose, report = map(Examples.of, (parts.score, parts.choose, parts.report))
         return cls(score, choose, report, None if train is None else Examples.of(train))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headprune import amounts
+from headprune.amounts import code
 from headprune.app.documents import BudgetResult, FinetuneRecord, Metrics, Run
 from headprune.app.report import numbers
-from headprune.app.report.content import Block, Bullets, Section, Strong, Table, block_of, code, markdown
+from headprune.app.report.content import Block, Bullets, Section, Strong, Table, block_of, markdown
 
 
 def pruned_card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headprune.amounts import in_line
+from headprune.amounts import code, in_line
 from headprune.app.documents import Heads, Metrics, Run
 from headprune.scoring.scores import HeadScores
 
@@ -102,18 +102,6 @@ class Section:
     blocks: Sequence[Block] = ()
     summary: str = ""
     folded: Sequence[Block] = ()
-
-
-def code(text: object) -> str:
-    """A text, marked as code: a name, a path, a call, or anything from the data.
-
-    >>> code("a b"), code("a`b")
-    ('`a b`', '``a`b``')
-    """
-    plain = str(text)
-    fence = "`" * (1 + max((len(run) for run in re.findall("`+", plain)), default=0))
-    pad = " " if plain[:1] in ("`", "") or plain.endswith("`") else ""
-    return f"{fence}{pad}{plain}{pad}{fence}"
 
 
 def spans(text: str) -> Iterator[tuple[str, bool]]:

@@ -70,19 +70,19 @@ class Classes:
         """
         if self.count == 1 and isinstance(value, int | float):
             return float(value)
-        found = None
+        number = None
         if isinstance(value, str):
-            found = self._named(value)
+            number = self._named(value)
         elif isinstance(value, int | float) and float(value).is_integer():
             at = int(value)
             if self._data and 0 <= at < len(self._data):
-                found, value = self._numbers[at], self._data[at]
+                number, value = self._numbers[at], self._data[at]
             elif self._counting:  # names such as "1" to "5" are what the data held in training
-                found = self._exact.get(str(at))
+                number = self._exact.get(str(at))
             elif not self._data and 0 <= at < self.count:
-                found = at
-        if found is not None:
-            return found
+                number = at
+        if number is not None:
+            return number
         if isinstance(value, int | float) and not self._counting:
             raise HeadPruneError(
                 f"label {value} does not fit the model's head, which has {self.count} classes (0 to {self.count - 1}).",
@@ -175,7 +175,7 @@ class Encoder:
         """Find the columns."""
 
     def read(self, features: Mapping[str, Any]) -> None:
-        """Take rows of a split with these columns from now on: each may have an order of classes of its own."""
+        """Use the columns of another split from now on: its labels may number the classes in another order."""
         self.classes = Classes(self.config, features.get(self.columns.get("label", "")))
         if self.classes.note and self.classes.note not in self.notes:
             self.notes.append(self.classes.note)
@@ -194,7 +194,7 @@ class Encoder:
 
         return dict(DataCollatorWithPadding(self.processor)(features))
 
-    def column(self, what: str, flag: str, given: str | None, usual: Sequence[str]) -> str:
+    def column(self, what: str, flag: str, given: str | None, usual: Sequence[str], more: str = "") -> str:
         """The column that the user named, or the first with a usual name.
 
         Args:
@@ -202,6 +202,7 @@ class Encoder:
             flag: The option that names it.
             given: That option's value, if there is one.
             usual: Usual names.
+            more: What else the hint says.
 
         Raises:
             HeadPruneError: There is no such column.
@@ -209,26 +210,23 @@ class Encoder:
         there = ", ".join(self.available)
         if given is not None and given not in self.available:
             raise HeadPruneError(f"There is no column {given!r} ({flag}).", f"The columns are {there}.")
-        found = given or next((name for name in usual if name in self.available), None)
-        if found is None:
-            raise HeadPruneError(f"No column looks like the {what}: the columns are {there}.", f"Name it with {flag}.")
-        self.columns[what] = found
-        return found
+        column = given or next((name for name in usual if name in self.available), None)
+        if column is None:
+            raise HeadPruneError(
+                f"No column looks like the {what}: the columns are {there}.", f"Name it with {flag}{more}."
+            )
+        self.columns[what] = column
+        return column
 
     def label_column(self, usual: Sequence[str] = CLASS_COLUMNS, what: str = "label") -> str | None:
-        """The column of the labels; None if there is none, and need not be."""
+        """The column of the labels; None where there is none and labels are not required."""
         given = self.options.label_column
-        if given is None and not set(usual) & set(self.available):
-            if not self.labelled:
-                return None
-            raise HeadPruneError(
-                f"No column looks like the {what}: the columns are {', '.join(self.available)}.",
-                "Name it with --label-column; `score --distil` needs none.",
-            )
-        return self.column(what, "--label-column", given, usual)
+        if given is None and not self.labelled and not set(usual) & set(self.available):
+            return None
+        return self.column(what, "--label-column", given, usual, "; `score --distil` needs none")
 
     def labels(self, example: Mapping[str, Any], make: Callable[[Any], Any]) -> dict[str, Any]:
-        """A label under the name that models take it by; nothing where there is none that fits, and need not be."""
+        """``{"labels": …}`` for a model; {} for a row without a usable label, where labels are not required."""
         if self.label is None:
             return {}
         try:

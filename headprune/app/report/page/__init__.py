@@ -149,7 +149,7 @@ def _reason(heads: Heads, name: str, head: int) -> str:
 
 
 def _clean(value: Any) -> Any:
-    """As JSON can hold it: documents as dictionaries, what is not finite as null, no text that gives orders."""
+    """A value as JSON can hold it: documents as dictionaries, numbers that are not finite as null, texts without control characters."""
     if hasattr(value, "__dict__"):  # a part of a document
         return _clean(vars(value))
     if isinstance(value, Mapping):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headprune import amounts
+from headprune.amounts import code
 from headprune.app.documents import BudgetResult, Heads, Metrics, Run
 from headprune.app.pictures import new_figure
 from headprune.app.report import verdict
@@ -21,7 +22,6 @@ from headprune.app.report.content import (
     Strong,
     Table,
     capital,
-    code,
     notes_by_size,
 )
 from headprune.app.report.numbers import with_error

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from headprune import amounts
-from headprune.app.documents import MOST_APART, BudgetResult, Metrics, Run, TimeParts
+from headprune.amounts import code
+from headprune.app.documents import DISTURBED, BudgetResult, Metrics, Run, TimeParts
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Block, Bullets, Section, Strong, Table, code, notes_by_size
+from headprune.app.report.content import Block, Bullets, Section, Strong, Table, notes_by_size
 from headprune.latency import WARM_UP, LatencyRow
 from headprune.repairing.steps import STEPS
 from headprune.timing.parts import ATTENTION, LAUNCH, PROJECTIONS
@@ -73,13 +74,13 @@ def repair(run: Run, metrics: Metrics) -> Section | None:
 def _values(metrics: Metrics, budgets: list[BudgetResult]) -> Table:
     """The metric on the reported examples: without the repair, with it, after training."""
     metric = metrics.metric
-    alone, tuned = any(map(verdict.by_cheaper_repair, budgets)), verdict.trained(metrics)
+    compared, tuned = any(map(verdict.by_cheaper_repair, budgets)), verdict.trained(metrics)
     rows = []
     for b in budgets:
         without, only = (b.repair.without, b.repair.layers_alone) if b.repair else (None, None)
-        models = [without, *[only] * alone, verdict.untrained(b), *[b.pruned if b.finetune else None] * tuned]
+        models = [without, *[only] * compared, verdict.untrained(b), *[b.pruned if b.finetune else None] * tuned]
         rows.append([str(b.kept), *("–" if m is None else numbers.value(m.metrics[metric], metric) for m in models)])
-    head = [f"{metric} without repair", *["layer by layer only"] * alone, "repaired", *["fine-tuned"] * tuned]
+    head = [f"{metric} without repair", *["layer by layer only"] * compared, "repaired", *["fine-tuned"] * tuned]
     return Table(["heads kept", *head], rows)
 
 
@@ -182,7 +183,7 @@ def _gain(metrics: Metrics, row: TimeParts, name: str) -> str:
     """How many times as fast a model is on an input, of the most that its plan can give there."""
     timed = metrics.latency.rows
     speedups = next((r.speedups for r in timed if (r.batch, r.length) == (row.batch, row.length)), {})
-    if name not in speedups or name not in row.bounds or row.apart(timed) > MOST_APART:
+    if name not in speedups or name not in row.bounds or row.factor_from(timed) > DISTURBED:
         return "not compared"
     gain, bound = speedups[name].ratio, row.bounds[name]
     return f"{gain:.2f}x of {bound:.2f}x ({gain / bound:.0%})"
@@ -191,7 +192,7 @@ def _gain(metrics: Metrics, row: TimeParts, name: str) -> str:
 def disturbance(row: TimeParts, timed: Sequence[LatencyRow]) -> str:
     """That other work on the machine kept a breakdown from being like the timed passes of the same model; "" where they are alike."""
     median = row.timed(timed)
-    if median is None or row.apart(timed) <= MOST_APART:
+    if median is None or row.factor_from(timed) <= DISTURBED:
         return ""
     return (
         f"At {numbers.shape(row)} the machine was busy while the dense model's time was broken down: a pass took {row.total:.2f} ms, and "
@@ -245,12 +246,9 @@ def engines(run: Run, metrics: Metrics) -> Section | None:
     """The files that were written for other engines, and their times there."""
     if not metrics.exports:
         return None
-    files = []
-    for export in metrics.exports:
-        files.append(
-            (export.name, export.format, f"{code(export.file) if export.file else 'not written'}: {export.summary}")
-        )
-    blocks: list[Block] = [Table(("model", "written for", "file"), files)]
+    files = [code(export.file) if export.file else "not written" for export in metrics.exports]
+    rows = [(e.name, e.format, f"{file}: {e.summary}") for e, file in zip(metrics.exports, files, strict=True)]
+    blocks: list[Block] = [Table(("model", "written for", "file"), rows)]
     for engine in metrics.engines:
         blocks += [f"{engine.format}, timed as above, in its engine on the CPU:", latency_table(engine.rows)]
     blocks += dict.fromkeys(note for export in metrics.exports for note in export.notes)

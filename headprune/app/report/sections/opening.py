@@ -6,10 +6,10 @@ import json
 import shlex
 from fractions import Fraction
 
-from headprune.amounts import head_count
+from headprune.amounts import code, head_count
 from headprune.app.documents import BudgetResult, Metrics, Run
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Block, Bullets, CommandLines, Documents, Section, Strong, capital, code, listed
+from headprune.app.report.content import Block, Bullets, CommandLines, Documents, Section, Strong, capital, listed
 from headprune.app.report.sections import plans
 from headprune.app.report.sections.heads import method_line, picture
 from headprune.app.report.sections.trust import cautions, shortened

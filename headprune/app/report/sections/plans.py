@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headprune import amounts
-from headprune.amounts import head_count
+from headprune.amounts import code, head_count
 from headprune.app.documents import BudgetResult, Dense, Metrics, Run
 from headprune.app.pictures import new_figure
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Block, Bullets, Figure, Section, Strong, Table, capital, code
+from headprune.app.report.content import Block, Bullets, Figure, Section, Strong, Table, capital
 from headprune.app.report.numbers import mean_of
 from headprune.options import AUTO
 from headprune.planning import STRATEGIES

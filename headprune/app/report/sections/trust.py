@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headprune.amounts import head_count
+from headprune.amounts import code, head_count
 from headprune.app.documents import Examples, Metrics, Run
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Bullets, CommandLines, Documents, Section, code
+from headprune.app.report.content import Bullets, CommandLines, Documents, Section
 from headprune.uncertainty import FEW
 
 
@@ -156,7 +156,7 @@ def _rounding(metrics: Metrics, dtype: str) -> Iterator[str]:
 
 
 def _equality(difference: float, limit: str = "") -> str:
-    """How near outputs are to others."""
+    """In words, how much outputs differ from others: "are exactly" for no difference."""
     near = f"differ by at most {difference:.1e} of their largest value{limit} from"
     return near if difference else "are exactly"
 
