@@ -20,6 +20,7 @@ import elsewhere
 import torch
 import transformers
 from document import replace_section
+from real import MINILM
 
 import headprune as hp
 
@@ -265,7 +266,7 @@ def tried(client: Client, work: Path, made: elsewhere.Made, given: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=elsewhere.ROOT / "build" / "elsewhere", help="keeps what was made")
-    parser.add_argument("--minilm", type=Path, default=elsewhere.MINILM, help="the folder of minilm-rt")
+    parser.add_argument("--minilm", type=Path, default=MINILM, help="the folder of minilm-rt")
     parser.add_argument("--model", choices=elsewhere.MODELS, action="append", help="only this one")
     parser.add_argument("--only", default="", help="clients whose name holds this")
     parser.add_argument("--document", action="store_true", help="write the table into docs/deploy.md")

@@ -26,7 +26,8 @@ import torch
 from document import replace_section
 
 import headprune as hp
-from headprune.exporting import export, llama_cpp, time_onnx
+from headprune.exporting import export, time_onnx
+from headprune.exporting.engines import complete
 
 ROOT = Path(__file__).parent.parent
 ENGINES = {"onnxruntime": ".onnx", "OpenVINO": "-openvino"}
@@ -93,7 +94,7 @@ def gguf() -> list[str]:
         found: dict[str, dict[str, list[float]]] = {name: {"predicted": [], "prompt": []} for name in files}
         for _ in range(ROUNDS):
             for name, file in files.items():
-                _, (answer,) = llama_cpp.complete(file, [request], context=1024, threads=1, exact=False)
+                _, (answer,) = complete(file, [request], context=1024, threads=1, exact=False)
                 for kind, speeds in found[name].items():
                     speeds.append(answer["timings"][f"{kind}_per_second"])
     lines = [

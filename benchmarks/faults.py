@@ -309,13 +309,14 @@ KINDS = (
 
 def answers(folder: Path, world: Path) -> tuple[Any, Row]:
     """A saved model's losses on the data."""
-    from headprune.app.data import DataOptions, load_parts
+    from headprune.app.data import load_parts
     from headprune.app.models import load_model
+    from headprune.app.options import DataOptions, LoadOptions
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            loaded = load_model(str(folder), device="cpu")
+            loaded = load_model(str(folder), LoadOptions(device="cpu"))
             parts = load_parts(DataOptions(str(world / "d")), loaded)
             found = hp.evaluate(loaded.model, parts.report.batches()).loss.tolist()
         except hp.HeadPruneError as error:

@@ -33,13 +33,14 @@ def worker(options: argparse.Namespace) -> None:
     import torch
 
     import headprune as hp
-    from headprune.app.data import DataOptions, load_parts
+    from headprune.app.data import load_parts
     from headprune.app.models import load_model
+    from headprune.app.options import DataOptions, LoadOptions
     from headprune.parallel import launcher_ranks
     from headprune.store import digest
 
     torch.set_num_threads(1)
-    loaded = load_model(str(options.minilm), device="cpu")
+    loaded = load_model(str(options.minilm), LoadOptions(device="cpu"))
     data = DataOptions(str(options.minilm / "data"), limit=options.sentences, batch_size=options.batch, report_limit=1)
     batches = list(load_parts(data, loaded).score.batches())
     layers = hp.find_attention(loaded.model, batches[0])

@@ -19,8 +19,9 @@ import transformers
 
 import headprune as hp
 from headprune.app import demo
-from headprune.app.data import DataOptions, DataParts, Part, load_parts
+from headprune.app.data import DataParts, Part, load_parts
 from headprune.app.models import load_model
+from headprune.app.options import DataOptions, LoadOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 MINILM = ROOT.parent / "shared" / "real" / "minilm-rt"
@@ -55,7 +56,7 @@ def load(name: str, minilm: Path | None = None, **options: Any) -> tuple[Any, Da
 
 def load_folder(model: Path, data: Path, **options: Any) -> tuple[Any, DataParts]:
     """As `load`, of any folders."""
-    loaded = load_model(str(model), device="cpu")
+    loaded = load_model(str(model), LoadOptions(device="cpu"))
     return loaded, load_parts(DataOptions(str(data), **{"limit": MANY, "report_limit": MANY, **options}), loaded)
 
 

@@ -24,13 +24,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import real
 import torch
 import transformers as tf
-from headprune.reference import calibrate, measure
 from real import LeftOutError, about, say
 from torch import Tensor, nn
 
 import headprune as hp
 from headprune.divergence import Fidelity
-from headprune.repairing import Refit, checked
+from headprune.repairing import calibrate, checked_repair
 
 Batch = dict[str, Tensor]
 DRAWS = 3
@@ -77,11 +76,11 @@ def cases(name: str, model: nn.Module, parts: Any, draw: int, quick: bool) -> It
         layers=layers,
         scores=(),
     )
-    refit = Refit(measure(calibrate(model, layers, score)))
+    calibration = calibrate(model, layers, score)
     there = Fidelity(model, unseen)
     for plan in plans:
         both = Both(model, choose, there)
-        found = checked(refit, plan.drop, both)
+        found = checked_repair(calibration, plan.drop, both)
         for trial in found.trials:
             yield {
                 "model": name, "draw": draw, "kept": plan.kept, "step": trial.step, "taken": trial.kept,

@@ -79,8 +79,10 @@ def smollm(options: argparse.Namespace) -> Subject:
         raise real.LeftOutError(str(error)) from None
     count, length = options.windows, options.length
     windows = smollm2.text(tokenizer, 2 * count, length, skip=-(-smollm2.REPORT * smollm2.LENGTH // length))
-    batches = [[{"input_ids": w, "labels": w} for w in half.split(4)] for half in windows.split(count)]
-    return Subject("SmolLM2-135M-Instruct on IMDB's reviews", model, *batches, f"{count} windows of {length} tokens")
+    first, second = ([{"input_ids": w, "labels": w} for w in half.split(4)] for half in windows.split(count))
+    return Subject(
+        "SmolLM2-135M-Instruct on IMDB's reviews", model, first, second, f"{count} windows of {length} tokens"
+    )
 
 
 SUBJECTS: dict[str, Callable[[argparse.Namespace], Subject]] = {

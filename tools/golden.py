@@ -223,8 +223,10 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def same(was: Any, now: Any, to_the_bit: bool) -> bool:
+    if was != was and now != now:  # NaN
+        return True
     if to_the_bit or not isinstance(was, str | float):
-        return bool(was == now) or (was != was and now != now)
+        return bool(was == now)
     if isinstance(was, float):
         return isinstance(now, float) and math.isclose(was, now, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     return was.startswith("sha256:") or was == now
