@@ -19,7 +19,7 @@ import transformers
 
 import headprune as hp
 from headprune.app import demo
-from headprune.app.data import Part, Parts, load_parts
+from headprune.app.data import DataParts, Part, load_parts
 from headprune.app.models import load_model
 from headprune.app.options import DataOptions, LoadOptions
 
@@ -33,7 +33,7 @@ class LeftOutError(Exception):
     """A model that is not here; the message says how to get it."""
 
 
-def load(name: str, minilm: Path | None = None, **options: Any) -> tuple[Any, Parts]:
+def load(name: str, minilm: Path | None = None, **options: Any) -> tuple[Any, DataParts]:
     """A model with its processor, and the parts of its data.
 
     Args:
@@ -54,7 +54,7 @@ def load(name: str, minilm: Path | None = None, **options: Any) -> tuple[Any, Pa
     return load_folder(model, data, **options)
 
 
-def load_folder(model: Path, data: Path, **options: Any) -> tuple[Any, Parts]:
+def load_folder(model: Path, data: Path, **options: Any) -> tuple[Any, DataParts]:
     """As `load`, of any folders."""
     loaded = load_model(str(model), LoadOptions(device="cpu"))
     return loaded, load_parts(DataOptions(str(data), **{"limit": MANY, "report_limit": MANY, **options}), loaded)

@@ -80,7 +80,9 @@ def smollm(options: argparse.Namespace) -> Subject:
     count, length = options.windows, options.length
     windows = smollm2.text(tokenizer, 2 * count, length, skip=-(-smollm2.REPORT * smollm2.LENGTH // length))
     first, second = ([{"input_ids": w, "labels": w} for w in half.split(4)] for half in windows.split(count))
-    return Subject("SmolLM2-135M-Instruct on IMDB's reviews", model, first, second, f"{count} windows of {length} tokens")
+    return Subject(
+        "SmolLM2-135M-Instruct on IMDB's reviews", model, first, second, f"{count} windows of {length} tokens"
+    )
 
 
 SUBJECTS: dict[str, Callable[[argparse.Namespace], Subject]] = {

@@ -94,3 +94,15 @@ def _in_units(count: float, units: Sequence[tuple[float, str]], to: int) -> str:
     rounded = float(f"{count:.{to}g}")
     unit, name = next((pair for pair in units if rounded >= pair[0]), units[-1])
     return f"{digits(rounded / unit, to)} {name}"
+
+
+def code(text: object) -> str:
+    """A text, marked as code: a name, a path, a call, or anything from the data.
+
+    >>> code("a b"), code("a`b")
+    ('`a b`', '``a`b``')
+    """
+    plain = str(text)
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", plain)), default=0))
+    pad = " " if plain[:1] in ("`", "") or plain.endswith("`") else ""
+    return f"{fence}{pad}{plain}{pad}{fence}"

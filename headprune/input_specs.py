@@ -197,7 +197,7 @@ def _spec_of(value: Any, name: str, special: Iterable[int]) -> Spec:
 
 
 def _other_ids(ids: Tensor, special: Iterable[int]) -> Tensor:
-    """Other ids, up to the largest one. Ids that control a model, such as padding or the place of an image, stay."""
+    """Token ids replaced by others up to the largest one; ids that control a model (padding, the place of an image) stay."""
     high, special = int(ids.max()) if ids.numel() else 0, sorted(special)
     pool = [
         i for i in dict.fromkeys(5 + n * max(high - 5, 0) // 63 for n in range(64)) if i not in special and i <= high

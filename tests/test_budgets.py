@@ -14,7 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import headprune as hp
-from headprune.app.documents import Asked
+from headprune.app.documents import BudgetRecord
 from headprune.budgets import BUDGETS, Fit, Reading, budget_of
 from headprune.budgets.limit import Cost
 from headprune.planning import Order
@@ -151,4 +151,4 @@ def test_any_budget_is_read_back_from_its_text(kind: str, number: Decimal, gap: 
     except hp.HeadPruneError:
         assume(False)
     assert budget_of(str(budget)) == budget
-    assert Asked.of(budget, Reading.exact(1.0)).parsed == budget or kind == "keep"  # whose amount is NaN
+    assert BudgetRecord.of(budget, Reading.exact(1.0)).parsed == budget or kind == "keep"  # whose amount is NaN

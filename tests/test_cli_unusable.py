@@ -115,7 +115,7 @@ def test_a_text_that_just_fits_is_not_cut(bert_folder: Path, here: Path) -> None
 
 
 def test_several_labels_an_example_can_be_read(here: Path) -> None:
-    from headprune.app.data.cutting import hidden_labels
+    from headprune.app.data.parts import hidden_labels
 
     class Rows:
         column_names = ("label",)

@@ -14,11 +14,10 @@ from torch import nn
 
 import headprune as hp
 from headprune.app.data import DataOptions, load_parts, load_train
-from headprune.app.data.encoders.classes import Classes
+from headprune.app.data.encoders.base import Classes
 from headprune.app.models import TASKS, LoadedModel, load_model, numbers_given
 from headprune.app.options import Options
 from headprune.app.workflow.scene import open_scene
-from headprune.errors import HeadPruneError
 from tests.support.causal import gemma3, text_config, tiny
 from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl
 from tests.support.zoo import llama, randomise
@@ -119,14 +118,11 @@ def test_bad_data(rows: Any, options: Any, message: str, bert_folder: Path, tmp_
         parts_of(bert_folder, tmp_path, **options)
 
 
-@pytest.mark.parametrize("content", ["", "\n"])
-def test_empty_files(content: str, bert_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text(content)
-    with pytest.raises(hp.HeadPruneError):
-        parts_of(bert_folder, tmp_path / "train.jsonl")
-
-
-def test_unknown_dataset(bert_folder: Path) -> None:
+def test_no_data(bert_folder: Path, tmp_path: Path) -> None:
+    for content in ("", "\n"):
+        (tmp_path / "train.jsonl").write_text(content)
+        with pytest.raises(hp.HeadPruneError):
+            parts_of(bert_folder, tmp_path / "train.jsonl")
     with pytest.raises(hp.HeadPruneError, match="no dataset 'nobody/nothing'"):
         parts_of(bert_folder, Path("nobody/nothing"))
 
@@ -161,11 +157,24 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+def of_task(task: str, coder: Any = None) -> LoadedModel:
+    return LoadedModel(task_model(task), coder or tokenizer(), TASKS[task], "x", "x")
+
+
+def parts_of_rows(loaded: LoadedModel, rows: Any, folder: Path, **options: Any) -> Any:
+    return load_parts(DataOptions(str(write_jsonl(folder / "x.jsonl", rows)), **options), loaded)
+
+
+def left_padding() -> Any:
+    coder = tokenizer()
+    coder.padding_side = "left"
+    return coder
+
+
 @pytest.mark.parametrize("task", ROWS)
 def test_every_text_task_scores_with_the_models_own_loss(task: str, tmp_path: Path) -> None:
-    model = task_model(task)
-    loaded = LoadedModel(model, tokenizer(), TASKS[task], "x", "x")
-    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", ROWS[task]))), loaded)
+    loaded = of_task(task)
+    model, parts = loaded.model, parts_of_rows(loaded, ROWS[task], tmp_path)
     (batch,) = list(parts.score.batches(100))
     measurement = hp.evaluate(model, [batch])
     assert "accuracy" in measurement.metrics  # our loss is the model's
@@ -177,21 +186,18 @@ def test_every_text_task_scores_with_the_models_own_loss(task: str, tmp_path: Pa
 
 
 def test_answers_are_where_they_should_be(tmp_path: Path) -> None:
-    loaded = LoadedModel(task_model("question-answering"), tokenizer(), TASKS["question-answering"], "x", "x")
-    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", ROWS["question-answering"]))), loaded)
-    texts = tokenizer()
-    found = {
+    parts, texts = parts_of_rows(of_task("question-answering"), ROWS["question-answering"], tmp_path), tokenizer()
+    answers = {
         texts.decode(f["input_ids"][f["start_positions"] : f["end_positions"] + 1])
         for p in (parts.score, parts.choose, parts.report)
         for f in p.features
     }
-    assert found == {"great", "dull", "fun", "sad", "one", "two"}
+    assert answers == {"great", "dull", "fun", "sad", "one", "two"}
 
 
 def test_masks_are_drawn_by_seed_and_row(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "x.jsonl", ROWS["masked-lm"])
-    loaded = LoadedModel(task_model("masked-lm"), tokenizer(), TASKS["masked-lm"], "x", "x")
-    first, again = (load_parts(DataOptions(str(path)), loaded).score.features for _ in range(2))
+    loaded = of_task("masked-lm")
+    first, again = (parts_of_rows(loaded, ROWS["masked-lm"], tmp_path).score.features for _ in range(2))
     assert first == again
     for f in first:
         masked = [i for i, token in enumerate(f["input_ids"]) if token == 4]
@@ -220,8 +226,7 @@ def test_whisper_and_its_sound(tmp_path: Path) -> None:
         }
         for w in ["one", "two", "three", "four", "good", "bad"]
     ]
-    loaded = LoadedModel(model, Processor(), TASKS["speech-seq2seq"], "x", "x")
-    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", rows))), loaded)
+    parts = parts_of_rows(LoadedModel(model, Processor(), TASKS["speech-seq2seq"], "x", "x"), rows, tmp_path)
     scores = hp.score(model, parts.score.batches(2))
     assert [layer.kind for layer in scores.layers] == ["encoder"] * 2 + ["decoder", "cross"] * 2
     assert torch.isfinite(scores.flat()).all()
@@ -229,11 +234,10 @@ def test_whisper_and_its_sound(tmp_path: Path) -> None:
 
 def test_masked_texts_are_disjoint_too(tmp_path: Path) -> None:
     rows = sentences(20, seed=0) * 5
-    loaded = LoadedModel(task_model("masked-lm"), tokenizer(), TASKS["masked-lm"], "x", "x")
     write_jsonl(tmp_path / "d" / "train.jsonl", rows)
     write_jsonl(tmp_path / "d" / "test.jsonl", sentences(20, seed=0)[:10] + sentences(20, seed=5))
     write_jsonl(tmp_path / "d" / "validation.jsonl", sentences(20, seed=6))
-    parts = load_parts(DataOptions(str(tmp_path / "d"), limit=80), loaded)
+    parts = load_parts(DataOptions(str(tmp_path / "d"), limit=80), of_task("masked-lm"))
 
     def texts(part: Any) -> set[tuple[int, ...]]:
         return {
@@ -246,19 +250,15 @@ def test_masked_texts_are_disjoint_too(tmp_path: Path) -> None:
 
 
 def test_left_padding_does_not_reach_language_models(tmp_path: Path) -> None:
-    from headprune.evaluation import evaluate
-
-    left = tokenizer()
-    left.padding_side = "left"
-    loaded = LoadedModel(task_model("causal-lm"), left, TASKS["causal-lm"], "x", "x")
-    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", sentences(40, seed=0)))), loaded)
-    one, many = (evaluate(loaded.model, parts.report.batches(size)).metrics["perplexity"] for size in (1, 30))
+    loaded = of_task("causal-lm", left_padding())
+    parts = parts_of_rows(loaded, sentences(40, seed=0), tmp_path)
+    one, many = (hp.evaluate(loaded.model, parts.report.batches(size)).metrics["perplexity"] for size in (1, 30))
     assert one == pytest.approx(many, rel=1e-4)
 
 
 def test_chats_are_written_out_by_the_chat_template(tmp_path: Path) -> None:
     coder = tokenizer()
-    loaded = LoadedModel(task_model("causal-lm"), coder, TASKS["causal-lm"], "x", "x")
+    loaded = of_task("causal-lm", coder)
     said = [row["text"] for row in sentences(60, seed=0)]
     chats = [
         {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
@@ -290,22 +290,18 @@ def test_roberta_has_fewer_positions_than_rows(tmp_path: Path) -> None:
     loaded = LoadedModel(model, tokenizer(), TASKS["sequence-classification"], "x", "x")
     long = " ".join(r["text"] for r in sentences(20, seed=1))
     rows = [{**r, "text": f"{r['text']} {long}"} for r in sentences(30, seed=0)]
-    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", rows))), loaded)
+    parts = parts_of_rows(loaded, rows, tmp_path)
     assert max(parts.score.lengths()) == 16
     hp.score(model, parts.score.batches(4))
 
 
 def test_targets_are_padded_on_the_right_whatever_side_inputs_are(tmp_path: Path) -> None:
     """A decoder begins at the left: labels padded there would have it begin with nothing."""
-    left = tokenizer()
-    left.padding_side = "left"
-    loaded = LoadedModel(task_model("seq2seq"), left, TASKS["seq2seq"], "x", "x")
     words = ["one", "two", "three", "four", "a", "the"]
     rows: list[dict[str, object]] = [
         {"document": " ".join(words[: i + 1]), "summary": " ".join(words[i:])} for i in range(6)
     ]
-    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", rows))), loaded)
-    (batch,) = list(parts.score.batches(9))
+    (batch,) = list(parts_of_rows(of_task("seq2seq", left_padding()), rows, tmp_path).score.batches(9))
     padded, ignored = batch["attention_mask"] == 0, batch["labels"] == -100
     assert padded.any()
     assert ignored.any()
@@ -317,8 +313,7 @@ def test_a_token_that_also_pads_is_still_predicted(tmp_path: Path) -> None:
     """Many language models pad with the end of text; where it is text, it counts."""
     texts = tokenizer()
     texts.pad_token = "[SEP]"  # the last of every text, too
-    loaded = LoadedModel(task_model("causal-lm"), texts, TASKS["causal-lm"], "x", "x")
-    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", sentences(40, seed=0)))), loaded)
+    parts = parts_of_rows(of_task("causal-lm", texts), sentences(40, seed=0), tmp_path)
     (batch,) = list(parts.report.batches(99))
     assert (batch["attention_mask"] == 0).any()
     assert torch.equal(batch["labels"] != -100, batch["attention_mask"] == 1)
@@ -339,7 +334,7 @@ def test_a_split_that_is_named_for_two_parts_is_cut(split: str, bert_folder: Pat
 def test_labels_for_several_classes_at_once(label: Any) -> None:
     """Labels of 2 or -1 were scored as they were: the loss of a class is of no use with them."""
     classes = Classes(tf.BertConfig(num_labels=3))
-    with pytest.raises(HeadPruneError, match="takes 3 numbers from 0 to 1"):
+    with pytest.raises(hp.HeadPruneError, match="takes 3 numbers from 0 to 1"):
         classes.several(label, any_number=False)
     assert classes.several([0, 0.5, 1], any_number=False) == [0.0, 0.5, 1.0]
 
@@ -347,12 +342,12 @@ def test_labels_for_several_classes_at_once(label: Any) -> None:
 def labels_of(loaded: LoadedModel, data: Any, **options: Any) -> tuple[list[Any], list[str]]:
     """The labels of every part's examples in their rows' order, as the model gets them; and the notes."""
     parts = load_parts(DataOptions(str(data), **options), loaded)
-    found = {
+    labels = {
         (part.split, row): feature["labels"]
         for part in (parts.score, parts.choose, parts.report)
         for row, feature in zip(part.rows, part.features, strict=True)
     }
-    return [found[at] for at in sorted(found)], parts.notes
+    return [labels[at] for at in sorted(labels)], parts.notes
 
 
 def text_classifier(**config: Any) -> LoadedModel:
@@ -383,17 +378,17 @@ def test_named_classes_are_the_models_of_that_name(
     model: list[str], data: list[str], expected: list[int], tmp_path: Path
 ) -> None:
     """Numbers of a ClassLabel column were taken as the model's, whatever either of them calls its classes."""
-    found, notes = labels_of(
+    labels, notes = labels_of(
         text_classifier(id2label=dict(enumerate(model))), stored(tmp_path / "d", data, [0, 1, 1] * 8)
     )
-    assert found == [expected[i] for i in [0, 1, 1] * 8]
+    assert labels == [expected[i] for i in [0, 1, 1] * 8]
     assert notes == ["There is no other split to report on: d was cut by seed 0."]
 
 
 def test_other_names_in_as_many_classes_are_matched_by_their_order_and_it_is_said(tmp_path: Path) -> None:
     loaded = text_classifier(id2label={0: "negative", 1: "positive"})
-    found, notes = labels_of(loaded, stored(tmp_path / "d", ["bad", "good"], [0, 1] * 8))
-    assert found == [0, 1] * 8
+    labels, notes = labels_of(loaded, stored(tmp_path / "d", ["bad", "good"], [0, 1] * 8))
+    assert labels == [0, 1] * 8
     assert notes[-1] == (
         "Classes were matched by their order: the model (negative, positive) does not name the data's bad, good."
     )
@@ -417,8 +412,8 @@ def test_several_named_classes_at_once(tmp_path: Path) -> None:
     """A list of classes was taken for a number for every class, where it was as long."""
     loaded = text_classifier(id2label={0: "joy", 1: "anger", 2: "fear"}, problem_type="multi_label_classification")
     data = stored(tmp_path / "d", ["anger", "fear", "joy"], [[0, 1, 0], [2], []] * 6, several=True)
-    found, _ = labels_of(loaded, data)
-    assert found == [[0.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]] * 6
+    labels, _ = labels_of(loaded, data)
+    assert labels == [[0.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]] * 6
 
 
 def test_tags_of_words_go_by_name(tmp_path: Path) -> None:
@@ -433,8 +428,8 @@ def test_tags_of_words_go_by_name(tmp_path: Path) -> None:
     }
     rows = {"tokens": [[*pair] for pair in permutations(WORDS, 2)][:20], "ner_tags": [[1, 2], [2, 0]] * 10}
     datasets.Dataset.from_dict(rows, features=datasets.Features(kinds)).save_to_disk(str(tmp_path / "d"))
-    found, _ = labels_of(loaded, tmp_path / "d")
-    assert [row[1:3] for row in found] == [[2, 1], [1, 0]] * 10
+    labels, _ = labels_of(loaded, tmp_path / "d")
+    assert [row[1:3] for row in labels] == [[2, 1], [1, 0]] * 10
 
 
 def test_splits_may_order_their_classes_differently(tmp_path: Path) -> None:
@@ -454,8 +449,8 @@ def test_splits_may_order_their_classes_differently(tmp_path: Path) -> None:
 def test_numbers_that_the_model_names_are_these_classes(tmp_path: Path) -> None:
     """A model of the classes 1 to 3, as its training found them in the data, gives class 0 for a 1."""
     rows = [{**row, "label": i % 3 + 1} for i, row in enumerate(sentences(30, seed=0))]
-    found, _ = labels_of(text_classifier(id2label={0: "1", 1: "2", 2: "3"}), write_jsonl(tmp_path / "x.jsonl", rows))
-    assert found == [i % 3 for i in range(30)]
+    labels, _ = labels_of(text_classifier(id2label={0: "1", 1: "2", 2: "3"}), write_jsonl(tmp_path / "x.jsonl", rows))
+    assert labels == [i % 3 for i in range(30)]
 
 
 def test_folders_of_images_go_by_name(tmp_path: Path) -> None:
@@ -526,8 +521,7 @@ def test_nothing_left_to_train_on(bert_folder: Path, tmp_path: Path) -> None:
 
 
 def parts_for(model: nn.Module, folder: Path) -> Any:
-    loaded = LoadedModel(model, tokenizer(), TASKS["causal-lm"], "x", "x")
-    return load_parts(DataOptions(str(write_jsonl(folder / "x.jsonl", sentences(12, seed=0)))), loaded)
+    return parts_of_rows(LoadedModel(model, tokenizer(), TASKS["causal-lm"], "x", "x"), sentences(12, seed=0), folder)
 
 
 def test_labels_are_the_next_tokens_whatever_the_models_own_loss(tmp_path: Path) -> None:
@@ -627,5 +621,5 @@ def test_texts_are_cut_at_the_positions_of_the_text_part(tmp_path: Path) -> None
     rows: list[dict[str, Any]] = [
         {"text": f"{w} good film was a the plot is fun"} for w in ("one", "two", "sad", "dull", "four", "three")
     ]
-    parts = load_parts(DataOptions(str(write_jsonl(tmp_path / "x.jsonl", rows))), loaded)
+    parts = parts_of_rows(loaded, rows, tmp_path)
     assert {b["input_ids"].shape[1] for b in parts.score.batches(4)} == {5}

@@ -16,7 +16,7 @@ import pytest
 import headprune as hp
 from headprune.app.documents import Cut, FinetuneRecord, Heads, Metrics, Run
 from headprune.app.options import DataOptions, Options
-from headprune.app.report import finetuned
+from headprune.app.report.cards import finetune_report
 from headprune.documents import File, from_json
 from headprune.files import dumps, loads, write_json
 from headprune.plans import PruningPlan
@@ -172,7 +172,7 @@ def test_a_part_is_the_same_as_far_as_both_sides_say() -> None:
 
 
 def test_the_report_of_a_fine_tuning() -> None:
-    text = finetuned.render("r", from_json(FinetuneRecord, FINETUNE))
+    text = finetune_report("r", from_json(FinetuneRecord, FINETUNE))
     assert (
         "Kept: the weights after epoch 1, by accuracy on 50 choosing examples (`validation`): 50.0 % after 0 epochs, "
         in text

@@ -211,7 +211,7 @@ def test_a_readme_may_have_links(here: Path) -> None:
 def test_a_row_names_no_image_elsewhere(cut: list[Any]) -> None:
     """transformers' image processors fetch what a text names."""
     from headprune.app.data import DataOptions
-    from headprune.app.data.encoders.image import ImageClassification
+    from headprune.app.data.encoders.media import ImageClassification
 
     encoder = ImageClassification.__new__(ImageClassification)
     encoder.options, encoder.image, encoder.label = DataOptions("d"), "image", "label"

@@ -24,7 +24,7 @@ from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import load_model
 from headprune.app.options import DataOptions, FinetuneOptions, Options
 from headprune.app.precision import half_of, holds
-from headprune.app.report.finetuned import card, render
+from headprune.app.report.cards import finetune_card, finetune_report
 from headprune.app.runs import RunFolder, check_free
 from headprune.app.workflow import Console, Scene, open_scene, saving
 from headprune.app.workflow.checks import changed_options, seen_before
@@ -138,8 +138,8 @@ def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
 
     def write() -> None:
         record.write(content / DOCUMENT)
-        write_file(content / REPORT, render(folder.path.name, record))
-        checkpoint.add_figures(content, card(record))
+        write_file(content / REPORT, finetune_report(folder.path.name, record))
+        checkpoint.add_figures(content, finetune_card(record))
         folder.publish(content, ["*"])
 
     current().first("writing the run", write)

@@ -1,4 +1,4 @@
-"""Models of a class: of a folder, without their weights; and a pruned model as its stock class has it, with its weights and proved."""
+"""Builds models: a folder's dense architecture without weights, and a pruned model as an instance of its stock class, proved equal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headprune.surgery.watch import largest
 
 
 def check_attention(source: str | Path, config: Any) -> None:
-    """Refuse a config that lets a kernel from the Hub compute attention: that is code, too."""
+    """Refuse a config that names an attention kernel from the Hub, since loading it runs code."""
     names = {getattr(c, "_attn_implementation", None) for c in configs_in(config)}
     if kernels := sorted(n for n in names if isinstance(n, str) and "/" in n):
         raise HeadPruneError(

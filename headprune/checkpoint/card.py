@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headprune import amounts
 from headprune.amounts import in_line
 from headprune.checkpoint.remote_code import FILE, SIDECAR, load_call, template
 from headprune.errors import HeadPruneError, first_line
@@ -107,10 +108,7 @@ def add_tags(folder: Path, tags: Sequence[str]) -> None:
 
 def code(text: object) -> str:
     """A text as Markdown's code, which is never markup, also in a table; on one line."""
-    plain = " ".join(in_line(str(text)).split())
-    fence = "`" * (1 + max((len(run) for run in re.findall("`+", plain)), default=0))
-    pad = " " if plain[:1] in ("`", "") or plain.endswith("`") else ""
-    return f"{fence}{pad}{plain}{pad}{fence}".replace("|", "\\|")
+    return amounts.code(" ".join(in_line(str(text)).split())).replace("|", "\\|")
 
 
 def replaceable(card: bytes | None) -> bool:

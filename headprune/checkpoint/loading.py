@@ -100,7 +100,7 @@ def damaged(path: str | Path, error: BaseException) -> HeadPruneError | None:
 
 
 def _check_saved_here(path: Path) -> None:
-    """Refuse what `save` did not write; the hint says what loads it."""
+    """Refuse a folder that `save` did not write; the hint says which call loads it."""
     if not path.is_dir():
         raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that headprune saved.")
     if not is_checkpoint(path) and (config := probe.read_config(path)):
@@ -144,9 +144,8 @@ def _check_files(path: Path, sidecar: Mapping[str, Any], as_saved: bool) -> None
     Raises:
         HeadPruneError: The probe is another one; or, with ``as_saved``, any of them.
     """
-    saved = {
-        n: text for n, text in sidecar.get("files", {}).items() if not {"..", ""} & {*n.split("/")}
-    }  # none elsewhere
+    names = sidecar.get("files", {})
+    saved = {n: names[n] for n in names if not {"..", ""} & {*n.split("/")}}  # none elsewhere
     other = [name for name, now in file_digests(path, saved).items() if now != saved[name]]
     if probe.FILE in other or (other and as_saved):
         name = probe.FILE if probe.FILE in other else other[0]
@@ -160,7 +159,7 @@ def _check_files(path: Path, sidecar: Mapping[str, Any], as_saved: bool) -> None
 
 
 def _weight_files(path: Path, sidecar: Mapping[str, Any]) -> list[Path]:
-    """The files that hold the weights; a name that leads elsewhere is refused."""
+    """The files that hold the weights; names of files outside the folder are refused."""
     name = sidecar.get("weights", _WEIGHTS)  # a key of folders of 0.1
     if name not in (_WEIGHTS, _OLD_WEIGHTS):
         raise HeadPruneError(f"{SIDECAR} names {name!r} as its weights, which headprune never does.", "Save it again.")

@@ -137,11 +137,8 @@ def _compare(
     expected, scales = [stored[f"answer.{i}"] for i in kept], [about["scales"][i] for i in kept]
     off = difference([_sample(actual[i], ANSWER) for i in kept], expected, scales) if alike else math.inf
     if off > min(tolerance, COARSEST):
-        first, saved, own = (
-            "",
-            about.get("outputs", {}),
-            dict(model.named_modules()),
-        )  # folders of older versions have none
+        saved = about.get("outputs", {})  # none in folders of older versions
+        first, own = "", dict(model.named_modules())
         with module_outputs(model, [name for name in saved if name in own], OUTPUT) as outputs:
             run(model, example, seed=1)
         for name, was, row in zip(saved, saved.values(), stored.get("outputs", ()), strict=False):
@@ -225,7 +222,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """What is done with a folder's probe, which somebody may have edited."""
+    """Turns any error in the block into one that says that the probe file is damaged."""
     try:
         yield
     except HeadPruneError:

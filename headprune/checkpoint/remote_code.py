@@ -20,12 +20,8 @@ from headprune.files import read_json
 
 SIDECAR = "headprune.json"
 FILE = "modeling_headprune.py"
-_SOURCES = (
-    "standins",
-    "hooks",
-    "empty",
-    "structure",
-)  # of headprune.pruned, in the order in which they import each other
+# Of headprune.pruned, in the order in which they import each other.
+_SOURCES = ("standins", "hooks", "empty", "structure")
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def print_table(console: Console, title: str, content: Table, without: Sequence[
 
 
 def print_scores(console: Console, scores: list[HeadScores]) -> None:
-    from headprune.app.report.sections.importance import agreement_table
+    from headprune.app.report.sections.heads import agreement_table
 
     for s in scores:
         _print_heat(console, s, {})
@@ -133,9 +133,9 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
 def _print_summary(console: Console, run: Run, metrics: Metrics) -> None:
     """The report's first screen, without what is printed elsewhere, and the section on other data."""
     from headprune.app.report.content import Strong, Table
+    from headprune.app.report.sections.measured import other_data
     from headprune.app.report.sections.opening import over_random_line, precision, rule, summary
-    from headprune.app.report.sections.quality import other_data
-    from headprune.app.report.sections.sizes import control
+    from headprune.app.report.sections.plans import control
 
     other = other_data(run, metrics)
     lines = "\n".join(filter(None, [rule(metrics), over_random_line(metrics), precision(run, metrics)]))
@@ -166,14 +166,14 @@ def print_document(console: Console, folder: RunFolder) -> None:
 
 
 def print_finetuned(console: Console, record: FinetuneRecord) -> None:
-    from headprune.app.report.finetuned import results
+    from headprune.app.report.cards import finetune_table
 
-    print_table(console, "Dense, pruned and fine-tuned, on the reporting part", results(record))
+    print_table(console, "Dense, pruned and fine-tuned, on the reporting part", finetune_table(record))
     console.result(f"Training: {record.changes.gain.verdict}.")
 
 
 def print_latency(console: Console, rows: Sequence[LatencyRow]) -> None:
-    from headprune.app.report.sections.speed import latency_table
+    from headprune.app.report.sections.measured import latency_table
 
     print_table(console, "Latency of a forward pass, models in turn", latency_table(rows), without=["verdict"])
 
@@ -181,7 +181,7 @@ def print_latency(console: Console, rows: Sequence[LatencyRow]) -> None:
 def print_time(
     console: Console, rows: Sequence[TimeParts], timed: Sequence[LatencyRow], metrics: Metrics | None = None
 ) -> None:
-    from headprune.app.report.sections.speed import disturbance, time_table
+    from headprune.app.report.sections.measured import disturbance, time_table
 
     if rows:
         print_table(console, "Where the dense model's time goes", time_table(rows, metrics))
@@ -191,7 +191,7 @@ def print_time(
 
 
 def print_generation(console: Console, rows: Sequence[GenerationRow]) -> None:
-    from headprune.app.report.sections.speed import generation_table
+    from headprune.app.report.sections.measured import generation_table
 
     if rows:
         print_table(console, "Generation, models in turn", generation_table(rows))

@@ -1,7 +1,8 @@
-"""A model written for other engines and loaders: one function, one file a format."""
+"""A model written for other engines and loaders: one function, one file a format; folders for stock classes are written here."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import shutil
@@ -15,17 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from headprune.checkpoint import NotStockError, load_call, prove_same_answers, save, to_stock
 from headprune.errors import HeadPruneError, check_link, check_text, check_writable
-from headprune.exporting import gguf, onnx, stock
+from headprune.exporting import gguf, onnx
 from headprune.exporting.engines import bench_files, is_exported, time_onnx
 from headprune.exporting.formats import FORMATS, Exported, Format, exporter, format_named
 from headprune.files import atomic_folder
 from headprune.inputs import check_model
 from headprune.locks import locked
+from headprune.pruned import structure_of
 from headprune.running import evaluating
 
 __all__ = ["FORMATS", "Exported", "bench_files", "check_place", "export", "exporter", "format_named", "is_exported"]
-__all__ += ["gguf", "onnx", "stock", "time_onnx"]
+__all__ += ["gguf", "onnx", "time_onnx"]
 
 
 def export(
@@ -132,3 +135,30 @@ def _replace_file(path: Path, overwrite: bool) -> Iterator[Path]:
                 os.replace(folder / name, path.with_name(name))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@exporter("stock", "-stock", folder=True)
+def stock(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) -> Exported:
+    """A folder that from_pretrained loads without any option (as many heads in every layer, where the class can have them)."""
+    try:
+        same: Any = to_stock(model) if structure_of(model) else model
+    except NotStockError as error:
+        raise HeadPruneError(
+            error.args[0],
+            "Load the folder as it is, with trust_remote_code=True; or prune by --strategy uniform, which keeps to what a stock class can have.",
+        ) from error
+    if dtype != "float32":
+        same = copy.deepcopy(same)
+        for parameter in same.parameters():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+    save(same, path, processor=processor, overwrite=True, about={"exported": name})
+    try:
+        loaded = type(same).from_pretrained(path, attn_implementation=same.config._attn_implementation).eval()
+    except Exception as error:
+        raise HeadPruneError(f"transformers does not load it: {error}.", "Please report this.") from error
+    difference = prove_same_answers(model, loaded)
+    loads = load_call(path).code()
+    size = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
+    facts = {"bytes": size, "dtype": dtype, "difference": difference, "loads": loads}
+    summary = f"{size / 1e6:,.0f} MB, {dtype}; loads with {loads}: answers within {difference:.1g} of the largest"
+    return Exported(path, "stock", True, summary, facts)

@@ -131,7 +131,7 @@ def complete(
     threads: int | None = None,
     exact: bool = True,
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Let llama.cpp answer requests, in a process of its own: a file that it cannot read ends the process.
+    """llama.cpp's answers to requests, from a child process, since a file that it cannot read ends the process.
 
     Args:
         file: A GGUF file.

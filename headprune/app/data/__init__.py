@@ -7,8 +7,8 @@ the scored examples, and no others of the three.
 rows serve which part; `encoders` has one class a task, which makes rows features and features batches; `part` holds encoded examples; `parts` puts it together.
 """
 
-from headprune.app.data.part import Part, Parts
+from headprune.app.data.part import DataParts, Part
 from headprune.app.data.parts import load_also, load_parts, load_train
 from headprune.app.options import DataOptions
 
-__all__ = ["DataOptions", "Part", "Parts", "load_also", "load_parts", "load_train"]
+__all__ = ["DataOptions", "DataParts", "Part", "load_also", "load_parts", "load_train"]

@@ -26,6 +26,7 @@ class Part:
         inputs: A hash of every example's input, where parts were cut by it.
         shortened: How many were cut to the length that the model accepts, or that was asked for.
         left_out: How many rows could not be used, by the reason.
+        repeated: How many were left out because their input had been seen.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Part:
     inputs: tuple[str, ...] = ()
     shortened: int = 0
     left_out: Mapping[str, int] = field(default_factory=dict)
+    repeated: int = 0
 
     def __len__(self) -> int:
         return len(self.features)
@@ -66,8 +68,9 @@ class Part:
 
     @cached_property
     def _content(self) -> str:
-        made = isinstance(self.features, OnDemand)
-        return content_hash(self.features.hashes if made else [content_hash(f) for f in self.features])  # type: ignore[attr-defined]
+        if isinstance(self.features, OnDemand):
+            return content_hash(self.features.hashes)
+        return content_hash([content_hash(f) for f in self.features])
 
     def content_hash(self) -> str:
         """A hash of every example, labels included."""
@@ -75,7 +78,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Parts:
+class DataParts:
     """The three disjoint parts, the columns that were guessed, and notes on what was left out.
 
     Attributes:

@@ -1,15 +1,64 @@
-"""Reads every split of a Hub dataset, a local folder or a local file."""
+"""Every split of a Hub dataset, a local folder or a local file; for what cannot be read, the file and the line."""
 
 from __future__ import annotations
 
 import glob
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from headprune.app.data.broken import broken_line, fatal, files_in
 from headprune.errors import HeadPruneError, causes, check_text, explained, first_line, is_of_the_disk
+
+_DEEPEST = 1000  # values within values
+_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]')
+
+
+def files_in(path: Path, *suffixes: str) -> Iterator[Path]:
+    """A file itself, or a folder's files with all its subfolders', sorted: those with one of these suffixes."""
+    for file in [path] if path.is_file() else sorted(path.rglob("*")):
+        if file.suffix.lower() in suffixes and file.is_file():
+            yield file
+
+
+def fatal(path: Path) -> HeadPruneError | None:
+    """The error for JSON on which pyarrow's reader would crash the process; None for any other file.
+
+    It overflows its stack at some tens of thousands of values within values, and follows a null pointer where a row is ``null``.
+    """
+    for file in files_in(path, ".json", ".jsonl"):
+        with file.open("rb") as lines:
+            depth = 0
+            for number, line in enumerate(lines, 1):
+                if depth == 0 and line.strip() == b"null":
+                    return _broken_at(file, number, "it holds null instead of a JSON object")
+                opened = line.count(b"[") + line.count(b"{")
+                if depth == 0 and opened <= _DEEPEST and opened == line.count(b"]") + line.count(b"}"):
+                    continue  # a whole object, as nearly every line of JSON lines is
+                for token in _BRACKETS.finditer(line):
+                    depth += (token[0] in (b"[", b"{")) - (token[0] in (b"]", b"}"))
+                    if depth > _DEEPEST:
+                        return _broken_at(file, number, f"there are values within values, more than {_DEEPEST:,} deep")
+    return None
+
+
+def broken_line(file: Path) -> HeadPruneError | None:
+    """The error for the first line of a file of texts that is not UTF-8, or of JSON lines that is no JSON object; None without one."""
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        try:
+            text = line.decode("utf-8-sig")
+            if file.suffix.lower() == ".jsonl" and text.strip() and not isinstance(json.loads(text), dict):
+                return _broken_at(file, number, "it is no JSON object")
+        except (ValueError, RecursionError) as error:
+            return _broken_at(file, number, str(error).replace("line 1 ", ""))
+    return None
+
+
+def _broken_at(file: Path, line: int, why: str) -> HeadPruneError:
+    hint = "Repair or remove it (texts are UTF-8, and in JSON lines each line is one object), then run the same command again."
+    return HeadPruneError(f"{file} cannot be read as a dataset: line {line:,}: {why}.", hint)
+
 
 BUILDERS = {
     ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text",
@@ -18,7 +67,7 @@ WHOLE = "all"  # the name of the only split where the data has none: one file, o
 
 
 def check_local(dataset: str) -> None:
-    """Refuse what cannot be data, before it is read: that takes longer, and the libraries' errors say less.
+    """Refuse a path that cannot hold data, before the library reads it: its own errors come later and say less.
 
     Raises:
         HeadPruneError: No such file or folder, an empty one, or a kind of file that headprune does not read.
@@ -76,10 +125,11 @@ def _check_addresses(folder: Path) -> None:
         if not file.is_file():
             continue
         text = file.read_text(encoding="utf-8", errors="replace")
-        told = text.split("\n---", 1)[0] if name == "README.md" else text
-        if found := re.search(r"[\w+.-]+://[^\s'\",\]]*", told) if "data_files" in told or "data_dir" in told else None:
+        metadata = text.split("\n---", 1)[0] if name == "README.md" else text
+        address = re.search(r"[\w+.-]+://[^\s'\",\]]*", metadata)
+        if address and ("data_files" in metadata or "data_dir" in metadata):
             raise HeadPruneError(
-                f"{file} names files elsewhere ({found[0]:.80}), and headprune fetches nothing for a folder.",
+                f"{file} names files elsewhere ({address[0]:.80}), and headprune fetches nothing for a folder.",
                 "Put the files into the folder, or take the address out.",
             )
 
@@ -131,7 +181,7 @@ def unreadable_file(path: Path) -> HeadPruneError | None:
 
 
 def _of_the_cache(path: Path, error: Exception) -> HeadPruneError | None:
-    """The error where not the data are at fault but the place to which the library copies them; None for any other."""
+    """The error for a full disk or a cache folder that the library cannot write; None if the data itself is at fault."""
     if is_of_the_disk(error) and (full := explained(error)):
         return full
     for cause in causes(error):

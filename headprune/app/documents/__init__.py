@@ -5,23 +5,17 @@ hold values of the library, which writes and reads them itself (`headprune.scori
 changes its name or meaning needs a new `headprune.files.SCHEMA`.
 """
 
-from headprune.app.documents.finetune import (
-    FinetunedChanges,
-    FinetunedModels,
-    FinetuneRecord,
-    TrainingOptions,
-)
 from headprune.app.documents.heads import Heads, LayerProfile, Positions, Sample, SampleLayer
 from headprune.app.documents.metrics import (
-    MOST_APART,
+    DISTURBED,
     AlsoData,
     AlsoMeasured,
-    Asked,
+    BudgetRecord,
     BudgetResult,
     Dense,
     EngineLatency,
     ExportedModel,
-    Latency,
+    Latencies,
     Metrics,
     Planning,
     Point,
@@ -30,11 +24,24 @@ from headprune.app.documents.metrics import (
     TimeParts,
     Trained,
 )
-from headprune.app.documents.run import Cut, Environment, Examples, LayerFacts, Measured, ModelFacts, Run, Training
+from headprune.app.documents.run import (
+    Cut,
+    Environment,
+    Examples,
+    FinetunedChanges,
+    FinetunedModels,
+    FinetuneRecord,
+    LayerFacts,
+    Measured,
+    ModelFacts,
+    Run,
+    Training,
+    TrainingOptions,
+)
 
 __all__ = [
-    "MOST_APART", "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "Cut", "Dense", "EngineLatency", "Environment",
-    "Examples", "ExportedModel", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Heads", "Latency",
+    "DISTURBED", "AlsoData", "AlsoMeasured", "BudgetRecord", "BudgetResult", "Cut", "Dense", "EngineLatency", "Environment",
+    "Examples", "ExportedModel", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Heads", "Latencies",
     "LayerFacts", "LayerProfile", "Measured", "Metrics", "ModelFacts", "Planning", "Point", "Positions", "Proved", "Repaired",
     "Run", "Sample", "SampleLayer", "TimeParts", "Trained", "Training", "TrainingOptions",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from headprune.planning.effort import Effort, Work
 from headprune.repairing import Repair
 from headprune.searching import ComparedOrder
 from headprune.surgery import Proof
-from headprune.timing import Breakdown, GenerationRow
+from headprune.timing import GenerationRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Planning:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class BudgetRecord:
     """A budget.
 
     Attributes:
@@ -84,10 +84,10 @@ class Asked:
     length: Count | None = None
 
     @classmethod
-    def of(cls, budget: Budget, reading: Reading) -> Asked:
+    def of(cls, budget: Budget, reading: Reading, batch: int | None = None, length: int | None = None) -> BudgetRecord:
         return cls(
             asked=str(budget), kind=budget.kind, limit=budget.amount, relative=budget.relative, unit=budget.amount_unit,
-            measured=reading.value, low=reading.low, high=reading.high,
+            measured=reading.value, low=reading.low, high=reading.high, batch=batch, length=length,
         )  # fmt: skip
 
     @property
@@ -195,7 +195,7 @@ class BudgetResult:
     total: Count
     method: str
     strategy: str = ""
-    budget: Asked | None = None
+    budget: BudgetRecord | None = None
     notes: tuple[str, ...]
     drop: dict[str, tuple[Count, ...]]
     pruned: Measured
@@ -245,7 +245,7 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latency:
+class Latencies:
     """Times of forward passes, in milliseconds.
 
     Attributes:
@@ -283,7 +283,7 @@ class ExportedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLatency:
-    """Times of exported models in the engine that they are for, the dense one first, as `Latency`."""
+    """Times of exported models in the engine that they are for, the dense one first, as `Latencies`."""
 
     format: str
     rows: tuple[LatencyRow, ...]
@@ -307,12 +307,6 @@ class TimeParts:
     bounds: dict[str, float]
     stand_ins: bool = False
 
-    @classmethod
-    def of(cls, found: Breakdown, bounds: dict[str, float], batch: int, length: int) -> TimeParts:
-        return cls(
-            batch=batch, length=length, total=found.total, parts=found.parts, bounds=bounds, stand_ins=found.stand_ins
-        )
-
     @property
     def shares(self) -> dict[str, float]:
         """Every part's share of the total."""
@@ -320,19 +314,19 @@ class TimeParts:
 
     def timed(self, rows: Sequence[LatencyRow]) -> float | None:
         """Milliseconds of the dense model's pass on this input where the models were timed in turn; None if it was not timed."""
-        found = (row.timings for row in rows if (row.batch, row.length) == (self.batch, self.length))
-        return next((next(iter(timings.values())).median for timings in found if timings), None)
+        timings_here = (row.timings for row in rows if (row.batch, row.length) == (self.batch, self.length))
+        return next((next(iter(timings.values())).median for timings in timings_here if timings), None)
 
-    def apart(self, rows: Sequence[LatencyRow]) -> float:
+    def factor_from(self, rows: Sequence[LatencyRow]) -> float:
         """How many times as long, or as short, these passes took as those of `timed`; 1 where both cannot be compared.
 
-        It is the same model on the same input: if this is more than `MOST_APART`, something else kept the machine busy.
+        It is the same model on the same input: if this is more than `DISTURBED`, something else kept the machine busy.
         """
         timed = self.timed(rows)
         return 1.0 if self.stand_ins or not timed else max(self.total / timed, timed / self.total)
 
 
-MOST_APART = 1.5
+DISTURBED = 1.5
 """The factor between two timings of one model beyond which one of them was disturbed; undisturbed ones differ by less."""
 
 
@@ -356,7 +350,7 @@ class Metrics(File):
     dense: Dense
     budgets: tuple[BudgetResult, ...]
     curve: tuple[Point, ...]
-    latency: Latency
+    latency: Latencies
     time: tuple[TimeParts, ...] = ()
     generation: tuple[GenerationRow, ...] = ()
     also: tuple[AlsoData, ...] = ()

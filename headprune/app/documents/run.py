@@ -1,4 +1,4 @@
-"""run.json: the machine, the model, the examples and the options of a run."""
+"""run.json: the machine, the model, the examples and the options of a run; and finetune.json."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from headprune.app.data.part import OnDemand, Part, Parts, content_hash
-from headprune.app.options import Options
+from headprune.app.data.part import DataParts, OnDemand, Part, content_hash
+from headprune.app.options import DataOptions, FinetuneOptions, Options
 from headprune.attention import AttentionLayer
 from headprune.documents import Count, File
-from headprune.evaluation import Measurement, interval
+from headprune.evaluation import Change, Measurement, interval
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Cut:
     train: Examples | None = None
 
     @classmethod
-    def of(cls, parts: Parts, train: Part | None = None) -> Cut:
+    def of(cls, parts: DataParts, train: Part | None = None) -> Cut:
         score, choose, report = map(Examples.of, (parts.score, parts.choose, parts.report))
         return cls(score, choose, report, None if train is None else Examples.of(train))
 
@@ -220,3 +220,57 @@ class Run(File):
     model: ModelFacts
     folder: str = ""
     checksums: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainingOptions(FinetuneOptions):
+    """How `headprune finetune` trained; ``train_limit`` is the most examples it was allowed."""
+
+    dtype: str = "float32"
+    train_limit: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetunedModels:
+    """The three models on the reporting part."""
+
+    dense: Measured
+    pruned: Measured
+    finetuned: Measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetunedChanges:
+    """Paired changes: from the dense model to the pruned and to the fine-tuned one, and from the pruned to the fine-tuned one."""
+
+    pruned: Change
+    finetuned: Change
+    gain: Change
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneRecord(File):
+    """How a pruned model was fine-tuned, and what that gave.
+
+    Attributes:
+        pruned, teacher: The models' folders or names.
+        seconds: The time it took in all.
+    """
+
+    kind: ClassVar[str] = "finetune"
+
+    command: str
+    when: str
+    environment: Environment
+    pruned: str
+    teacher: str
+    task: str
+    metric: str
+    options: TrainingOptions
+    data: DataOptions
+    parts: Cut
+    notes: tuple[str, ...]
+    seconds: float
+    training: Training
+    models: FinetunedModels
+    changes: FinetunedChanges

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from headprune import checkpoint
 from headprune.app import pictures
-from headprune.app.report import markdown, page
-from headprune.app.report.card import card
-from headprune.app.report.content import Documents, Figure
+from headprune.app.report import page
+from headprune.app.report.cards import pruned_card
+from headprune.app.report.content import Documents, Figure, markdown
 from headprune.app.report.sections import sections_of
 from headprune.app.runs import PARTS, RunFolder
 from headprune.errors import HeadPruneError
@@ -28,7 +28,7 @@ def write_cards(folder: RunFolder) -> None:
         data = run.options.data.dataset
         of_hub = data if re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not Path(data).exists() else None
         for budget in metrics.budgets:
-            checkpoint.add_figures(folder.path / budget.checkpoint, card(run, metrics, budget), of_hub)
+            checkpoint.add_figures(folder.path / budget.checkpoint, pruned_card(run, metrics, budget), of_hub)
 
 
 def write(folder: RunFolder) -> None:
@@ -62,5 +62,5 @@ def _files(documents: Documents) -> dict[str, bytes]:
         block for section in sections for block in (*section.blocks, *section.folded) if isinstance(block, Figure)
     ]
     painted = {drawing.file: pictures.png(drawing.draw()) for drawing in drawings}
-    texts = {"report.md": markdown.render(sections, link), "report.html": page.render(documents, sections, painted)}
+    texts = {"report.md": markdown(sections, link), "report.html": page.render(documents, sections, painted)}
     return painted | {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headprune.amounts import digits
-from headprune.app.documents import Asked, Environment, Measured, TimeParts
+from headprune.app.documents import BudgetRecord, Environment, Measured, TimeParts
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow, Speedup
 from headprune.timing import GenerationRow
@@ -82,7 +82,7 @@ def ratio(speedup: Speedup) -> str:
     return f"{speedup.ratio:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
 
 
-def shape(row: LatencyRow | Asked | TimeParts | GenerationRow) -> str:
+def shape(row: LatencyRow | BudgetRecord | TimeParts | GenerationRow) -> str:
     """The input that was timed."""
     return f"batch {row.batch}" + (f" x {row.length} tokens" if row.length else "")
 
@@ -124,7 +124,7 @@ def to_repeat(command: str) -> str:
 
 
 def without_place(text: str) -> str:
-    """A dataset's or model's name; of a path its last part: where it lies on this machine is nobody's business."""
+    """A dataset's or model's name; of a path its last part, since a card that is published must not tell where files lie on this machine."""
     return Path(text).name if os.sep in text and Path(text).exists() else text
 
 

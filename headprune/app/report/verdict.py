@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from headprune.app.documents import BudgetResult, Latency, Measured, Metrics
+from headprune.app.documents import BudgetResult, Latencies, Measured, Metrics
 from headprune.app.report.numbers import mean_of
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow
@@ -124,7 +124,7 @@ def untrained(budget: BudgetResult) -> Measured:
     return budget.finetune.before if budget.finetune else budget.pruned
 
 
-def headline_row(latency: Latency) -> LatencyRow:
+def headline_row(latency: Latencies) -> LatencyRow:
     """The input whose speed is told first: the largest batch, of the length that is nearest to the median."""
     largest = max(row.batch for row in latency.rows)
     rows = [row for row in latency.rows if row.batch == largest]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from headprune.app.data import DataOptions, Parts
+from headprune.app.data import DataOptions, DataParts
 from headprune.app.documents import Cut, Examples, Run
 from headprune.app.runs import RunFolder
 from headprune.app.workflow.config import PruneConfig
@@ -117,7 +117,7 @@ def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) ->
     return notes
 
 
-def seen_before(parts: Parts, before: Parts, same_data: bool) -> int:
+def seen_before(parts: DataParts, before: DataParts, same_data: bool) -> int:
     """How many examples to report scored or chose the heads before.
 
     Args:

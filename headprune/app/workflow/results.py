@@ -16,7 +16,7 @@ from torch import nn
 from headprune import checkpoint, latency
 from headprune.amounts import head_count
 from headprune.app.data import Part, load_train
-from headprune.app.documents import AlsoMeasured, Asked, BudgetResult, Measured, Proved, Repaired, Trained
+from headprune.app.documents import AlsoMeasured, BudgetRecord, BudgetResult, Measured, Proved, Repaired, Trained
 from headprune.app.options import FinetuneOptions
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import saving
@@ -294,13 +294,9 @@ def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Mod
     return model, Trained(**vars(training), options=options, before=Measured.of(before, scene.metric))
 
 
-def _budget_reading(scene: Scene, fit: Fit) -> Asked:
+def _budget_reading(scene: Scene, fit: Fit) -> BudgetRecord:
     """A budget as it was asked for, and what the plan was measured to cost."""
     budget, reading = fit.budget, fit.reading
     if budget is None or reading is None:
-        return Asked(asked=fit.plan.budget)
-    batch, length = latency.example_shape(budget_input(scene)) if budget.timed else (None, None)
-    return Asked(
-        asked=str(budget), kind=budget.kind, limit=budget.amount, relative=budget.relative, unit=budget.amount_unit,
-        measured=reading.value, low=reading.low, high=reading.high, batch=batch, length=length,
-    )  # fmt: skip
+        return BudgetRecord(asked=fit.plan.budget)
+    return BudgetRecord.of(budget, reading, *latency.example_shape(budget_input(scene)) if budget.timed else ())

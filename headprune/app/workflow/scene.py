@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headprune.app.data import Parts, load_parts
+from headprune.app.data import DataParts, load_parts
 from headprune.app.models import LoadedModel, load_model, numbers_given
 from headprune.app.options import Options
 from headprune.app.placing import placed
@@ -32,7 +32,7 @@ class Scene:
 
     options: Options
     loaded: LoadedModel
-    parts: Parts
+    parts: DataParts
     layers: list[AttentionLayer]
 
     @property

@@ -1,4 +1,4 @@
-"""Latency of the dense and every pruned model over shapes of input, and where the time goes."""
+"""Latencies of the dense and every pruned model over shapes of input, and where the time goes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from headprune import latency
-from headprune.app.documents import MOST_APART, Latency, TimeParts
+from headprune.app.documents import DISTURBED, Latencies, TimeParts
 from headprune.app.workflow.scene import Console, Scene
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
@@ -28,8 +28,8 @@ _TRIES = 3
 _BOUND_LIMIT = 2_000_000_000  # parameters; above this a third copy of the model is too much to ask
 
 
-def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) -> Latency:
-    """Latency of the dense and every pruned model, with the bound: the model without (nearly) all heads."""
+def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) -> Latencies:
+    """Latencies of the dense and every pruned model, with the bound: the model without (nearly) all heads."""
     bound, ghosts = None, 0
     if latency.parameters(scene.model) < _BOUND_LIMIT:
         empty = copied(scene.model)
@@ -42,7 +42,7 @@ def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) ->
     with console.track("timing") as progress:
         rows = latency.bench(models, inputs(scene), progress=progress)
     typical = latency.example_shape(scene.typical_input())[1]
-    return Latency(rows=tuple(rows), bound=bound, bound_ghosts=ghosts, typical_length=typical)
+    return Latencies(rows=tuple(rows), bound=bound, bound_ghosts=ghosts, typical_length=typical)
 
 
 def time_parts(
@@ -60,11 +60,20 @@ def time_parts(
     with console.track("where the time goes") as progress:
         for i, (batch, length, example) in enumerate(shapes):
             tries: list[TimeParts] = []
-            while len(tries) < _TRIES and (not tries or tries[-1].apart(timed) > MOST_APART):
-                made = breakdown(model, example, layers=layers)
-                bounds = {name: made.bound(drop) for name, drop in plans.items()}
-                tries.append(TimeParts.of(made, bounds, batch, length))
-            found.append(min(tries, key=lambda row: row.apart(timed)))
+            while len(tries) < _TRIES and (not tries or tries[-1].factor_from(timed) > DISTURBED):
+                parts = breakdown(model, example, layers=layers)
+                bounds = {name: parts.bound(drop) for name, drop in plans.items()}
+                tries.append(
+                    TimeParts(
+                        batch=batch,
+                        length=length,
+                        bounds=bounds,
+                        total=parts.total,
+                        parts=parts.parts,
+                        stand_ins=parts.stand_ins,
+                    )
+                )
+            found.append(min(tries, key=lambda row: row.factor_from(timed)))
             progress(i + 1, len(shapes))
     return tuple(found)
 

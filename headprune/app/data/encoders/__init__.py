@@ -3,11 +3,16 @@
 A new task is a subclass of `Encoder` and a line in `ENCODERS`, beside its entry in `headprune.app.options.TASKS`.
 """
 
-from headprune.app.data.encoders.audio import AudioClassification, SpeechSeq2Seq
 from headprune.app.data.encoders.base import Encoder
-from headprune.app.data.encoders.image import ImageClassification
-from headprune.app.data.encoders.language import CausalLM, MaskedLM
-from headprune.app.data.encoders.text import QuestionAnswering, Seq2Seq, SequenceClassification, TokenClassification
+from headprune.app.data.encoders.media import AudioClassification, ImageClassification, SpeechSeq2Seq
+from headprune.app.data.encoders.text import (
+    CausalLM,
+    MaskedLM,
+    QuestionAnswering,
+    Seq2Seq,
+    SequenceClassification,
+    TokenClassification,
+)
 from headprune.app.options import Task
 
 __all__ = ["ENCODERS", "Encoder", "encoder_of"]

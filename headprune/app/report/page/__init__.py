@@ -17,9 +17,9 @@ from markupsafe import Markup
 
 from headprune.amounts import visible
 from headprune.app.documents import Heads
-from headprune.app.report import markdown, numbers, verdict
-from headprune.app.report.content import Block, Documents, Figure, Section, Strong, Table
-from headprune.app.report.sections.importance import basis
+from headprune.app.report import numbers, verdict
+from headprune.app.report.content import Block, Documents, Figure, Section, Strong, Table, block_of
+from headprune.app.report.sections.heads import basis
 from headprune.app.report.sections.opening import loading
 from headprune.scoring.scores import HeadScores
 
@@ -92,7 +92,7 @@ def _block(block: Block, label: str, pictures: Mapping[str, bytes]) -> Markup:
         return scrolled.format(
             visible(label), image.format(round(0.8 * width), base64.b64encode(file).decode(), visible(block.alt))
         )
-    html = _SMALLER.sub(r"\1 <small>\2</small>", _MARKDOWN.render(markdown.block_of(block)))
+    html = _SMALLER.sub(r"\1 <small>\2</small>", _MARKDOWN.render(block_of(block)))
     for word, tone in _VERDICTS.items():
         html = html.replace(f"<td>{word}</td>", f'<td class="{tone}">{word}</td>')
     return scrolled.format(visible(label), Markup(html)) if html.startswith("<table") else Markup(html)
@@ -149,7 +149,7 @@ def _reason(heads: Heads, name: str, head: int) -> str:
 
 
 def _clean(value: Any) -> Any:
-    """As JSON can hold it: documents as dictionaries, what is not finite as null, no text that gives orders."""
+    """A value as JSON can hold it: documents as dictionaries, numbers that are not finite as null, texts without control characters."""
     if hasattr(value, "__dict__"):  # a part of a document
         return _clean(vars(value))
     if isinstance(value, Mapping):

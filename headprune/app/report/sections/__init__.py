@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from headprune.app.report.content import Documents, Section
-from headprune.app.report.sections.choice import choice, trade_off
-from headprune.app.report.sections.heads import removed, roles
-from headprune.app.report.sections.importance import agreement, importance
+from headprune.app.report.sections.heads import agreement, importance, removed, roles
+from headprune.app.report.sections.measured import all_metrics, engines, generation, latency, other_data, repair, time
 from headprune.app.report.sections.opening import opening
-from headprune.app.report.sections.quality import all_metrics, other_data, repair
-from headprune.app.report.sections.speed import engines, generation, latency, time
+from headprune.app.report.sections.plans import choice, trade_off
 from headprune.app.report.sections.trust import reproduce, trust
 
 FIRST = (opening, trust)

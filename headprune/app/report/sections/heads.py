@@ -1,14 +1,157 @@
-"""What the heads do, and which ones went."""
+"""How important every head is, how far the scoring methods agree, what the heads do, and which ones went."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from headprune import amounts
-from headprune.app.documents import Heads, Metrics, Run
+from headprune.amounts import code
+from headprune.app.documents import BudgetResult, Heads, Metrics, Run
+from headprune.app.pictures import new_figure
 from headprune.app.report import verdict
-from headprune.app.report.content import Block, Documents, Figure, Section, Table, code, notes_by_size
+from headprune.app.report.content import (
+    Block,
+    Bullets,
+    Documents,
+    Figure,
+    Section,
+    Strong,
+    Table,
+    capital,
+    notes_by_size,
+)
+from headprune.app.report.numbers import with_error
 from headprune.app.seeing import by_role, figure_of_all
+from headprune.scoring import METHODS
+from headprune.scoring.scores import HeadScores, agreements, chance
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
+
+_SHOWN = 5  # heads at each end of a method's list
+
+
+def importance(documents: Documents) -> Section | None:
+    """Every score: a map, the highest and the lowest."""
+    if not documents.scores:
+        return None
+    blocks: list[Block] = []
+    if documents.metrics is not None:
+        blocks += [
+            picture(documents),
+            "A score is of one head's removal while all others stay, and a plan removes many. So a head whose work others can do may score low "
+            "(a light cell) and yet be kept; close scores may swap places by chance.",
+        ]
+    for s in documents.rankings:
+        blocks += [Strong(f"{s.method}:", basis(s)), Bullets([*_ends(s)])]
+    blocks.append("All values are in `scores.json`.")
+    return Section("Importance", (), "Every score: a map, the highest and the lowest", blocks)
+
+
+def method_line(method: str) -> str:
+    """What a scoring method says of itself."""
+    return METHODS[method].about if method in METHODS else "Your own method."
+
+
+def basis(scores: HeadScores) -> str:
+    """What a method's scores mean, and what they rest on."""
+    details = scores.details
+    error = f"no standard error: {details['stderr']}" if "stderr" in details else "± is the standard error"
+    facts = [capital(scores.unit), scores.basis, error, details.get("estimated"), scores.caution, scores.stability]
+    return f"{method_line(scores.method)} {'; '.join(str(fact) for fact in facts if fact)}."
+
+
+def _ends(scores: HeadScores) -> Iterator[str]:
+    """The highest and the lowest heads, and how many are harmful."""
+    heads = scores.top(len(scores.labels()))
+    few = min(_SHOWN, len(heads) // 2)
+    for name, some in (("highest", heads[:few]), ("lowest", heads[::-1][:few])):
+        yield f"{name}: {', '.join(f'{label} {with_error(score, error)}' for label, score, error in some)}"
+    values, errors = scores.flat(), scores.flat_stderr()
+    if scores.signed and float(values.min()) < 0 and bool(errors.isfinite().all()):
+        harmful, unsure = (int(mask.sum()) for mask in (values + 1.96 * errors < 0, values.abs() < 1.96 * errors))
+        yield f"harmful (more than 1.96 standard errors below 0): {harmful} of {len(heads)}; within 1.96 standard errors of 0: {unsure}"
+
+
+def picture(documents: Documents) -> Figure:
+    """A heat map per method."""
+    metrics = documents.metrics
+    budget = verdict.judge(metrics).budget if metrics is not None else None
+    crosses = "; crosses mark the heads that went" * (budget is not None)
+    draw = partial(_draw, documents.rankings or list(documents.scores), budget)
+    return Figure("importance.png", f"importance of every head{crosses}", draw)
+
+
+def _draw(scores: Sequence[HeadScores], budget: BudgetResult | None) -> Drawing:
+    """A heat map per method, layers by heads; crosses mark the heads that the budget's plan removes."""
+    layers = scores[0].layers
+    columns = min(len(scores), 3)
+    rows = -(-len(scores) // columns)
+    width, height = 1.6 + 0.42 * max(6, *(layer.num_heads for layer in layers)), 1.35 + 0.36 * max(len(layers), 4)
+    figure, axes = new_figure(width * columns, height * rows, columns, rows)
+    for axis in axes[len(scores) :]:
+        axis.set_visible(False)
+    for axis, s in zip(axes, scores, strict=False):
+        _heat_map(axis, s, {} if budget is None else budget.drop)
+    if budget is not None:
+        figure.supxlabel(f"×: removed to keep {budget.kept} of {budget.total} heads", fontsize=9)
+    return figure
+
+
+def _heat_map(axis: Any, scores: HeadScores, drop: Mapping[str, Sequence[int]]) -> None:
+    """One method's scores. Colours are even in size up to the median and in ratio beyond it, so that a large score hides no other."""
+    from matplotlib.colors import AsinhNorm
+
+    layers = scores.layers
+    grid = np.full((len(layers), max(layer.num_heads for layer in layers)), np.nan)
+    for i, layer in enumerate(layers):
+        grid[i, : layer.num_heads] = scores.values[layer.name].numpy()
+    sizes = np.abs(grid[np.isfinite(grid)])
+    most = float(sizes.max(initial=0.0)) or 1.0
+    usual = max(float(np.median(sizes)) if len(sizes) else most, most / 1000)
+    both = scores.signed and np.nanmin(grid, initial=0.0) < 0
+    norm = AsinhNorm(linear_width=usual, vmin=-most if both else 0, vmax=most)
+    image = axis.imshow(grid, cmap="RdBu" if both else "Blues", norm=norm, aspect="auto")
+    for i, layer in enumerate(layers):
+        for h in drop.get(layer.name, ()):
+            axis.plot(h, i, "x", color="white" if norm(abs(grid[i, h])) > 0.75 else "black", markersize=4.5)
+    axis.set(title=scores.method, xlabel="head", ylabel="layer")
+    step = max(1, len(layers) // 16)
+    axis.set_yticks(range(0, len(layers), step), [f"L{layer.index}" for layer in layers[::step]])
+    ticks = [-most, 0, most] if both else [0, usual, most]
+    bar = axis.figure.colorbar(image, ax=axis, shrink=0.9, ticks=ticks, format="{x:.2g}")
+    bar.ax.minorticks_off()
+    bar.set_label(scores.unit.split(",")[0].split(" when ")[0], fontsize=8)
+
+
+def agreement(documents: Documents) -> Section | None:
+    """How far the methods agree on which heads matter."""
+    if not (table := agreement_table(documents.scores)):
+        return None
+    sentence = "Rank correlations over all heads, and the share of their upper half that both methods name."
+    return Section("Agreement of the methods", (), "How far the methods agree on which heads matter", [table, sentence])
+
+
+def agreement_table(scores: Sequence[HeadScores]) -> Table | None:
+    """Every pair of methods, from the most alike down; those that cannot be compared last. None with a single method."""
+    pairs = agreements(scores)
+    if not pairs:
+        return None
+    random = chance(len(scores[0].flat()))
+    pairs = sorted(pairs, key=lambda p: -2 if p.spearman != p.spearman else p.spearman, reverse=True)
+    rows = [(f"{p.first}, {p.second}", _rank(p.spearman), _rank(p.kendall), f"{p.top_half:.0%}") for p in pairs]
+    limits = (f"±{random.spearman:.2f}", f"±{random.kendall:.2f}", f"{random.top_half:.0%}")
+    rows.append(("random orders, 95 % within", *limits))
+    return Table(("methods", "Spearman", "Kendall", "upper half in common"), rows)
+
+
+def _rank(correlation: float) -> str:
+    """A rank correlation; – where one of the methods gives every head the same score."""
+    return "–" if correlation != correlation else f"{correlation:.2f}"
 
 
 def roles(documents: Documents) -> Section | None:

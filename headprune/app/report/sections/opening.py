@@ -6,13 +6,13 @@ import json
 import shlex
 from fractions import Fraction
 
-from headprune.amounts import head_count
+from headprune.amounts import code, head_count
 from headprune.app.documents import BudgetResult, Metrics, Run
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Block, Bullets, CommandLines, Documents, Section, Strong, capital, code, listed
-from headprune.app.report.sections import sizes
-from headprune.app.report.sections.cautions import cautions, shortened
-from headprune.app.report.sections.importance import method_line, picture
+from headprune.app.report.content import Block, Bullets, CommandLines, Documents, Section, Strong, capital, listed
+from headprune.app.report.sections import plans
+from headprune.app.report.sections.heads import method_line, picture
+from headprune.app.report.sections.trust import cautions, shortened
 from headprune.evaluation import Change
 from headprune.scoring.scores import HeadScores
 
@@ -36,13 +36,13 @@ def opening(documents: Documents) -> Section:
         precision(run, metrics),
         *budget_lines(metrics),
     ]
-    return Section(title, [*summary(run, metrics), Bullets([*filter(None, lines)]), sizes.picture(metrics)])
+    return Section(title, [*summary(run, metrics), Bullets([*filter(None, lines)]), plans.picture(metrics)])
 
 
 def summary(run: Run, metrics: Metrics) -> list[Block]:
-    """The verdict, what a reader must know before believing it, and the table of sizes."""
+    """The verdict, what a reader must know before believing it, and the table of plans."""
     warnings = [Strong("Caution:", text) for text in cautions(run, metrics)]
-    return [Strong(headline(run, metrics)), *warnings, sizes.table(metrics)]
+    return [Strong(headline(run, metrics)), *warnings, plans.table(metrics)]
 
 
 def _of_scores(documents: Documents) -> list[Block]:
@@ -208,7 +208,7 @@ def precision(run: Run, metrics: Metrics) -> str:
     saved, computed = verdict.judge(metrics).budget.dtype, run.model.dtype
     if not saved or saved == computed:
         return ""
-    as_dense = ", as the dense checkpoint is" if len(sizes.precisions(metrics)) == 1 else ""
+    as_dense = ", as the dense checkpoint is" if len(plans.precisions(metrics)) == 1 else ""
     text = f"Weights are saved in {saved}{as_dense}; all models, the dense one too, were measured in {computed}"
     if computed != "float32":
         return f"{text}."

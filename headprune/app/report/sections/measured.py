@@ -1,4 +1,4 @@
-"""How fast the models are: forward passes, where the time goes, written text, other engines."""
+"""What pruning costs and gains: every metric, other data, repair, and times of forward passes, written text and other engines."""
 
 from __future__ import annotations
 
@@ -6,14 +6,120 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from headprune import amounts
-from headprune.app.documents import MOST_APART, Metrics, Run, TimeParts
+from headprune.amounts import code
+from headprune.app.documents import DISTURBED, BudgetResult, Metrics, Run, TimeParts
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Block, Section, Table, code
+from headprune.app.report.content import Block, Bullets, Section, Strong, Table, notes_by_size
 from headprune.latency import WARM_UP, LatencyRow
+from headprune.repairing.steps import STEPS
 from headprune.timing.parts import ATTENTION, LAUNCH, PROJECTIONS
 
 if TYPE_CHECKING:
     from headprune.timing import GenerationRow
+
+
+def other_data(run: Run, metrics: Metrics) -> Section | None:
+    """Second datasets, that nothing was fitted to."""
+    if not metrics.also:
+        return None
+    metric, budgets = metrics.metric, verdict.largest_first(metrics)
+    repairs = any(b.repair for b in budgets)
+    effect = ["repair"] * repairs or ["training"] * verdict.trained(metrics)
+    rows = []
+    for i, data in enumerate(metrics.also):
+        name = f"{code(data.name)}, {data.data.examples:,} examples"
+        rows.append(
+            [name, f"{budgets[0].total} (dense)", numbers.interval(data.dense, metric), "", "", *("" for _ in effect)]
+        )
+        for b in budgets:
+            there = b.also[i]
+            gain = f"{numbers.change(there.gain, metric)}, {there.gain.verdict}" if there.gain else "–"
+            value, change = numbers.interval(there.pruned, metric), numbers.change(there.change, metric)
+            rows.append([name, str(b.kept), value, change, there.change.verdict, *(gain for _ in effect)])
+    head = ["data", "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", *(f"effect of {e}" for e in effect)]
+    what = "pruning and repair generalise" if repairs else "pruning generalises"
+    sentence = (
+        f"None of this data was used to score, to choose or to fit, so it shows how {what} beyond the first dataset."
+    )
+    return Section("On other data", [sentence, Table(head, rows)])
+
+
+def all_metrics(run: Run, metrics: Metrics) -> Section:
+    """Accuracy, F1 and loss, the p-values and the FLOPs."""
+    metric, dense = metrics.metric, metrics.dense
+    names = [metric, *(n for n in numbers.METRICS if n in dense.metrics and n != metric)]
+    values = [numbers.value(dense.metrics[n], n) for n in names]
+    rows = [[f"{metrics.budgets[0].total} (dense)", *values, "", amounts.flops(dense.flops, 4)]]
+    for b in verdict.largest_first(metrics):
+        p, values = b.change.p_value, [numbers.value(b.pruned.metrics[n], n) for n in names]
+        flops = f"{amounts.flops(b.flops, 4)} ({numbers.share_of(b.flops, dense.flops)})"
+        rows.append([str(b.kept), *values, "" if p is None else f"{p:.2g}", flops])
+    sentence = (
+        f"p: of the change of {metric}, by the test that gives its interval. FLOPs: one example of median length."
+    )
+    head = ["heads kept", *(numbers.METRICS.get(n, n) for n in names), "p", "FLOPs"]
+    return Section("All metrics", (), "Every metric, with p-values and FLOPs", [Table(head, rows), sentence])
+
+
+def repair(run: Run, metrics: Metrics) -> Section | None:
+    """What repair and training did to each model."""
+    budgets = [b for b in verdict.largest_first(metrics) if b.repair or b.finetune]
+    if not budgets:
+        return None
+    notes = notes_by_size([(b.kept, b.repair.notes) for b in budgets if b.repair])
+    blocks = [_values(metrics, budgets), *_explanation(budgets), *_steps(budgets), *notes]
+    return Section("Repair", (), "How the remaining weights were changed, and what that gained", blocks)
+
+
+def _values(metrics: Metrics, budgets: list[BudgetResult]) -> Table:
+    """The metric on the reported examples: without the repair, with it, after training."""
+    metric = metrics.metric
+    compared, tuned = any(map(verdict.by_cheaper_repair, budgets)), verdict.trained(metrics)
+    rows = []
+    for b in budgets:
+        without, only = (b.repair.without, b.repair.layers_alone) if b.repair else (None, None)
+        models = [without, *[only] * compared, verdict.untrained(b), *[b.pruned if b.finetune else None] * tuned]
+        rows.append([str(b.kept), *("–" if m is None else numbers.value(m.metrics[metric], metric) for m in models)])
+    head = [f"{metric} without repair", *["layer by layer only"] * compared, "repaired", *["fine-tuned"] * tuned]
+    return Table(["heads kept", *head], rows)
+
+
+def _explanation(budgets: list[BudgetResult]) -> Iterator[str]:
+    if first := next((b.repair for b in budgets if b.repair), None):
+        mixtures = f" and {first.mixtures:,} mixtures of them (the first half of one text, the second of another)"
+        yield (
+            f"Repair fits the kept heads' weights by least squares, on the {first.examples:,} scoring examples"
+            f"{mixtures if first.mixtures else ''}, to what the dense model computes there. It uses no labels and no training."
+        )
+    if tuning := next((b.finetune for b in budgets if b.finetune), None):
+        yield (
+            f"Fine-tuned on {tuning.examples:,} examples for {tuning.options.epochs:g} epoch{'s' * (tuning.options.epochs != 1)}, with "
+            "distillation from the dense model; the choosing part decided which epoch is kept."
+        )
+
+
+def _steps(budgets: list[BudgetResult]) -> Iterator[Block]:
+    """How every step of repair did on the examples that choose."""
+    trials = {(b.kept, t.step): t for b in budgets if b.repair for t in b.repair.trials}
+    if not trials:
+        return
+    names = [*dict.fromkeys(step for _, step in trials)]
+    rows = []
+    for b in budgets:
+        cells = []
+        for name in names:
+            trial, answers = trials.get((b.kept, name)), b.repair.answers if b.repair else None
+            part = f" ({answers.part:.0%} of it)" if name == "answers" and answers and answers.part < 1 else ""
+            cell = f"{numbers.known(trial.before)} → {numbers.known(trial.after)}{part}" if trial else "–"
+            cells.append(f"left out ({cell})" if trial and not trial.kept else cell)
+        rows.append([str(b.kept), *cells])
+    yield (
+        f"Every step is kept only if it does better on the {next(iter(trials.values())).examples:,} choosing examples. Mean divergence from "
+        "the dense model's answers there (KL, in nats; the squared difference, where answers are no probabilities), before → after the step:"
+    )
+    yield Table(["heads kept", *names], rows)
+    yield Bullets([Strong(f"{step.name}:", f"{step.about}.") for step in STEPS if step.name in names])
+
 
 _MUCH = 0.25  # the share of launch overhead that is worth a sentence
 
@@ -77,7 +183,7 @@ def _gain(metrics: Metrics, row: TimeParts, name: str) -> str:
     """How many times as fast a model is on an input, of the most that its plan can give there."""
     timed = metrics.latency.rows
     speedups = next((r.speedups for r in timed if (r.batch, r.length) == (row.batch, row.length)), {})
-    if name not in speedups or name not in row.bounds or row.apart(timed) > MOST_APART:
+    if name not in speedups or name not in row.bounds or row.factor_from(timed) > DISTURBED:
         return "not compared"
     gain, bound = speedups[name].ratio, row.bounds[name]
     return f"{gain:.2f}x of {bound:.2f}x ({gain / bound:.0%})"
@@ -86,7 +192,7 @@ def _gain(metrics: Metrics, row: TimeParts, name: str) -> str:
 def disturbance(row: TimeParts, timed: Sequence[LatencyRow]) -> str:
     """That other work on the machine kept a breakdown from being like the timed passes of the same model; "" where they are alike."""
     median = row.timed(timed)
-    if median is None or row.apart(timed) <= MOST_APART:
+    if median is None or row.factor_from(timed) <= DISTURBED:
         return ""
     return (
         f"At {numbers.shape(row)} the machine was busy while the dense model's time was broken down: a pass took {row.total:.2f} ms, and "
@@ -140,12 +246,9 @@ def engines(run: Run, metrics: Metrics) -> Section | None:
     """The files that were written for other engines, and their times there."""
     if not metrics.exports:
         return None
-    files = []
-    for export in metrics.exports:
-        files.append(
-            (export.name, export.format, f"{code(export.file) if export.file else 'not written'}: {export.summary}")
-        )
-    blocks: list[Block] = [Table(("model", "written for", "file"), files)]
+    files = [code(export.file) if export.file else "not written" for export in metrics.exports]
+    rows = [(e.name, e.format, f"{file}: {e.summary}") for e, file in zip(metrics.exports, files, strict=True)]
+    blocks: list[Block] = [Table(("model", "written for", "file"), rows)]
     for engine in metrics.engines:
         blocks += [f"{engine.format}, timed as above, in its engine on the CPU:", latency_table(engine.rows)]
     blocks += dict.fromkeys(note for export in metrics.exports for note in export.notes)

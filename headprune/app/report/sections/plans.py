@@ -1,0 +1,234 @@
+"""What each size costs (the report's first table), and how the heads were chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headprune import amounts
+from headprune.amounts import code, head_count
+from headprune.app.documents import BudgetResult, Dense, Metrics, Run
+from headprune.app.pictures import new_figure
+from headprune.app.report import numbers, verdict
+from headprune.app.report.content import Block, Bullets, Figure, Section, Strong, Table, capital
+from headprune.app.report.numbers import mean_of
+from headprune.options import AUTO
+from headprune.planning import STRATEGIES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
+
+# Colours that stay apart for colour-blind readers (Okabe and Ito); grey is always the random control.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_GREY = "#7f7f7f"
+
+
+def curves(draw: Callable[[Any], None], random: Mapping[int, Sequence[float]], metric: str, part: str) -> Drawing:
+    """Lines of chosen heads beside random ones, whose draws have their mean as a line and their range as a band.
+
+    Args:
+        draw: Adds the chosen heads' lines to the axes.
+        random: The draws' values by heads kept; of all heads, the dense model's value.
+        part: Of the data that was measured on.
+    """
+    figure, (axis,) = new_figure(7.2, 4.0)
+    draw(axis)
+    kept = sorted(random)
+    means, low, high = ([f(random[k]) for k in kept] for f in (lambda values: mean_of(values, metric), min, max))
+    draws = max(map(len, random.values()))
+    axis.plot(kept, means, "--", color=_GREY, label=f"random heads: mean and range of {draws} draws")
+    axis.fill_between(kept, low, high, color=_GREY, alpha=0.2, lw=0)
+    axis.axhline(means[-1], color="black", lw=0.8, ls=":", label="dense model")
+    axis.set(xlabel=f"heads kept, of {kept[-1]}", ylabel=f"{metric}, on the {part} examples")
+    axis.set_yscale("log" if metric == "perplexity" else "linear")
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def table(metrics: Metrics) -> Table:
+    """The dense model, then the pruned ones by size; the recommended one stands out."""
+    metric, dense, first = metrics.metric, metrics.dense, verdict.headline_row(metrics.latency)
+    of_all = precisions(metrics)
+    saved = f"size in {next(iter(of_all))}" if len(of_all) == 1 else "size as saved" if of_all else ""
+
+    def size(model: Dense | BudgetResult) -> str:
+        precision = f" in {model.dtype}" if len(of_all) > 1 else ""
+        return f"{amounts.size(model.weights, 3)}{precision}" if model.weights else ""
+
+    head = (
+        "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", control(metrics),
+        f"speed at {numbers.shape(first)} (95 %)", "speed verdict", numbers.with_more("parameters", saved),
+    )  # fmt: skip
+    parameters = numbers.with_more(f"{dense.parameters:,}", size(dense))
+    total = f"{metrics.budgets[0].total} (dense)"
+    rows = [(total, numbers.interval(dense, metric), "", "", "", "", "", parameters)]
+    for b in verdict.largest_first(metrics):
+        share = numbers.share_of(b.parameters, dense.parameters)
+        speed = first.speedups[b.name]
+        rows.append((
+            str(b.kept), numbers.interval(b.pruned, metric), numbers.change(b.change, metric), b.change.verdict,
+            _random(metrics, b), numbers.ratio(speed), speed.verdict,
+            numbers.with_more(f"{b.parameters:,}", share, size(b)),
+        ))  # fmt: skip
+    result = verdict.judge(metrics)
+    return Table(head, rows, 1 + verdict.largest_first(metrics).index(result.budget) if result.recommended else None)
+
+
+def _random(metrics: Metrics, budget: BudgetResult) -> str:
+    pair, metric = verdict.against_random(metrics, budget), metrics.metric
+    low, high = (numbers.value(extreme(budget.random), metric) for extreme in (min, max))
+    draws = f"{numbers.value(pair.mean, metric)} ({low} to {high})"
+    return f"{numbers.value(pair.value, metric)} against {draws}" if _treatment(metrics) else draws
+
+
+def control(metrics: Metrics) -> str:
+    """The head of the column of random heads."""
+    mean = "geometric mean" if metrics.metric == "perplexity" else "mean"
+    draws = f"random heads: {mean} of {len(metrics.budgets[0].random)} draws (range)"
+    treatment = _treatment(metrics)
+    return f"chosen against {draws}, both {treatment}" if treatment else draws
+
+
+def _treatment(metrics: Metrics) -> str:
+    """How chosen heads were compared with random ones, where the saved models had more done to them."""
+    cheaper = any(map(verdict.by_cheaper_repair, metrics.budgets))
+    return " and ".join(["repaired layer by layer"] * cheaper + ["before training"] * verdict.trained(metrics))
+
+
+def precisions(metrics: Metrics) -> set[str]:
+    """In which precisions models are saved, the dense one among them; none where older files do not say it."""
+    models: list[Dense | BudgetResult] = [metrics.dense, *metrics.budgets]
+    return {model.dtype for model in models if model.dtype and model.weights}
+
+
+def picture(metrics: Metrics) -> Figure:
+    """The metric against heads kept."""
+    metric, dense = metrics.metric, metrics.dense
+    random = {b.kept: b.random for b in metrics.budgets} | {metrics.budgets[0].total: (dense.metrics[metric],)}
+    alt = f"{metric} against heads kept, with random heads and 95 % intervals"
+    return Figure("tradeoff.png", alt, lambda: curves(partial(_draw_sizes, metrics), random, metric, "reported"))
+
+
+def _draw_sizes(metrics: Metrics, axis: Any) -> None:
+    """The saved models on the reported examples, and what they are compared with random heads by."""
+    metric, dense, budgets = metrics.metric, metrics.dense, verdict.largest_first(metrics)
+    kept, models = [budgets[0].total, *(b.kept for b in budgets)], [dense, *(b.pruned for b in budgets)]
+    value, low, high = np.array([(m.metrics[metric], m.low, m.high) for m in models]).T
+    ends = np.maximum([value - low, high - value], 0)
+    style: dict[str, Any] = {"fmt": "D-", "color": COLOURS[0], "markersize": 6, "capsize": 3, "zorder": 5}
+    axis.errorbar(kept, value, ends, **style, label="chosen heads (95 % interval)")
+    if treatment := _treatment(metrics):
+        alike = [value[0], *(verdict.against_random(metrics, b).value for b in budgets)]
+        name = f"chosen heads, {treatment} like the random ones"
+        axis.plot(kept, alike, "D:", color=COLOURS[0], markersize=5, markerfacecolor="white", zorder=4, label=name)
+    axis.set_xticks(kept)
+
+
+def choice(run: Run, metrics: Metrics) -> Section | None:
+    """Which order of removal was used, and why."""
+    if metrics.planning.plan is not None:
+        return None
+    blocks: list[Block] = [
+        "An order ranks the heads for removal, so that every number of heads to keep gives a plan.",
+        Bullets([*_orders(metrics), *_settings(metrics)]),
+        *(_comparison(metrics) if metrics.planning.compared else ()),
+    ]
+    return Section("How the heads were chosen", (), "The orders of removal, and what decided between them", blocks)
+
+
+def _orders(metrics: Metrics) -> Iterator[Strong]:
+    """What the names of orders mean that a report uses: each with what its strategy says of itself."""
+    planning = metrics.planning
+    names = [*(p.method for p in metrics.curve), *(order.order for order in planning.compared)]
+    names += [*(b.strategy for b in metrics.budgets), planning.strategy]
+    by_scores = STRATEGIES.get("one-shot" if planning.strategy == AUTO else planning.strategy)
+    abouts = {name: strategy.about for name, strategy in STRATEGIES.items()} | {
+        "random": "Heads drawn at random, the control."
+    }
+    for name in dict.fromkeys(names):
+        if name in abouts:
+            yield Strong(f"{name}:", abouts[name])
+        elif name and name != "dense" and by_scores is not None:
+            about = f"{by_scores.about[:1].lower()}{by_scores.about[1:]}"
+            yield Strong(f"{name}:", f"By the scores of that name ({by_scores.name}): {about}")
+
+
+def _settings(metrics: Metrics) -> Iterator[str]:
+    planning = metrics.planning
+    if planning.strategy:
+        yield f"The strategy of this run: {planning.strategy}."
+    if planning.protect:
+        yield f"Protected heads: {planning.protect}."
+    if planning.min_heads_per_layer:
+        yield f"Every layer keeps at least {planning.min_heads_per_layer} query heads."
+    for name, work in planning.work.items():
+        if work.left_out:
+            yield f"{name} was not tried: {work.left_out}. `--effort high` tries it."
+
+
+def _comparison(metrics: Metrics) -> Iterator[Block]:
+    """Every order's plans, those that keep most heads first. How many heads a plan keeps is said where the budget does not say it."""
+    planning, orders = metrics.planning, metrics.planning.compared
+    first = orders[0].plans
+    what = "loss" if first[0].divergence is None else "mean divergence (KL) from the dense model's answers"
+    repairs = " and the kept heads repaired layer by layer" if any(b.repair for b in metrics.budgets) else ""
+    drop = " Where budgets are drops, an order that needs fewer heads comes first." * verdict.limits_metric(
+        metrics.budgets
+    )
+    yield (
+        f"The run uses one order for all budgets, the best by {planning.judged_by or what}. Below: each plan's {what}, in nats, on the choosing "
+        f"part, heads masked{repairs}; lower is better.{drop}"
+    )
+    places = sorted(range(len(first)), key=lambda i: -first[i].kept)
+    rows = []
+    for order in orders:
+        cells = []
+        for plan in (order.plans[i] for i in places):
+            value = plan.loss if plan.divergence is None else plan.divergence
+            heads = "" if plan.budget == f"keep {plan.kept}" else head_count(plan.kept)
+            cells.append(numbers.with_more("–" if value is None else f"{value:.3g}", heads))
+        rows.append((f"{order.order}{' (used)' * order.used}", *cells))
+    strong = next((i for i, order in enumerate(orders) if order.used), None)
+    yield Table(("order", *(first[i].budget for i in places)), rows, strong)
+
+
+def trade_off(run: Run, metrics: Metrics) -> Section:
+    """What every order gives at every number of heads, on the choosing part."""
+    metric, choose = metrics.metric, run.parts.choose
+    values: dict[str, dict[int, list[float]]] = {}
+    random: dict[int, list[float]] = {}
+    for p in metrics.curve:
+        if p.method != "dense":
+            values.setdefault(p.method, {}).setdefault(p.asked, []).append(p.value)
+        if p.method in ("dense", "random"):
+            random.setdefault(p.kept, []).append(p.value)
+    rows = []
+    for keep in sorted({keep for of_method in values.values() for keep in of_method}, reverse=True):
+        draws = (of_method.get(keep) for of_method in values.values())
+        rows.append((str(keep), *(numbers.value(numbers.mean_of(d, metric), metric) if d else "–" for d in draws)))
+    repairs = [b.repair for b in metrics.budgets if b.repair]
+    last = ", but without the last step of repair" if any(r.answers for r in repairs) else ""
+    sentence = (
+        f"{capital(metric)} with heads masked{f' and the kept heads repaired{last}' if repairs else ''}, on the {choose.examples:,} choosing "
+        f"examples ({code(choose.split)}), so do not compare these values with the first table. Shaded in the picture: the 95 % interval of each "
+        "value (not of its difference from the dense model's), and the range of the random draws."
+    )
+    alt = f"{metric} against heads kept, by every order"
+    picture = Figure("orders.png", alt, lambda: curves(partial(_draw_orders, metrics), random, metric, "choosing"))
+    summary = "Every order of removal that was tried, on the choosing part"
+    return Section("Trade-off", (), summary, [picture, sentence, Table(("heads kept", *values), rows)])
+
+
+def _draw_orders(metrics: Metrics, axis: Any) -> None:
+    """A line for every order, down from the dense model."""
+    methods = dict.fromkeys(p.method for p in metrics.curve if p.method not in ("dense", "random"))
+    for i, method in enumerate(methods):
+        points = sorted((p for p in metrics.curve if p.method in (method, "dense")), key=lambda p: p.kept)
+        kept, colour = [p.kept for p in points], COLOURS[i % len(COLOURS)]
+        style = "o-" if i < len(COLOURS) else "s-."
+        axis.plot(kept, [p.value for p in points], style, markersize=4, color=colour, label=method)
+        axis.fill_between(kept, [p.low for p in points], [p.high for p in points], color=colour, alpha=0.12, lw=0)
