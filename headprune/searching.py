@@ -28,8 +28,8 @@ from headprune.inputs import Example, check_weights, inputs_of, usable, without_
 from headprune.losses import LossFn
 from headprune.options import AUTO, SearchOptions
 from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
-from headprune.planning.effort import Work, effort_named
 from headprune.planning.search import dense_looks, work_of
+from headprune.planning.strategies import Work, effort_named
 from headprune.plans import Keep, PruningPlan
 from headprune.running import Progress
 from headprune.scoring import DEFAULT_METHODS, HeadScores, maskable_of, score
@@ -176,7 +176,7 @@ class _Start:
         search: What strategies are given.
         counts: The numbers of kept heads that are asked for.
         levels: Those to look at.
-        kinds: How heads may go (`headprune.planning.units`).
+        kinds: How heads may go (`headprune.planning.order`).
     """
 
     search: Search
@@ -372,7 +372,7 @@ def search(
         repair: Whether the model will be repaired, so that plans are made for and compared on repaired models.
         protect: What must stay: ``"L0,L3.H7"``.
         min_heads_per_layer: Query heads that every layer keeps.
-        effort: How much work it may be: ``"low"``, ``"normal"`` or ``"high"`` (`headprune.planning.effort`).
+        effort: How much work it may be: ``"low"``, ``"normal"`` or ``"high"`` (`headprune.planning.strategies`).
         loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``. Not needed for dicts with labels.
         distil: Score by the divergence from the dense model's answers (KL, nats) instead of a loss.
         layers: From `headprune.find_attention`, to save the trace.

@@ -20,8 +20,8 @@ from headprune.repairing import (
     gauss_newton,
     values,
 )
-from headprune.repairing.checks import better
-from headprune.repairing.coordinates import longest
+from headprune.repairing.gauss_newton import longest
+from headprune.repairing.steps import better
 from tests.support import brute
 from tests.support.checks import same, state
 

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.pruned.hooks import HeadArgument, surviving
 from headprune.surgery import journal
+from headprune.surgery.evidence import ROWS, _Bounds, _by_head, _sampled, differing, longer, position_limit
 from headprune.surgery.journal import Journal
 from headprune.surgery.proof import Reference, _compare, _is_distribution, _sure, answers, tolerance_of
-from headprune.surgery.proof_inputs import _Bounds, longer, position_limit
 from headprune.surgery.removal import HeadCounts, Removal, groups_left, ways
-from headprune.surgery.watch import ROWS, _by_head, _sampled, differing
 from tests.support.zoo import ZOO, bert
 
 INF, NAN = math.inf, math.nan

@@ -9,9 +9,8 @@ from headprune.errors import HeadPruneError
 from headprune.fingerprint import has_identity, identity
 from headprune.planning import search as search  # registers its strategies
 from headprune.planning import uniform as uniform  # and this its own
-from headprune.planning.order import Order
+from headprune.planning.order import GROUPS, SLICES, Constraints, Order
 from headprune.planning.strategies import STRATEGIES, Search, Strategy, strategy
-from headprune.planning.units import GROUPS, SLICES, Constraints
 from headprune.plans import Keep, PruningPlan, heads_to_keep
 from headprune.scoring.scores import HeadScores
 

@@ -14,28 +14,15 @@ from headprune.attention import AttentionLayer, Heads
 from headprune.files import digest
 from headprune.gates import gated, mask
 from headprune.inputs import call, doubled, gathered, inputs_of, tensors
-from headprune.planning.effort import spread
-from headprune.planning.units import Unit
+from headprune.planning.order import Unit
+from headprune.planning.strategies import spread
 from headprune.repairing import Calibration, OutputProjection, RepairWeights, fit_layers
-from headprune.repairing.probes import probe_of
+from headprune.repairing.examples import probe_of
 from headprune.running import frozen
 from headprune.scoring.gradient import finite
 from headprune.store import Store
 
 _FIRST_RIDGE = 0.3  # for layers that have lost nothing yet, so that cross-validation has said nothing; see RIDGES
-
-
-@dataclass(frozen=True)
-class Look:
-    """A look at the dense model.
-
-    Attributes:
-        effects: Of all units that may go, ``[examples, units]`` (`effects`).
-        passes: Forward passes over the calibration examples that it took.
-    """
-
-    effects: Tensor
-    passes: float
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,9 @@ from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
 from headprune.losses import ExampleLoss
-from headprune.planning.effects import Look, effects
-from headprune.planning.effort import Work, flops_of_pass, spread
-from headprune.planning.order import Order
-from headprune.planning.state import State
-from headprune.planning.strategies import Search, strategy
-from headprune.planning.units import SLICES, Unit
+from headprune.planning.effects import effects
+from headprune.planning.order import SLICES, Order, Unit
+from headprune.planning.strategies import Search, State, Work, flops_of_pass, spread, strategy
 from headprune.repairing import Calibration, calibrate, fit_layers
 from headprune.repairing.runner import Runner
 
@@ -190,7 +187,7 @@ def _ranked(calibration: Calibration, state: State) -> list[Unit]:
     if not units:
         return []
     if (look := search.dense_looks.get(search.kind)) and not state.drop:
-        found = look.effects
+        found, _ = look
     else:
         found = effects(calibration, search.layers, state.drop, units, search.effort.examples, search.store)
     if search.kind == SLICES:
@@ -234,7 +231,7 @@ def stages(total: int, levels: Sequence[int]) -> list[int]:
     return found
 
 
-def dense_looks(search: Search, kinds: Sequence[str]) -> dict[str, Look]:
+def dense_looks(search: Search, kinds: Sequence[str]) -> dict[str, tuple[Tensor, float]]:
     """The look at the dense model that every search begins with, made once for several: for every kind in which heads go."""
     calibration, found = _calibration_of(search), {}
     for kind in kinds:
@@ -242,7 +239,7 @@ def dense_looks(search: Search, kinds: Sequence[str]) -> dict[str, Look]:
         units = State(replace(search, kind=kind)).units()
         if units:
             each = effects(calibration, search.layers, {}, units, search.effort.examples, search.store)
-            found[kind] = Look(each, calibration.runner.passes - before)
+            found[kind] = each, calibration.runner.passes - before
     return found
 
 
@@ -291,5 +288,5 @@ def _calibration_of(search: Search) -> Calibration:
 def _cost(search: Search, calibration: Calibration, before: float) -> str:
     """A note on the passes of a search, of which there were ``before`` when it began."""
     runner, look = calibration.runner, search.dense_looks.get(search.kind)
-    passes = calibration.statistics.passes + runner.passes - before + (look.passes if look else 0)
+    passes = calibration.statistics.passes + runner.passes - before + (look[1] if look else 0)
     return f"This order took about {passes:.0f} forward passes over {runner.examples:,} examples."

@@ -8,9 +8,8 @@ from functools import cache
 
 from headprune.attention import AttentionLayer
 from headprune.checkpoint import StockCounts, pattern
-from headprune.planning.order import Order
+from headprune.planning.order import Order, Unit
 from headprune.planning.strategies import Search, strategy
-from headprune.planning.units import Unit
 from headprune.pruned import SharedPositionBias
 
 

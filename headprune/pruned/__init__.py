@@ -2,15 +2,14 @@
 
 `structure_of` reads the differences off a pruned model; `restructure` gives them to a freshly built dense one, whose weights
 are loaded afterwards. What differs is the shape of tensors, the integers by which modules count heads, modules that were
-replaced (`empty`, `standins`), and what hooks take from what is still computed for all heads (`hooks`).
+replaced (`modules`), and what hooks take from what is still computed for all heads (`hooks`).
 
 The files of this package are copied into every folder that headprune saves (`modeling_headprune.py`), so that transformers can
 load it where headprune is not installed. So they import nothing of headprune but each other, and none of their names occurs twice.
 """
 
-from headprune.pruned.empty import EmptyAttention, OnlyBias
 from headprune.pruned.hooks import HeadArgument, SharedPositionBias, from_ranges, to_ranges
-from headprune.pruned.standins import MultiheadAttention, convert, is_ours, stand_in
+from headprune.pruned.modules import EmptyAttention, MultiheadAttention, OnlyBias, convert, is_ours, stand_in
 from headprune.pruned.structure import (
     Structure,
     add_biases,

@@ -49,27 +49,6 @@ class HookData:
 
 
 @dataclass(frozen=True)
-class Edited:
-    """Which tensors and integers of a module differ from its class's; and whether it is a stand-in that stays."""
-
-    name = "_headprune_edited"
-    tensors: frozenset[str] = frozenset()
-    numbers: frozenset[str] = frozenset()
-    stand_in: bool = False
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Edited:
-        """What is noted of a module so far."""
-        return vars(module).get(cls.name) or cls()
-
-    @classmethod
-    def add(cls, module: nn.Module, tensors: Sequence[str] = (), numbers: Sequence[str] = ()) -> None:
-        """Note more tensors and numbers of a module."""
-        old = cls.of(module)
-        vars(module)[cls.name] = cls(old.tensors | set(tensors), old.numbers | set(numbers), old.stand_in)
-
-
-@dataclass(frozen=True)
 class Features:
     """The features of a tensor's dimension that stay: all but those of removed heads.
 

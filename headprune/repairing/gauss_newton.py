@@ -1,13 +1,13 @@
 """The last step of a repair: output projections moved together, so that the model's answers come nearer to the dense model's.
 
 A layer's fit does not know what the other layers' errors add up to; this does. It takes three passes or more, so plans are compared
-without.
+without. The weights move along the few thousand coordinates that the answers' gradients are longest along.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,13 +15,105 @@ from torch import Tensor
 
 from headprune.attention import Heads
 from headprune.errors import HeadPruneError
+from headprune.inputs import doubled, gathered
 from headprune.repairing.answers import DenseAnswers, logits_by_example
 from headprune.repairing.calibration import Calibration
-from headprune.repairing.coordinates import Coordinates, Parts, longest
-from headprune.repairing.outputs import downhill
-from headprune.repairing.projections import OutputProjection
+from headprune.repairing.layers import downhill
+from headprune.repairing.projections import OutputProjection, at
 from headprune.repairing.results import AnswersRepair, LeftOut, RepairWeights
 from headprune.repairing.runner import Seen
+
+MOST = 4096  # coordinates, of all projections together
+_WIDEST = 256  # eigenvectors of a projection's inputs, and of its outputs, that products are taken of
+_MOST_GRADIENTS = 1 << 28  # bytes of gradients at once
+
+Parts = dict[str, tuple[Tensor, Tensor]]
+"""By output projection, of some examples: inputs ``[examples, tokens, in]`` and slopes ``[directions, examples, tokens, out]``."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Orthonormal directions in the space of several matrices ``[in, out]``.
+
+    Each is an outer product of a direction of inputs and a direction of outputs.
+
+    Attributes:
+        inputs: By matrix, orthonormal ``[in, some]``.
+        outputs: By matrix, orthonormal ``[out, some]``.
+        chosen: By matrix, the products that are taken ``[own]``: ``i * (outputs' some) + j`` is of i and j.
+    """
+
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    chosen: Mapping[str, Tensor]
+
+    def of(self, parts: Parts) -> Tensor:
+        """The gradients ``sum_t x_t s_t^T`` along these, ``[examples * directions, coordinates]`` on the CPU; an example's stand together."""
+        found = []
+        for name, own in self.chosen.items():
+            products = self._products(name, parts[name])
+            found.append(torch.cat([some.flatten(1)[:, at(own, some.device)] for some in products]))
+        return gathered(found, dim=1)
+
+    def matrices(self, change: Tensor) -> dict[str, Tensor]:
+        """What a change along them ``[coordinates]`` is of every matrix, ``[in, out]`` in float64."""
+        found = {}
+        for name, own in zip(self.chosen, torch.split(change, [len(c) for c in self.chosen.values()]), strict=True):
+            left, right = self.inputs[name], self.outputs[name]
+            core = own.new_zeros(left.shape[1] * right.shape[1])
+            core[self.chosen[name]] = own
+            found[name] = left.double() @ core.view(left.shape[1], right.shape[1]) @ right.double().T
+        return found
+
+    def _products(self, name: str, part: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
+        """All gradients of one matrix, turned ``[rows, some, some]``, as many at once as there is room for."""
+        x, slopes = part
+        left, right = at(self.inputs[name], x.device).to(x.dtype), at(self.outputs[name], x.device).to(x.dtype)
+        each = 4 * len(slopes) * left.shape[1] * right.shape[1]
+        size = max(1, _MOST_GRADIENTS // max(1, each))
+        for some, own in zip(torch.split(x, size), torch.split(slopes, size, dim=1), strict=True):
+            yield torch.einsum("nti,pnto->npio", some @ left, own @ right).flatten(0, 1)
+
+
+def longest(parts: Sequence[Parts], most: int = MOST) -> Coordinates:
+    """The coordinates that some examples' gradients are longest along.
+
+    In the Kronecker-factored eigenbasis (George et al. 2018, arXiv:1806.03884): products of eigenvectors of the second moments
+    of inputs, and of slopes. There few coordinates carry most of the gradients' length.
+    """
+    names = list(parts[0])
+    inputs = {name: _eigenvectors([p[name][0] for p in parts]) for name in names}
+    outputs = {name: _eigenvectors([p[name][1] for p in parts]) for name in names}
+    every = Coordinates(inputs, outputs, {name: torch.arange(0) for name in names})
+    lengths = []
+    for name in names:
+        total = torch.zeros(inputs[name].shape[1], outputs[name].shape[1], device=parts[0][name][0].device)
+        for part in parts:
+            for some in every._products(name, part[name]):
+                total += some.square().sum(0)
+        lengths.append(total.flatten())
+    sizes = [len(own) for own in lengths]
+    first = torch.tensor([0, *sizes]).cumsum(0)
+    best = gathered(lengths).topk(min(most, sum(sizes))).indices.sort().values
+    chosen = {
+        name: best[(best >= start) & (best < start + size)] - start
+        for name, start, size in zip(names, first.tolist(), sizes, strict=False)
+    }
+    return Coordinates(inputs, outputs, chosen)
+
+
+def _eigenvectors(values: Sequence[Tensor]) -> Tensor:
+    """Of the second moments of values ``[..., wide]``, those of the largest eigenvalues first."""
+    moments = doubled(values[0].new_zeros(values[0].shape[-1], values[0].shape[-1]))
+    for each in values:
+        flat = each.flatten(0, -2)
+        moments += doubled(flat.T @ flat)
+    moments = moments.cpu()
+    # What is not finite has no axes; it shows in the gradients themselves.
+    moments = moments.nan_to_num(0.0, 0.0, 0.0)
+    found: Tensor = torch.linalg.eigh(moments)[1].flip(1)[:, :_WIDEST]
+    return found
+
 
 STRENGTHS = tuple(10 ** (i / 2) for i in range(-8, 5))  # of the mean squared length of an answer's gradient
 _START = 10**-0.5  # the strength that is tried first
@@ -37,7 +129,7 @@ Changes = Mapping[str, tuple[Tensor, Tensor]]
 """Of weights ``W [in, out]`` and biases ``b [out]``, by module."""
 
 
-def fit(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
+def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
     """The weights so far, all output projections that lose heads moved towards the dense model's answers."""
     answers, _ = calibration.answers
     places = {p.name: (p, p.kept(drop)) for p in calibration.projections if p.name in start.by_module}
@@ -73,7 +165,7 @@ def gauss_newton(
 
     Minimised is ``sum_i |r_i - J_i d|^2 + strength * v * |d|^2``: r_i is what example i's answer lacks of the dense
     model's, J_i its gradient with respect to all of these weights, d their change, v the mean squared length of a row
-    of J. d is sought along the few thousand directions in which J is longest (`headprune.repairing.coordinates`). With fewer
+    of J. d is sought along the few thousand directions in which J is longest (`headprune.repairing.gauss_newton`). With fewer
     answers than these it is solved for one number per answer (kernel ridge regression with the neural tangent kernel;
     Saunders et al. 1998, Jacot et al. 2018, arXiv:1806.07572), and the strength is the best by leaving out each example
     in turn, in closed form.

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headprune.repairing.moments import Moments
-from headprune.repairing.projections import OutputProjection
+from headprune.repairing.projections import Moments, OutputProjection
 
 NewWeights = Mapping[str, tuple[Tensor, Tensor | None]]
 """``{module: (W [in, out], b [out] or None)}``; modules that keep their dense weights are not in it."""
@@ -64,7 +63,7 @@ class AnswersRepair:
 
 @dataclass(frozen=True)
 class Trial:
-    """How one step of a repair did on examples that it was not fitted to (`headprune.repairing.checks`).
+    """How one step of a repair did on examples that it was not fitted to (`headprune.repairing.steps`).
 
     Attributes:
         step: ``"output projections"``, ``"values"`` or ``"answers"`` (the last step, towards the dense model's answers).
@@ -97,7 +96,7 @@ class Repair:
     Attributes:
         layers: By layer; on the calibration examples, before the step towards the answers.
         examples: Calibration examples.
-        mixtures: Mixtures of them that were fitted to as well (`headprune.repairing.mixtures`).
+        mixtures: Mixtures of them that were fitted to as well (`headprune.repairing.examples`).
         passes: Forward passes over them.
         biases: Output projections that had no bias, and have one now.
         notes: What could not be refitted, and why.
@@ -168,7 +167,7 @@ class RepairWeights:
         fits: What they were made of, by output projection; none for old weights.
         answers: The step towards the dense model's answers, if they have it in them.
         note: What a reader should know of what was left out.
-        trials: How every step did on examples that it was not fitted to (`headprune.repairing.checks`).
+        trials: How every step did on examples that it was not fitted to (`headprune.repairing.steps`).
         on_fold: ``on_fold(i)``: what the last step gives if it is fitted to the examples of fold i alone, with the same strength.
         taken: ``taken(part)``: with a part of the last step, where that can be taken in part.
     """

@@ -16,13 +16,11 @@ from headprune.attention import AttentionLayer
 from headprune.batches import cost_of, find_rows, is_empty
 from headprune.divergence import part_of, real_tokens
 from headprune.errors import HeadPruneError, first_line
-from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
+from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
 from headprune.memory import is_out_of_memory
 from headprune.parallel import current
-from headprune.repairing.mixtures import Mixed, mixed_texts
-from headprune.repairing.moments import FOLDS
-from headprune.repairing.probes import probe_of, widened
-from headprune.repairing.projections import OutputProjection, Values, at
+from headprune.repairing.examples import Mixed, mixed_texts, probe_of
+from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
 from headprune.running import frozen, quiet
 from headprune.scoring.gradient import checkpointed, recomputing, unlike
 
@@ -53,7 +51,7 @@ class Runner:
         batches: Those that are not empty, on the model's device; of one example each, where a projection mixes examples up.
         examples: How many there are.
         rows: How examples lie in the batches.
-        mixtures: Of the examples (`headprune.repairing.mixtures`).
+        mixtures: Of the examples (`headprune.repairing.examples`).
     """
 
     def __init__(self, model: nn.Module, projections: Sequence[OutputProjection], batches: Sequence[Any]) -> None:

@@ -21,9 +21,9 @@ from headprune.offload import renewed
 from headprune.plans import PruningPlan
 from headprune.pruned import note_ghosts, note_heads, note_removed, removed, structure_of
 from headprune.running import evaluating, forget_compiled, full_precision, uncompiled
+from headprune.surgery.evidence import inputs_for
 from headprune.surgery.journal import Journal
 from headprune.surgery.proof import Proof, answers, failing_alone, prove
-from headprune.surgery.proof_inputs import inputs_for
 from headprune.surgery.removal import Removal, check_present, left_as_ghosts
 from headprune.trace import example_for
 

@@ -11,7 +11,7 @@ from headprune.app.runs import RunFolder
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.options import AUTO, SearchOptions
 from headprune.planning import strategy_named
-from headprune.planning.effort import effort_named
+from headprune.planning.strategies import effort_named
 from headprune.plans import PruningPlan
 from headprune.scoring import HeadScores
 from headprune.scoring.settings import method_and_settings
