@@ -67,9 +67,9 @@ def plan(
             f"Use headprune.search(model, batches, keep={keep!r}, strategy={strategy!r}).",
         )
     constraints = Constraints.parse(protect, scores.layers, min_heads_per_layer)
-    asked = heads_to_keep(keep, sum(layer.num_heads for layer in scores.layers))
+    heads = heads_to_keep(keep, sum(layer.num_heads for layer in scores.layers))
     search = Search(scores.layers, scores, constraints, seed=seed)
-    return replace(arrange(search, strategy, [asked]).some(asked), budget=f"keep {keep}")
+    return replace(arrange(search, strategy, [heads]).some(heads), budget=f"keep {keep}")
 
 
 def arrange(

@@ -128,15 +128,15 @@ def _looked(
         mask(calibration.model, drop, layers=layers),
     ):
         batches = [calibration.runner.batches[index] for index in chosen]
-        found = calibration.runner.share("a look", [partial(looked_at, index) for index in chosen], batches)
-    return finite(torch.cat(found))
+        per_batch = calibration.runner.share("a look", [partial(looked_at, index) for index in chosen], batches)
+    return finite(torch.cat(per_batch))
 
 
 def _gated(calibration: Calibration, layers: Sequence[AttentionLayer], index: int, units: Sequence[Unit]) -> Tensor:
     """Minus the gate gradients on a batch, ``[examples, units]``."""
     runner = calibration.runner
     names = {layers[unit.layer].name: layers[unit.layer] for unit in units}
-    found = []
+    rows = []
     # One by one: at these layers nobody has seen which rows are whose.
     for row, one in enumerate(runner.rows.singles(runner.batches[index])):
         gates = {
@@ -155,9 +155,9 @@ def _gated(calibration: Calibration, layers: Sequence[AttentionLayer], index: in
                 probe = probe_of(calibration.model, output, one, runner.first(index) + row, runner.rows)
                 slopes = torch.autograd.grad(probe, list(gates.values()), allow_unused=True)
         of = {name: gate * 0 if s is None else s for (name, gate), s in zip(gates.items(), slopes, strict=True)}
-        found.append(torch.stack([of[layers[u.layer].name][list(u.heads)].sum() for u in units]))
-    runner.count(3 * len(found))
-    return -torch.stack(found).detach()
+        rows.append(torch.stack([of[layers[u.layer].name][list(u.heads)].sum() for u in units]))
+    runner.count(3 * len(rows))
+    return -torch.stack(rows).detach()
 
 
 def _removal(

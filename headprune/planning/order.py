@@ -41,11 +41,11 @@ class Constraints:
         if min_heads_per_layer < 0:
             raise HeadPruneError(f"{min_heads_per_layer} heads per layer make no sense.", "Give 0 or more.")
         texts = protect.split(",") if isinstance(protect, str) else protect
-        found: dict[str, set[int]] = {}
+        protected: dict[str, set[int]] = {}
         for text in filter(None, map(str.strip, texts)):
             layer, heads = _address(text, layers)
-            found.setdefault(layer.name, set()).update(heads)
-        ordered = {layer.name: sorted(found[layer.name]) for layer in layers if layer.name in found}
+            protected.setdefault(layer.name, set()).update(heads)
+        ordered = {layer.name: sorted(protected[layer.name]) for layer in layers if layer.name in protected}
         return cls(ordered, min_heads_per_layer)
 
     def protected(self, layer: AttentionLayer) -> frozenset[int]:
@@ -97,13 +97,13 @@ def units_of(
             query head from every group, those with the least score first within their groups. Where no heads share,
             single heads go either way.
     """
-    found = []
+    units_by_layer = []
     for i, layer in enumerate(layers):
         scores = values[layer.name].tolist()
         heads = _sliced(layer, scores, constraints) if kind == SLICES else grouped(layer, constraints)
         units = sorted(Unit(sum(scores[h] for h in unit) / len(unit), i, unit) for unit in heads)
-        found.append(list(within(units, constraints.room(layer))))
-    return found
+        units_by_layer.append(list(within(units, constraints.room(layer))))
+    return units_by_layer
 
 
 def within(units: Iterable[Unit], room: int) -> Iterator[Unit]:

@@ -102,8 +102,8 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
             runner.deterministic_eval(),
             mask(calibration.model, drop, layers=calibration.layers),
         ):
-            found = torch.cat(runner.share("losses", [partial(losses_of, batch) for batch in examples], examples))
-        return float(found.double().mean())
+            each = torch.cat(runner.share("losses", [partial(losses_of, batch) for batch in examples], examples))
+        return float(each.double().mean())
 
     ranked = [] if looks else _ranked(calibration, state)
     for i, level in enumerate(looks):
@@ -187,60 +187,60 @@ def _ranked(calibration: Calibration, state: State) -> list[Unit]:
     if not units:
         return []
     if (look := search.dense_looks.get(search.kind)) and not state.drop:
-        found, _ = look
+        changes, _ = look
     else:
-        found = effects(calibration, search.layers, state.drop, units, search.effort.examples, search.store)
+        changes = effects(calibration, search.layers, state.drop, units, search.effort.examples, search.store)
     if search.kind == SLICES:
-        units, found = _sliced(search, units, found)
-    sizes = found.abs().mean(0).tolist()
+        units, changes = _sliced(search, units, changes)
+    sizes = changes.abs().mean(0).tolist()
     # What a unit costs counts by head, where units are of different size.
     return sorted(unit._replace(score=size / len(unit.heads)) for unit, size in zip(units, sizes, strict=True))
 
 
-def _sliced(search: Search, units: Sequence[Unit], found: Tensor) -> tuple[list[Unit], Tensor]:
+def _sliced(search: Search, units: Sequence[Unit], changes: Tensor) -> tuple[list[Unit], Tensor]:
     """A head of every group, those with the least effect of each group together."""
-    sizes = found.abs().mean(0).tolist()
+    sizes = changes.abs().mean(0).tolist()
     at = {(u.layer, u.heads[0]): n for n, u in enumerate(units) if len(u.heads) == 1}
-    made: list[Unit] = []
+    slices: list[Unit] = []
     columns: list[Tensor] = []
     for i, layer in enumerate(search.layers):
         if not layer.groups:
             those = [n for n, u in enumerate(units) if u.layer == i]
-            made += [units[n] for n in those]
-            columns += [found[:, n] for n in those]
+            slices += [units[n] for n in those]
+            columns += [changes[:, n] for n in those]
             continue
         queues = [
             sorted((at[i, h] for h in group if (i, h) in at), key=lambda n: (sizes[n], n)) for group in layer.groups
         ]
         for row in zip(*queues, strict=False):
-            made.append(Unit(0.0, i, tuple(sorted(units[n].heads[0] for n in row))))
-            columns.append(found[:, list(row)].sum(1))
-    return made, torch.stack(columns, dim=1) if columns else found[:, :0]
+            slices.append(Unit(0.0, i, tuple(sorted(units[n].heads[0] for n in row))))
+            columns.append(changes[:, list(row)].sum(1))
+    return slices, torch.stack(columns, dim=1) if columns else changes[:, :0]
 
 
 def stages(total: int, levels: Sequence[int]) -> list[int]:
     """Numbers of kept heads at which the model is looked at again: the levels, largest first, and others between."""
-    found: list[int] = []
+    numbers: list[int] = []
     at = total
     for level in sorted({k for k in levels if k < total}, reverse=True):
         while at - level > max(1, int(at * _SHARE)):
             at -= max(1, int(at * _SHARE))
-            found.append(at)
+            numbers.append(at)
         at = level
-        found.append(at)
-    return found
+        numbers.append(at)
+    return numbers
 
 
 def dense_looks(search: Search, kinds: Sequence[str]) -> dict[str, tuple[Tensor, float]]:
     """The look at the dense model that every search begins with, made once for several: for every kind in which heads go."""
-    calibration, found = _calibration_of(search), {}
+    calibration, looks = _calibration_of(search), {}
     for kind in kinds:
         before = calibration.runner.passes
         units = State(replace(search, kind=kind)).units()
         if units:
             each = effects(calibration, search.layers, {}, units, search.effort.examples, search.store)
-            found[kind] = each, calibration.runner.passes - before
-    return found
+            looks[kind] = each, calibration.runner.passes - before
+    return looks
 
 
 def work_of(

@@ -303,13 +303,13 @@ class State:
 
     def units(self) -> list[Unit]:
         """What may go together: heads or key/value groups; single heads, where slices are to be made of them."""
-        found = []
+        candidates = []
         for i, layer in enumerate(self.search.layers):
             if not layer.prunable:
                 continue
             if self.search.kind == SLICES and layer.groups:
                 protected = self.search.constraints.protected(layer)
-                found += [Unit(0.0, i, (h,)) for group in layer.groups for h in group if h not in protected]
+                candidates += [Unit(0.0, i, (h,)) for group in layer.groups for h in group if h not in protected]
             else:
-                found += [Unit(0.0, i, heads) for heads in grouped(layer, self.search.constraints)]
-        return [unit for unit in found if self.fits(unit)]
+                candidates += [Unit(0.0, i, heads) for heads in grouped(layer, self.search.constraints)]
+        return [unit for unit in candidates if self.fits(unit)]

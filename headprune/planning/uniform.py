@@ -94,10 +94,10 @@ def _same_counts(layers: Sequence[AttentionLayer]) -> list[list[int]]:
 
 def _kinds(search: Search, layers: Sequence[int]) -> list[list[int]]:
     """Layers whose names differ by numbers alone."""
-    found: dict[str, list[int]] = {}
+    kinds: dict[str, list[int]] = {}
     for i in layers:
-        found.setdefault(pattern(search.layers[i].name), []).append(i)
-    return list(found.values())
+        kinds.setdefault(pattern(search.layers[i].name), []).append(i)
+    return list(kinds.values())
 
 
 def _best(search: Search, counts: StockCounts, layers: list[int], columns: Sequence[list[Unit]]) -> _Part:
@@ -105,12 +105,12 @@ def _best(search: Search, counts: StockCounts, layers: list[int], columns: Seque
 
     def tried(kinds: Sequence[Sequence[int]]) -> _Part:
         rows = _rows(layers, _tied(columns, kinds))
-        found = cache(
+        possible = cache(
             lambda stop: counts.config_without(search.step(*(unit for row in rows[:stop] for unit in row))) is not None
         )
         few = {1, len(rows) // 2, len(rows) - 1, len(rows)}  # a class that has none of these has none
-        stops = range(1, len(rows) + 1) if any(found(stop) for stop in few if 0 < stop <= len(rows)) else ()
-        return _Part(layers, rows, [stop for stop in stops if found(stop)])
+        stops = range(1, len(rows) + 1) if any(possible(stop) for stop in few if 0 < stop <= len(rows)) else ()
+        return _Part(layers, rows, [stop for stop in stops if possible(stop)])
 
     free, kinds = tried([]), [kind for kind in _kinds(search, layers) if _may_share(search, kind)]
     if not kinds or len((best := tried(kinds)).stops) <= len(free.stops):
@@ -131,14 +131,14 @@ def _may_share(search: Search, layers: Sequence[int]) -> bool:
 
 def _tied(columns: Sequence[list[Unit]], kinds: Sequence[Sequence[int]]) -> list[list[Unit]]:
     """What each layer may lose, where layers of some kinds lose the same: in the order of the layers' mean scores."""
-    found = list(columns)
+    tied = list(columns)
     for kind in kinds:
         scores = [{unit.heads: unit.score for unit in columns[i]} for i in kind]
         common = [heads for heads in scores[0] if all(heads in own for own in scores)]
         ranked = sorted(common, key=lambda heads: (sum(own[heads] for own in scores), heads))
         for i, own in zip(kind, scores, strict=True):
-            found[i] = [Unit(own[heads], i, heads) for heads in ranked]
-    return found
+            tied[i] = [Unit(own[heads], i, heads) for heads in ranked]
+    return tied
 
 
 def _rows(layers: Sequence[int], columns: Sequence[list[Unit]]) -> list[tuple[Unit, ...]]:

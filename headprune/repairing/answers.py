@@ -106,9 +106,9 @@ def _answers(runner: Runner, batches: Sequence[Any]) -> list[Tensor]:
     """Of the model as it is now, ``[examples, classes]`` by batch."""
     with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
         tasks = [partial(_logits, runner, batch) for batch in batches]
-        found = runner.share("answers", tasks, batches)
-    runner.count(sum(map(len, found)))
-    return found
+        logits = runner.share("answers", tasks, batches)
+    runner.count(sum(map(len, logits)))
+    return logits
 
 
 def _logits(runner: Runner, batch: Any) -> Tensor:
@@ -120,5 +120,5 @@ def _basis(classes: int, every: bool) -> Tensor:
     whole = torch.eye(classes, dtype=torch.float64)
     if every:
         return whole
-    found: Tensor = torch.linalg.eigh(whole - 1.0 / classes)[1][:, 1:].T
-    return found
+    differences: Tensor = torch.linalg.eigh(whole - 1.0 / classes)[1][:, 1:].T
+    return differences

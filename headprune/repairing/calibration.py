@@ -104,8 +104,8 @@ class Calibration:
         if not self.repairs:
             return 0.0
         share = room(self.projections, self.values) if self.values else 0
-        made = mixed_texts(self.runner.batches, self.runner.rows, self.mixtures, 0)
-        times = sum(len(each.firsts) for each in made) / self.runner.examples
+        mixtures = mixed_texts(self.runner.batches, self.runner.rows, self.mixtures, 0)
+        times = sum(len(each.firsts) for each in mixtures) / self.runner.examples
         return bool(share) + times + (3 + share) * (1 + times)
 
     @cached_property

@@ -39,10 +39,10 @@ class Directions:
 
     def _near(self, name: str, x: Tensor) -> Tensor:
         """The directions of an output projection where ``x`` is, as its type; copied there once."""
-        found = self._copies.get((name, x.device, x.dtype))
-        if found is None:
-            found = self._copies[name, x.device, x.dtype] = self.along[name].to(x.device, x.dtype)
-        return found
+        copy = self._copies.get((name, x.device, x.dtype))
+        if copy is None:
+            copy = self._copies[name, x.device, x.dtype] = self.along[name].to(x.device, x.dtype)
+        return copy
 
     def rank(self, name: str) -> int:
         """How many directions there are for the values of an output projection."""
@@ -81,11 +81,11 @@ class Directions:
                 other = torch.nn.functional.pad(x @ q, (0, width - q.shape[1]))
                 return replaced(values, out, other[..., None, :].expand(*other.shape[:-1], len(values.features), width))
 
-            found, _ = self.runner.run_with_values(batch, ys, on_value, self.values)
+            calls, _ = self.runner.run_with_values(batch, ys, on_value, self.values)
             for name in chosen:
                 values = self.values[name]
                 width = min(values.head_dim, self.rank(name) - share * values.head_dim)
-                for call_, x in zip(parts[name], found[name], strict=True):
+                for call_, x in zip(parts[name], calls[name], strict=True):
                     if width > 0:
                         call_.append(x[..., at(values.columns, x.device)][..., :width])
         return {
@@ -177,9 +177,9 @@ def best_directions(projection: OutputProjection, values: Values, xx: Tensor, ra
     left = torch.cat(parts, dim=1)
     sizes, turned = torch.linalg.eigh(left.T @ spread.cpu() @ left)
     rank = min(rank, int((sizes > 1e-12 * sizes[-1]).sum()))  # what is beyond is rounding
-    found = left @ turned.flip(1)[:, :rank]
+    directions = left @ turned.flip(1)[:, :rank]
     length = weight[:, values.features.flatten()].square().sum(0).mean().sqrt()
-    scaled: Tensor = found * (length / found.norm(dim=0, keepdim=True).clamp(min=1e-30))
+    scaled: Tensor = directions * (length / directions.norm(dim=0, keepdim=True).clamp(min=1e-30))
     # At least a head's width of them, for `DenseReference.slopes`: along zeros where the input is narrower than that.
     return torch.nn.functional.pad(scaled, (0, max(0, values.head_dim - scaled.shape[1])))
 
@@ -224,11 +224,11 @@ def linear(runner: Runner, values: Mapping[str, Values]) -> dict[str, Values]:
                 turned = out[..., v.features.to(out.device)] @ turns[name].to(out)
                 return replaced(v, out, turned) if name in names else None
 
-            found, now = runner.run_with_values(batch, ys, on_value, values)
+            changed, now = runner.run_with_values(batch, ys, on_value, values)
             if not plain or not all(map(_close, now, answers)):
                 return False
             for name, calls in xs.items():
-                for after, x in zip(found[name], calls, strict=True):
+                for after, x in zip(changed[name], calls, strict=True):
                     expected = x.clone()
                     if name in names:
                         columns = values[name].columns
@@ -243,9 +243,9 @@ def linear(runner: Runner, values: Mapping[str, Values]) -> dict[str, Values]:
     return {name: values[name] for name in good}
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def _close(result: Tensor, expected: Tensor) -> bool:
     """Equal up to rounding, of the type that they are in."""
     if not expected.is_floating_point() or not expected.numel():
-        return torch.equal(found, expected)
+        return torch.equal(result, expected)
     most = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 0.05
-    return bool((found - expected).abs().amax() <= most * expected.abs().amax())
+    return bool((result - expected).abs().amax() <= most * expected.abs().amax())

@@ -69,7 +69,7 @@ def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) ->
     for number in range(len(texts)):
         members.setdefault(block[number], []).append(number)
     left = any(_is_left_padded(batch) for batch in batches)
-    found = []
+    result = []
     for shift in range(1, times + 1):
         first = 0
         for batch in batches:
@@ -85,8 +85,8 @@ def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) ->
                     name: _padded([text[name] for text in mixed], padding if name == "input_ids" else 0, left)
                     for name in mixed[0]
                 }
-                found.append(Mixed(inputs, torch.tensor([one for one, _ in pairs]), shift))
-    return found
+                result.append(Mixed(inputs, torch.tensor([one for one, _ in pairs]), shift))
+    return result
 
 
 def _texts(batch: Any, rows: Rows) -> list[dict[str, Tensor]] | None:
@@ -119,23 +119,23 @@ def _padded(texts: Sequence[Tensor], value: int, left: bool) -> Tensor:
     return pad_sequence(list(texts), batch_first=True, padding_value=value, padding_side="left" if left else "right")
 
 
-def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, alone: int | None = None) -> Tensor:
+def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, only: int | None = None) -> Tensor:
     """A number whose gradient, squared, is on average the Fisher information of the answers to a batch.
 
     Args:
         output: The model's.
         first: The number of the batch's first example; noise goes by it.
         rows: How examples lie in the batch.
-        alone: The only example whose answers are looked at; all, by default.
+        only: The only example whose answers are looked at; all, by default.
     """
     seeds = range(first, first + rows.size(batch))
 
     def drawn(like: Tensor) -> Tensor:
         mask = real_tokens(model, batch, "decoder", rows, like.shape[1]) if like.ndim > 2 else None
-        found = noise(like, mask, seeds)
-        if alone is not None and len(found) == len(seeds):
-            found[torch.arange(len(found), device=found.device) != alone] = 0
-        return found
+        random = noise(like, mask, seeds)
+        if only is not None and len(random) == len(seeds):
+            random[torch.arange(len(random), device=random.device) != only] = 0
+        return random
 
     # A tensor without dimensions is a loss: it goes by the labels, and says nothing of single examples.
     logits, start = (part_of(output, name) for name in ("logits", "start_logits"))
@@ -178,13 +178,13 @@ def noise(like: Tensor, mask: Tensor | None, seeds: Sequence[int]) -> Tensor:
     """Random numbers ``[examples, ...]``: the same for an example in any batch, none at padding."""
     if not like.ndim or len(like) != len(seeds):
         return torch.randn(like.shape, generator=torch.Generator().manual_seed(seeds[0])).to(like)
-    found = torch.zeros(like.shape)
+    random = torch.zeros(like.shape)
     places = None if mask is None else mask.cpu()  # at once: every copy waits for a GPU
     for row, seed in enumerate(seeds):
         generator = torch.Generator().manual_seed(seed)
         if places is not None:
             real = places[row]
-            found[row, real] = torch.randn(int(real.sum()), *like.shape[2:], generator=generator)
+            random[row, real] = torch.randn(int(real.sum()), *like.shape[2:], generator=generator)
         else:
-            found[row] = torch.randn(like.shape[1:], generator=generator)
-    return found.to(like)
+            random[row] = torch.randn(like.shape[1:], generator=generator)
+    return random.to(like)

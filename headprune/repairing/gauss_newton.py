@@ -49,21 +49,21 @@ class Coordinates:
 
     def of(self, parts: Parts) -> Tensor:
         """The gradients ``sum_t x_t s_t^T`` along these, ``[examples * directions, coordinates]`` on the CPU; an example's stand together."""
-        found = []
+        gradients = []
         for name, own in self.chosen.items():
             products = self._products(name, parts[name])
-            found.append(torch.cat([some.flatten(1)[:, at(own, some.device)] for some in products]))
-        return gathered(found, dim=1)
+            gradients.append(torch.cat([some.flatten(1)[:, at(own, some.device)] for some in products]))
+        return gathered(gradients, dim=1)
 
     def matrices(self, change: Tensor) -> dict[str, Tensor]:
         """What a change along them ``[coordinates]`` is of every matrix, ``[in, out]`` in float64."""
-        found = {}
+        result = {}
         for name, own in zip(self.chosen, torch.split(change, [len(c) for c in self.chosen.values()]), strict=True):
             left, right = self.inputs[name], self.outputs[name]
             core = own.new_zeros(left.shape[1] * right.shape[1])
             core[self.chosen[name]] = own
-            found[name] = left.double() @ core.view(left.shape[1], right.shape[1]) @ right.double().T
-        return found
+            result[name] = left.double() @ core.view(left.shape[1], right.shape[1]) @ right.double().T
+        return result
 
     def _products(self, name: str, part: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
         """All gradients of one matrix, turned ``[rows, some, some]``, as many at once as there is room for."""
@@ -111,8 +111,8 @@ def _eigenvectors(values: Sequence[Tensor]) -> Tensor:
     moments = moments.cpu()
     # What is not finite has no axes; it shows in the gradients themselves.
     moments = moments.nan_to_num(0.0, 0.0, 0.0)
-    found: Tensor = torch.linalg.eigh(moments)[1].flip(1)[:, :_WIDEST]
-    return found
+    vectors: Tensor = torch.linalg.eigh(moments)[1].flip(1)[:, :_WIDEST]
+    return vectors
 
 
 STRENGTHS = tuple(10 ** (i / 2) for i in range(-8, 5))  # of the mean squared length of an answer's gradient
@@ -177,10 +177,10 @@ def gauss_newton(
     before, lacking, gradients, coordinates = _system(answers, places)
     if not bool(lacking.isfinite().all() & gradients.isfinite().all()) or not bool(gradients.any()):
         return None
-    found = solved(gradients, lacking, answers.left_out)
-    if found is None:
+    solution = solved(gradients, lacking, answers.left_out)
+    if solution is None:
         return None
-    change, strength, held_out = found
+    change, strength, held_out = solution
 
     def on_fold(fold: int) -> Changes:
         own = answers.folds == fold
@@ -225,8 +225,8 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
         gap, off, parts = seen(i)
         return gap, off, coordinates.of(parts)
 
-    found = answers.runner.share("gradients", [partial(row, i) for i in rest], [answers.batches[i] for i in rest])
-    for i, (gap, off, own_rows) in zip(rest, found, strict=True):
+    results = answers.runner.share("gradients", [partial(row, i) for i in rest], [answers.batches[i] for i in rest])
+    for i, (gap, off, own_rows) in zip(rest, results, strict=True):
         gaps.append(gap)
         lacking[i], rows[i] = off, own_rows
     answers.runner.count((1 + answers.count) * answers.examples)
@@ -296,15 +296,15 @@ def _left_out(kernel: Tensor, wanted: Tensor, groups: Sequence[Tensor], strength
     if int(failed):  # a ridge that is less than rounding
         return float("inf"), wanted
     inverse = torch.cholesky_inverse(root)
-    found = (inverse @ wanted.to(inverse)).double()
+    alpha = (inverse @ wanted.to(inverse)).double()
     # One step of iterative refinement, for what float32 rounded away.
-    rest = wanted - strength * found - kernel.double() @ found
-    found = found + (inverse @ rest.to(inverse)).double()
+    rest = wanted - strength * alpha - kernel.double() @ alpha
+    alpha = alpha + (inverse @ rest.to(inverse)).double()
     errors = [
-        torch.linalg.solve(inverse[rows[:, :, None], rows[:, None]].double(), found[rows][..., None]).flatten()
+        torch.linalg.solve(inverse[rows[:, :, None], rows[:, None]].double(), alpha[rows][..., None]).flatten()
         for rows in groups
     ]
-    return _root(torch.cat(errors)) if errors else float("nan"), found
+    return _root(torch.cat(errors)) if errors else float("nan"), alpha
 
 
 def _products(rows: Tensor) -> Tensor:
@@ -312,9 +312,9 @@ def _products(rows: Tensor) -> Tensor:
     kernel = rows.new_empty(len(rows), len(rows))
     block = max(1, -(-len(rows) // 4))
     for first in range(0, len(rows), block):  # what is on one side of the diagonal is on the other too
-        found = rows[first : first + block] @ rows[first:].T
-        kernel[first : first + block, first:] = found
-        kernel[first:, first : first + block] = found.T
+        products = rows[first : first + block] @ rows[first:].T
+        kernel[first : first + block, first:] = products
+        kernel[first:, first : first + block] = products.T
     return kernel
 
 
@@ -348,8 +348,8 @@ def _directions(gap: Tensor, noise: Tensor) -> Tensor:
         start[..., 0] = gap
         lengths[1:] = ((every - 1) / (some - 1)) ** 0.5
         lengths *= (some / every) ** 0.5
-    found: Tensor = (torch.linalg.qr(start)[0] * lengths).mT
-    return found
+    directions: Tensor = (torch.linalg.qr(start)[0] * lengths).mT
+    return directions
 
 
 def _from_everywhere(count: int) -> list[int]:
@@ -376,14 +376,14 @@ def _joined(
 
 def _weights(matrices: Mapping[str, Tensor], places: Places) -> dict[str, tuple[Tensor, Tensor]]:
     """Changes of weights and biases, from those of the inputs that stay with the bias behind them."""
-    found = {}
+    result = {}
     for name, (place, kept) in places.items():
         weight, bias = (torch.zeros_like(t, device="cpu") for t in (place.weight, place.bias))
         weight[kept] = matrices[name][: len(kept)]
         if place.has_bias:
             bias += matrices[name][-1]
-        found[name] = weight, bias
-    return found
+        result[name] = weight, bias
+    return result
 
 
 def _root(values: Tensor) -> float:

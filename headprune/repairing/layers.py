@@ -75,13 +75,13 @@ def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, rid
 
 def _held_out(xx: Tensor, xy: Tensor, yy: Tensor, old: tuple[Tensor, Tensor], has_bias: bool, ridge: float) -> float:
     """Squared error on every fold of what was fitted on the others."""
-    found = 0.0
+    total = 0.0
     for i in range(FOLDS):
         if float(xx.sum(0)[-1, -1] - xx[i, -1, -1]) <= 0:
             return math.inf
         fitted = _solved(xx.sum(0) - xx[i], xy.sum(0) - xy[i], old, has_bias, ridge)
-        found += error(xx[i], xy[i], yy[i], *fitted)
-    return found
+        total += error(xx[i], xy[i], yy[i], *fitted)
+    return total
 
 
 def _solved(xx: Tensor, xy: Tensor, old: tuple[Tensor, Tensor], has_bias: bool, ridge: float) -> tuple[Tensor, Tensor]:
@@ -122,12 +122,12 @@ _TRIED_ROUNDS, _TRIED_STEPS = 1, 6  # to compare ridges
 def refit_values(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
     """The weights so far, with values refitted in those layers where that does better on held-out tokens."""
     fits = dict(start.fits)
-    for name, alone in start.fits.items():
-        values, heads = calibration.values.get(name), alone.projection.heads(drop)
+    for name, output_fit in start.fits.items():
+        values, heads = calibration.values.get(name), output_fit.projection.heads(drop)
         if values and heads:
-            both = _values_fit(calibration, alone.projection, values, heads, drop)
+            both = _values_fit(calibration, output_fit.projection, values, heads, drop)
             rounding = ROUNDED * float(calibration.statistics.moments[name].yy.sum())
-            if both.held_out is None or alone.held_out is None or both.held_out < alone.held_out - rounding:
+            if both.held_out is None or output_fit.held_out is None or both.held_out < output_fit.held_out - rounding:
                 fits[name] = both
     changed = any(each.mixes for each in fits.values())
     return RepairWeights.of(fits, calibration.statistics.moments) if changed else LeftOut()
@@ -175,11 +175,11 @@ def fit_values(
         sums = [start.sums(*rest).single() for rest in folds] if enough else []
 
         def held_out_error(strength: float) -> float:
-            found = 0.0 if sums else math.inf
+            total = 0.0 if sums else math.inf
             for i, those in enumerate(sums):
                 mix, out, bias = (t.double() for t in start.solved(those, strength, _TRIED_ROUNDS, _TRIED_STEPS))
-                found += start.error(xx[i], xy[i], yy[i], mix, out, bias)
-            return found
+                total += start.error(xx[i], xy[i], yy[i], mix, out, bias)
+            return total
 
         chosen, held_out = downhill(held_out_error, _VALUE_RIDGES, len(_VALUE_RIDGES) // 2)
     mix, out, bias = start.solved(start.sums(all_xx, all_xy), chosen, _ROUNDS, _STEPS)
@@ -188,7 +188,7 @@ def fit_values(
     facts = LayerRepair(before / moments.spread(), after / moments.spread(), chosen, values=True)
     whole = torch.zeros_like(projection.weight, device="cpu")
     whole[values.columns[list(heads)].flatten()] = out.flatten(0, 1)
-    made = {h: mix[start.owner[i]] for i, h in enumerate(heads)}
+    mixes = {h: mix[start.owner[i]] for i, h in enumerate(heads)}
 
     def again(some: Moments) -> LayerFit:
         if some.seen:
@@ -196,7 +196,7 @@ def fit_values(
         kept = values.columns[list(heads)].flatten().sort().values
         return fit_output(some, projection, kept, math.inf)
 
-    return LayerFit(projection, whole, bias if projection.has_bias else None, facts, held_out, again, made)
+    return LayerFit(projection, whole, bias if projection.has_bias else None, facts, held_out, again, mixes)
 
 
 def written(values: Values, mixes: Mapping[int, Tensor], further: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -298,8 +298,8 @@ class _Start:
         each = mix[self.owner]
         square = self._squared(sums.a, each)
         right = torch.einsum("adf,ado->afo", each, sums.c).flatten(0, 1) + strength * self.out.to(square).flatten(0, 1)
-        found: Tensor = torch.linalg.solve(square + strength * torch.eye(len(square), dtype=square.dtype), right)
-        return found.view_as(self.out)
+        solution: Tensor = torch.linalg.solve(square + strength * torch.eye(len(square), dtype=square.dtype), right)
+        return solution.view_as(self.out)
 
     def _mix(self, sums: _Sums, mix: Tensor, out: Tensor, strength: float, steps: int) -> Tensor:
         pairs = torch.einsum("afo,bgo->afbg", out, out)
@@ -318,8 +318,8 @@ class _Start:
         scale = sums.left.clamp(min=0)[:, :, None] * right.clamp(min=0)[:, None, :] + max(strength, 1e-30)
 
         def near(x: Tensor) -> Tensor:
-            found: Tensor = turn @ ((turn.mT @ x @ spin) / scale) @ spin.mT
-            return found
+            scaled: Tensor = turn @ ((turn.mT @ x @ spin) / scale) @ spin.mT
+            return scaled
 
         rest = by_group(torch.einsum("ado,afo->adf", sums.c, out)) + strength * self.mix.to(mix) - applied(mix)
         step = z = near(rest)

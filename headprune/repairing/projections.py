@@ -58,9 +58,9 @@ class Moments:
 
     def only(self, fold: int) -> Moments:
         """Of one fold's tokens: for fits of a strength that is given."""
-        found = copy.copy(self)
-        found.xx, found.xy, found.yy = (m[fold : fold + 1] for m in (self.xx, self.xy, self.yy))
-        return found
+        part = copy.copy(self)
+        part.xx, part.xy, part.yy = (m[fold : fold + 1] for m in (self.xx, self.xy, self.yy))
+        return part
 
     @property
     def seen(self) -> bool:
@@ -199,8 +199,8 @@ def output_projections(
                 )
                 zeros = matrix.new_zeros(matrix.shape[1])
                 start = zeros if bias is None else value_of(projection, "bias").detach().double().clone()
-                alone = len(those) == 1 and those[0].values and sources[those[0].values.module] == 1
-                values = _values(model, those[0], len(matrix), owners) if alone else None
+                separate = len(those) == 1 and those[0].values and sources[those[0].values.module] == 1
+                values = _values(model, those[0], len(matrix), owners) if separate else None
                 yield OutputProjection(name, tuple(those), matrix, start, can, bias is not None, values)
 
 
@@ -210,8 +210,8 @@ def _values(
     """What makes a layer's values, if its heads have no parts in common but those of whole groups."""
     if layer.values is None or layer.output_projection is None:
         return None
-    found, columns = layer.values, layer.output_projection.features
-    heads = list(dict.fromkeys(found.features))
+    source, columns = layer.values, layer.output_projection.features
+    heads = list(dict.fromkeys(source.features))
     flat = [f for own in heads for f in own]
     width = layer.head_dim
     if (
@@ -220,14 +220,14 @@ def _values(
         or inputs != width * layer.num_heads
     ):
         return None
-    projection: Any = model.get_submodule(found.module)
+    projection: Any = model.get_submodule(source.module)
     if not (isinstance(projection, nn.Linear) or is_transposed(projection)) or _not_plain(projection, owners):
         return None
     bias = getattr(projection, "bias", None)
     return Values(
-        found.module, matrix_of(projection),
+        source.module, matrix_of(projection),
         None if bias is None else value_of(projection, "bias").detach().double().clone(),
-        torch.tensor(heads), tuple(heads.index(own) for own in found.features), torch.tensor(columns),
+        torch.tensor(heads), tuple(heads.index(own) for own in source.features), torch.tensor(columns),
     )  # fmt: skip
 
 

@@ -183,14 +183,14 @@ class RepairWeights:
     @classmethod
     def of(cls, fits: Mapping[str, LayerFit], moments: Mapping[str, Moments]) -> RepairWeights:
         """The weights that fits of several output projections give, made from these sums."""
-        found: dict[str, tuple[Tensor, Tensor | None]] = {}
+        weights: dict[str, tuple[Tensor, Tensor | None]] = {}
         for name, fit in fits.items():
-            found |= {name: (fit.weight, fit.bias), **fit.values()}
+            weights |= {name: (fit.weight, fit.bias), **fit.values()}
 
         def on_fold(fold: int) -> RepairWeights:
             return cls.of({name: fit.again(moments[name].only(fold)) for name, fit in fits.items()}, moments)
 
-        return cls(found, fits, on_fold=on_fold)
+        return cls(weights, fits, on_fold=on_fold)
 
     @property
     def ridges(self) -> dict[str, float]:
