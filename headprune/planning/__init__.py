@@ -20,13 +20,9 @@ __all__ = [
     "STRATEGIES",
     "Constraints",
     "Order",
-    "PruningPlan",
     "Search",
-    "Strategy",
     "arrange",
-    "heads_to_keep",
     "plan",
-    "score_kept",
     "strategy",
     "strategy_named",
 ]

@@ -255,21 +255,6 @@ class Order:
         """Every plan, from all heads to the fewest."""
         return (self.after(n) for n in range(len(self.steps) + 1))
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "heads": self.heads, "steps": list(self.steps), "strategy": self.strategy, "method": self.method,
-            "model": self.model, "stays": list(self.stays), "notes": list(self.notes),
-            "stock": self.stock,
-        }  # fmt: skip
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Order:
-        steps = tuple({name: list(heads) for name, heads in step.items()} for step in data["steps"])
-        return cls(
-            dict(data["heads"]), steps, data["strategy"], data["method"], data["model"], tuple(data["stays"]),
-            tuple(data["notes"]), data.get("stock", False),
-        )  # fmt: skip
-
 
 def _size(step: Mapping[str, Sequence[int]]) -> int:
     """Heads in a step."""

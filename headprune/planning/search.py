@@ -17,7 +17,7 @@ from headprune.gates import mask
 from headprune.losses import ExampleLoss
 from headprune.planning.effects import effects
 from headprune.planning.order import SLICES, Order, Unit
-from headprune.planning.strategies import Search, State, Work, flops_of_pass, spread, strategy
+from headprune.planning.strategies import Search, SearchState, Work, flops_of_pass, spread, strategy
 from headprune.repairing import Calibration, calibrate, fit_layers
 from headprune.repairing.runner import Runner
 
@@ -33,7 +33,7 @@ def rescored(search: Search, levels: Sequence[int]) -> Order:
     The measure is the mean over examples of `effects`' absolute values, measured again at every level and whenever a sixth
     of the heads has gone.
     """
-    calibration, state = _calibration_of(search), State(search)
+    calibration, state = _calibration_of(search), SearchState(search)
     before = calibration.runner.passes
     looks = stages(state.kept, levels)
     ranked = [] if looks else _ranked(calibration, state)
@@ -52,7 +52,7 @@ def compensated(search: Search, levels: Sequence[int]) -> Order:
     The first look of `re-scored`, for all budgets. It costs a fraction, and is better where so many heads of small effect
     go that their effects on one another matter less than what `effects` does not see of a model far from the dense one.
     """
-    calibration, state = _calibration_of(search), State(search)
+    calibration, state = _calibration_of(search), SearchState(search)
     before = calibration.runner.passes
     state.remove(_ranked(calibration, state), 0)
     return search.order(state.steps, "compensated", _cost(search, calibration, before))
@@ -80,7 +80,7 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
 
     The loss is the model's own on some scoring examples, the head masked and W_O refitted.
     """
-    calibration, state = _calibration_of(search), State(search)
+    calibration, state = _calibration_of(search), SearchState(search)
     runner, before = calibration.runner, calibration.runner.passes
     looks = stages(state.kept, levels)
     losses = ExampleLoss(calibration.model, search.loss_fn)
@@ -131,7 +131,7 @@ def swap(search: Search, levels: Sequence[int]) -> Order:
     if scores is None or scores.matrix is None:
         name = scores.method if scores else "none"
         raise HeadPruneError(f"The scores by {name} do not weigh pairs of heads.", "Score with --method fisher.")
-    state = State(search)
+    state = SearchState(search)
     offsets = torch.tensor([0, *(layer.num_heads for layer in search.layers)]).cumsum(0).tolist()
     for level in sorted({k for k in levels if k < state.kept}, reverse=True):
         units = [unit for layer in search.units() for unit in layer if state.fits(unit)]
@@ -146,7 +146,7 @@ def swap(search: Search, levels: Sequence[int]) -> Order:
     return search.order(state.steps, "swap")
 
 
-def _least(units: Sequence[Unit], pairs: Tensor, state: State, level: int) -> list[Unit]:
+def _least(units: Sequence[Unit], pairs: Tensor, state: SearchState, level: int) -> list[Unit]:
     """Units of the least quadratic cost, in the order in which they were found.
 
     Args:
@@ -181,7 +181,7 @@ def _least(units: Sequence[Unit], pairs: Tensor, state: State, level: int) -> li
         chosen[best[1]] = best[2]
 
 
-def _ranked(calibration: Calibration, state: State) -> list[Unit]:
+def _ranked(calibration: Calibration, state: SearchState) -> list[Unit]:
     """All units that may go, those with the least effect first."""
     search, units = state.search, state.units()
     if not units:
@@ -236,7 +236,7 @@ def dense_looks(search: Search, kinds: Sequence[str]) -> dict[str, tuple[Tensor,
     calibration, looks = _calibration_of(search), {}
     for kind in kinds:
         before = calibration.runner.passes
-        units = State(replace(search, kind=kind)).units()
+        units = SearchState(replace(search, kind=kind)).units()
         if units:
             each = effects(calibration, search.layers, {}, units, search.effort.examples, search.store)
             looks[kind] = each, calibration.runner.passes - before
@@ -258,7 +258,7 @@ def work_of(
         return Work(0.0, 0.0, sum(map(apparent_size, search.batches)))
     calibration = calibrated()
     runner = calibration.runner
-    start = State(search).kept
+    start = SearchState(search).kept
     looks = 1 if strategy == "compensated" else max(1, len(stages(start, levels)))
     # A look is a forward and a backward pass, which counts as two; and one more for what heads could read instead.
     passes = looks * (3 + bool(calibration.values)) * _share(runner, search.effort.examples)

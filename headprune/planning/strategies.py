@@ -255,7 +255,7 @@ def whole_layers(search: Search, levels: Sequence[int]) -> Order:
 
 
 @dataclass
-class State:
+class SearchState:
     """What has gone so far in a search.
 
     Attributes:
@@ -295,9 +295,9 @@ class State:
             if self.fits(unit):
                 self.take(unit)
 
-    def copy(self, units: Iterable[Unit] = ()) -> State:
+    def copy(self, units: Iterable[Unit] = ()) -> SearchState:
         """A state of its own, in which some more units are gone."""
-        other = State(self.search, dict(self.drop), list(self.steps))
+        other = SearchState(self.search, dict(self.drop), list(self.steps))
         other.take(*units)
         return other
 

@@ -9,14 +9,12 @@ load it where headprune is not installed. So they import nothing of headprune bu
 """
 
 from headprune.pruned.hooks import HeadArgument, SharedPositionBias, from_ranges, to_ranges
-from headprune.pruned.modules import EmptyAttention, MultiheadAttention, OnlyBias, convert, is_ours, stand_in
+from headprune.pruned.modules import EmptyAttention, MultiheadAttention, convert, is_ours, stand_in
 from headprune.pruned.structure import (
     Structure,
     add_biases,
     add_record,
-    added_biases,
     ghosts,
-    heads_before,
     home,
     note_ghosts,
     note_heads,
@@ -26,38 +24,11 @@ from headprune.pruned.structure import (
     remove_biases,
     removed,
     restructure,
-    set_module,
     structure_of,
-    was_repaired,
-)
+)  # fmt: skip
 
 __all__ = [
-    "EmptyAttention",
-    "HeadArgument",
-    "MultiheadAttention",
-    "OnlyBias",
-    "SharedPositionBias",
-    "Structure",
-    "add_biases",
-    "add_record",
-    "added_biases",
-    "convert",
-    "from_ranges",
-    "ghosts",
-    "heads_before",
-    "home",
-    "is_ours",
-    "note_ghosts",
-    "note_heads",
-    "note_removed",
-    "note_was_repaired",
-    "record_of",
-    "remove_biases",
-    "removed",
-    "restructure",
-    "set_module",
-    "stand_in",
-    "structure_of",
-    "to_ranges",
-    "was_repaired",
+    "EmptyAttention", "HeadArgument", "MultiheadAttention", "SharedPositionBias", "Structure", "add_biases", "add_record", "convert",
+    "from_ranges", "ghosts", "home", "is_ours", "note_ghosts", "note_heads", "note_removed", "note_was_repaired", "record_of",
+    "remove_biases", "removed", "restructure", "stand_in", "structure_of", "to_ranges",
 ]  # fmt: skip

@@ -29,7 +29,7 @@ from headprune.plans import PruningPlan, note_repaired
 from headprune.repairing.calibration import Calibration, calibrate
 from headprune.repairing.projections import OutputProjection
 from headprune.repairing.results import AnswersRepair, LayerRepair, Repair, RepairWeights, Trial
-from headprune.repairing.steps import STEPS, checked_repair, fit_layers, summary
+from headprune.repairing.steps import LAYER_STEPS, STEPS, checked_repair, fit_layers, summary
 from headprune.running import Progress
 
 if TYPE_CHECKING:
@@ -120,6 +120,6 @@ def _repair(calibration: Calibration, drop: Heads, choose: Sequence[Any] | None,
     if not any(projection.loses(drop) for projection in calibration.projections):
         return Repair({}, runner.examples, 0, 0, notes=calibration.notes)
     fidelity = None if choose is None else Fidelity(calibration.model, choose)
-    weights = checked_repair(calibration, drop, fidelity, STEPS if answers else STEPS[:-1])
+    weights = checked_repair(calibration, drop, fidelity, STEPS if answers else LAYER_STEPS)
     calibration.write(weights.by_module)
     return summary(calibration, weights, runner.passes)

@@ -134,17 +134,17 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
     answers, _ = calibration.answers
     places = {p.name: (p, p.kept(drop)) for p in calibration.projections if p.name in start.by_module}
     if not places:
-        return LeftOut()
+        return ""
     if isinstance(answers, str):
-        return LeftOut(answers)
+        return answers
     with torch.inference_mode(False):
         with calibration.applied(start.by_module, drop):
             try:
                 step = gauss_newton(answers, places)
             except HeadPruneError as error:
-                return LeftOut(f"The answers are not fitted as a whole: {error.args[0]}")
+                return f"The answers are not fitted as a whole: {error.args[0]}"
         if step is None:
-            return LeftOut(_NO_GAIN)
+            return _NO_GAIN
     changes, facts, on_fold = step
 
     def taken(part: float) -> RepairWeights:

@@ -130,7 +130,7 @@ def refit_values(calibration: Calibration, drop: Heads, start: RepairWeights) ->
             if both.held_out is None or output_fit.held_out is None or both.held_out < output_fit.held_out - rounding:
                 fits[name] = both
     changed = any(each.mixes for each in fits.values())
-    return RepairWeights.of(fits, calibration.statistics.moments) if changed else LeftOut()
+    return RepairWeights.of(fits, calibration.statistics.moments) if changed else ""
 
 
 def _values_fit(
@@ -166,7 +166,7 @@ def fit_values(
     index = inputs_of_heads(projection, values, heads, rank)
     xx, xy = (m.cpu() for m in moments.rows_of(index.flatten()))
     yy = moments.yy.cpu()
-    start = _Start(projection, values, heads, rank)
+    start = _ValueSolver(projection, values, heads, rank)
     all_xx, all_xy, all_yy = xx.sum(0), xy.sum(0), yy.sum(0)
     chosen, held_out = ridge, None
     if chosen is None:
@@ -237,7 +237,7 @@ class _Sums:
         return _Sums(**parts, var=self.var, own=self.own)
 
 
-class _Start:
+class _ValueSolver:
     """The old values and weights of the heads that stay, and the way from there to better ones."""
 
     def __init__(self, projection: OutputProjection, values: Values, heads: Sequence[int], rank: int) -> None:

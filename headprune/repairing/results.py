@@ -11,6 +11,8 @@ from torch import Tensor
 
 from headprune.repairing.projections import Moments, OutputProjection
 
+LeftOut = str
+"""Why a step of a repair is left out: it has nothing to gain, or cannot be made; "" if the reason is of no interest."""
 NewWeights = Mapping[str, tuple[Tensor, Tensor | None]]
 """``{module: (W [in, out], b [out] or None)}``; modules that keep their dense weights are not in it."""
 
@@ -145,17 +147,6 @@ class LayerFit:
     again: Callable[[Moments], LayerFit]
     mixes: Mapping[int, Tensor] = field(default_factory=dict)
     values: Callable[[], NewWeights] = dict
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A step of a repair that has nothing to gain, or cannot be made.
-
-    Attributes:
-        note: Why, for a reader; "" if that is of no interest.
-    """
-
-    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,11 @@ from headprune.repairing.projections import FOLDS
 from headprune.repairing.results import LeftOut, Repair, RepairWeights, Trial
 from headprune.uncertainty import p_value, spread
 
+_LEAST = 4  # examples: two or three may agree by accident
+_ENOUGH = 100  # examples: with so many, whatever does better on average is kept
+_MOST = 512  # examples that are cross-fitted
+_LEAST_PART, _MOST_PART = 0.02, 0.8  # of a step that are tried: with less nothing is gained, more is as good as all
+
 
 @dataclass(frozen=True)
 class Step:
@@ -52,6 +57,8 @@ STEPS = (
     Step(VALUES, refit_values, "every layer's W_O and the kept heads' values, each layer by itself", by_layer=True),
     Step("answers", refit_answers, "the last step: all W_O together, towards the dense model's answers"),
 )
+LAYER_STEPS = tuple(step for step in STEPS if step.by_layer)
+"""The steps without the last one, towards the answers."""
 
 
 def fit_layers(calibration: Calibration, drop: Heads) -> RepairWeights:
@@ -64,8 +71,8 @@ def fit_layers(calibration: Calibration, drop: Heads) -> RepairWeights:
     """
     weights = RepairWeights()
     with torch.inference_mode(False), torch.no_grad():
-        for step in STEPS:
-            if step.by_layer and not isinstance(fitted := step.fit(calibration, drop, weights), LeftOut):
+        for step in LAYER_STEPS:
+            if not isinstance(fitted := step.fit(calibration, drop, weights), LeftOut):
                 weights = fitted
     return weights
 
@@ -100,12 +107,6 @@ def summary(calibration: Calibration, weights: RepairWeights, passes: float) -> 
     )
 
 
-_LEAST = 4  # examples: two or three may agree by accident
-_ENOUGH = 100  # examples: with so many, whatever does better on average is kept
-_MOST = 512  # examples that are cross-fitted
-_LEAST_PART, _MOST_PART = 0.02, 0.8  # of a step that are tried: with less nothing is gained, more is as good as all
-
-
 def checked_repair(
     calibration: Calibration, drop: Heads, choose: Fidelity | None = None, steps: Sequence[Step] = STEPS
 ) -> RepairWeights:
@@ -123,7 +124,9 @@ def checked_repair(
     if calibration.runner.examples < _LEAST:
         note = f"Nothing was repaired: fewer than {_LEAST} examples cannot show whether that does better."
         return replace(drop_columns(calibration, drop), note=note)
-    far: _Others | _Crossed = _Crossed(calibration, drop) if choose is None else _Others(calibration, drop, choose)
+    far: Callable[[RepairWeights], tuple[Tensor, Tensor]] = (
+        _Crossed(calibration, drop) if choose is None else partial(_on_others, calibration, drop, choose)
+    )
     best = latest = old = drop_columns(calibration, drop, biases=True)
     fitted, estimated = far(old)
     trials: list[Trial] = []
@@ -132,7 +135,7 @@ def checked_repair(
         with torch.inference_mode(False), torch.no_grad():
             weights = step.fit(calibration, drop, latest if step.by_layer else best)
         if isinstance(weights, LeftOut):
-            notes += [weights.note] if weights.note else []
+            notes += [weights] if weights else []
             continue
         before, (own, after) = estimated if step.by_layer else fitted, far(weights)
         if step.by_layer:
@@ -152,16 +155,13 @@ def checked_repair(
     return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, taken=None)
 
 
-class _Others:
+def _on_others(
+    calibration: Calibration, drop: Heads, choose: Fidelity, weights: RepairWeights
+) -> tuple[Tensor, Tensor]:
     """Divergence from the dense model's answers on examples that nothing was fitted to, ``[examples]``: given twice."""
-
-    def __init__(self, calibration: Calibration, drop: Heads, choose: Fidelity) -> None:
-        self._calibration, self._drop, self._choose = calibration, drop, choose
-
-    def __call__(self, weights: RepairWeights) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode(False):
-            divergence = self._choose.each(partial(self._calibration.applied, weights.by_module, self._drop))
-        return divergence, divergence
+    with torch.inference_mode(False):
+        divergence = choose.each(partial(calibration.applied, weights.by_module, drop))
+    return divergence, divergence
 
 
 class _Crossed:
