@@ -32,7 +32,7 @@ from headprune.trials import ComparedPlan, Trials
 
 
 class SearchConsole(Protocol):
-    """Where a search tells of its progress."""
+    """Receives a search's lines and its progress."""
 
     def say(self, text: str) -> None:
         """A line for the user."""
@@ -42,7 +42,7 @@ class SearchConsole(Protocol):
 
 
 class CallbackConsole:
-    """SearchConsole to a function that takes (steps done, steps in all, note), or to nobody; lines go to the log."""
+    """Passes progress to a function that takes (steps done, steps in all, note), if there is one; lines go to the log."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress = progress

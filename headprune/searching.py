@@ -65,23 +65,21 @@ def search(
 ) -> list[PruningPlan]:
     """Find the heads that can go: what `headprune prune` finds with the same examples.
 
-    By ``auto`` several orders are made in which heads may go: by how much the model's answers change when a head goes and the
-    others are refitted (once, and anew while heads go), and by scores. Of each the plans that keep as many heads as asked are
-    repaired and compared on other examples, and the order is taken whose plans stay nearest to the dense model's answers.
+    ``auto`` makes several orders in which heads may go: by how much the model's answers change when a head goes and the others are refitted
+    (once, and again while heads go), and by scores. The plans of each are repaired and compared on other examples, and the order is
+    taken whose plans stay nearest to the dense model's answers.
 
     Args:
         model: The dense model; its mode and weights are left as they were.
-        batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``. Never those that
-            results are reported on.
+        batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``. Never those of the report.
         keep: How many heads to keep: a count (36), a share (0.5) or a percentage ("50%"), or several of these.
-        budgets: What else a plan must hold, or several of these: ``"latency 80%"``, ``"flops 1.2G"``, ``"params 60M"``,
-            ``"kv-cache 50%"`` (of the dense model's, or in the unit; all on the first batch), or ``"drop 0.01"``: the fewest
-            heads whose loss of accuracy on ``choose`` is below this with 95 % confidence (of perplexity where there is no
-            accuracy; for language models `headprune prune` goes by perplexity, this by the accuracy of tokens).
+        budgets: What else a plan must hold, or several of these: ``"latency 80%"``, ``"flops 1.2G"``, ``"params 60M"``, ``"kv-cache 50%"`` (of
+            the dense model's, or in the unit; all on the first batch), or ``"drop 0.01"``: the fewest heads whose loss of accuracy on
+            ``choose`` is below this with 95 % confidence (of perplexity where there is no accuracy; for language models `headprune prune`
+            goes by perplexity, this by the accuracy of tokens).
         choose: Other batches, that plans are compared on. By default every fourth of ``batches`` is set aside for this.
         strategy: How heads are picked, a name of `headprune.planning.STRATEGIES`.
-        scores: From `headprune.score`, of this model. By default ``auto`` scores by gradient, and a strategy that needs scores
-            by ablation and by gradient; ``()`` makes no order by scores.
+        scores: From `headprune.score`. By default ``auto`` scores by gradient, others that need scores also by ablation; ``()``: none.
         repair: Whether the model will be repaired, so that plans are made for and compared on repaired models.
         protect: What must stay: ``"L0,L3.H7"``.
         min_heads_per_layer: Query heads that every layer keeps.
@@ -100,16 +98,22 @@ def search(
         HeadPruneError: A budget out of reach, an unknown strategy, layer or head, scores of another model, or no examples.
     """
     check_weights(model)
-    given = [batch for batch in listed(batches) if not is_empty(batch)]
-    if not given:
-        raise HeadPruneError("There are no examples to search with.", "Give batches of at least one example.")
+    given = _examples(batches)
     layers = layers_for(model, layers, batches=given)
     wanted = budgets_of(keep, budgets, maskable_of(model, layers))
-    must_stay = protect if isinstance(protect, str) else tuple(protect)
-    options = SearchOptions(wanted, strategy, must_stay, min_heads_per_layer, repair, effort, seed)
+    protect = protect if isinstance(protect, str) else tuple(protect)
+    options = SearchOptions(wanted, strategy, protect, min_heads_per_layer, repair, effort, seed)
     with torch.inference_mode(False), together(accelerator, model, given):
         result = _search(model, layers, given, choose, options, scores, loss_fn, distil, CallbackConsole(progress))
     return [fit.plan for fit in result.fits]
+
+
+def _examples(batches: Iterable[Any]) -> list[Any]:
+    """The batches that hold examples, as a list."""
+    given = [batch for batch in listed(batches) if not is_empty(batch)]
+    if not given:
+        raise HeadPruneError("There are no examples to search with.", "Give batches of at least one example.")
+    return given
 
 
 def _search(

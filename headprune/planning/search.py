@@ -246,7 +246,7 @@ def dense_looks(search: Search, kinds: Sequence[str]) -> dict[str, tuple[Tensor,
 def work_of(
     search: Search, calibrated: Callable[[], Calibration], strategy: str, levels: Sequence[int], times: int = 1
 ) -> Work:
-    """What an order costs, with the measurement of the dense reference; nothing, if it needs the scores alone.
+    """The passes and operations that making an order takes, with measuring the dense model; none, if it needs only scores.
 
     Counted before anything is measured; solving for weights is not counted.
 

@@ -113,7 +113,7 @@ def spread(count: int, examples: int, most: int | None) -> list[int]:
     return [i * count // taken for i in range(taken)]
 
 
-def _unheard(done: int, total: int, note: str = "") -> None:
+def _no_progress(done: int, total: int, note: str = "") -> None:
     """Progress that no one follows."""
 
 
@@ -143,7 +143,7 @@ class Search:
     constraints: Constraints = field(default_factory=Constraints)
     kind: str = GROUPS
     seed: int = 0
-    progress: Progress = _unheard
+    progress: Progress = _no_progress
     model: nn.Module | None = None
     batches: Sequence[Any] = ()
     calibration: Calibration | None = None

@@ -180,7 +180,7 @@ def best_directions(projection: OutputProjection, values: Values, xx: Tensor, ra
     directions = left @ turned.flip(1)[:, :rank]
     length = weight[:, values.features.flatten()].square().sum(0).mean().sqrt()
     scaled: Tensor = directions * (length / directions.norm(dim=0, keepdim=True).clamp(min=1e-30))
-    # At least a head's width of them, for `DenseReference.slopes`: along zeros where the input is narrower than that.
+    # At least a head's width of them, for `Calibration.slopes`: along zeros where the input is narrower than that.
     return torch.nn.functional.pad(scaled, (0, max(0, values.head_dim - scaled.shape[1])))
 
 

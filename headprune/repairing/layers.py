@@ -67,10 +67,10 @@ def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, rid
     whole = torch.zeros_like(projection.weight, device="cpu")
     whole[kept] = weight
 
-    def again(some: Moments) -> LayerFit:
+    def refit(some: Moments) -> LayerFit:
         return fit_output(some, projection, kept, chosen if some.seen else math.inf)
 
-    return LayerFit(projection, whole, bias if projection.has_bias else None, facts, held_out, again)
+    return LayerFit(projection, whole, bias if projection.has_bias else None, facts, held_out, refit)
 
 
 def _held_out(xx: Tensor, xy: Tensor, yy: Tensor, old: tuple[Tensor, Tensor], has_bias: bool, ridge: float) -> float:
@@ -114,7 +114,7 @@ def downhill(error: Callable[[float], float], strengths: Sequence[float], start:
 
 
 VALUES = "values"
-_VALUE_RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # of the mean variance of an input
+VALUE_RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # of the mean variance of an input
 _ROUNDS, _STEPS = 3, 8  # of alternation, and of conjugate gradients in each
 _TRIED_ROUNDS, _TRIED_STEPS = 1, 6  # to compare ridges
 
@@ -150,7 +150,7 @@ def _written(fit: LayerFit, values: Values, further: Tensor) -> LayerFit:
         return fit
     return replace(
         fit, values=lambda: {values.name: written(values, fit.mixes, further)},
-        again=lambda some: _written(fit.again(some), values, further),
+        refit=lambda some: _written(fit.refit(some), values, further),
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def fit_values(
                 total += start.error(xx[i], xy[i], yy[i], mix, out, bias)
             return total
 
-        chosen, held_out = downhill(held_out_error, _VALUE_RIDGES, len(_VALUE_RIDGES) // 2)
+        chosen, held_out = downhill(held_out_error, VALUE_RIDGES, len(VALUE_RIDGES) // 2)
     mix, out, bias = start.solved(start.sums(all_xx, all_xy), chosen, _ROUNDS, _STEPS)
     before = start.error(all_xx, all_xy, all_yy, start.mix, start.out, projection.bias.cpu())
     after = start.error(all_xx, all_xy, all_yy, mix, out, bias)
@@ -190,13 +190,13 @@ def fit_values(
     whole[values.columns[list(heads)].flatten()] = out.flatten(0, 1)
     mixes = {h: mix[start.owner[i]] for i, h in enumerate(heads)}
 
-    def again(some: Moments) -> LayerFit:
+    def refit(some: Moments) -> LayerFit:
         if some.seen:
             return fit_values(some, projection, values, heads, rank, chosen)
         kept = values.columns[list(heads)].flatten().sort().values
         return fit_output(some, projection, kept, math.inf)
 
-    return LayerFit(projection, whole, bias if projection.has_bias else None, facts, held_out, again, mixes)
+    return LayerFit(projection, whole, bias if projection.has_bias else None, facts, held_out, refit, mixes)
 
 
 def written(values: Values, mixes: Mapping[int, Tensor], further: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -56,7 +56,7 @@ class Moments:
         both = torch.cat([kept, torch.tensor([self.xx.shape[-1] - 1])]).to(self.xx.device)
         return self.xx[:, both][:, :, both], self.xy[:, both]
 
-    def only(self, fold: int) -> Moments:
+    def of_fold(self, fold: int) -> Moments:
         """Of one fold's tokens: for fits of a strength that is given."""
         part = copy.copy(self)
         part.xx, part.xy, part.yy = (m[fold : fold + 1] for m in (self.xx, self.xy, self.yy))

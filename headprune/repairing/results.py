@@ -133,7 +133,7 @@ class LayerFit:
         bias: ``[out]``; None where there can be none.
         facts: How well it fits.
         held_out: Squared error on every fold of what was fitted to the others; None where the ridge was given.
-        again: The same fit, with the same strength, to other sums over tokens.
+        refit: The same fit, with the same strength, to other sums over tokens.
         mixes: Of every kept head, its new values from its old ones and the further directions, ``[head_dim + rank, head_dim]``;
             empty where values stay as they are.
         values: Where values were refitted too, gives the new weights of their projection, by its name.
@@ -144,7 +144,7 @@ class LayerFit:
     bias: Tensor | None
     facts: LayerRepair
     held_out: float | None
-    again: Callable[[Moments], LayerFit]
+    refit: Callable[[Moments], LayerFit]
     mixes: Mapping[int, Tensor] = field(default_factory=dict)
     values: Callable[[], NewWeights] = dict
 
@@ -179,7 +179,7 @@ class RepairWeights:
             weights |= {name: (fit.weight, fit.bias), **fit.values()}
 
         def on_fold(fold: int) -> RepairWeights:
-            return cls.of({name: fit.again(moments[name].only(fold)) for name, fit in fits.items()}, moments)
+            return cls.of({name: fit.refit(moments[name].of_fold(fold)) for name, fit in fits.items()}, moments)
 
         return cls(weights, fits, on_fold=on_fold)
 

@@ -157,7 +157,7 @@ def prove(
     return first_exact(model, ways(touched, heads, model), reference, tolerance_of(model))
 
 
-def failing_alone(model: nn.Module, touched: Sequence[AttentionLayer], drop: Heads, *context: Any) -> list[str]:
+def failing_layers(model: nn.Module, touched: Sequence[AttentionLayer], drop: Heads, *context: Any) -> list[str]:
     """The names of the layers that fail the proof without the others; ``context`` is what else `prove` takes."""
     names = []
     for layer in touched:
