@@ -455,7 +455,7 @@ def table(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
         "",
         f"Made by `python benchmarks/coverage_types.py` with transformers {report['transformers']} and torch {report['torch']} in "
         f"{report['seconds']:.0f} s on two processes: every type that `AutoModel` builds, tiny and random, offline. Nothing in the "
-        "script or in headprune knows the types by name (but the two declared stand-ins in `headprune/pruned/standins.py`).",
+        "script or in headprune knows the types by name (but the two declared stand-ins in `headprune/pruned/modules.py`).",
         "",
         f"- {len(rows)} types; {len(rows) - counts['not built']} were built, {counts['attention']} of those have softmax attention.",
         f"- **Masked exactly in every layer: {counts['masked_all']} of {counts['attention']}.**",

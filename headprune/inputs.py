@@ -213,7 +213,7 @@ def variants(example: Example) -> list[Example]:
     In this order, as far as the example allows: fewer tokens and one padded position; one padded position; one row less. A
     model that fixes its input's shape may refuse some: the caller tries them in turn.
     """
-    found: list[Example] = []
+    result: list[Example] = []
     if isinstance(example, Mapping) and isinstance(ids := example.get("input_ids"), Tensor) and ids.ndim == 2:
         shorter = max(2, (ids.shape[1] * 3) // 5)
         if shorter < ids.shape[1]:
@@ -221,13 +221,13 @@ def variants(example: Example) -> list[Example]:
             if isinstance(mask := cut.get("attention_mask"), Tensor) and mask.ndim == 2:
                 cut["attention_mask"] = mask = mask.clone()
                 mask[0, -1] = 0
-            found.append(cut)
+            result.append(cut)
     if (padded := _padded(example)) is not None:
-        found.append(padded)
+        result.append(padded)
     batch = {t.shape[0] for t in tensors(example) if t.ndim}
     if len(batch) == 1 and (rows := batch.pop()) > 1:
-        found.append(first_rows(example, rows - 1))
-    return found
+        result.append(first_rows(example, rows - 1))
+    return result
 
 
 def shortened(example: Example, most: int) -> Example:
@@ -260,12 +260,12 @@ def _padded(example: Example) -> Example | None:
         return value
 
     if isinstance(example, Mapping):
-        made: Example = {k: other(v) if "mask" in k else v for k, v in example.items()}
+        result: Example = {k: other(v) if "mask" in k else v for k, v in example.items()}
     elif isinstance(example, tuple | list):
-        made = tuple(other(v) if isinstance(v, Tensor) and not v.is_floating_point() else v for v in example)
+        result = tuple(other(v) if isinstance(v, Tensor) and not v.is_floating_point() else v for v in example)
     else:
         return None
-    return made if changed else None
+    return result if changed else None
 
 
 def scrambled(example: Example, vocabulary: int) -> list[Example]:

@@ -42,7 +42,7 @@ class SearchOptions:
         protect: What must stay, such as ``"L0,L3.H7"``.
         min_heads_per_layer: Query heads that every layer keeps.
         repair: Whether the heads that stay will be refitted to what the removed ones gave.
-        effort: How much work it may be, a name of `headprune.planning.effort.EFFORTS`.
+        effort: How much work it may be, a name of `headprune.planning.strategies.EFFORTS`.
         seed: For what is drawn.
     """
 

@@ -117,7 +117,7 @@ class Trials:
 
         Args:
             whole: Whether as what is reported is: with the last step, and without those that do no better on the examples that
-                choose (`headprune.repairing.checks`).
+                choose (`headprune.repairing.steps`).
         """
         if not self.repair or not any(drop.values()):
             yield None

@@ -192,7 +192,7 @@ def test_the_list_of_strategies(here: Path) -> None:
 
 
 def test_the_last_step_of_repair_is_told(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headprune.repairing.checks.better", lambda before, after: True)
+    monkeypatch.setattr("headprune.repairing.steps.better", lambda before, after: True)
     run(*PRUNE, 1)
     budget, text = budget_of(scored), (scored / "report.md").read_text()
     step = budget["repair"]["answers"]

@@ -88,13 +88,9 @@ class Packed(nn.Module):
 def test_a_quantised_layer_is_masked_and_named() -> None:
     model, example = bert()
     attention = model.bert.encoder.layer[0].attention
-    for holder, name in (
-        (attention.self, "query"),
-        (attention.self, "key"),
-        (attention.self, "value"),
-        (attention.output, "dense"),
-    ):
-        setattr(holder, name, Packed(getattr(holder, name)))
+    for name in ("query", "key", "value"):
+        setattr(attention.self, name, Packed(getattr(attention.self, name)))
+    attention.output.dense = Packed(attention.output.dense)
     layers = hp.find_attention(model, example)
     assert [layer.prunable for layer in layers] == [False, True, True]
     with hp.mask(model, {FIRST: [0]}, layers=layers):
@@ -117,9 +113,8 @@ def test_an_adapter_that_is_off(where: str) -> None:
     adapted.on = False
     (layer,) = hp.find_attention(model, X)
     assert layer.maskable
-    with pytest.raises(
-        hp.HeadPruneError, match=f"{where}.* does not run, but would no longer fit .an adapter that is not active"
-    ):
+    unfit = f"{where}.* does not run, but would no longer fit .an adapter that is not active"
+    with pytest.raises(hp.HeadPruneError, match=unfit):
         hp.prune(model, {"L0": [1]}, X)
     adapted.on = True
     if where != "o_proj":  # around W_O it must be merged
@@ -178,13 +173,8 @@ def test_its_stand_in_answers_alike(batch_first: bool, bias: bool, zeros: bool, 
     each[:, :, 0] = False
     layers = hp.find_attention(model, tuple(given))
     padding = torch.arange(5) >= torch.tensor([[5], [3], [4]])
-    for more in (
-        {},
-        {"key_padding_mask": padding},
-        {"attn_mask": causal, "is_causal": True},
-        {"attn_mask": each},
-        {"average_attn_weights": False},
-    ):
+    options = {"key_padding_mask": padding}, {"attn_mask": each}, {"average_attn_weights": False}
+    for more in ({}, {"attn_mask": causal, "is_causal": True}, *options):
         model.options = {"need_weights": weights, **more}
         expected = model(*given)
         with hp.mask(model, {}, layers=layers):

@@ -33,7 +33,7 @@ from headprune.repairing import calibrate
 from headprune.running import blocks_of
 from headprune.scoring import gradient
 from headprune.seeing import maps
-from headprune.surgery import proof, proof_inputs
+from headprune.surgery import evidence, proof
 from tests.support import zoo
 from tests.support.commands import Silent, run
 from tests.support.otherdevice import pretended
@@ -360,7 +360,7 @@ _LONG: dict[str, Callable[..., Any]] = {
 )
 def test_memory_grows_with_the_tokens_and_not_with_their_square(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maps, "_MOST", 2**15)  # weights that are looked at at once
-    monkeypatch.setattr(proof_inputs, "LONG", 128)
+    monkeypatch.setattr(evidence, "LONG", 128)
     config = tf.LlamaConfig(
         **zoo.sizes("sdpa", num_hidden_layers=1, num_key_value_heads=4, max_position_embeddings=4096)
     )

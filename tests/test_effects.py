@@ -18,11 +18,11 @@ from headprune.attention import Heads
 from headprune.batches import Rows
 from headprune.planning import Search
 from headprune.planning.effects import _effects, _Removal, effects
-from headprune.planning.effort import EFFORTS
+from headprune.planning.order import Unit
 from headprune.planning.search import _sliced, work_of
-from headprune.planning.units import Unit
+from headprune.planning.strategies import EFFORTS
 from headprune.repairing import Calibration, calibrate, fit_layers
-from headprune.repairing.probes import noise as drawn
+from headprune.repairing.examples import noise as drawn
 from tests.support.checks import hooks, same, state
 from tests.support.plain import WIDTH, Attention, Bare, Normed, Pair, noise
 from tests.support.plans import scores_of

@@ -335,7 +335,7 @@ def test_a_mistake_is_told_before_the_long_work(
     def long(*_: object, **__: object) -> None:
         raise AssertionError("the long work began")
 
-    for step in ("app.workflow.scoring.score", "app.workflow.results.evaluate", "searching.arrange"):
+    for step in ("app.workflow.scoring.score", "app.workflow.results.evaluate", "plan_search.arrange"):
         monkeypatch.setattr(f"headprune.{step}", long)
     given = typed(arguments, bert=bert_folder, data=data_folder, files=files, plans=plans)
     check(given, says, 1, here)

@@ -314,12 +314,9 @@ def test_divergence_without_labels(name: str, there: Pretended) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_heads_are_seen_as_on_the_cpu(name: str, there: Pretended) -> None:
     case = made(name)
-    model = on_device(case.model)
-    inputs = [case.example]
-    mine, other = (hp.attention_weights(m, case.example) for m in (case.model, model))
-    for layer in mine:
-        alike(mine[layer], other[layer])
-    profiles = [hp.profile_heads(m, inputs) for m in (case.model, model)]
+    models = case.model, on_device(case.model)
+    alike(*(hp.attention_weights(m, case.example) for m in models))
+    profiles = [hp.profile_heads(m, [case.example]) for m in models]
     assert len(profiles[0]) == len(profiles[1])
     assert REAL or str(profiles[0]) == str(profiles[1])
 
@@ -350,14 +347,8 @@ def crossings(there: Pretended, heads: int, tokens: int, batches: int, work: str
     if work == "repair":
         hp.repair(model, {layers[0].name: [0]}, made, layers=layers)
     elif work == "search":
-        hp.search(
-            model,
-            made,
-            keep="50%",
-            choose=[zoo.labelled(model, zoo.text(4, tokens, seed=99))],
-            strategy="compensated",
-            layers=layers,
-        )
+        choose = [zoo.labelled(model, zoo.text(4, tokens, seed=99))]
+        hp.search(model, made, keep="50%", choose=choose, strategy="compensated", layers=layers)
     else:
         hp.score(model, made, work, layers=layers)
     return there.crossings.total()
@@ -366,13 +357,7 @@ def crossings(there: Pretended, heads: int, tokens: int, batches: int, work: str
 @only_pretended
 @pytest.mark.parametrize(
     "work",
-    [
-        "entropy",
-        pytest.param("gradient", marks=pytest.mark.slow),
-        pytest.param("output-norm", marks=pytest.mark.slow),
-        pytest.param("search", marks=pytest.mark.slow),
-        pytest.param("repair", marks=pytest.mark.slow),
-    ],
+    ["entropy", *(pytest.param(w, marks=pytest.mark.slow) for w in ("gradient", "output-norm", "search", "repair"))],
 )
 def test_heads_and_tokens_are_not_copied_one_by_one(work: str, there: Pretended) -> None:
     """Every copy to the CPU waits for the GPU. A batch may take some, whatever its size."""
@@ -387,23 +372,8 @@ def test_heads_and_tokens_are_not_copied_one_by_one(work: str, there: Pretended)
 
 @pytest.mark.slow
 def test_the_command_line_on_a_device(there: Pretended, here: Path, bert_folder: Path, data_folder: Path) -> None:
-    run(
-        "score",
-        bert_folder,
-        "-d",
-        data_folder,
-        "-L",
-        16,
-        "-b",
-        8,
-        "--device",
-        "cuda",
-        "-m",
-        "gradient",
-        "-m",
-        "ablation",
-        "-q",
-    )
-    run("prune", bert_folder, "-d", data_folder, "-L", 16, "-b", 8, "--device", "cuda", "--keep", "50%", "-q")
+    common = [bert_folder, "-d", data_folder, "-L", 16, "-b", 8, "--device", "cuda", "-q"]
+    run("score", *common, "-m", "gradient", "-m", "ablation")
+    run("prune", *common, "--keep", "50%")
     (saved,) = (here / "reports").glob("*/pruned-*")
     assert all(p.device.type == "cpu" for p in hp.load(saved).parameters())

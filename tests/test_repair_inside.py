@@ -18,10 +18,12 @@ from headprune.repairing import (
     directions,
     fit_layers,
     gauss_newton,
-    values,
 )
-from headprune.repairing.checks import better
-from headprune.repairing.coordinates import longest
+from headprune.repairing import (
+    layers as layer_steps,
+)
+from headprune.repairing.gauss_newton import longest
+from headprune.repairing.steps import better
 from tests.support import brute
 from tests.support.checks import same, state
 
@@ -59,9 +61,9 @@ def test_values_and_outputs_end_where_the_slopes_are_zero(name: str, monkeypatch
         return error + ridge * pull
 
     def fitted(rounds: int) -> list[Tensor]:
-        monkeypatch.setattr(values, "_ROUNDS", rounds)
-        monkeypatch.setattr(values, "_STEPS", 30)
-        fit = values.fit_values(moments, projection, own, heads, rank, ridge)
+        monkeypatch.setattr(layer_steps, "_ROUNDS", rounds)
+        monkeypatch.setattr(layer_steps, "_STEPS", 30)
+        fit = layer_steps.fit_values(moments, projection, own, heads, rank, ridge)
         mixes = [fit.mixes[heads[groups.index(g)]] for g in kept]
         assert all(torch.equal(fit.mixes[h], mixes[kept.index(g)]) for h, g in zip(heads, groups, strict=True))
         assert fit.facts.after <= fit.facts.before

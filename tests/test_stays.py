@@ -30,17 +30,16 @@ def prompt(example: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def generated(model: Any, given: dict[str, Tensor], **how: Any) -> list[int]:
-    fixed = {
+    how |= {
         "max_new_tokens": 10,
         "min_new_tokens": 10,
         "do_sample": False,
         "pad_token_id": 0,
         "repetition_penalty": 4.0,
     }
-    found: list[int] = model.generate(**given, **fixed, **how)[
-        0, -10:
-    ].tolist()  # what Whisper returns starts with the start token or not
-    return found
+    # What Whisper returns starts with the start token or not.
+    tokens: list[int] = model.generate(**given, **how)[0, -10:].tolist()
+    return tokens
 
 
 @pytest.mark.parametrize(("name", "kind"), cases(["gpt2", "llama", "qwen3", "t5", "whisper", "sliding"]))
@@ -71,9 +70,8 @@ def test_the_sliding_cache_slides() -> None:
 
 # -- torch.compile --------------------------------------------------------------------------------
 
-COMPILED = [
-    *(c.values for c in cases(quick=[]) if "uneven" not in c.values)
-]  # the repaired models are uneven in the same way
+# The repaired models are uneven in the same way as the uneven ones.
+COMPILED = [c.values for c in cases(quick=[]) if "uneven" not in c.values]
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.pruned.hooks import HeadArgument, surviving
 from headprune.surgery import journal
+from headprune.surgery.evidence import ROWS, _Bounds, _by_head, _sampled, differing, longer, position_limit
 from headprune.surgery.journal import Journal
 from headprune.surgery.proof import Reference, _compare, _is_distribution, _sure, answers, tolerance_of
-from headprune.surgery.proof_inputs import _Bounds, longer, position_limit
 from headprune.surgery.removal import HeadCounts, Removal, groups_left, ways
-from headprune.surgery.watch import ROWS, _by_head, _sampled, differing
 from tests.support.zoo import ZOO, bert
 
 INF, NAN = math.inf, math.nan
@@ -103,17 +102,14 @@ def test_generation_is_compared_up_to_a_near_tie() -> None:
 def test_answers_are_floats_but_not_attention_weights() -> None:
     """The first output is one, whatever it looks like."""
     weights, hidden = torch.randn(1, 2, 3, 3).softmax(-1), torch.randn(1, 3, 4)
-    output = {
-        "logits": hidden.half(),
-        "cross_attentions": (weights,),
-        "past_key_values": (hidden,),
-        "ids": torch.ones(2).long(),
-    }
-    (logits,) = answers(output)
+    ids = torch.ones(2).long()
+    (logits,) = answers(
+        {"logits": hidden.half(), "cross_attentions": (weights,), "past_key_values": (hidden,), "ids": ids}
+    )
     assert logits.dtype == torch.float32
     assert len(answers((weights, hidden, weights))) == len(answers(SimpleNamespace(a=hidden, b=hidden, c=weights))) == 2
     with pytest.raises(hp.HeadPruneError, match="no floating-point tensor"):
-        answers({"ids": torch.ones(2).long()})
+        answers({"ids": ids})
     masked = torch.cat([weights[0], torch.zeros(2, 1, 3)], 1)  # a query that sees nothing
     assert [_is_distribution(v) for v in (weights, masked, weights[0, 0])] == [True, True, False]
     pairs = [t(*pair).view(1, 1, 2) for pair in ((0.5, 0.5005), (0.5, 0.52), (2, -1), (0.5, 1), (0.5, -0.5))]
@@ -180,9 +176,8 @@ def test_which_integers_count_heads(
 
 
 def test_counts_by_the_place_and_by_groups() -> None:
-    beside = HeadCounts(
-        GROUPED, 6, 2, is_width=lambda name: True, beside=True
-    )  # a module there calls the key/value heads its heads
+    # A module there calls the key/value heads its heads.
+    beside = HeadCounts(GROUPED, 6, 2, is_width=lambda name: True, beside=True)
     assert beside.changes({"num_heads": 4, "n_head": 12, "heads": 5}) == {"num_heads": 2, "n_head": 6}
     by_group = HeadCounts(GROUPED, 8, 4, is_width=lambda name: True, beside=False, by_group=True)
     assert by_group.changes({"kv_groups": 4, "norm_groups": 12, "group_size": 3}) == {"norm_groups": 8, "group_size": 2}
@@ -254,12 +249,7 @@ def test_tokens_by_their_shape_and_what_is_added() -> None:
     for none in ({"input_ids": ids(8)}, (torch.ones(2, 8).bool(),), ids(0, 8), ids(2, 3, 4, 5), several):
         assert longer(none) == []
     zeros, masks = torch.zeros(2, 5, dtype=torch.long), ("attention_mask", "special_mask", "float_attention_mask")
-    example = {
-        "input_ids": ids(2, 5),
-        **dict.fromkeys(masks[:2], zeros),
-        masks[2]: zeros.float(),
-        "pair": (zeros, [zeros]),
-    }
+    example = dict.fromkeys(masks, zeros) | {"input_ids": ids(2, 5), masks[2]: zeros.float(), "pair": (zeros, [zeros])}
     extended = longer(example)[0][1]
     assert all(torch.equal(extended["input_ids"][:, start : start + 4], ids(2, 5)[:, :4]) for start in (0, 5, 60))
     assert [bool(extended[name].any()) for name in masks] == [True, False, False]

@@ -221,7 +221,8 @@ def test_the_bound_by_brute_force(make: Any) -> None:
 
 def _with_stand_ins(model: nn.Module) -> nn.Module:
     """A copy in which nothing is pruned, but attention is written as a pruned model's is."""
-    from headprune.pruned import convert, set_module
+    from headprune.pruned import convert
+    from headprune.pruned.structure import set_module
 
     made = copy.deepcopy(model)
     for name, module in list(made.named_modules()):

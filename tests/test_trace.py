@@ -273,7 +273,7 @@ def test_a_subclass_of_torchs_attention_is_seen() -> None:
 
 def test_what_support_a_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The document's own code: a declared stand-in, on a class that headprune has never seen."""
-    monkeypatch.setattr("headprune.pruned.standins._RULES", {})
+    monkeypatch.setattr("headprune.pruned.modules._RULES", {})
     text = (Path(__file__).parents[1] / "docs" / "support-a-model.md").read_text()
     blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
     loader, other_loader = ([(torch.randn(100, 5, 32), torch.randint(3, (100,))) for _ in range(2)] for _ in range(2))

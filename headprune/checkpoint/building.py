@@ -20,8 +20,8 @@ from headprune.input_specs import build, of_config, record_specs, recorded, with
 from headprune.inputs import model_device
 from headprune.offload import Offloaded, copied, is_dispatched, is_elsewhere, put
 from headprune.pruned import add_record, record_of, structure_of
+from headprune.surgery.evidence import largest
 from headprune.surgery.proof import COARSEST, LAYERS, tolerance_of
-from headprune.surgery.watch import largest
 
 
 def check_attention(source: str | Path, config: Any) -> None:

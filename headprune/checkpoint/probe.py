@@ -27,8 +27,8 @@ from headprune.input_specs import build, of_config, pack, record_specs, recorded
 from headprune.inputs import call, model_device, move, seeded, tensors
 from headprune.running import attributes_kept, evaluating, full_precision, uncompiled
 from headprune.surgery import answers
+from headprune.surgery.evidence import gap, largest
 from headprune.surgery.proof import COARSEST, LAYERS, tolerance_of
-from headprune.surgery.watch import gap, largest
 
 FILE = "headprune.safetensors"
 ANSWER, OUTPUT = 4096, 16  # numbers that are kept of each answer, and of each module's output

@@ -20,8 +20,7 @@ from headprune.files import read_json
 
 SIDECAR = "headprune.json"
 FILE = "modeling_headprune.py"
-# Of headprune.pruned, in the order in which they import each other.
-_SOURCES = ("standins", "hooks", "empty", "structure")
+_SOURCES = ("modules", "hooks", "structure")  # of headprune.pruned, in the order in which they import each other
 
 
 @dataclass(frozen=True)

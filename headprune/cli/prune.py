@@ -153,7 +153,7 @@ def _checked(search: SearchOptions) -> SearchOptions:
         HeadPruneError: There are not.
     """
     from headprune.planning import strategy_named
-    from headprune.planning.effort import effort_named
+    from headprune.planning.strategies import effort_named
 
     strategy_named(search.strategy)
     effort_named(search.effort)

@@ -18,7 +18,7 @@ from headprune.exporting.engines import Session
 from headprune.exporting.formats import Exported, exporter
 from headprune.exporting.graph import BATCH, FlatModel, Graph, flat_model, graphs, traceable
 from headprune.inputs import map_tensors, writes
-from headprune.surgery.watch import gap, largest
+from headprune.surgery.evidence import gap, largest
 
 TOLERANCE = 1e-4  # of an answer's largest value, for a file in float32
 _ROUNDED = 4  # times what rounding does to the answers is allowed where weights are stored in half

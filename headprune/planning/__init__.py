@@ -9,9 +9,8 @@ from headprune.errors import HeadPruneError
 from headprune.fingerprint import has_identity, identity
 from headprune.planning import search as search  # registers its strategies
 from headprune.planning import uniform as uniform  # and this its own
-from headprune.planning.order import Order
+from headprune.planning.order import GROUPS, SLICES, Constraints, Order
 from headprune.planning.strategies import STRATEGIES, Search, Strategy, strategy
-from headprune.planning.units import GROUPS, SLICES, Constraints
 from headprune.plans import Keep, PruningPlan, heads_to_keep
 from headprune.scoring.scores import HeadScores
 
@@ -21,13 +20,9 @@ __all__ = [
     "STRATEGIES",
     "Constraints",
     "Order",
-    "PruningPlan",
     "Search",
-    "Strategy",
     "arrange",
-    "heads_to_keep",
     "plan",
-    "score_kept",
     "strategy",
     "strategy_named",
 ]
@@ -68,9 +63,9 @@ def plan(
             f"Use headprune.search(model, batches, keep={keep!r}, strategy={strategy!r}).",
         )
     constraints = Constraints.parse(protect, scores.layers, min_heads_per_layer)
-    asked = heads_to_keep(keep, sum(layer.num_heads for layer in scores.layers))
+    heads = heads_to_keep(keep, sum(layer.num_heads for layer in scores.layers))
     search = Search(scores.layers, scores, constraints, seed=seed)
-    return replace(arrange(search, strategy, [asked]).some(asked), budget=f"keep {keep}")
+    return replace(arrange(search, strategy, [heads]).some(heads), budget=f"keep {keep}")
 
 
 def arrange(

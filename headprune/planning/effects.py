@@ -14,28 +14,15 @@ from headprune.attention import AttentionLayer, Heads
 from headprune.files import digest
 from headprune.gates import gated, mask
 from headprune.inputs import call, doubled, gathered, inputs_of, tensors
-from headprune.planning.effort import spread
-from headprune.planning.units import Unit
+from headprune.planning.order import Unit
+from headprune.planning.strategies import spread
 from headprune.repairing import Calibration, OutputProjection, RepairWeights, fit_layers
-from headprune.repairing.probes import probe_of
+from headprune.repairing.examples import probe_of
 from headprune.running import frozen
 from headprune.scoring.gradient import finite
 from headprune.store import Store
 
 _FIRST_RIDGE = 0.3  # for layers that have lost nothing yet, so that cross-validation has said nothing; see RIDGES
-
-
-@dataclass(frozen=True)
-class Look:
-    """A look at the dense model.
-
-    Attributes:
-        effects: Of all units that may go, ``[examples, units]`` (`effects`).
-        passes: Forward passes over the calibration examples that it took.
-    """
-
-    effects: Tensor
-    passes: float
 
 
 @dataclass(frozen=True)
@@ -141,15 +128,15 @@ def _looked(
         mask(calibration.model, drop, layers=layers),
     ):
         batches = [calibration.runner.batches[index] for index in chosen]
-        found = calibration.runner.share("a look", [partial(looked_at, index) for index in chosen], batches)
-    return finite(torch.cat(found))
+        per_batch = calibration.runner.share("a look", [partial(looked_at, index) for index in chosen], batches)
+    return finite(torch.cat(per_batch))
 
 
 def _gated(calibration: Calibration, layers: Sequence[AttentionLayer], index: int, units: Sequence[Unit]) -> Tensor:
     """Minus the gate gradients on a batch, ``[examples, units]``."""
     runner = calibration.runner
     names = {layers[unit.layer].name: layers[unit.layer] for unit in units}
-    found = []
+    rows = []
     # One by one: at these layers nobody has seen which rows are whose.
     for row, one in enumerate(runner.rows.singles(runner.batches[index])):
         gates = {
@@ -168,9 +155,9 @@ def _gated(calibration: Calibration, layers: Sequence[AttentionLayer], index: in
                 probe = probe_of(calibration.model, output, one, runner.first(index) + row, runner.rows)
                 slopes = torch.autograd.grad(probe, list(gates.values()), allow_unused=True)
         of = {name: gate * 0 if s is None else s for (name, gate), s in zip(gates.items(), slopes, strict=True)}
-        found.append(torch.stack([of[layers[u.layer].name][list(u.heads)].sum() for u in units]))
-    runner.count(3 * len(found))
-    return -torch.stack(found).detach()
+        rows.append(torch.stack([of[layers[u.layer].name][list(u.heads)].sum() for u in units]))
+    runner.count(3 * len(rows))
+    return -torch.stack(rows).detach()
 
 
 def _removal(

@@ -15,12 +15,9 @@ from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
 from headprune.losses import ExampleLoss
-from headprune.planning.effects import Look, effects
-from headprune.planning.effort import Work, flops_of_pass, spread
-from headprune.planning.order import Order
-from headprune.planning.state import State
-from headprune.planning.strategies import Search, strategy
-from headprune.planning.units import SLICES, Unit
+from headprune.planning.effects import effects
+from headprune.planning.order import SLICES, Order, Unit
+from headprune.planning.strategies import Search, SearchState, Work, flops_of_pass, spread, strategy
 from headprune.repairing import Calibration, calibrate, fit_layers
 from headprune.repairing.runner import Runner
 
@@ -36,7 +33,7 @@ def rescored(search: Search, levels: Sequence[int]) -> Order:
     The measure is the mean over examples of `effects`' absolute values, measured again at every level and whenever a sixth
     of the heads has gone.
     """
-    calibration, state = _calibration_of(search), State(search)
+    calibration, state = _calibration_of(search), SearchState(search)
     before = calibration.runner.passes
     looks = stages(state.kept, levels)
     ranked = [] if looks else _ranked(calibration, state)
@@ -55,7 +52,7 @@ def compensated(search: Search, levels: Sequence[int]) -> Order:
     The first look of `re-scored`, for all budgets. It costs a fraction, and is better where so many heads of small effect
     go that their effects on one another matter less than what `effects` does not see of a model far from the dense one.
     """
-    calibration, state = _calibration_of(search), State(search)
+    calibration, state = _calibration_of(search), SearchState(search)
     before = calibration.runner.passes
     state.remove(_ranked(calibration, state), 0)
     return search.order(state.steps, "compensated", _cost(search, calibration, before))
@@ -83,7 +80,7 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
 
     The loss is the model's own on some scoring examples, the head masked and W_O refitted.
     """
-    calibration, state = _calibration_of(search), State(search)
+    calibration, state = _calibration_of(search), SearchState(search)
     runner, before = calibration.runner, calibration.runner.passes
     looks = stages(state.kept, levels)
     losses = ExampleLoss(calibration.model, search.loss_fn)
@@ -105,8 +102,8 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
             runner.deterministic_eval(),
             mask(calibration.model, drop, layers=calibration.layers),
         ):
-            found = torch.cat(runner.share("losses", [partial(losses_of, batch) for batch in examples], examples))
-        return float(found.double().mean())
+            each = torch.cat(runner.share("losses", [partial(losses_of, batch) for batch in examples], examples))
+        return float(each.double().mean())
 
     ranked = [] if looks else _ranked(calibration, state)
     for i, level in enumerate(looks):
@@ -134,7 +131,7 @@ def swap(search: Search, levels: Sequence[int]) -> Order:
     if scores is None or scores.matrix is None:
         name = scores.method if scores else "none"
         raise HeadPruneError(f"The scores by {name} do not weigh pairs of heads.", "Score with --method fisher.")
-    state = State(search)
+    state = SearchState(search)
     offsets = torch.tensor([0, *(layer.num_heads for layer in search.layers)]).cumsum(0).tolist()
     for level in sorted({k for k in levels if k < state.kept}, reverse=True):
         units = [unit for layer in search.units() for unit in layer if state.fits(unit)]
@@ -149,7 +146,7 @@ def swap(search: Search, levels: Sequence[int]) -> Order:
     return search.order(state.steps, "swap")
 
 
-def _least(units: Sequence[Unit], pairs: Tensor, state: State, level: int) -> list[Unit]:
+def _least(units: Sequence[Unit], pairs: Tensor, state: SearchState, level: int) -> list[Unit]:
     """Units of the least quadratic cost, in the order in which they were found.
 
     Args:
@@ -184,72 +181,72 @@ def _least(units: Sequence[Unit], pairs: Tensor, state: State, level: int) -> li
         chosen[best[1]] = best[2]
 
 
-def _ranked(calibration: Calibration, state: State) -> list[Unit]:
+def _ranked(calibration: Calibration, state: SearchState) -> list[Unit]:
     """All units that may go, those with the least effect first."""
     search, units = state.search, state.units()
     if not units:
         return []
     if (look := search.dense_looks.get(search.kind)) and not state.drop:
-        found = look.effects
+        changes, _ = look
     else:
-        found = effects(calibration, search.layers, state.drop, units, search.effort.examples, search.store)
+        changes = effects(calibration, search.layers, state.drop, units, search.effort.examples, search.store)
     if search.kind == SLICES:
-        units, found = _sliced(search, units, found)
-    sizes = found.abs().mean(0).tolist()
+        units, changes = _sliced(search, units, changes)
+    sizes = changes.abs().mean(0).tolist()
     # What a unit costs counts by head, where units are of different size.
     return sorted(unit._replace(score=size / len(unit.heads)) for unit, size in zip(units, sizes, strict=True))
 
 
-def _sliced(search: Search, units: Sequence[Unit], found: Tensor) -> tuple[list[Unit], Tensor]:
+def _sliced(search: Search, units: Sequence[Unit], changes: Tensor) -> tuple[list[Unit], Tensor]:
     """A head of every group, those with the least effect of each group together."""
-    sizes = found.abs().mean(0).tolist()
+    sizes = changes.abs().mean(0).tolist()
     at = {(u.layer, u.heads[0]): n for n, u in enumerate(units) if len(u.heads) == 1}
-    made: list[Unit] = []
+    slices: list[Unit] = []
     columns: list[Tensor] = []
     for i, layer in enumerate(search.layers):
         if not layer.groups:
             those = [n for n, u in enumerate(units) if u.layer == i]
-            made += [units[n] for n in those]
-            columns += [found[:, n] for n in those]
+            slices += [units[n] for n in those]
+            columns += [changes[:, n] for n in those]
             continue
         queues = [
             sorted((at[i, h] for h in group if (i, h) in at), key=lambda n: (sizes[n], n)) for group in layer.groups
         ]
         for row in zip(*queues, strict=False):
-            made.append(Unit(0.0, i, tuple(sorted(units[n].heads[0] for n in row))))
-            columns.append(found[:, list(row)].sum(1))
-    return made, torch.stack(columns, dim=1) if columns else found[:, :0]
+            slices.append(Unit(0.0, i, tuple(sorted(units[n].heads[0] for n in row))))
+            columns.append(changes[:, list(row)].sum(1))
+    return slices, torch.stack(columns, dim=1) if columns else changes[:, :0]
 
 
 def stages(total: int, levels: Sequence[int]) -> list[int]:
     """Numbers of kept heads at which the model is looked at again: the levels, largest first, and others between."""
-    found: list[int] = []
+    numbers: list[int] = []
     at = total
     for level in sorted({k for k in levels if k < total}, reverse=True):
         while at - level > max(1, int(at * _SHARE)):
             at -= max(1, int(at * _SHARE))
-            found.append(at)
+            numbers.append(at)
         at = level
-        found.append(at)
-    return found
+        numbers.append(at)
+    return numbers
 
 
-def dense_looks(search: Search, kinds: Sequence[str]) -> dict[str, Look]:
+def dense_looks(search: Search, kinds: Sequence[str]) -> dict[str, tuple[Tensor, float]]:
     """The look at the dense model that every search begins with, made once for several: for every kind in which heads go."""
-    calibration, found = _calibration_of(search), {}
+    calibration, looks = _calibration_of(search), {}
     for kind in kinds:
         before = calibration.runner.passes
-        units = State(replace(search, kind=kind)).units()
+        units = SearchState(replace(search, kind=kind)).units()
         if units:
             each = effects(calibration, search.layers, {}, units, search.effort.examples, search.store)
-            found[kind] = Look(each, calibration.runner.passes - before)
-    return found
+            looks[kind] = each, calibration.runner.passes - before
+    return looks
 
 
 def work_of(
     search: Search, calibrated: Callable[[], Calibration], strategy: str, levels: Sequence[int], times: int = 1
 ) -> Work:
-    """What an order costs, with the measurement of the dense reference; nothing, if it needs the scores alone.
+    """The passes and operations that making an order takes, with measuring the dense model; none, if it needs only scores.
 
     Counted before anything is measured; solving for weights is not counted.
 
@@ -261,7 +258,7 @@ def work_of(
         return Work(0.0, 0.0, sum(map(apparent_size, search.batches)))
     calibration = calibrated()
     runner = calibration.runner
-    start = State(search).kept
+    start = SearchState(search).kept
     looks = 1 if strategy == "compensated" else max(1, len(stages(start, levels)))
     # A look is a forward and a backward pass, which counts as two; and one more for what heads could read instead.
     passes = looks * (3 + bool(calibration.values)) * _share(runner, search.effort.examples)
@@ -291,5 +288,5 @@ def _calibration_of(search: Search) -> Calibration:
 def _cost(search: Search, calibration: Calibration, before: float) -> str:
     """A note on the passes of a search, of which there were ``before`` when it began."""
     runner, look = calibration.runner, search.dense_looks.get(search.kind)
-    passes = calibration.statistics.passes + runner.passes - before + (look.passes if look else 0)
+    passes = calibration.statistics.passes + runner.passes - before + (look[1] if look else 0)
     return f"This order took about {passes:.0f} forward passes over {runner.examples:,} examples."

@@ -1,28 +1,119 @@
-"""How heads are picked by their scores: the register of strategies, and those that need nothing but scores."""
+"""How heads are picked by their scores: the register of strategies, what all of them get, and those that need nothing but scores.
+
+How much work a search may be is counted before it begins, in forward passes and floating-point operations, never timed: a count is the
+same on every machine, however fast or busy, so the same seed gives the same plan.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from headprune import latency
+from headprune.amounts import flops
 from headprune.attention import AttentionLayer, Heads
+from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import identity
+from headprune.inputs import inputs_of, tensors
 from headprune.losses import LossFn
-from headprune.planning.effects import Look
-from headprune.planning.effort import NORMAL, Effort
-from headprune.planning.order import Order
-from headprune.planning.units import GROUPS, Constraints, Unit, units_of, why_stay
+from headprune.planning.order import GROUPS, SLICES, Constraints, Order, Unit, grouped, units_of, why_stay
 from headprune.repairing import Calibration
 from headprune.running import Progress
 from headprune.scoring.scores import HeadScores
 from headprune.store import Store
 
 
-def _unheard(done: int, total: int, note: str = "") -> None:
+@dataclass(frozen=True)
+class Effort:
+    """How much work a search may be.
+
+    Attributes:
+        name: As ``--effort`` takes it.
+        examples: On how many of the scoring examples a search looks at the model each time, at most; None: on all.
+        flops: Floating-point operations that a search of many looks may cost, for `auto` to make it; None: as many as it takes.
+    """
+
+    name: str
+    examples: int | None
+    flops: float | None
+
+    def allows(self, work: Work) -> bool:
+        """Whether `auto` makes an order that is so much work."""
+        return self.flops is None or work.flops <= self.flops
+
+    @property
+    def limit(self) -> str:
+        """For people."""
+        return "any number of FLOPs" if self.flops is None else flops(self.flops, 3)
+
+
+EFFORTS = {
+    e.name: e
+    for e in (
+        Effort("low", 128, 5e13),  # at 100 GFLOPs a second 8 minutes
+        Effort("normal", 512, 5e14),  # 83 minutes
+        Effort("high", None, None),
+    )
+}
+NORMAL = EFFORTS["normal"]
+
+
+def effort_named(name: str) -> Effort:
+    """An effort by its name.
+
+    Raises:
+        HeadPruneError: There is none of that name.
+    """
+    if name not in EFFORTS:
+        raise HeadPruneError(f"There is no effort {name!r}.", f"Choose from {', '.join(EFFORTS)}.")
+    return EFFORTS[name]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a search costs.
+
+    Attributes:
+        passes: Forward passes over all scoring examples; a backward pass counts as two.
+        flops: Floating-point operations of these.
+        examples: How many scoring examples there are.
+        left_out: Why this work was not done; None if it was.
+    """
+
+    passes: float
+    flops: float
+    examples: int
+    left_out: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.passes:,.0f} forward passes over {self.examples:,} examples ({flops(self.flops, 3)})"
+
+
+def flops_of_pass(model: nn.Module, batches: Sequence[Any]) -> float:
+    """Floating-point operations of one forward pass over all batches, counted on the one of median size."""
+    sized = sorted(batches, key=lambda batch: sum(t.numel() for t in tensors(batch)))
+    batch = sized[len(sized) // 2]
+    return latency.flops(model, inputs_of(model, batch)) / apparent_size(batch) * sum(map(apparent_size, batches))
+
+
+def spread(count: int, examples: int, most: int | None) -> list[int]:
+    """Which of ``count`` batches to take, to have about ``most`` of ``examples``: some from everywhere.
+
+    Batches often come sorted by length.
+
+    >>> spread(4, 128, None), spread(4, 128, 64), spread(4, 128, 1)
+    ([0, 1, 2, 3], [0, 2], [0])
+    """
+    taken = count if most is None else min(count, max(1, math.floor(count * most / examples)))
+    return [i * count // taken for i in range(taken)]
+
+
+def _no_progress(done: int, total: int, note: str = "") -> None:
     """Progress that no one follows."""
 
 
@@ -40,7 +131,8 @@ class Search:
         model: For strategies that run it: in evaluation mode, on its device, never changed.
         batches: Labelled batches to score or to compare on (the scoring part of the data).
         calibration: Of the repair that will follow, if any: strategies that run the model see it repaired.
-        dense_looks: What strategies that look at the model begin with, where it was measured already, by kind.
+        dense_looks: What strategies that look at the model begin with, where it was measured already, by kind: the effects
+            ``[examples, units]`` of all units that may go, and the forward passes that they took.
         store: Keeps what strategies measure, so that an interrupted search goes on where it was.
         effort: How much work it may be.
         loss_fn: As for `headprune.score`: for batches that are pairs ``(inputs, labels)``.
@@ -51,11 +143,11 @@ class Search:
     constraints: Constraints = field(default_factory=Constraints)
     kind: str = GROUPS
     seed: int = 0
-    progress: Progress = _unheard
+    progress: Progress = _no_progress
     model: nn.Module | None = None
     batches: Sequence[Any] = ()
     calibration: Calibration | None = None
-    dense_looks: Mapping[str, Look] = field(default_factory=dict)
+    dense_looks: Mapping[str, tuple[Tensor, float]] = field(default_factory=dict)
     store: Store | None = None
     effort: Effort = NORMAL
     loss_fn: LossFn | None = None
@@ -160,3 +252,64 @@ def whole_layers(search: Search, levels: Sequence[int]) -> Order:
         if len(heads) == layer.num_heads:  # nothing in it must stay
             queue.append(Unit(sum(u.score * len(u.heads) for u in units) / len(heads), i, heads))
     return search.order([search.step(unit) for unit in sorted(queue)], "layers")
+
+
+@dataclass
+class SearchState:
+    """What has gone so far in a search.
+
+    Attributes:
+        drop: ``{layer_name: [head, ...]}``.
+        steps: The same, in order.
+    """
+
+    search: Search
+    drop: Heads = field(default_factory=dict)
+    steps: list[Heads] = field(default_factory=list)
+
+    @property
+    def kept(self) -> int:
+        return sum(layer.num_heads for layer in self.search.layers) - sum(map(len, self.drop.values()))
+
+    def fits(self, unit: Unit) -> bool:
+        """Whether a unit is still there, and may go."""
+        layer = self.search.layers[unit.layer]
+        gone = self.drop.get(layer.name, [])
+        room = self.search.constraints.room(layer) - len(gone)
+        return len(unit.heads) <= room and not set(unit.heads) & set(gone)
+
+    def take(self, *units: Unit) -> None:
+        for unit in units:
+            self.steps.append(self.search.step(unit))
+            self.drop = self.without(unit)
+
+    def without(self, unit: Unit) -> Heads:
+        name = self.search.layers[unit.layer].name
+        return {**self.drop, name: sorted([*self.drop.get(name, []), *unit.heads])}
+
+    def remove(self, ranked: Sequence[Unit], level: int) -> None:
+        """Take units in their order until no more than ``level`` heads are kept."""
+        for unit in ranked:
+            if self.kept <= level:
+                return
+            if self.fits(unit):
+                self.take(unit)
+
+    def copy(self, units: Iterable[Unit] = ()) -> SearchState:
+        """A state of its own, in which some more units are gone."""
+        other = SearchState(self.search, dict(self.drop), list(self.steps))
+        other.take(*units)
+        return other
+
+    def units(self) -> list[Unit]:
+        """What may go together: heads or key/value groups; single heads, where slices are to be made of them."""
+        candidates = []
+        for i, layer in enumerate(self.search.layers):
+            if not layer.prunable:
+                continue
+            if self.search.kind == SLICES and layer.groups:
+                protected = self.search.constraints.protected(layer)
+                candidates += [Unit(0.0, i, (h,)) for group in layer.groups for h in group if h not in protected]
+            else:
+                candidates += [Unit(0.0, i, heads) for heads in grouped(layer, self.search.constraints)]
+        return [unit for unit in candidates if self.fits(unit)]

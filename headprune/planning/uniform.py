@@ -8,14 +8,13 @@ from functools import cache
 
 from headprune.attention import AttentionLayer
 from headprune.checkpoint import StockCounts, pattern
-from headprune.planning.order import Order
+from headprune.planning.order import Order, Unit
 from headprune.planning.strategies import Search, strategy
-from headprune.planning.units import Unit
 from headprune.pruned import SharedPositionBias
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LayerGroup:
     """Layers that keep one number of heads.
 
     Attributes:
@@ -56,7 +55,7 @@ def uniform(search: Search, levels: Sequence[int]) -> Order:
         notes += [_possible(search, counts, part, len(parts) > 1) for part in parts]
     else:
         rows = [_rows(same, columns) for same in groups]
-        parts = [_Part(same, r, list(range(1, len(r) + 1))) for same, r in zip(groups, rows, strict=True)]
+        parts = [_LayerGroup(same, r, list(range(1, len(r) + 1))) for same, r in zip(groups, rows, strict=True)]
         if counts:
             notes.append(
                 f"{counts.name} cannot have another number of heads, so the folder loads with trust_remote_code=True."
@@ -76,7 +75,9 @@ def uniform(search: Search, levels: Sequence[int]) -> Order:
     return replace(search.order(steps, "uniform", *notes, stays=stays), stock=in_stock)
 
 
-def _representable(search: Search, counts: StockCounts, same: list[int], columns: Sequence[list[Unit]]) -> list[_Part]:
+def _representable(
+    search: Search, counts: StockCounts, same: list[int], columns: Sequence[list[Unit]]
+) -> list[_LayerGroup]:
     """The parts of some layers with numbers of heads that the stock class can have: all of them, or else those of one kind each."""
     whole = _best(search, counts, same, columns)
     if whole.stops:
@@ -95,23 +96,23 @@ def _same_counts(layers: Sequence[AttentionLayer]) -> list[list[int]]:
 
 def _kinds(search: Search, layers: Sequence[int]) -> list[list[int]]:
     """Layers whose names differ by numbers alone."""
-    found: dict[str, list[int]] = {}
+    kinds: dict[str, list[int]] = {}
     for i in layers:
-        found.setdefault(pattern(search.layers[i].name), []).append(i)
-    return list(found.values())
+        kinds.setdefault(pattern(search.layers[i].name), []).append(i)
+    return list(kinds.values())
 
 
-def _best(search: Search, counts: StockCounts, layers: list[int], columns: Sequence[list[Unit]]) -> _Part:
+def _best(search: Search, counts: StockCounts, layers: list[int], columns: Sequence[list[Unit]]) -> _LayerGroup:
     """Each layer loses the heads that it misses least, or, where the class can represent more models so, layers of a kind the same."""
 
-    def tried(kinds: Sequence[Sequence[int]]) -> _Part:
+    def tried(kinds: Sequence[Sequence[int]]) -> _LayerGroup:
         rows = _rows(layers, _tied(columns, kinds))
-        found = cache(
+        possible = cache(
             lambda stop: counts.config_without(search.step(*(unit for row in rows[:stop] for unit in row))) is not None
         )
         few = {1, len(rows) // 2, len(rows) - 1, len(rows)}  # a class that has none of these has none
-        stops = range(1, len(rows) + 1) if any(found(stop) for stop in few if 0 < stop <= len(rows)) else ()
-        return _Part(layers, rows, [stop for stop in stops if found(stop)])
+        stops = range(1, len(rows) + 1) if any(possible(stop) for stop in few if 0 < stop <= len(rows)) else ()
+        return _LayerGroup(layers, rows, [stop for stop in stops if possible(stop)])
 
     free, kinds = tried([]), [kind for kind in _kinds(search, layers) if _may_share(search, kind)]
     if not kinds or len((best := tried(kinds)).stops) <= len(free.stops):
@@ -132,21 +133,21 @@ def _may_share(search: Search, layers: Sequence[int]) -> bool:
 
 def _tied(columns: Sequence[list[Unit]], kinds: Sequence[Sequence[int]]) -> list[list[Unit]]:
     """What each layer may lose, where layers of some kinds lose the same: in the order of the layers' mean scores."""
-    found = list(columns)
+    tied = list(columns)
     for kind in kinds:
         scores = [{unit.heads: unit.score for unit in columns[i]} for i in kind]
         common = [heads for heads in scores[0] if all(heads in own for own in scores)]
         ranked = sorted(common, key=lambda heads: (sum(own[heads] for own in scores), heads))
         for i, own in zip(kind, scores, strict=True):
-            found[i] = [Unit(own[heads], i, heads) for heads in ranked]
-    return found
+            tied[i] = [Unit(own[heads], i, heads) for heads in ranked]
+    return tied
 
 
 def _rows(layers: Sequence[int], columns: Sequence[list[Unit]]) -> list[tuple[Unit, ...]]:
     return list(zip(*(columns[i] for i in layers), strict=False))
 
 
-def _possible(search: Search, counts: StockCounts, part: _Part, several: bool) -> str:
+def _possible(search: Search, counts: StockCounts, part: _LayerGroup, several: bool) -> str:
     """The numbers of heads that the class can have, in words."""
     first = search.layers[part.layers[0]]
     kept = [first.num_heads - sum(len(row[0].heads) for row in part.rows[:stop]) for stop in (0, *part.stops)]

@@ -2,22 +2,19 @@
 
 `structure_of` reads the differences off a pruned model; `restructure` gives them to a freshly built dense one, whose weights
 are loaded afterwards. What differs is the shape of tensors, the integers by which modules count heads, modules that were
-replaced (`empty`, `standins`), and what hooks take from what is still computed for all heads (`hooks`).
+replaced (`modules`), and what hooks take from what is still computed for all heads (`hooks`).
 
 The files of this package are copied into every folder that headprune saves (`modeling_headprune.py`), so that transformers can
 load it where headprune is not installed. So they import nothing of headprune but each other, and none of their names occurs twice.
 """
 
-from headprune.pruned.empty import EmptyAttention, OnlyBias
 from headprune.pruned.hooks import HeadArgument, SharedPositionBias, from_ranges, to_ranges
-from headprune.pruned.standins import MultiheadAttention, convert, is_ours, stand_in
+from headprune.pruned.modules import EmptyAttention, MultiheadAttention, convert, is_ours, stand_in
 from headprune.pruned.structure import (
     Structure,
     add_biases,
     add_record,
-    added_biases,
     ghosts,
-    heads_before,
     home,
     note_ghosts,
     note_heads,
@@ -27,38 +24,11 @@ from headprune.pruned.structure import (
     remove_biases,
     removed,
     restructure,
-    set_module,
     structure_of,
-    was_repaired,
-)
+)  # fmt: skip
 
 __all__ = [
-    "EmptyAttention",
-    "HeadArgument",
-    "MultiheadAttention",
-    "OnlyBias",
-    "SharedPositionBias",
-    "Structure",
-    "add_biases",
-    "add_record",
-    "added_biases",
-    "convert",
-    "from_ranges",
-    "ghosts",
-    "heads_before",
-    "home",
-    "is_ours",
-    "note_ghosts",
-    "note_heads",
-    "note_removed",
-    "note_was_repaired",
-    "record_of",
-    "remove_biases",
-    "removed",
-    "restructure",
-    "set_module",
-    "stand_in",
-    "structure_of",
-    "to_ranges",
-    "was_repaired",
+    "EmptyAttention", "HeadArgument", "MultiheadAttention", "SharedPositionBias", "Structure", "add_biases", "add_record", "convert",
+    "from_ranges", "ghosts", "home", "is_ours", "note_ghosts", "note_heads", "note_removed", "note_was_repaired", "record_of",
+    "remove_biases", "removed", "restructure", "stand_in", "structure_of", "to_ranges",
 ]  # fmt: skip

@@ -1,8 +1,7 @@
 """What a pruned module needs beside smaller weights: data that JSON can hold, and forward hooks that read it.
 
-The hooks give a module the kept heads' part of what is still computed for all heads. A model that transformers loaded from a folder runs that
-folder's hooks, perhaps an older version's, which read the data of this file once the model is pruned again. So the attributes' names, the
-fields' names, and the methods that hooks call (`take`, `place`, `compute`) must stay as they are.
+The hooks give a module the kept heads' part of what is still computed for all heads. The names of attributes and fields, and of the methods that
+hooks call (`take`, `place`, `compute`), must stay: a model loaded from an older folder runs that folder's hooks on the data of this file.
 """
 
 from __future__ import annotations
@@ -49,27 +48,6 @@ class HookData:
 
 
 @dataclass(frozen=True)
-class Edited:
-    """Which tensors and integers of a module differ from its class's; and whether it is a stand-in that stays."""
-
-    name = "_headprune_edited"
-    tensors: frozenset[str] = frozenset()
-    numbers: frozenset[str] = frozenset()
-    stand_in: bool = False
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Edited:
-        """What is noted of a module so far."""
-        return vars(module).get(cls.name) or cls()
-
-    @classmethod
-    def add(cls, module: nn.Module, tensors: Sequence[str] = (), numbers: Sequence[str] = ()) -> None:
-        """Note more tensors and numbers of a module."""
-        old = cls.of(module)
-        vars(module)[cls.name] = cls(old.tensors | set(tensors), old.numbers | set(numbers), old.stand_in)
-
-
-@dataclass(frozen=True)
 class Features:
     """The features of a tensor's dimension that stay: all but those of removed heads.
 
@@ -110,13 +88,6 @@ class HeadArgument:
     folded: bool
     features: tuple[tuple[int, ...], ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "features": [list(own) for own in self.features]}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> HeadArgument:
-        return cls(data["key"], data["dim"], data["folded"], tuple(map(tuple, data.get("features", ()))))
-
 
 @dataclass(frozen=True)
 class HeadArguments(HookData):
@@ -142,12 +113,15 @@ class HeadArguments(HookData):
         return value.index_select(argument.dim, torch.tensor(self.kept, device=value.device))
 
     def to_json(self) -> dict[str, Any]:
-        arguments = [argument.to_json() for argument in self.arguments]
+        arguments = [{**vars(a), "features": [list(own) for own in a.features]} for a in self.arguments]
         return {"arguments": arguments, "num_heads": self.num_heads, "kept": to_ranges(self.kept)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeadArguments:
-        return cls(tuple(map(HeadArgument.from_json, data["arguments"])), data["num_heads"], from_ranges(data["kept"]))
+        arguments = (
+            HeadArgument(**{**a, "features": tuple(map(tuple, a.get("features", ())))}) for a in data["arguments"]
+        )
+        return cls(tuple(arguments), data["num_heads"], from_ranges(data["kept"]))
 
 
 def _take_own_arguments(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -186,10 +160,9 @@ class Selection(HookData):
         return cls(tuple(Features(*(frozenset(from_ranges(part)) for part in stage)) for stage in data["stages"]))
 
 
-def _selected(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+def _selected(module: nn.Module, args: Any, output: Tensor) -> Any:
     """Forward hook: the kept heads' features of what a module computes for all."""
-    taken: Tensor = Selection.of(module).take(output)
-    return taken
+    return Selection.of(module).take(output)
 
 
 @dataclass(frozen=True)

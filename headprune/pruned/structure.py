@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from headprune.pruned.empty import ConfigView, EmptyAttention, OnlyBias, emptied
-from headprune.pruned.hooks import HOOK_DATA, Edited
-from headprune.pruned.standins import convert, is_ours
+from headprune.pruned.hooks import HOOK_DATA
+from headprune.pruned.modules import ConfigView, EmptyAttention, OnlyBias, convert, emptied, is_ours
 
 Structure = dict[str, Any]
 """What `structure_of` gives: values that JSON can hold."""
@@ -18,6 +18,27 @@ VERSION = 1
 # Attributes of a pruned model. A model that transformers loaded has them from its folder's code, so their names must stay.
 _BIASES, _GHOSTS, _REMOVED = "_headprune_biases", "_headprune_ghosts", "_headprune_removed"
 _HEADS, _WAS_REPAIRED = "_headprune_heads", "_headprune_was_repaired"
+
+
+@dataclass(frozen=True)
+class Edited:
+    """Which tensors and integers of a module differ from its class's; and whether it is a stand-in that stays."""
+
+    name = "_headprune_edited"
+    tensors: frozenset[str] = frozenset()
+    numbers: frozenset[str] = frozenset()
+    stand_in: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Edited:
+        """What is noted of a module so far."""
+        return vars(module).get(cls.name) or cls()
+
+    @classmethod
+    def add(cls, module: nn.Module, tensors: Sequence[str] = (), numbers: Sequence[str] = ()) -> None:
+        """Note more tensors and numbers of a module."""
+        old = cls.of(module)
+        vars(module)[cls.name] = cls(old.tensors | set(tensors), old.numbers | set(numbers), old.stand_in)
 
 
 def structure_of(model: nn.Module) -> Structure:
@@ -177,7 +198,7 @@ def set_module(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
 
 
 def replace_by_stand_in(model: nn.Module, name: str) -> nn.Module:
-    """Replace a module for good by its stand-in (`headprune.pruned.standins`), if it has one; returns what is there then."""
+    """Replace a module for good by its stand-in (`headprune.pruned.modules`), if it has one; returns what is there then."""
     module = model.get_submodule(name)
     new = convert(module)
     if new is None:

@@ -27,10 +27,9 @@ from headprune.fingerprint import identities
 from headprune.inputs import check_weights, inputs_of
 from headprune.plans import PruningPlan, note_repaired
 from headprune.repairing.calibration import Calibration, calibrate
-from headprune.repairing.checks import checked_repair
 from headprune.repairing.projections import OutputProjection
 from headprune.repairing.results import AnswersRepair, LayerRepair, Repair, RepairWeights, Trial
-from headprune.repairing.steps import STEPS, fit_layers, summary
+from headprune.repairing.steps import LAYER_STEPS, STEPS, checked_repair, fit_layers, summary
 from headprune.running import Progress
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def repair(
     Statistics are sums over tokens, so memory does not grow with the data.
 
     Every step is fitted to all of ``batches`` and left out unless the model's answers come nearer to the dense model's on
-    ``choose`` (`headprune.repairing.checks`); with few examples, by more than chance. So with few examples it may be that
+    ``choose`` (`headprune.repairing.steps`); with few examples, by more than chance. So with few examples it may be that
     only the columns of removed heads become zero.
 
     Args:
@@ -83,7 +82,7 @@ def repair(
         ridge: Strength of the pull towards the old weights; by default what is best by cross-validation, for each layer.
         values: Whether the value projections are refitted too: it takes about four passes more.
         mixtures: Whether to fit to mixtures of the examples too, where the model gives one answer a text
-            (`headprune.repairing.mixtures`): then the passes are over up to three times as many.
+            (`headprune.repairing.examples`): then the passes are over up to three times as many.
         answers: Whether all W_O that lose heads are then moved together towards the dense model's answers, where these are
             one vector of logits an example (`headprune.repairing.gauss_newton`). Not where a ridge is given.
         biases: Whether a W_O that has no bias gets one, which takes up the removed heads' mean. A stock class may have no place for
@@ -121,6 +120,6 @@ def _repair(calibration: Calibration, drop: Heads, choose: Sequence[Any] | None,
     if not any(projection.loses(drop) for projection in calibration.projections):
         return Repair({}, runner.examples, 0, 0, notes=calibration.notes)
     fidelity = None if choose is None else Fidelity(calibration.model, choose)
-    weights = checked_repair(calibration, drop, fidelity, STEPS if answers else STEPS[:-1])
+    weights = checked_repair(calibration, drop, fidelity, STEPS if answers else LAYER_STEPS)
     calibration.write(weights.by_module)
     return summary(calibration, weights, runner.passes)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headprune.divergence import gives_several, logits_of, part_of, regresses
 from headprune.errors import HeadPruneError
-from headprune.repairing.mixtures import block_of
+from headprune.repairing.examples import block_of
 from headprune.repairing.runner import Runner, unwatched
 
 MOST_ROWS = 2048  # answers that are fitted to: the system is as wide
@@ -26,7 +26,7 @@ class DenseAnswers:
 
     What is fitted of one vector of logits an example are the differences between classes (for a head that gives several labels
     at once, or numbers, the logits themselves). Where these are many, some directions among them, others for every example.
-    Where there are mixtures of the examples (`headprune.repairing.mixtures`), they take the examples' place.
+    Where there are mixtures of the examples (`headprune.repairing.examples`), they take the examples' place.
 
     Attributes:
         runner: The model, and all examples.
@@ -106,9 +106,9 @@ def _answers(runner: Runner, batches: Sequence[Any]) -> list[Tensor]:
     """Of the model as it is now, ``[examples, classes]`` by batch."""
     with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
         tasks = [partial(_logits, runner, batch) for batch in batches]
-        found = runner.share("answers", tasks, batches)
-    runner.count(sum(map(len, found)))
-    return found
+        logits = runner.share("answers", tasks, batches)
+    runner.count(sum(map(len, logits)))
+    return logits
 
 
 def _logits(runner: Runner, batch: Any) -> Tensor:
@@ -120,5 +120,5 @@ def _basis(classes: int, every: bool) -> Tensor:
     whole = torch.eye(classes, dtype=torch.float64)
     if every:
         return whole
-    found: Tensor = torch.linalg.eigh(whole - 1.0 / classes)[1][:, 1:].T
-    return found
+    differences: Tensor = torch.linalg.eigh(whole - 1.0 / classes)[1][:, 1:].T
+    return differences

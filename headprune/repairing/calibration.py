@@ -18,11 +18,17 @@ from headprune.inputs import gathered, model_device
 from headprune.offload import add_stored_biases, is_elsewhere, is_offloaded, put
 from headprune.pruned import remove_biases
 from headprune.repairing.answers import DenseAnswers, dense_answers
-from headprune.repairing.directions import Directions, find_directions, inputs_of_heads, room
-from headprune.repairing.linearity import linear
-from headprune.repairing.mixtures import mixed_texts
-from headprune.repairing.moments import FOLDS, Moments, centred
-from headprune.repairing.projections import OutputProjection, Values, is_transposed, output_projections
+from headprune.repairing.directions import Directions, find_directions, inputs_of_heads, linear, room
+from headprune.repairing.examples import mixed_texts
+from headprune.repairing.projections import (
+    FOLDS,
+    Moments,
+    OutputProjection,
+    Values,
+    centred,
+    is_transposed,
+    output_projections,
+)
 from headprune.repairing.results import LayerFit, NewWeights
 from headprune.repairing.runner import Runner
 from headprune.running import Progress, exact_attention
@@ -98,8 +104,8 @@ class Calibration:
         if not self.repairs:
             return 0.0
         share = room(self.projections, self.values) if self.values else 0
-        made = mixed_texts(self.runner.batches, self.runner.rows, self.mixtures, 0)
-        times = sum(len(each.firsts) for each in made) / self.runner.examples
+        mixtures = mixed_texts(self.runner.batches, self.runner.rows, self.mixtures, 0)
+        times = sum(len(each.firsts) for each in mixtures) / self.runner.examples
         return bool(share) + times + (3 + share) * (1 + times)
 
     @cached_property
@@ -240,7 +246,7 @@ def calibrate(
         repair: Whether anything is to be refitted.
         values: Whether values are to be refitted too, where they can be.
         mixtures: Whether mixtures of the examples are to be fitted to as well, where they can be
-            (`headprune.repairing.mixtures`).
+            (`headprune.repairing.examples`).
         biases: Whether output projections that have no bias can be given one.
         ridge, progress: As of `Calibration`.
     """

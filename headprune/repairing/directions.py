@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headprune.inputs import doubled
+from headprune.inputs import doubled, widened
 from headprune.parallel import current
-from headprune.repairing.moments import FOLDS
-from headprune.repairing.probes import widened
-from headprune.repairing.projections import OutputProjection, Values, at
+from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
 from headprune.repairing.runner import Calls, Runner, replaced, unwatched
 
 _RANKS = (3, 2, 1)  # further directions that values may be made of, in widths of a head
@@ -41,10 +39,10 @@ class Directions:
 
     def _near(self, name: str, x: Tensor) -> Tensor:
         """The directions of an output projection where ``x`` is, as its type; copied there once."""
-        found = self._copies.get((name, x.device, x.dtype))
-        if found is None:
-            found = self._copies[name, x.device, x.dtype] = self.along[name].to(x.device, x.dtype)
-        return found
+        copy = self._copies.get((name, x.device, x.dtype))
+        if copy is None:
+            copy = self._copies[name, x.device, x.dtype] = self.along[name].to(x.device, x.dtype)
+        return copy
 
     def rank(self, name: str) -> int:
         """How many directions there are for the values of an output projection."""
@@ -83,11 +81,11 @@ class Directions:
                 other = torch.nn.functional.pad(x @ q, (0, width - q.shape[1]))
                 return replaced(values, out, other[..., None, :].expand(*other.shape[:-1], len(values.features), width))
 
-            found, _ = self.runner.run_with_values(batch, ys, on_value, self.values)
+            calls, _ = self.runner.run_with_values(batch, ys, on_value, self.values)
             for name in chosen:
                 values = self.values[name]
                 width = min(values.head_dim, self.rank(name) - share * values.head_dim)
-                for call_, x in zip(parts[name], found[name], strict=True):
+                for call_, x in zip(parts[name], calls[name], strict=True):
                     if width > 0:
                         call_.append(x[..., at(values.columns, x.device)][..., :width])
         return {
@@ -179,10 +177,10 @@ def best_directions(projection: OutputProjection, values: Values, xx: Tensor, ra
     left = torch.cat(parts, dim=1)
     sizes, turned = torch.linalg.eigh(left.T @ spread.cpu() @ left)
     rank = min(rank, int((sizes > 1e-12 * sizes[-1]).sum()))  # what is beyond is rounding
-    found = left @ turned.flip(1)[:, :rank]
+    directions = left @ turned.flip(1)[:, :rank]
     length = weight[:, values.features.flatten()].square().sum(0).mean().sqrt()
-    scaled: Tensor = found * (length / found.norm(dim=0, keepdim=True).clamp(min=1e-30))
-    # At least a head's width of them, for `DenseReference.slopes`: along zeros where the input is narrower than that.
+    scaled: Tensor = directions * (length / directions.norm(dim=0, keepdim=True).clamp(min=1e-30))
+    # At least a head's width of them, for `Calibration.slopes`: along zeros where the input is narrower than that.
     return torch.nn.functional.pad(scaled, (0, max(0, values.head_dim - scaled.shape[1])))
 
 
@@ -191,3 +189,63 @@ def inputs_of_heads(projection: OutputProjection, values: Values, heads: Sequenc
     own = values.columns[list(heads)]
     start = len(projection.weight) + torch.tensor(heads, dtype=torch.long)[:, None] * rank
     return torch.cat([own, start + torch.arange(rank)], dim=1)
+
+
+def linear(runner: Runner, values: Mapping[str, Values]) -> dict[str, Values]:
+    """Those whose heads are linear in their values, and whose values nothing else looks at.
+
+    Tried with every head's values turned and stretched, so that a norm would notice: W_O's input must be so alike, and
+    the answers and other layers' inputs stay as they were where W_O gives what it gave.
+
+    Args:
+        values: By output projection.
+    """
+    batch = max(runner.batches, key=runner.rows.size)
+    if runner.rows.size(batch) > 2:
+        batch = runner.rows.take(batch, [0, 1])
+    generator = torch.Generator().manual_seed(0)
+    turns = {
+        name: torch.linalg.qr(torch.randn(v.head_dim, v.head_dim, generator=generator, dtype=torch.float64))[0]
+        * torch.linspace(0.5, 1.5, v.head_dim, dtype=torch.float64)
+        for name, v in values.items()
+    }
+    with runner.deterministic_eval():
+        xs, ys = runner.recorded(batch)
+        _, answers = runner.run_with_values(batch, ys, lambda name, x, out: None, values)
+
+        def fit(names: Sequence[str]) -> bool:
+            plain = True
+
+            def on_value(name: str, x: Tensor, out: Tensor) -> Tensor | None:
+                nonlocal plain
+                v = values[name]
+                given = x @ v.weight.to(x) + (0 if v.bias is None else v.bias.to(x))
+                plain &= name not in names or _close(out[..., v.features], given[..., v.features])
+                turned = out[..., v.features.to(out.device)] @ turns[name].to(out)
+                return replaced(v, out, turned) if name in names else None
+
+            changed, now = runner.run_with_values(batch, ys, on_value, values)
+            if not plain or not all(map(_close, now, answers)):
+                return False
+            for name, calls in xs.items():
+                for after, x in zip(changed[name], calls, strict=True):
+                    expected = x.clone()
+                    if name in names:
+                        columns = values[name].columns
+                        expected[..., columns] = x[..., columns] @ turns[name].to(x)
+                    if not _close(after, expected):
+                        return False
+                if name in names and not calls:
+                    return False
+            return True
+
+        good = list(values) if fit(list(values)) else [name for name in values if fit([name])]
+    return {name: values[name] for name in good}
+
+
+def _close(result: Tensor, expected: Tensor) -> bool:
+    """Equal up to rounding, of the type that they are in."""
+    if not expected.is_floating_point() or not expected.numel():
+        return torch.equal(result, expected)
+    most = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 0.05
+    return bool((result - expected).abs().amax() <= most * expected.abs().amax())

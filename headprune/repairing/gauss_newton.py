@@ -1,13 +1,13 @@
 """The last step of a repair: output projections moved together, so that the model's answers come nearer to the dense model's.
 
 A layer's fit does not know what the other layers' errors add up to; this does. It takes three passes or more, so plans are compared
-without.
+without. The weights move along the few thousand coordinates that the answers' gradients are longest along.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,13 +15,105 @@ from torch import Tensor
 
 from headprune.attention import Heads
 from headprune.errors import HeadPruneError
+from headprune.inputs import doubled, gathered
 from headprune.repairing.answers import DenseAnswers, logits_by_example
 from headprune.repairing.calibration import Calibration
-from headprune.repairing.coordinates import Coordinates, Parts, longest
-from headprune.repairing.outputs import downhill
-from headprune.repairing.projections import OutputProjection
+from headprune.repairing.layers import downhill
+from headprune.repairing.projections import OutputProjection, at
 from headprune.repairing.results import AnswersRepair, LeftOut, RepairWeights
 from headprune.repairing.runner import Seen
+
+MOST = 4096  # coordinates, of all projections together
+_WIDEST = 256  # eigenvectors of a projection's inputs, and of its outputs, that products are taken of
+_MOST_GRADIENTS = 1 << 28  # bytes of gradients at once
+
+Parts = dict[str, tuple[Tensor, Tensor]]
+"""By output projection, of some examples: inputs ``[examples, tokens, in]`` and slopes ``[directions, examples, tokens, out]``."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Orthonormal directions in the space of several matrices ``[in, out]``.
+
+    Each is an outer product of a direction of inputs and a direction of outputs.
+
+    Attributes:
+        inputs: By matrix, orthonormal ``[in, some]``.
+        outputs: By matrix, orthonormal ``[out, some]``.
+        chosen: By matrix, the products that are taken ``[own]``: ``i * (outputs' some) + j`` is of i and j.
+    """
+
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    chosen: Mapping[str, Tensor]
+
+    def of(self, parts: Parts) -> Tensor:
+        """The gradients ``sum_t x_t s_t^T`` along these, ``[examples * directions, coordinates]`` on the CPU; an example's stand together."""
+        gradients = []
+        for name, own in self.chosen.items():
+            products = self._products(name, parts[name])
+            gradients.append(torch.cat([some.flatten(1)[:, at(own, some.device)] for some in products]))
+        return gathered(gradients, dim=1)
+
+    def matrices(self, change: Tensor) -> dict[str, Tensor]:
+        """What a change along them ``[coordinates]`` is of every matrix, ``[in, out]`` in float64."""
+        result = {}
+        for name, own in zip(self.chosen, torch.split(change, [len(c) for c in self.chosen.values()]), strict=True):
+            left, right = self.inputs[name], self.outputs[name]
+            core = own.new_zeros(left.shape[1] * right.shape[1])
+            core[self.chosen[name]] = own
+            result[name] = left.double() @ core.view(left.shape[1], right.shape[1]) @ right.double().T
+        return result
+
+    def _products(self, name: str, part: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
+        """All gradients of one matrix, turned ``[rows, some, some]``, as many at once as there is room for."""
+        x, slopes = part
+        left, right = at(self.inputs[name], x.device).to(x.dtype), at(self.outputs[name], x.device).to(x.dtype)
+        each = 4 * len(slopes) * left.shape[1] * right.shape[1]
+        size = max(1, _MOST_GRADIENTS // max(1, each))
+        for some, own in zip(torch.split(x, size), torch.split(slopes, size, dim=1), strict=True):
+            yield torch.einsum("nti,pnto->npio", some @ left, own @ right).flatten(0, 1)
+
+
+def longest(parts: Sequence[Parts], most: int = MOST) -> Coordinates:
+    """The coordinates that some examples' gradients are longest along.
+
+    In the Kronecker-factored eigenbasis (George et al. 2018, arXiv:1806.03884): products of eigenvectors of the second moments
+    of inputs, and of slopes. There few coordinates carry most of the gradients' length.
+    """
+    names = list(parts[0])
+    inputs = {name: _eigenvectors([p[name][0] for p in parts]) for name in names}
+    outputs = {name: _eigenvectors([p[name][1] for p in parts]) for name in names}
+    every = Coordinates(inputs, outputs, {name: torch.arange(0) for name in names})
+    lengths = []
+    for name in names:
+        total = torch.zeros(inputs[name].shape[1], outputs[name].shape[1], device=parts[0][name][0].device)
+        for part in parts:
+            for some in every._products(name, part[name]):
+                total += some.square().sum(0)
+        lengths.append(total.flatten())
+    sizes = [len(own) for own in lengths]
+    first = torch.tensor([0, *sizes]).cumsum(0)
+    best = gathered(lengths).topk(min(most, sum(sizes))).indices.sort().values
+    chosen = {
+        name: best[(best >= start) & (best < start + size)] - start
+        for name, start, size in zip(names, first.tolist(), sizes, strict=False)
+    }
+    return Coordinates(inputs, outputs, chosen)
+
+
+def _eigenvectors(values: Sequence[Tensor]) -> Tensor:
+    """Of the second moments of values ``[..., wide]``, those of the largest eigenvalues first."""
+    moments = doubled(values[0].new_zeros(values[0].shape[-1], values[0].shape[-1]))
+    for each in values:
+        flat = each.flatten(0, -2)
+        moments += doubled(flat.T @ flat)
+    moments = moments.cpu()
+    # What is not finite has no axes; it shows in the gradients themselves.
+    moments = moments.nan_to_num(0.0, 0.0, 0.0)
+    vectors: Tensor = torch.linalg.eigh(moments)[1].flip(1)[:, :_WIDEST]
+    return vectors
+
 
 STRENGTHS = tuple(10 ** (i / 2) for i in range(-8, 5))  # of the mean squared length of an answer's gradient
 _START = 10**-0.5  # the strength that is tried first
@@ -37,22 +129,22 @@ Changes = Mapping[str, tuple[Tensor, Tensor]]
 """Of weights ``W [in, out]`` and biases ``b [out]``, by module."""
 
 
-def fit(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
+def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
     """The weights so far, all output projections that lose heads moved towards the dense model's answers."""
     answers, _ = calibration.answers
     places = {p.name: (p, p.kept(drop)) for p in calibration.projections if p.name in start.by_module}
     if not places:
-        return LeftOut()
+        return ""
     if isinstance(answers, str):
-        return LeftOut(answers)
+        return answers
     with torch.inference_mode(False):
         with calibration.applied(start.by_module, drop):
             try:
                 step = gauss_newton(answers, places)
             except HeadPruneError as error:
-                return LeftOut(f"The answers are not fitted as a whole: {error.args[0]}")
+                return f"The answers are not fitted as a whole: {error.args[0]}"
         if step is None:
-            return LeftOut(_NO_GAIN)
+            return _NO_GAIN
     changes, facts, on_fold = step
 
     def taken(part: float) -> RepairWeights:
@@ -73,7 +165,7 @@ def gauss_newton(
 
     Minimised is ``sum_i |r_i - J_i d|^2 + strength * v * |d|^2``: r_i is what example i's answer lacks of the dense
     model's, J_i its gradient with respect to all of these weights, d their change, v the mean squared length of a row
-    of J. d is sought along the few thousand directions in which J is longest (`headprune.repairing.coordinates`). With fewer
+    of J. d is sought along the few thousand directions in which J is longest (`headprune.repairing.gauss_newton`). With fewer
     answers than these it is solved for one number per answer (kernel ridge regression with the neural tangent kernel;
     Saunders et al. 1998, Jacot et al. 2018, arXiv:1806.07572), and the strength is the best by leaving out each example
     in turn, in closed form.
@@ -85,10 +177,10 @@ def gauss_newton(
     before, lacking, gradients, coordinates = _system(answers, places)
     if not bool(lacking.isfinite().all() & gradients.isfinite().all()) or not bool(gradients.any()):
         return None
-    found = solved(gradients, lacking, answers.left_out)
-    if found is None:
+    solution = solved(gradients, lacking, answers.left_out)
+    if solution is None:
         return None
-    change, strength, held_out = found
+    change, strength, held_out = solution
 
     def on_fold(fold: int) -> Changes:
         own = answers.folds == fold
@@ -133,8 +225,8 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
         gap, off, parts = seen(i)
         return gap, off, coordinates.of(parts)
 
-    found = answers.runner.share("gradients", [partial(row, i) for i in rest], [answers.batches[i] for i in rest])
-    for i, (gap, off, own_rows) in zip(rest, found, strict=True):
+    results = answers.runner.share("gradients", [partial(row, i) for i in rest], [answers.batches[i] for i in rest])
+    for i, (gap, off, own_rows) in zip(rest, results, strict=True):
         gaps.append(gap)
         lacking[i], rows[i] = off, own_rows
     answers.runner.count((1 + answers.count) * answers.examples)
@@ -204,15 +296,15 @@ def _left_out(kernel: Tensor, wanted: Tensor, groups: Sequence[Tensor], strength
     if int(failed):  # a ridge that is less than rounding
         return float("inf"), wanted
     inverse = torch.cholesky_inverse(root)
-    found = (inverse @ wanted.to(inverse)).double()
+    alpha = (inverse @ wanted.to(inverse)).double()
     # One step of iterative refinement, for what float32 rounded away.
-    rest = wanted - strength * found - kernel.double() @ found
-    found = found + (inverse @ rest.to(inverse)).double()
+    rest = wanted - strength * alpha - kernel.double() @ alpha
+    alpha = alpha + (inverse @ rest.to(inverse)).double()
     errors = [
-        torch.linalg.solve(inverse[rows[:, :, None], rows[:, None]].double(), found[rows][..., None]).flatten()
+        torch.linalg.solve(inverse[rows[:, :, None], rows[:, None]].double(), alpha[rows][..., None]).flatten()
         for rows in groups
     ]
-    return _root(torch.cat(errors)) if errors else float("nan"), found
+    return _root(torch.cat(errors)) if errors else float("nan"), alpha
 
 
 def _products(rows: Tensor) -> Tensor:
@@ -220,9 +312,9 @@ def _products(rows: Tensor) -> Tensor:
     kernel = rows.new_empty(len(rows), len(rows))
     block = max(1, -(-len(rows) // 4))
     for first in range(0, len(rows), block):  # what is on one side of the diagonal is on the other too
-        found = rows[first : first + block] @ rows[first:].T
-        kernel[first : first + block, first:] = found
-        kernel[first:, first : first + block] = found.T
+        products = rows[first : first + block] @ rows[first:].T
+        kernel[first : first + block, first:] = products
+        kernel[first:, first : first + block] = products.T
     return kernel
 
 
@@ -256,8 +348,8 @@ def _directions(gap: Tensor, noise: Tensor) -> Tensor:
         start[..., 0] = gap
         lengths[1:] = ((every - 1) / (some - 1)) ** 0.5
         lengths *= (some / every) ** 0.5
-    found: Tensor = (torch.linalg.qr(start)[0] * lengths).mT
-    return found
+    directions: Tensor = (torch.linalg.qr(start)[0] * lengths).mT
+    return directions
 
 
 def _from_everywhere(count: int) -> list[int]:
@@ -284,14 +376,14 @@ def _joined(
 
 def _weights(matrices: Mapping[str, Tensor], places: Places) -> dict[str, tuple[Tensor, Tensor]]:
     """Changes of weights and biases, from those of the inputs that stay with the bias behind them."""
-    found = {}
+    result = {}
     for name, (place, kept) in places.items():
         weight, bias = (torch.zeros_like(t, device="cpu") for t in (place.weight, place.bias))
         weight[kept] = matrices[name][: len(kept)]
         if place.has_bias:
             bias += matrices[name][-1]
-        found[name] = weight, bias
-    return found
+        result[name] = weight, bias
+    return result
 
 
 def _root(values: Tensor) -> float:

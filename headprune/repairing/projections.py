@@ -1,7 +1,8 @@
-"""Which projections can be refitted, and their dense weights."""
+"""The projections that can be refitted, with their dense weights, and the sums over tokens that they are refitted from."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,77 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.offload import is_elsewhere, on_disk, place_of, value_of
+from headprune.parallel import current
 from headprune.running import exact_attention
+
+FOLDS = 2
+_ROUNDED = 1e-12  # of a square: a variance below it is rounding
+
+
+class Moments:
+    """Sums over tokens, by fold: of W_O's inputs with a 1 behind them, and of the outputs that are wanted.
+
+    Args:
+        device: Where they are; None keeps them in files, for models whose weights are not all in memory either.
+    """
+
+    def __init__(self, inputs: int, outputs: int, device: torch.device | None) -> None:
+        place = torch.device("cpu") if device is None or device.type == "mps" else device  # mps has no float64
+
+        def zeros(*shape: int) -> Tensor:
+            return on_disk(*shape) if device is None else torch.zeros(shape, dtype=torch.float64, device=place)
+
+        self.xx, self.xy = zeros(FOLDS, inputs + 1, inputs + 1), zeros(FOLDS, inputs + 1, outputs)
+        self.yy = torch.zeros(FOLDS, dtype=torch.float64, device=place)
+
+    def add(self, fold: int, x: Tensor, y: Tensor, weight: Tensor) -> None:
+        """Tokens ``x`` [tokens, in] and ``y`` [tokens, out], with a weight each."""
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        x = torch.cat([x.to(wide), x.new_ones(len(x), 1, dtype=wide)], dim=1)
+        y, weight = y.to(wide), weight.to(wide)[:, None]
+        weighted = (x * weight).T
+        self.xx[fold] += (weighted @ x).to(self.xx)
+        self.xy[fold] += (weighted @ y).to(self.xy)
+        self.yy[fold] += (y**2 * weight).sum().to(self.yy)
+
+    def add_ranks(self, name: str) -> None:
+        """Add what other ranks have seen (`headprune.parallel`); ``name`` is these sums'."""
+        current().add(f"statistics of {name}", [self.xx, self.xy, self.yy])
+
+    def rows_of(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """What concerns the inputs that stay, and the 1 behind them."""
+        both = torch.cat([kept, torch.tensor([self.xx.shape[-1] - 1])]).to(self.xx.device)
+        return self.xx[:, both][:, :, both], self.xy[:, both]
+
+    def of_fold(self, fold: int) -> Moments:
+        """Of one fold's tokens: for fits of a strength that is given."""
+        part = copy.copy(self)
+        part.xx, part.xy, part.yy = (m[fold : fold + 1] for m in (self.xx, self.xy, self.yy))
+        return part
+
+    @property
+    def seen(self) -> bool:
+        """Whether there were tokens that matter."""
+        return bool(self.xx[:, -1, -1].sum() > 0)
+
+    def spread(self) -> float:
+        """Variance of the outputs, summed over tokens; of outputs that never change, their square."""
+        xy, tokens = self.xy.sum(0), self.xx[:, -1, -1].sum()
+        square = float(self.yy.sum())
+        around = square - float(tokens * (xy[-1] / tokens).square().sum())
+        return around if around > _ROUNDED * square else max(square, 1e-30)
+
+
+def centred(xx: Tensor, xy: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Second moments ``[in, in]`` and ``[in, out]`` per token, and the means of inputs and outputs."""
+    tokens = xx[-1, -1]
+    mean_x, mean_y = (xx[-1, :-1] / tokens, xy[-1] / tokens)
+    if not has_bias:  # nothing may be taken out that nothing can put back
+        return xx[:-1, :-1] / tokens, xy[:-1] / tokens, mean_x, mean_y
+    a, c = xx[:-1, :-1] / tokens - torch.outer(mean_x, mean_x), xy[:-1] / tokens - torch.outer(mean_x, mean_y)
+    if float(a.diagonal().sum()) <= _ROUNDED * float(xx[:-1, :-1].diagonal().sum() / tokens):
+        a, c = torch.zeros_like(a), torch.zeros_like(c)  # inputs that never change: what is left is rounding
+    return a, c, mean_x, mean_y
 
 
 @dataclass(frozen=True)
@@ -128,8 +199,8 @@ def output_projections(
                 )
                 zeros = matrix.new_zeros(matrix.shape[1])
                 start = zeros if bias is None else value_of(projection, "bias").detach().double().clone()
-                alone = len(those) == 1 and those[0].values and sources[those[0].values.module] == 1
-                values = _values(model, those[0], len(matrix), owners) if alone else None
+                separate = len(those) == 1 and those[0].values and sources[those[0].values.module] == 1
+                values = _values(model, those[0], len(matrix), owners) if separate else None
                 yield OutputProjection(name, tuple(those), matrix, start, can, bias is not None, values)
 
 
@@ -139,8 +210,8 @@ def _values(
     """What makes a layer's values, if its heads have no parts in common but those of whole groups."""
     if layer.values is None or layer.output_projection is None:
         return None
-    found, columns = layer.values, layer.output_projection.features
-    heads = list(dict.fromkeys(found.features))
+    source, columns = layer.values, layer.output_projection.features
+    heads = list(dict.fromkeys(source.features))
     flat = [f for own in heads for f in own]
     width = layer.head_dim
     if (
@@ -149,14 +220,14 @@ def _values(
         or inputs != width * layer.num_heads
     ):
         return None
-    projection: Any = model.get_submodule(found.module)
+    projection: Any = model.get_submodule(source.module)
     if not (isinstance(projection, nn.Linear) or is_transposed(projection)) or _not_plain(projection, owners):
         return None
     bias = getattr(projection, "bias", None)
     return Values(
-        found.module, matrix_of(projection),
+        source.module, matrix_of(projection),
         None if bias is None else value_of(projection, "bias").detach().double().clone(),
-        torch.tensor(heads), tuple(heads.index(own) for own in found.features), torch.tensor(columns),
+        torch.tensor(heads), tuple(heads.index(own) for own in source.features), torch.tensor(columns),
     )  # fmt: skip
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from headprune.repairing.moments import Moments
-from headprune.repairing.projections import OutputProjection
+from headprune.repairing.projections import Moments, OutputProjection
 
+LeftOut = str
+"""Why a step of a repair is left out: it has nothing to gain, or cannot be made; "" if the reason is of no interest."""
 NewWeights = Mapping[str, tuple[Tensor, Tensor | None]]
 """``{module: (W [in, out], b [out] or None)}``; modules that keep their dense weights are not in it."""
 
@@ -64,7 +65,7 @@ class AnswersRepair:
 
 @dataclass(frozen=True)
 class Trial:
-    """How one step of a repair did on examples that it was not fitted to (`headprune.repairing.checks`).
+    """How one step of a repair did on examples that it was not fitted to (`headprune.repairing.steps`).
 
     Attributes:
         step: ``"output projections"``, ``"values"`` or ``"answers"`` (the last step, towards the dense model's answers).
@@ -97,7 +98,7 @@ class Repair:
     Attributes:
         layers: By layer; on the calibration examples, before the step towards the answers.
         examples: Calibration examples.
-        mixtures: Mixtures of them that were fitted to as well (`headprune.repairing.mixtures`).
+        mixtures: Mixtures of them that were fitted to as well (`headprune.repairing.examples`).
         passes: Forward passes over them.
         biases: Output projections that had no bias, and have one now.
         notes: What could not be refitted, and why.
@@ -132,7 +133,7 @@ class LayerFit:
         bias: ``[out]``; None where there can be none.
         facts: How well it fits.
         held_out: Squared error on every fold of what was fitted to the others; None where the ridge was given.
-        again: The same fit, with the same strength, to other sums over tokens.
+        refit: The same fit, with the same strength, to other sums over tokens.
         mixes: Of every kept head, its new values from its old ones and the further directions, ``[head_dim + rank, head_dim]``;
             empty where values stay as they are.
         values: Where values were refitted too, gives the new weights of their projection, by its name.
@@ -143,20 +144,9 @@ class LayerFit:
     bias: Tensor | None
     facts: LayerRepair
     held_out: float | None
-    again: Callable[[Moments], LayerFit]
+    refit: Callable[[Moments], LayerFit]
     mixes: Mapping[int, Tensor] = field(default_factory=dict)
     values: Callable[[], NewWeights] = dict
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A step of a repair that has nothing to gain, or cannot be made.
-
-    Attributes:
-        note: Why, for a reader; "" if that is of no interest.
-    """
-
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -168,7 +158,7 @@ class RepairWeights:
         fits: What they were made of, by output projection; none for old weights.
         answers: The step towards the dense model's answers, if they have it in them.
         note: What a reader should know of what was left out.
-        trials: How every step did on examples that it was not fitted to (`headprune.repairing.checks`).
+        trials: How every step did on examples that it was not fitted to (`headprune.repairing.steps`).
         on_fold: ``on_fold(i)``: what the last step gives if it is fitted to the examples of fold i alone, with the same strength.
         taken: ``taken(part)``: with a part of the last step, where that can be taken in part.
     """
@@ -184,14 +174,14 @@ class RepairWeights:
     @classmethod
     def of(cls, fits: Mapping[str, LayerFit], moments: Mapping[str, Moments]) -> RepairWeights:
         """The weights that fits of several output projections give, made from these sums."""
-        found: dict[str, tuple[Tensor, Tensor | None]] = {}
+        weights: dict[str, tuple[Tensor, Tensor | None]] = {}
         for name, fit in fits.items():
-            found |= {name: (fit.weight, fit.bias), **fit.values()}
+            weights |= {name: (fit.weight, fit.bias), **fit.values()}
 
         def on_fold(fold: int) -> RepairWeights:
-            return cls.of({name: fit.again(moments[name].only(fold)) for name, fit in fits.items()}, moments)
+            return cls.of({name: fit.refit(moments[name].of_fold(fold)) for name, fit in fits.items()}, moments)
 
-        return cls(found, fits, on_fold=on_fold)
+        return cls(weights, fits, on_fold=on_fold)
 
     @property
     def ridges(self) -> dict[str, float]:

@@ -16,13 +16,11 @@ from headprune.attention import AttentionLayer
 from headprune.batches import cost_of, find_rows, is_empty
 from headprune.divergence import part_of, real_tokens
 from headprune.errors import HeadPruneError, first_line
-from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
+from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
 from headprune.memory import is_out_of_memory
 from headprune.parallel import current
-from headprune.repairing.mixtures import Mixed, mixed_texts
-from headprune.repairing.moments import FOLDS
-from headprune.repairing.probes import probe_of, widened
-from headprune.repairing.projections import OutputProjection, Values, at
+from headprune.repairing.examples import Mixed, mixed_texts, probe_of
+from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
 from headprune.running import checkpointed, frozen, quiet, recomputing
 from headprune.scoring.gradient import unlike
 
@@ -53,7 +51,7 @@ class Runner:
         batches: Those that are not empty, on the model's device; of one example each, where a projection mixes examples up.
         examples: How many there are.
         rows: How examples lie in the batches.
-        mixtures: Of the examples (`headprune.repairing.mixtures`).
+        mixtures: Of the examples (`headprune.repairing.examples`).
     """
 
     def __init__(self, model: nn.Module, projections: Sequence[OutputProjection], batches: Sequence[Any]) -> None:
@@ -93,10 +91,10 @@ class Runner:
             batches: What the tasks run the model on, if that is one batch each: how long they take.
         """
         before, ranks = self._meter.examples, current()
-        found = ranks.share(name, tasks, [cost_of(batch) for batch in batches] or None, progress)
+        results = ranks.share(name, tasks, [cost_of(batch) for batch in batches] or None, progress)
         if ranks.size > 1:
             self._meter.examples = before + sum(ranks.gather(f"passes of {name}", self._meter.examples - before))
-        return found
+        return results
 
     @contextmanager
     def deterministic_eval(self) -> Iterator[None]:
@@ -125,21 +123,21 @@ class Runner:
 
     def with_mixtures(self, times: int) -> Runner:
         """With up to ``times`` mixtures of every example; none if the model does not take them, or gives not one answer a text."""
-        found = copy.copy(self)
+        runner = copy.copy(self)
         padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
         device = model_device(self.model)
-        made = [
+        mixtures = [
             replace(mixed, inputs=move(mixed.inputs, device))
             for mixed in mixed_texts(self.batches, self.rows, times, padding)
         ]
         with torch.no_grad(), self.deterministic_eval():
             # The first one says what most models do with mixtures; if they take it, all are tried.
-            taken = not made or self._answers_once(made[0])
-            tasks = [partial(self._answers_once, mixed) for mixed in made[1:]]
-            if taken and all(self.share("mixtures", tasks, [mixed.inputs for mixed in made[1:]])):
-                self.count(sum(len(mixed.firsts) for mixed in made))
-                found.mixtures = tuple(made)
-        return found
+            taken = not mixtures or self._answers_once(mixtures[0])
+            tasks = [partial(self._answers_once, mixed) for mixed in mixtures[1:]]
+            if taken and all(self.share("mixtures", tasks, [mixed.inputs for mixed in mixtures[1:]])):
+                self.count(sum(len(mixed.firsts) for mixed in mixtures))
+                runner.mixtures = tuple(mixtures)
+        return runner
 
     def _answers_once(self, mixed: Mixed) -> bool:
         """Whether the model gives one vector of logits for every mixture."""
@@ -232,15 +230,15 @@ class Runner:
         self, batch: Any, ys: Calls, on_value: OnCall, values: Mapping[str, Values]
     ) -> tuple[Calls, list[Tensor]]:
         """W_O's inputs where value projections give what ``on_value`` says and W_O what it gave before; and the answers."""
-        found: Calls = {name: [] for name in ys}
+        inputs: Calls = {name: [] for name in ys}
         before = {name: iter(calls) for name, calls in ys.items()}
 
         def on_output(name: str, x: Tensor, y: Tensor) -> Tensor:
-            found[name].append(x)
+            inputs[name].append(x)
             return next(before[name]).clone()
 
         output = self.run(batch, on_output, on_value, values)
-        return found, tensors(output)
+        return inputs, tensors(output)
 
     # -- slopes ------------------------------------------------------------------------------------
 
@@ -261,10 +259,10 @@ class Runner:
         That is the norm of its slope, which is the square root of the Fisher information in expectation. The square would leave
         only a few tokens of a few examples to fit to. One pass, forward and backward, serves all.
         """
-        found = self.slopes(index)
-        xs = {name: [x for x, _, _ in calls] for name, calls in found.items()}
-        ys = {name: [y for _, y, _ in calls] for name, calls in found.items()}
-        return xs, ys, {name: [widened(slope).norm(dim=-1) for _, _, slope in calls] for name, calls in found.items()}
+        seen = self.slopes(index)
+        xs = {name: [x for x, _, _ in calls] for name, calls in seen.items()}
+        ys = {name: [y for _, y, _ in calls] for name, calls in seen.items()}
+        return xs, ys, {name: [widened(slope).norm(dim=-1) for _, _, slope in calls] for name, calls in seen.items()}
 
     def slopes_of(self, batch: Any, names: Iterable[str], sums_of: Callable[[Any], Sequence[Tensor]]) -> Seen:
         """W_O's inputs, outputs and the slopes there of some sums of the model's answers to a batch.
@@ -289,25 +287,25 @@ class Runner:
         ):  # fmt: skip
             sums = sums_of(call(self.model, inputs_of(self.model, batch)))
             deltas = [delta for calls in seen.values() for *_, delta in calls]
-            found = [
+            gradients = [
                 torch.autograd.grad(one, deltas, allow_unused=True, retain_graph=i + 1 < len(sums))
                 for i, one in enumerate(sums)
             ]
         slopes = (
             [delta.detach() if one is None else one.to(delta.device) for one in each]
-            for delta, *each in zip(deltas, *found, strict=True)
+            for delta, *each in zip(deltas, *gradients, strict=True)
         )
         return {name: [(x, y, next(slopes)) for x, y, _ in calls] for name, calls in seen.items()}
 
     def _slopes(
-        self, batch: Any, first: int, alone: int | None = None
+        self, batch: Any, first: int, only: int | None = None
     ) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
-        found = self.slopes_of(
+        seen = self.slopes_of(
             batch,
             [p.name for p in self.projections],
-            lambda output: [probe_of(self.model, output, batch, first, self.rows, alone)],
+            lambda output: [probe_of(self.model, output, batch, first, self.rows, only)],
         )
-        return {name: [(x, y, slopes[0]) for x, y, slopes in calls] for name, calls in found.items()}
+        return {name: [(x, y, slopes[0]) for x, y, slopes in calls] for name, calls in seen.items()}
 
     def _independent(self) -> bool:
         """Whether rows of one example stay together at every W_O, one after another, tried on up to three.
@@ -322,7 +320,7 @@ class Runner:
             return False
         size = self.rows.size(some)
         for one in range(size):
-            for calls in self._slopes(some, 0, alone=one).values():
+            for calls in self._slopes(some, 0, only=one).values():
                 for *_, slope in calls:
                     each = slope.reshape(size, -1)
                     if bool(each[torch.arange(size) != one].any()):

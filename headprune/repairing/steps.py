@@ -1,17 +1,36 @@
-"""The steps of a repair, in the order in which they are made."""
+"""The steps of a repair, and which of them are kept: those that do better on examples that they were not fitted to.
+
+Every fit of a repair looks at its own error: W_O's and the values' at the layer's output, the last step's to first order. What
+a user asks is whether the model's answers come nearer to the dense model's, on other examples. So each step is fitted to all examples,
+and compared on others: those that choose between plans too. Where there are none, its error on them is estimated by
+cross-fitting (`_Crossed`).
+
+A step is kept if it lowers the mean divergence from the dense model's answers, and with few examples, by more than is likely by
+chance (`better`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from headprune.attention import Heads
-from headprune.repairing import gauss_newton, outputs, values
+from headprune.divergence import Fidelity
 from headprune.repairing.calibration import Calibration
-from headprune.repairing.results import LeftOut, Repair, RepairWeights
+from headprune.repairing.gauss_newton import refit_answers
+from headprune.repairing.layers import OUTPUTS, VALUES, refit_outputs, refit_values
+from headprune.repairing.projections import FOLDS
+from headprune.repairing.results import LeftOut, Repair, RepairWeights, Trial
+from headprune.uncertainty import p_value, spread
+
+_LEAST = 4  # examples: two or three may agree by accident
+_ENOUGH = 100  # examples: with so many, whatever does better on average is kept
+_MOST = 512  # examples that are cross-fitted
+_LEAST_PART, _MOST_PART = 0.02, 0.8  # of a step that are tried: with less nothing is gained, more is as good as all
 
 
 @dataclass(frozen=True)
@@ -34,10 +53,12 @@ class Step:
 
 
 STEPS = (
-    Step(outputs.NAME, outputs.fit, "every layer's W_O, each by itself", by_layer=True),
-    Step(values.NAME, values.fit, "every layer's W_O and the kept heads' values, each layer by itself", by_layer=True),
-    Step("answers", gauss_newton.fit, "the last step: all W_O together, towards the dense model's answers"),
+    Step(OUTPUTS, refit_outputs, "every layer's W_O, each by itself", by_layer=True),
+    Step(VALUES, refit_values, "every layer's W_O and the kept heads' values, each layer by itself", by_layer=True),
+    Step("answers", refit_answers, "the last step: all W_O together, towards the dense model's answers"),
 )
+LAYER_STEPS = tuple(step for step in STEPS if step.by_layer)
+"""The steps without the last one, towards the answers."""
 
 
 def fit_layers(calibration: Calibration, drop: Heads) -> RepairWeights:
@@ -50,8 +71,8 @@ def fit_layers(calibration: Calibration, drop: Heads) -> RepairWeights:
     """
     weights = RepairWeights()
     with torch.inference_mode(False), torch.no_grad():
-        for step in STEPS:
-            if step.by_layer and not isinstance(fitted := step.fit(calibration, drop, weights), LeftOut):
+        for step in LAYER_STEPS:
+            if not isinstance(fitted := step.fit(calibration, drop, weights), LeftOut):
                 weights = fitted
     return weights
 
@@ -84,3 +105,124 @@ def summary(calibration: Calibration, weights: RepairWeights, passes: float) -> 
         weights.answers,
         weights.trials,
     )
+
+
+def checked_repair(
+    calibration: Calibration, drop: Heads, choose: Fidelity | None = None, steps: Sequence[Step] = STEPS
+) -> RepairWeights:
+    """The repair for heads that go, without the steps that do no better than none.
+
+    Where every step is left out, that is the old weights without the columns of removed heads.
+
+    Args:
+        drop: ``{layer_name: [head, ...]}``.
+        choose: On other examples than the repair is fitted to. A decision takes one pass over them, or two where a part of a step is tried.
+        steps: In the order in which they are made.
+    """
+    if not calibration.losing(drop):
+        return RepairWeights()
+    if calibration.runner.examples < _LEAST:
+        note = f"Nothing was repaired: fewer than {_LEAST} examples cannot show whether that does better."
+        return replace(drop_columns(calibration, drop), note=note)
+    far: Callable[[RepairWeights], tuple[Tensor, Tensor]] = (
+        _Crossed(calibration, drop) if choose is None else partial(_on_others, calibration, drop, choose)
+    )
+    best = latest = old = drop_columns(calibration, drop, biases=True)
+    fitted, estimated = far(old)
+    trials: list[Trial] = []
+    notes: list[str] = []
+    for step in steps:
+        with torch.inference_mode(False), torch.no_grad():
+            weights = step.fit(calibration, drop, latest if step.by_layer else best)
+        if isinstance(weights, LeftOut):
+            notes += [weights] if weights else []
+            continue
+        before, (own, after) = estimated if step.by_layer else fitted, far(weights)
+        if step.by_layer:
+            latest = weights
+        elif weights.taken and weights.answers:
+            part = weights.answers.better_part(float(before.mean()), float(after.mean()))
+            if _LEAST_PART < part < _MOST_PART:
+                less = weights.taken(part)
+                of_less = far(less)
+                if of_less[1].mean() < after.mean():
+                    weights, (own, after) = less, of_less
+        kept = better(before, after)
+        trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
+        if kept:
+            best, fitted, estimated = weights, own, after
+    best = drop_columns(calibration, drop) if best is old else best
+    return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, taken=None)
+
+
+def _on_others(
+    calibration: Calibration, drop: Heads, choose: Fidelity, weights: RepairWeights
+) -> tuple[Tensor, Tensor]:
+    """Divergence from the dense model's answers on examples that nothing was fitted to, ``[examples]``: given twice."""
+    with torch.inference_mode(False):
+        divergence = choose.each(partial(calibration.applied, weights.by_module, drop))
+    return divergence, divergence
+
+
+class _Crossed:
+    """An estimate of the same from the examples that were fitted to.
+
+    With n of them, a fit's error is, to first order in 1/n, ``e - c/n`` on these, ``e + c/n`` on others, and if it is made from
+    half of them, ``e + 2 c/n`` on the other half. So what is looked for is a third of the first and two thirds of the last (much like the .632
+    estimator of Efron 1983, J. Am. Stat. Assoc. 78:316, whose samples hold 63.2 % of the examples).
+    """
+
+    def __init__(self, calibration: Calibration, drop: Heads) -> None:
+        self._calibration, self._drop = calibration, drop
+        runner = calibration.runner
+        self._folds = []
+        for fold in range(FOLDS):
+            rows = [
+                (index, row)
+                for index in range(len(runner.batches))
+                for row in torch.nonzero(runner.fold(index) == fold).flatten().tolist()
+            ]
+            some: dict[int, list[int]] = {}
+            count = min(_MOST // FOLDS, len(rows))
+            for i in range(count):  # from everywhere: batches often come sorted by length
+                index, row = rows[(2 * i + 1) * len(rows) // (2 * count)]
+                some.setdefault(index, []).append(row)
+            batches = [runner.rows.take(runner.batches[index], own) for index, own in some.items()]
+            self._folds.append((Fidelity(calibration.model, batches), count))
+
+    def __call__(self, weights: RepairWeights) -> tuple[Tensor, Tensor]:
+        """Divergence ``[examples]`` on the examples that were fitted to, and the estimate for others."""
+        fitted = self._on([weights] * FOLDS)
+        if weights.on_fold is None:
+            return fitted, fitted
+        with torch.inference_mode(False), torch.no_grad():
+            halves = [weights.on_fold(fold) for fold in reversed(range(FOLDS))]
+        return fitted, (fitted + 2 * self._on(halves)) / 3
+
+    def _on(self, of_folds: Sequence[RepairWeights]) -> Tensor:
+        """Each on its own fold."""
+        divergences = []
+        for (fidelity, count), weights in zip(self._folds, of_folds, strict=True):
+            with torch.inference_mode(False):
+                changed = partial(self._calibration.applied, weights.by_module, self._drop)
+                divergences.append(fidelity.each(changed))
+            self._calibration.runner.count(count)
+        return torch.cat(divergences)
+
+
+def better(before: Tensor, after: Tensor) -> bool:
+    """Whether divergences ``[examples]`` of the same examples have become less; with few of them, by more than chance.
+
+    The mean must fall: of the statistics that were compared in benchmarks/repair_steps.py, it tells best what happens to the mean on
+    thousands of other examples. With fewer than 100 examples, chance is asked too, by the roots: divergences grow with the square of
+    what an answer is off by, so that one example can be most of their mean and hide what all others say. Of steps that
+    in truth change nothing, ``(examples / 100)^1.5 / 2`` are kept (one-sided test): one in 90 with eight examples, one in six with 50.
+    """
+    if not bool(after.mean() < before.mean()):
+        return False
+    if len(after) >= _ENOUGH:
+        return True
+    gain = (before.sqrt() - after.sqrt()).numpy()
+    mean = float(gain.mean())
+    error = float(spread(gain - mean)) / len(gain)
+    return mean > 0 and p_value(mean, error, len(gain)) < (len(gain) / _ENOUGH) ** 1.5

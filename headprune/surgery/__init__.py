@@ -21,9 +21,9 @@ from headprune.offload import renewed
 from headprune.plans import PruningPlan
 from headprune.pruned import note_ghosts, note_heads, note_removed, removed, structure_of
 from headprune.running import evaluating, forget_compiled, full_precision, uncompiled
+from headprune.surgery.evidence import inputs_for
 from headprune.surgery.journal import Journal
-from headprune.surgery.proof import Proof, answers, failing_alone, prove
-from headprune.surgery.proof_inputs import inputs_for
+from headprune.surgery.proof import Proof, answers, failing_layers, prove
 from headprune.surgery.removal import Removal, check_present, left_as_ghosts
 from headprune.trace import example_for
 
@@ -98,7 +98,7 @@ def prune(
         inputs = inputs_for(model, usable(move(example, model_device(model))))
         cut = prove(model, touched, drop, inputs, layers)
         if cut.failure:
-            names = ", ".join(failing_alone(model, touched, drop, inputs, layers)[:3]) or "these layers together"
+            names = ", ".join(failing_layers(model, touched, drop, inputs, layers)[:3]) or "these layers together"
             raise PruneError(
                 f"The heads of {names} cannot be removed exactly: {cut.failure}. The model is unchanged.",
                 "Mask them instead (headprune.mask), or leave that layer out of the plan.",

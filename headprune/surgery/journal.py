@@ -13,9 +13,9 @@ from headprune.attention import AttentionLayer, HeadFeatures
 from headprune.inputs import model_device
 from headprune.offload import is_elsewhere, put, value_of, with_numbers
 from headprune.pruned import MultiheadAttention, convert, hooks, is_ours
-from headprune.pruned.empty import ConfigView, OnlyBias, emptied
 from headprune.pruned.hooks import Features, HeadArgument, surviving
-from headprune.pruned.structure import hold, replace_by_stand_in, set_module
+from headprune.pruned.modules import ConfigView, OnlyBias, emptied
+from headprune.pruned.structure import Edited, hold, replace_by_stand_in, set_module
 from headprune.surgery.removal import WIDTHS, HeadCounts, Removal, groups_left
 
 
@@ -183,8 +183,8 @@ class Journal:
 
     def _note_edited(self, module: nn.Module, tensors: Sequence[str] = (), numbers: Sequence[str] = ()) -> None:
         """Record which tensors and numbers of a module differ from its class's."""
-        self._remember(module, hooks.Edited.name)
-        hooks.Edited.add(module, tensors, numbers)
+        self._remember(module, Edited.name)
+        Edited.add(module, tensors, numbers)
 
     def _set_config(self, module: nn.Module, counts: HeadCounts) -> None:
         """Give a module a view of its config with its own counts of heads, where it has a config."""

@@ -16,10 +16,9 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.gates import mask
 from headprune.inputs import Example, call, does_not_run, seeded, tensors, widened
 from headprune.running import attributes_kept, exact_attention
+from headprune.surgery.evidence import Prompt, Seen, differing, gap, largest, watching, within_bounds
 from headprune.surgery.journal import Journal
-from headprune.surgery.proof_inputs import Prompt, within_bounds
 from headprune.surgery.removal import Removal, ways
-from headprune.surgery.watch import Seen, differing, gap, largest, watching
 
 _SAME = "the same changes were tried before"  # by another removal
 
@@ -158,7 +157,7 @@ def prove(
     return first_exact(model, ways(touched, heads, model), reference, tolerance_of(model))
 
 
-def failing_alone(model: nn.Module, touched: Sequence[AttentionLayer], drop: Heads, *context: Any) -> list[str]:
+def failing_layers(model: nn.Module, touched: Sequence[AttentionLayer], drop: Heads, *context: Any) -> list[str]:
     """The names of the layers that fail the proof without the others; ``context`` is what else `prove` takes."""
     names = []
     for layer in touched:

@@ -13,7 +13,7 @@ from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.offload import is_elsewhere
 from headprune.pruned import is_ours
-from headprune.pruned.empty import ConfigView
+from headprune.pruned.modules import ConfigView
 
 
 @dataclass(frozen=True)

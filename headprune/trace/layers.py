@@ -11,8 +11,17 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, HeadFeatures, HeadTable, is_inside
 from headprune.offload import hook_of
 from headprune.pruned import HeadArgument, MultiheadAttention, ghosts, is_ours
-from headprune.trace.graphs import alike, disjoint, filled, is_matrix, leaves_of, nodes_of, overlap, sharing
-from headprune.trace.record import AttentionCall
+from headprune.trace.record import (
+    AttentionCall,
+    alike,
+    disjoint,
+    filled,
+    is_matrix,
+    leaves_of,
+    nodes_of,
+    overlap,
+    sharing,
+)
 from headprune.trace.tracer import Tracer
 
 
@@ -331,21 +340,21 @@ def _head_arguments(trace: Tracer, attention: AttentionCall) -> tuple[HeadArgume
     """Arguments of the attention module with something for each head."""
     heads = len(attention.heads)
     hidden = {id(call.source) for call in trace.calls.values()}  # what is projected is no bias
-    found = []
+    arguments = []
     for key, tensor in trace.records[attention.module].biases.items():
         read = attention.arguments.get(key, [set[int]()])
         if all(read) and not alike(read) and set().union(*read) == set(range(tensor.shape[-1])):
-            found.append(HeadArgument(key, -1, False, _sorted(read)))
+            arguments.append(HeadArgument(key, -1, False, _sorted(read)))
             continue
         dim = 1 if tensor.ndim == 4 else 0
         if heads < 2 or tensor.ndim > 4 or id(tensor) in hidden:
             continue
         batch = attention.result.shape[0] // (1 if attention.heads.dim else heads)
         if tensor.shape[dim] == heads:
-            found.append(HeadArgument(key, dim, False))
+            arguments.append(HeadArgument(key, dim, False))
         elif dim == 0 and tensor.shape[0] == batch * heads:
-            found.append(HeadArgument(key, dim, True))
-    return tuple(found)
+            arguments.append(HeadArgument(key, dim, True))
+    return tuple(arguments)
 
 
 def _separable(attention: AttentionCall) -> str:

@@ -8,8 +8,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from headprune.trace.graphs import HeadSlices, Uses, alike, disjoint, empty_sets, leaves_of, merge, nodes_of, nonzero
-from headprune.trace.record import AttentionCall, LinearCall, Rows
+from headprune.trace.record import (
+    AttentionCall,
+    HeadSlices,
+    LinearCall,
+    Rows,
+    Uses,
+    alike,
+    disjoint,
+    empty_sets,
+    leaves_of,
+    merge,
+    nodes_of,
+    nonzero,
+)
 
 Source = TypeVar("Source")
 _MOST_SLICES = 2048  # of (batch * heads, …), each of which is differentiated

@@ -26,15 +26,16 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 DEVICE = torch.device("cuda:0")
 _COPIES = ("_to_copy", "copy_", "_copy_from", "set_")  # these may have tensors of two devices
 _INDEXED = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")  # indices may lie on the CPU
-_STRICT = (
-    "cat",
-    "stack",
-    "index_select",
-    "gather",
-    "scatter",
-    "index_copy",
-    "index_copy_",
-)  # take no CPU scalars either
+# These take no scalars of the CPU either.
+_STRICT = ("cat", "stack", "index_select", "gather", "scatter", "index_copy", "index_copy_")
+
+
+# What torch.cuda says.
+_ANSWERS = {
+    "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "get_device_name": "a pretended GPU",
+    "mem_get_info": (8 << 30, 16 << 30), "memory_reserved": 2 << 30, "memory_allocated": 1 << 30, "max_memory_allocated": 1 << 30,
+    **dict.fromkeys(["_lazy_init", "reset_peak_memory_stats", "empty_cache", "synchronize", "set_rng_state", "manual_seed_all"]),
+}  # fmt: skip
 
 
 class There(Tensor):
@@ -183,27 +184,14 @@ def pretended() -> Iterator[Pretended]:
         stack.enter_context(
             mock.patch.object(torch, "inference_mode", lambda mode=True: torch.set_grad_enabled(not mode))
         )
-        for name, answer in {
-            "_lazy_init": lambda: None,
-            "is_available": lambda: True,
-            "is_initialized": lambda: True,
-            "device_count": lambda: 1,
-            "current_device": lambda: 0,
-            "mem_get_info": lambda *_: (8 << 30, 16 << 30),
-            "memory_reserved": lambda *_: 2 << 30,
-            "memory_allocated": lambda *_: 1 << 30,
-            "max_memory_allocated": lambda *_: 1 << 30,
-            "reset_peak_memory_stats": lambda *_: None,
-            "device": lambda *_: nullcontext(),
+        for name, answer in _ANSWERS.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer: answer))
+        for name, call in {
             "Event": _Event,
-            "empty_cache": lambda: None,
-            "synchronize": lambda *_: None,
-            "get_device_name": lambda *_: "a pretended GPU",
+            "device": lambda *_: nullcontext(),
             "get_rng_state": lambda *_: torch.get_rng_state(),
-            "set_rng_state": lambda *_: None,
-            "manual_seed_all": lambda *_: None,
         }.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+            stack.enter_context(mock.patch.object(torch.cuda, name, call))
         # `module.to` would put the tensor into a parameter that stays a plain one.
         stack.callback(
             torch.__future__.set_swap_module_params_on_conversion,
@@ -225,9 +213,8 @@ def _run(func: Any, args: Any, kwargs: Any, crossings: Counter[str] | None = Non
     wanted = kwargs.get("device")
     target = torch.device(wanted).type if wanted is not None else None
     backward = torch._C._current_graph_task_id() != -1
-    if (
-        backward and there and name == "_to_copy"
-    ):  # to another type, that is: torch's own code takes these for the CPU's
+    # To another type, that is: torch's own code takes these for the CPU's.
+    if backward and there and name == "_to_copy":
         wanted = target = None
         kwargs = {k: v for k, v in kwargs.items() if k != "device"}
         flat, spec = tree_flatten((args, kwargs))

@@ -12,9 +12,9 @@ from headprune.budgets import Budget, Reading, kind_named
 from headprune.documents import Beside, Count, File
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow
-from headprune.planning.effort import Effort, Work
+from headprune.plan_search import ComparedOrder
+from headprune.planning.strategies import Effort, Work
 from headprune.repairing import Repair
-from headprune.searching import ComparedOrder
 from headprune.surgery import Proof
 from headprune.timing import GenerationRow
 

@@ -14,8 +14,8 @@ from headprune.app.workflow.targets import subject_for
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.evaluation import measurable
 from headprune.fingerprint import config_hash, has_identity, identity, processor_hash
+from headprune.plan_search import constraints_of
 from headprune.scoring import HeadScores
-from headprune.searching import constraints_of
 
 
 def check_search(config: PruneConfig, scene: Scene) -> None:

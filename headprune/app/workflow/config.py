@@ -10,12 +10,12 @@ from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.options import AUTO, SearchOptions
+from headprune.plan_search import SearchResult, candidates
 from headprune.planning import strategy_named
-from headprune.planning.effort import effort_named
+from headprune.planning.strategies import effort_named
 from headprune.plans import PruningPlan
 from headprune.scoring import HeadScores
 from headprune.scoring.base import method_and_settings
-from headprune.searching import SearchResult, candidates
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from headprune import latency, searching
+from headprune import latency, plan_search
 from headprune.amounts import duration
 from headprune.app.data import Part
 from headprune.app.workflow.config import PruneConfig
@@ -91,7 +91,7 @@ def cost_of_pruning(scene: Scene, config: PruneConfig, scores: Sequence[HeadScor
     trials, methods = trials_of(scene, config), config.methods_to_score
     choose, report = (len(part) / len(parts.score) for part in (parts.choose, parts.report))
     orders, plans = 0 if config.plan else 2 + len(methods or scores), max(1, len(config.search.budgets))
-    planning = 0.0 if config.plan else searching.passes_of(config.search, scores, trials)
+    planning = 0.0 if config.plan else plan_search.passes_of(config.search, scores, trials)
     points = orders * plans + _LEVELS + (orders + RANDOM_DRAWS) * (plans + 1)
     passes = _scoring(scene, methods, len(batches)) + planning + points * choose + report * (1 + _MEASURED * plans)
     fits = 0.0

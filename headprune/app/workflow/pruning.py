@@ -38,8 +38,8 @@ from headprune.app.workflow.timing import inputs, time_generation, time_models, 
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import model_device
 from headprune.parallel import current
+from headprune.plan_search import SearchResult
 from headprune.scoring import HeadScores, save_scores
-from headprune.searching import SearchResult
 
 
 def plan_run(config: PruneConfig, console: Console) -> tuple[list[HeadScores], SearchResult]:

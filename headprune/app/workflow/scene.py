@@ -17,12 +17,12 @@ from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import first_rows
 from headprune.parallel import current
+from headprune.plan_search import SearchConsole
 from headprune.scoring import method_named
 from headprune.scoring.base import method_and_settings
-from headprune.searching import Output
 from headprune.trace import find_attention
 
-Console = Output
+Console = SearchConsole
 """Where a run tells what it does."""
 
 

@@ -12,10 +12,10 @@ from headprune.app.workflow.timing import budget_input
 from headprune.budgets import Budget, Fit
 from headprune.budgets.subject import Subject
 from headprune.options import AUTO
+from headprune.plan_search import SearchResult, constraints_of, find_plans, levels_of, may_add_biases, subject_of
 from headprune.planning import Order, Search, arrange
 from headprune.plans import PruningPlan
 from headprune.scoring import HeadScores, score
-from headprune.searching import SearchResult, constraints_of, find_plans, levels_of, may_add_biases, subject_of
 from headprune.store import Store
 from headprune.trials import Trials
 

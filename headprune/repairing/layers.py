@@ -1,9 +1,10 @@
-"""The second step of a repair: the values fitted along with W_O, so that kept heads read other things of their tokens.
+"""The steps of a repair that refit every layer by itself: its output projection, then the kept heads' values along with it.
 
-A head hands on ``A v``: its attention weights times its values. Where heads go, those that stay can do better than to weigh
+**Output projections.** Each W_O that loses heads is fitted by ridge regression to give what the dense one gives, on the kept heads' outputs.
+
+**Values.** A head hands on ``A v``: its attention weights times its values. Where heads go, those that stay can do better than to weigh
 their old values again: they can take others from the same tokens. For fixed attention weights the layer's output is
 bilinear in the value projection and W_O, so both are least squares with the other one held, from the same second moments.
-
 New values are made of a head's old ones and of ``rank`` further directions of the value projection's input, those that
 W_O made most of over all heads. What a head attends to along them is found by running the model with these in the place of
 values (`headprune.repairing.directions`), so nothing needs to be known of how attention is computed.
@@ -12,7 +13,7 @@ values (`headprune.repairing.directions`), so nothing needs to be known of how a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,38 +22,124 @@ from torch import Tensor
 from headprune.attention import Heads
 from headprune.repairing.calibration import Calibration
 from headprune.repairing.directions import inputs_of_heads
-from headprune.repairing.moments import FOLDS, Moments, centred
-from headprune.repairing.outputs import ROUNDED, downhill, error, fit_output
-from headprune.repairing.projections import OutputProjection, Values
+from headprune.repairing.projections import FOLDS, Moments, OutputProjection, Values, centred
 from headprune.repairing.results import LayerFit, LayerRepair, LeftOut, RepairWeights
 
-NAME = "values"
-RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # of the mean variance of an input
+OUTPUTS = "output projections"
+ROUNDED = 1e-7  # of the outputs' squares, which are summed in float32: errors that differ by less are equal
+RIDGES = (1e-4, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0)  # of the mean variance of an input
+
+
+def refit_outputs(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights:
+    """The weights of every output projection that loses heads."""
+    fits = {p.name: fit_of(calibration, p, drop) for p in calibration.losing(drop)}
+    return RepairWeights.of(fits, calibration.statistics.moments)
+
+
+def fit_of(calibration: Calibration, projection: OutputProjection, drop: Heads) -> LayerFit:
+    """The fit of one output projection."""
+    kept, moments = projection.kept(drop), calibration.statistics.moments[projection.name]
+    return calibration.fit(OUTPUTS, projection, kept, lambda: fit_output(moments, projection, kept, calibration.ridge))
+
+
+def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, ridge: float | None) -> LayerFit:
+    """The best weights for the inputs that stay.
+
+    Args:
+        ridge: Strength of the pull towards the old weights; infinite for the old weights; by default the best one of `RIDGES`
+            by cross-validation, or the old weights.
+    """
+    xx, xy = (m.cpu() for m in moments.rows_of(kept))
+    yy = moments.yy.cpu()
+    old = projection.weight.cpu()[kept], projection.bias.cpu()
+    chosen, held_out = ridge, None
+    if chosen is None:
+        tried = [_held_out(xx, xy, yy, old, projection.has_bias, r) for r in RIDGES]
+        stays = sum(error(xx[i], xy[i], yy[i], *old) for i in range(FOLDS))
+        held_out = min(stays, *tried)
+        chosen = math.inf if stays <= min(tried) + ROUNDED * float(yy.sum()) else RIDGES[tried.index(min(tried))]
+    all_xx, all_xy, all_yy = xx.sum(0), xy.sum(0), yy.sum(0)
+    weight, bias = old if chosen == math.inf else _solved(all_xx, all_xy, old, projection.has_bias, chosen)
+    unit = moments.spread()
+    facts = LayerRepair(
+        error(all_xx, all_xy, all_yy, *old) / unit, error(all_xx, all_xy, all_yy, weight, bias) / unit, chosen
+    )
+    whole = torch.zeros_like(projection.weight, device="cpu")
+    whole[kept] = weight
+
+    def refit(some: Moments) -> LayerFit:
+        return fit_output(some, projection, kept, chosen if some.seen else math.inf)
+
+    return LayerFit(projection, whole, bias if projection.has_bias else None, facts, held_out, refit)
+
+
+def _held_out(xx: Tensor, xy: Tensor, yy: Tensor, old: tuple[Tensor, Tensor], has_bias: bool, ridge: float) -> float:
+    """Squared error on every fold of what was fitted on the others."""
+    total = 0.0
+    for i in range(FOLDS):
+        if float(xx.sum(0)[-1, -1] - xx[i, -1, -1]) <= 0:
+            return math.inf
+        fitted = _solved(xx.sum(0) - xx[i], xy.sum(0) - xy[i], old, has_bias, ridge)
+        total += error(xx[i], xy[i], yy[i], *fitted)
+    return total
+
+
+def _solved(xx: Tensor, xy: Tensor, old: tuple[Tensor, Tensor], has_bias: bool, ridge: float) -> tuple[Tensor, Tensor]:
+    """Ridge regression towards the old weights, the bias free: ``W [in, out]``, ``b [out]``."""
+    a, c, mean_x, mean_y = centred(xx, xy, has_bias)
+    if not len(a):
+        return old[0], mean_y if has_bias else old[1]
+    strength = ridge * float(a.diagonal().mean())
+    if strength <= 0:  # inputs that never change
+        return old[0], mean_y - mean_x @ old[0] if has_bias else old[1]
+    weight = torch.linalg.solve(a + strength * torch.eye(len(a), dtype=a.dtype), c + strength * old[0])
+    return weight, mean_y - mean_x @ weight if has_bias else old[1]
+
+
+def error(xx: Tensor, xy: Tensor, yy: Tensor, weight: Tensor, bias: Tensor) -> float:
+    """Sum over tokens of ``|y - W x - b|^2``."""
+    w = torch.cat([weight, bias[None]])
+    return float(yy - 2 * (w * xy).sum() + (w * (xx @ w)).sum())
+
+
+def downhill(error: Callable[[float], float], strengths: Sequence[float], start: int) -> tuple[float, float]:
+    """The strength of least error, and that error: from number ``start`` on as long as it falls, since there is one valley."""
+    at, least = start, error(strengths[start])
+    for step in (-1, 1):
+        while 0 <= at + step < len(strengths) and (now := error(strengths[at + step])) < least:
+            at, least = at + step, now
+        if at != start:
+            break
+    return strengths[at], least
+
+
+VALUES = "values"
+VALUE_RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # of the mean variance of an input
 _ROUNDS, _STEPS = 3, 8  # of alternation, and of conjugate gradients in each
 _TRIED_ROUNDS, _TRIED_STEPS = 1, 6  # to compare ridges
 
 
-def fit(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
+def refit_values(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
     """The weights so far, with values refitted in those layers where that does better on held-out tokens."""
     fits = dict(start.fits)
-    for name, alone in start.fits.items():
-        values, heads = calibration.values.get(name), alone.projection.heads(drop)
+    for name, output_fit in start.fits.items():
+        values, heads = calibration.values.get(name), output_fit.projection.heads(drop)
         if values and heads:
-            both = _fit_of(calibration, alone.projection, values, heads, drop)
+            both = _values_fit(calibration, output_fit.projection, values, heads, drop)
             rounding = ROUNDED * float(calibration.statistics.moments[name].yy.sum())
-            if both.held_out is None or alone.held_out is None or both.held_out < alone.held_out - rounding:
+            if both.held_out is None or output_fit.held_out is None or both.held_out < output_fit.held_out - rounding:
                 fits[name] = both
     changed = any(each.mixes for each in fits.values())
-    return RepairWeights.of(fits, calibration.statistics.moments) if changed else LeftOut()
+    return RepairWeights.of(fits, calibration.statistics.moments) if changed else ""
 
 
-def _fit_of(
+def _values_fit(
     calibration: Calibration, projection: OutputProjection, values: Values, heads: Sequence[int], drop: Heads
 ) -> LayerFit:
     statistics = calibration.statistics
     further, moments = statistics.directions.along[projection.name], statistics.moments[projection.name]
     return calibration.fit(
-        NAME, projection, projection.kept(drop),
+        VALUES, projection, projection.kept(drop),
         lambda: _written(fit_values(moments, projection, values, heads, further.shape[1], calibration.ridge), values, further),
     )  # fmt: skip
 
@@ -63,7 +150,7 @@ def _written(fit: LayerFit, values: Values, further: Tensor) -> LayerFit:
         return fit
     return replace(
         fit, values=lambda: {values.name: written(values, fit.mixes, further)},
-        again=lambda some: _written(fit.again(some), values, further),
+        refit=lambda some: _written(fit.refit(some), values, further),
     )  # fmt: skip
 
 
@@ -79,7 +166,7 @@ def fit_values(
     index = inputs_of_heads(projection, values, heads, rank)
     xx, xy = (m.cpu() for m in moments.rows_of(index.flatten()))
     yy = moments.yy.cpu()
-    start = _Start(projection, values, heads, rank)
+    start = _ValueSolver(projection, values, heads, rank)
     all_xx, all_xy, all_yy = xx.sum(0), xy.sum(0), yy.sum(0)
     chosen, held_out = ridge, None
     if chosen is None:
@@ -88,28 +175,28 @@ def fit_values(
         sums = [start.sums(*rest).single() for rest in folds] if enough else []
 
         def held_out_error(strength: float) -> float:
-            found = 0.0 if sums else math.inf
+            total = 0.0 if sums else math.inf
             for i, those in enumerate(sums):
                 mix, out, bias = (t.double() for t in start.solved(those, strength, _TRIED_ROUNDS, _TRIED_STEPS))
-                found += start.error(xx[i], xy[i], yy[i], mix, out, bias)
-            return found
+                total += start.error(xx[i], xy[i], yy[i], mix, out, bias)
+            return total
 
-        chosen, held_out = downhill(held_out_error, RIDGES, len(RIDGES) // 2)
+        chosen, held_out = downhill(held_out_error, VALUE_RIDGES, len(VALUE_RIDGES) // 2)
     mix, out, bias = start.solved(start.sums(all_xx, all_xy), chosen, _ROUNDS, _STEPS)
     before = start.error(all_xx, all_xy, all_yy, start.mix, start.out, projection.bias.cpu())
     after = start.error(all_xx, all_xy, all_yy, mix, out, bias)
     facts = LayerRepair(before / moments.spread(), after / moments.spread(), chosen, values=True)
     whole = torch.zeros_like(projection.weight, device="cpu")
     whole[values.columns[list(heads)].flatten()] = out.flatten(0, 1)
-    made = {h: mix[start.owner[i]] for i, h in enumerate(heads)}
+    mixes = {h: mix[start.owner[i]] for i, h in enumerate(heads)}
 
-    def again(some: Moments) -> LayerFit:
+    def refit(some: Moments) -> LayerFit:
         if some.seen:
             return fit_values(some, projection, values, heads, rank, chosen)
         kept = values.columns[list(heads)].flatten().sort().values
         return fit_output(some, projection, kept, math.inf)
 
-    return LayerFit(projection, whole, bias if projection.has_bias else None, facts, held_out, again, made)
+    return LayerFit(projection, whole, bias if projection.has_bias else None, facts, held_out, refit, mixes)
 
 
 def written(values: Values, mixes: Mapping[int, Tensor], further: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -150,7 +237,7 @@ class _Sums:
         return _Sums(**parts, var=self.var, own=self.own)
 
 
-class _Start:
+class _ValueSolver:
     """The old values and weights of the heads that stay, and the way from there to better ones."""
 
     def __init__(self, projection: OutputProjection, values: Values, heads: Sequence[int], rank: int) -> None:
@@ -211,8 +298,8 @@ class _Start:
         each = mix[self.owner]
         square = self._squared(sums.a, each)
         right = torch.einsum("adf,ado->afo", each, sums.c).flatten(0, 1) + strength * self.out.to(square).flatten(0, 1)
-        found: Tensor = torch.linalg.solve(square + strength * torch.eye(len(square), dtype=square.dtype), right)
-        return found.view_as(self.out)
+        solution: Tensor = torch.linalg.solve(square + strength * torch.eye(len(square), dtype=square.dtype), right)
+        return solution.view_as(self.out)
 
     def _mix(self, sums: _Sums, mix: Tensor, out: Tensor, strength: float, steps: int) -> Tensor:
         pairs = torch.einsum("afo,bgo->afbg", out, out)
@@ -231,8 +318,8 @@ class _Start:
         scale = sums.left.clamp(min=0)[:, :, None] * right.clamp(min=0)[:, None, :] + max(strength, 1e-30)
 
         def near(x: Tensor) -> Tensor:
-            found: Tensor = turn @ ((turn.mT @ x @ spin) / scale) @ spin.mT
-            return found
+            scaled: Tensor = turn @ ((turn.mT @ x @ spin) / scale) @ spin.mT
+            return scaled
 
         rest = by_group(torch.einsum("ado,afo->adf", sums.c, out)) + strength * self.mix.to(mix) - applied(mix)
         step = z = near(rest)

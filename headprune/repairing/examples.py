@@ -1,0 +1,190 @@
+"""Mixtures of calibration examples, and how much the model's answers depend on every token of an example.
+
+A mixture is the first half of one text and the second half of another. A model often was trained on what it is calibrated with, and has
+overfitted it. Its answers to mixtures can be computed just as well, and are more like its answers to examples that it has not seen. (Like
+CutMix, Yun et al. 2019, arXiv:1905.04899, but for texts, and labels are not mixed: the dense model is asked. Halves of small images in one
+another's place made repair worse in our benchmark, and on a language model, which had not seen its examples, nothing changed.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from headprune.batches import Rows
+from headprune.divergence import gives_several, logits_of, part_of, real_tokens, regresses
+from headprune.errors import HeadPruneError
+from headprune.inputs import LABELS, tensors, widened
+
+BLOCK = 4  # examples that are mixed with one another only, so that they can be left out together
+_TEXT = {"input_ids", "attention_mask", "token_type_ids"}
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A batch of mixtures.
+
+    Attributes:
+        inputs: Without labels.
+        firsts: The numbers of the examples that they begin with, ``[mixtures]``.
+        shift: How far apart the two were in their block.
+    """
+
+    inputs: dict[str, Tensor]
+    firsts: Tensor
+    shift: int
+
+
+def block_of(number: Tensor) -> Tensor:
+    """The number of an example's block: of one parity, as folds are (`headprune.repairing.projections`)."""
+    return number // 2 // BLOCK * 2 + number % 2
+
+
+def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) -> list[Mixed]:
+    """Every text's first half with the second half of each of the ``times`` next ones in its block.
+
+    Both are cut in the middle of the shorter one. Which texts are mixed depends on their numbers alone, not on the batches that they come in.
+
+    Args:
+        batches: Calibration examples, with labels or without.
+        rows: How examples lie in the batches.
+        padding: The token to fill up with.
+
+    Returns:
+        Those of one shift behind one another, on the CPU, as many in a batch as in the one that they begin in; none where it is not known how to cut.
+    """
+    texts: list[dict[str, Tensor]] = []
+    for batch in batches:
+        cut = _texts(batch, rows)
+        if cut is None:
+            return []
+        texts += cut
+    block = block_of(torch.arange(len(texts))).tolist()
+    members: dict[int, list[int]] = {}
+    for number in range(len(texts)):
+        members.setdefault(block[number], []).append(number)
+    left = any(_is_left_padded(batch) for batch in batches)
+    result = []
+    for shift in range(1, times + 1):
+        first = 0
+        for batch in batches:
+            numbers = range(first, first := first + rows.size(batch))
+            pairs = [
+                (number, own[(own.index(number) + shift) % len(own)])
+                for number in numbers
+                if len(own := members[block[number]]) > shift
+            ]
+            if pairs:
+                mixed = [_mixed(texts[one], texts[other]) for one, other in pairs]
+                inputs = {
+                    name: _padded([text[name] for text in mixed], padding if name == "input_ids" else 0, left)
+                    for name in mixed[0]
+                }
+                result.append(Mixed(inputs, torch.tensor([one for one, _ in pairs]), shift))
+    return result
+
+
+def _texts(batch: Any, rows: Rows) -> list[dict[str, Tensor]] | None:
+    """Of every example the tokens that are no padding, by the input's name."""
+    if not isinstance(batch, Mapping):
+        return None
+    inputs = {k: v for k, v in batch.items() if k not in LABELS}
+    if not all(isinstance(v, Tensor) and v.ndim == 2 for v in inputs.values()):
+        return None
+    if "input_ids" not in inputs or not inputs.keys() <= _TEXT or len({v.shape for v in inputs.values()}) > 1:
+        return None
+    if any(rows.table(inputs, name) is None for name in inputs):
+        return None
+    inputs = {name: value.cpu() for name, value in inputs.items()}
+    real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
+    return [{name: value[i, real[i]] for name, value in inputs.items()} for i in range(len(real))]
+
+
+def _mixed(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    cut = min(len(one["input_ids"]), len(other["input_ids"])) // 2
+    return {name: torch.cat([one[name][:cut], other[name][cut:]]) for name in one}
+
+
+def _is_left_padded(batch: Mapping[str, Tensor]) -> bool:
+    mask = batch.get("attention_mask")
+    return mask is not None and bool((mask[:, 0] == 0).any())
+
+
+def _padded(texts: Sequence[Tensor], value: int, left: bool) -> Tensor:
+    return pad_sequence(list(texts), batch_first=True, padding_value=value, padding_side="left" if left else "right")
+
+
+def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, only: int | None = None) -> Tensor:
+    """A number whose gradient, squared, is on average the Fisher information of the answers to a batch.
+
+    Args:
+        output: The model's.
+        first: The number of the batch's first example; noise goes by it.
+        rows: How examples lie in the batch.
+        only: The only example whose answers are looked at; all, by default.
+    """
+    seeds = range(first, first + rows.size(batch))
+
+    def drawn(like: Tensor) -> Tensor:
+        mask = real_tokens(model, batch, "decoder", rows, like.shape[1]) if like.ndim > 2 else None
+        random = noise(like, mask, seeds)
+        if only is not None and len(random) == len(seeds):
+            random[torch.arange(len(random), device=random.device) != only] = 0
+        return random
+
+    # A tensor without dimensions is a loss: it goes by the labels, and says nothing of single examples.
+    logits, start = (part_of(output, name) for name in ("logits", "start_logits"))
+    every = [t for t in tensors(output) if t.ndim and t.is_floating_point() and t.requires_grad]
+    if not every and not any(isinstance(t, Tensor) and t.requires_grad for t in (logits, start)):
+        raise HeadPruneError(
+            "The model's answers do not depend on any head by what can be differentiated.",
+            'Score by ablation, and search with strategy="one-shot".',
+        )
+    if start is not None:  # where an answer starts and ends: tokens are the classes, and padding is none
+        chances = logits_of(output, batch if isinstance(batch, Mapping) else {}).log_softmax(-1)
+        draws = drawn(chances.movedim(1, -1)).movedim(-1, 1)
+    elif isinstance(logits, Tensor) and gives_several(model):  # each label is a yes or no of its own
+        chance = widened(logits).detach().sigmoid()
+        return (drawn(logits) * (chance * (1 - chance)).sqrt() * widened(logits)).sum()
+    elif isinstance(logits, Tensor) and logits.shape[-1] > 1 and not regresses(model):
+        chances = widened(logits).log_softmax(-1)
+        draws = drawn(chances)
+    else:
+        chances = None
+    if chances is not None:
+        root = chances.detach().exp().sqrt()
+        return (across(root, draws) * root * chances.masked_fill(root == 0, 0.0)).sum()
+    return torch.stack([(drawn(widened(t)) * widened(t)).sum() for t in every]).sum()
+
+
+def across(root: Tensor, draw: Tensor) -> Tensor:
+    """Noise ``[..., classes]`` without its part along the square roots of the classes' probabilities, which would change nothing.
+
+    The rest gets the length that it has on average. So with two classes nothing is left to chance but a sign.
+    """
+    rest = draw - root * (root * draw).sum(-1, keepdim=True)
+    length = rest.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+    classes = (draw != 0).sum(-1, keepdim=True)  # without padding
+    scaled: Tensor = rest * ((classes - 1).clamp(min=0).to(rest).sqrt() / length)
+    return scaled
+
+
+def noise(like: Tensor, mask: Tensor | None, seeds: Sequence[int]) -> Tensor:
+    """Random numbers ``[examples, ...]``: the same for an example in any batch, none at padding."""
+    if not like.ndim or len(like) != len(seeds):
+        return torch.randn(like.shape, generator=torch.Generator().manual_seed(seeds[0])).to(like)
+    random = torch.zeros(like.shape)
+    places = None if mask is None else mask.cpu()  # at once: every copy waits for a GPU
+    for row, seed in enumerate(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        if places is not None:
+            real = places[row]
+            random[row, real] = torch.randn(int(real.sum()), *like.shape[2:], generator=generator)
+        else:
+            random[row] = torch.randn(like.shape[1:], generator=generator)
+    return random.to(like)
