@@ -14,7 +14,7 @@ from headprune.app.documents.finetune import (
 )
 from headprune.app.documents.heads import Heads, LayerProfile, Positions, Sample, SampleLayer
 from headprune.app.documents.metrics import (
-    MOST_APART,
+    MOST_RATIO,
     AlsoData,
     AlsoMeasured,
     Asked,
@@ -34,7 +34,7 @@ from headprune.app.documents.metrics import (
 from headprune.app.documents.run import Cut, Environment, Examples, LayerFacts, Measured, ModelFacts, Run, Training
 
 __all__ = [
-    "MOST_APART", "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "Cut", "Dense", "EngineLatency", "Environment",
+    "MOST_RATIO", "AlsoData", "AlsoMeasured", "Asked", "BudgetResult", "Cut", "Dense", "EngineLatency", "Environment",
     "Examples", "ExportedModel", "FinetuneFacts", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Heads", "Latency",
     "LayerFacts", "LayerProfile", "Measured", "Metrics", "ModelFacts", "Planning", "Point", "Positions", "Proved", "Repaired",
     "Run", "Sample", "SampleLayer", "TimeParts", "Trained", "Training", "TrainingOptions",

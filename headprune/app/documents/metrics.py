@@ -9,6 +9,7 @@ from typing import ClassVar
 from headprune.app.documents.run import Environment, Examples, Measured, Training
 from headprune.app.options import FinetuneOptions
 from headprune.budgets import Budget, Reading, kind_named
+from headprune.decoding import GenerationRow
 from headprune.documents import Beside, Count, File
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow
@@ -16,7 +17,7 @@ from headprune.planning.effort import Effort, Work
 from headprune.repairing import Repair
 from headprune.searching import ComparedOrder
 from headprune.surgery import Proof
-from headprune.timing import Breakdown, GenerationRow
+from headprune.timing import Breakdown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,17 +324,17 @@ class TimeParts:
         found = (row.timings for row in rows if (row.batch, row.length) == (self.batch, self.length))
         return next((next(iter(timings.values())).median for timings in found if timings), None)
 
-    def apart(self, rows: Sequence[LatencyRow]) -> float:
+    def ratio_to(self, rows: Sequence[LatencyRow]) -> float:
         """How many times as long, or as short, these passes took as those of `timed`; 1 where both cannot be compared.
 
-        It is the same model on the same input: if this is more than `MOST_APART`, something else kept the machine busy.
+        It is the same model on the same input: if this is more than `MOST_RATIO`, something else kept the machine busy.
         """
         timed = self.timed(rows)
         return 1.0 if self.stand_ins or not timed else max(self.total / timed, timed / self.total)
 
 
-MOST_APART = 1.5
-"""The factor between two timings of one model beyond which one of them was disturbed; undisturbed ones differ by less."""
+MOST_RATIO = 1.5
+"""The ratio of two timings of one model beyond which one of them was disturbed; undisturbed ones differ by less."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from headprune import amounts
 from headprune.app.documents import Heads, Metrics, Run
 from headprune.app.report import verdict
 from headprune.app.report.content import Block, Documents, Figure, Section, Table, code, notes_by_size
-from headprune.app.seeing import by_role, figure_of_all
+from headprune.app.seeing import by_role
+from headprune.app.seeing.pictures import figure_of_all
 
 
 def roles(documents: Documents) -> Section | None:

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from headprune import amounts
-from headprune.app.documents import MOST_APART, Metrics, Run, TimeParts
+from headprune.app.documents import MOST_RATIO, Metrics, Run, TimeParts
 from headprune.app.report import numbers, verdict
 from headprune.app.report.content import Block, Section, Table, code
 from headprune.latency import WARM_UP, LatencyRow
-from headprune.timing.parts import ATTENTION, LAUNCH, PROJECTIONS
+from headprune.timing import ATTENTION, LAUNCH, PROJECTIONS
 
 if TYPE_CHECKING:
-    from headprune.timing import GenerationRow
+    from headprune.decoding import GenerationRow
 
 _MUCH = 0.25  # the share of launch overhead that is worth a sentence
 
@@ -77,7 +77,7 @@ def _gain(metrics: Metrics, row: TimeParts, name: str) -> str:
     """How many times as fast a model is on an input, of the most that its plan can give there."""
     timed = metrics.latency.rows
     speedups = next((r.speedups for r in timed if (r.batch, r.length) == (row.batch, row.length)), {})
-    if name not in speedups or name not in row.bounds or row.apart(timed) > MOST_APART:
+    if name not in speedups or name not in row.bounds or row.ratio_to(timed) > MOST_RATIO:
         return "not compared"
     gain, bound = speedups[name].ratio, row.bounds[name]
     return f"{gain:.2f}x of {bound:.2f}x ({gain / bound:.0%})"
@@ -86,7 +86,7 @@ def _gain(metrics: Metrics, row: TimeParts, name: str) -> str:
 def disturbance(row: TimeParts, timed: Sequence[LatencyRow]) -> str:
     """That other work on the machine kept a breakdown from being like the timed passes of the same model; "" where they are alike."""
     median = row.timed(timed)
-    if median is None or row.apart(timed) <= MOST_APART:
+    if median is None or row.ratio_to(timed) <= MOST_RATIO:
         return ""
     return (
         f"At {numbers.shape(row)} the machine was busy while the dense model's time was broken down: a pass took {row.total:.2f} ms, and "
