@@ -18,9 +18,9 @@ from headprune.app.documents import Heads, Positions, Sample, SampleLayer
 from headprune.app.models import load_model
 from headprune.app.pictures import save
 from headprune.app.runs import RunFolder
-from headprune.app.seeing import all_heads, figure_of_head, look_at, of_text, one_head
-from headprune.app.seeing.cells import resized
-from headprune.app.seeing.labels import printable, token_labels
+from headprune.app.seeing import look_at, of_text, printable, token_labels
+from headprune.app.seeing.pictures import figure_of_head, legend_of, resized
+from headprune.app.seeing.terminal import all_heads, one_head
 from headprune.trace import find_attention
 from tests.support.commands import run
 from tests.support.documents import METRICS
@@ -198,7 +198,5 @@ def test_a_document_of_another_shape_is_refused() -> None:
 
 
 def test_roles_of_one_colour_share_an_entry_of_the_legend() -> None:
-    from headprune.app.seeing.pictures import legend_of
-
     found = list(legend_of(["mixed", "induction", "duplicate token", "induction", "broad"]).values())
     assert found == ["induction (2), duplicate token (1)", "broad (1)", "mixed (1)"]
