@@ -45,7 +45,7 @@ class ModuleCost:
         time: Milliseconds of its operations.
         launch: Milliseconds of launching them.
         width: Its features; of an attention module, its heads.
-        users: Which heads use each feature; features that are no head's alone are left out.
+        users: Which heads use each feature; features of no single head are left out.
         layers: The layers that it is part of.
     """
 
@@ -311,7 +311,7 @@ class ModulePlaces:
         self._attention = list(dict.fromkeys(layer.module for layer in layers))
         outputs = {a.module: a.output_projection.module for a in layers if a.output_projection and not a.concatenates}
         self._output = outputs
-        # Where the attention module itself holds the weights of a projection, its time cannot be told from attention's.
+        # Where the attention module itself holds the weights of a projection, its time cannot be separated from attention's.
         self._projections = {part.module for a in layers for part in a.projections} | set(outputs.values())
         self._projections -= set(self._attention)
         self._matrices = {n for n, m in self._modules.items() if any(p.ndim > 1 for p in m.parameters(recurse=False))}

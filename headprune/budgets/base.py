@@ -1,4 +1,4 @@
-"""What every budget can do, how the most heads are found that hold one, and the register of kinds."""
+"""What every budget can do, how a search finds the most heads that hold one, and the register of kinds."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Budget(ABC):
     text: str
     amount: float = math.nan
     relative: bool = False
-    kind: str = field(init=False)  # a field, so that budgets of two kinds are told apart wherever fields are listed
+    kind: str = field(init=False)  # a field, so that budgets of two kinds differ wherever fields are listed
 
     flag: ClassVar[str]
     short: ClassVar[str] = ""
@@ -163,7 +163,7 @@ class Budget(ABC):
         return f"{self.flag} {up.create_decimal(number):f}{'%' if self.relative else ''}"
 
     def result(self, kept: int, reading: Reading, where: str) -> str:
-        """A sentence for the report: what was asked, and what was measured.
+        """A sentence for the report: the budget, and what was measured.
 
         Args:
             kept: Heads that stay.

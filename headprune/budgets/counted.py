@@ -68,7 +68,7 @@ class Keep(Budget):
 
 
 class Counted(Limit):
-    """A budget of a count on a pruned copy, which is the same whenever it is made."""
+    """A budget of a count on a pruned copy, which is the same each time."""
 
     @abstractmethod
     def count(self, model: nn.Module, inputs: Example) -> float:

@@ -87,6 +87,7 @@ class Drop(Budget):
             )
 
     def fit(self, order: Order, subject: Subject) -> Fit:
+        assert subject.change is not None
         return self.fewest_heads(order, subject.change)
 
     def fewest_heads(self, order: Order, change: Callable[[PruningPlan], Change]) -> Fit:

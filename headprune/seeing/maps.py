@@ -174,7 +174,7 @@ def attention_maps(
         look nowhere has zeros.
 
     Raises:
-        RowsError: Several examples whose rows cannot be told from one another; run them one at a time.
+        RowsError: Several examples whose rows a layer mixes; run them one at a time.
         HeadPruneError: A layer whose weights were not seen.
     """
     collector = _Collector(layers, examples, keep)
